@@ -1,0 +1,35 @@
+"""The exceptions of the adaptor. Each message is one line that names the thing, its value and what would be right.
+
+AdaptorError
+├── ConfigError      a setting makes no sense
+├── StartError       the adaptor was enabled too late, or outside of ttprun
+├── DriftError       a patched function of the framework no longer matches its declaration
+├── LayoutError      the parallel layout cannot be protected
+└── CheckpointError  a checkpoint cannot be written, published or trusted
+"""
+
+from __future__ import annotations
+
+
+class AdaptorError(Exception):
+    """Base of all errors that a user of the adaptor can cause or meet."""
+
+
+class ConfigError(AdaptorError):
+    """A setting makes no sense; the message names the variable, its value and the range."""
+
+
+class StartError(AdaptorError):
+    """`enable()` was called too late, or the worker was not started by `ttprun`."""
+
+
+class DriftError(AdaptorError):
+    """A patched function of the framework does not have the signature that its patch declares."""
+
+
+class LayoutError(AdaptorError):
+    """The parallel layout, or a mode of the framework, cannot be protected."""
+
+
+class CheckpointError(AdaptorError):
+    """A checkpoint cannot be written, published or trusted."""
