@@ -1,0 +1,145 @@
+"""All settings of the adaptor: one table, read once, one frozen result.
+
+Every setting is an environment variable and a `ttprun` flag; the flag wins. `ttprun` writes what it was
+given back into the environment of the workers, so that a worker reads the same values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adaptor.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the user chose. Times are seconds."""
+
+    enabled: bool
+    timeout_s: float
+    port: int
+    device: str
+    replica: str
+    log_path: str
+    log_level: str
+    log_stdout: bool
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table: where a field of `Config` comes from and what it may be."""
+
+    field: str
+    variable: str
+    default: str
+    allowed: str
+    parse: Callable[[str], Any]
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--ttp-" + self.variable.removeprefix("TTP_").removeprefix("ENABLE_").lower().replace("_", "-")
+
+
+def _truth(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("true", "1"):
+        return True
+    if lowered in ("false", "0"):
+        return False
+    raise ValueError
+
+
+def _number(low: float, high: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= high:
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError
+        return text
+
+    return parse
+
+
+SETTINGS = (
+    Setting(
+        "enabled",
+        "ENABLE_TTP",
+        "True",
+        "True, 1, False or 0",
+        _truth,
+        "False is plain torchrun and the plain framework",
+    ),
+    Setting(
+        "timeout_s",
+        "TTP_OT",
+        "120",
+        "a number of seconds from 10 to 3600",
+        _number(10, 3600, float),
+        "how long an incident may last, besides the time in which the save makes progress",
+    ),
+    Setting(
+        "port",
+        "TTP_PORT",
+        "8000",
+        "a port from 1 to 65535",
+        _number(1, 65535, int),
+        "where the controller listens for agents of other nodes; taken: the next free one",
+    ),
+    Setting(
+        "device",
+        "TTP_DEVICE",
+        "",
+        "cpu, or nothing for the accelerator that the framework finds",
+        _one_of("", "cpu"),
+        "cpu runs the framework's torch.cuda calls on the CPU and its collectives on gloo",
+    ),
+    Setting(
+        "replica",
+        "TTP_REPLICA",
+        "auto",
+        "auto, split or none",
+        _one_of("auto", "split", "none"),
+        "where second copies of optimizer shards live; auto takes what the layout allows",
+    ),
+    Setting("log_path", "TTP_LOG_PATH", "logs", "a folder", str, "where logs and incident reports go"),
+    Setting(
+        "log_level",
+        "TTP_LOG_LEVEL",
+        "INFO",
+        "DEBUG, INFO, WARNING or ERROR",
+        lambda text: _one_of("DEBUG", "INFO", "WARNING", "ERROR")(text.upper()),
+        "how much the log file holds",
+    ),
+    Setting(
+        "log_stdout", "TTP_LOG_STDOUT", "0", "True, 1, False or 0", _truth, "the log goes to stdout, too"
+    ),
+)
+
+
+def load(environ: Mapping[str, str] | None = None) -> Config:
+    """Read all settings.
+
+    Raises:
+        ConfigError: a value makes no sense; the message names the variable, the value and what it may be.
+    """
+    source = os.environ if environ is None else environ
+    values = {}
+    for setting in SETTINGS:
+        text = source.get(setting.variable, setting.default)
+        try:
+            values[setting.field] = setting.parse(text)
+        except ValueError:
+            raise ConfigError(f"{setting.variable} is {text!r}: it must be {setting.allowed}") from None
+    return Config(**values)

@@ -1,0 +1,136 @@
+"""The board: one fixed-size record of shared memory per rank, written by the worker, read by its agent.
+
+Invariant: the worker alone writes; the sequence number is odd while a write is under way, and a reader that
+sees an odd or a changed number reads again. The memory belongs to the agent (an anonymous memory file, so
+nothing has a name that could be left behind), hence it outlives the worker: after a SIGKILL the agent still
+reads how far the rank had come.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+
+from adaptor.control.messages import BoardRecord, Phase
+
+SIZE = 512
+_SEQUENCE = struct.Struct("<Q")
+_RECORD = struct.Struct("<qqqqqqdd256s")
+# A write takes about a microsecond; a reader that meets an odd number this often meets a writer that died in it.
+_READS = 100
+
+
+class BoardMemory:
+    """The agent's side: creates the memory, tells the worker where it is, reads it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._fd = os.memfd_create(f"ttp-board-{rank}", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, SIZE)
+        self._memory = mmap.mmap(self._fd, SIZE)
+
+    @property
+    def path(self) -> str:
+        """A path under which a child process of this one can open the memory."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def read(self) -> BoardRecord:
+        """The last complete record; after a death in the middle of a write, what is there."""
+        for _ in range(_READS):
+            (before,) = _SEQUENCE.unpack_from(self._memory, 0)
+            fields = _RECORD.unpack_from(self._memory, _SEQUENCE.size)
+            (after,) = _SEQUENCE.unpack_from(self._memory, 0)
+            if before == after and before % 2 == 0:
+                break
+        if before == 0:
+            return BoardRecord(rank=self._rank)
+        rank, pid, phase, oldest, finished, progress, grad_norm, written_at, error = fields
+        text = error.rstrip(b"\0").decode("utf-8", "replace")
+        return BoardRecord(rank, pid, phase, oldest, finished, progress, grad_norm, written_at, text)
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self._fd)
+
+
+class Board:
+    """The worker's side. `phase`, `oldest` and `finished` are also what the worker itself goes by."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        self.rank = rank
+        self.phase = Phase.STARTING
+        self.oldest = -1
+        self.finished = -1
+        self.progress = 0
+        self.grad_norm = 0.0
+        self._error = b""
+        self._sequence = 0
+        self._pid = os.getpid()
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._memory = mmap.mmap(fd, SIZE)
+        finally:
+            os.close(fd)
+        self.write()
+
+    def write(self) -> None:
+        """Publish the fields."""
+        memory = self._memory
+        self._sequence += 2
+        _SEQUENCE.pack_into(memory, 0, self._sequence - 1)
+        _RECORD.pack_into(
+            memory,
+            8,
+            self.rank,
+            self._pid,
+            self.phase,
+            self.oldest,
+            self.finished,
+            self.progress,
+            self.grad_norm,
+            time.time(),
+            self._error,
+        )
+        _SEQUENCE.pack_into(memory, 0, self._sequence)
+
+    def start(self, origin: int) -> None:
+        """The training state is that of step `origin`."""
+        self.oldest = self.finished = origin
+        self.phase = Phase.RUNNING
+        self.write()
+
+    def move(self, phase: Phase) -> None:
+        self.phase = phase
+        self.write()
+
+    def finish(self, step: int, updated: bool) -> None:
+        """`step` is done; without an update the state of earlier steps is still here, too."""
+        self.finished = step
+        if updated:
+            self.oldest = step
+        self.phase = Phase.RUNNING
+        self.write()
+
+    def advance(self, amount: int) -> None:
+        """Count progress of a save, in bytes."""
+        self.progress += amount
+        self.write()
+
+    def fail(self, error: str) -> None:
+        self._error = error.encode("utf-8", "replace")[:255]
+        self.write()
+
+    def record(self) -> BoardRecord:
+        return BoardRecord(
+            self.rank,
+            self._pid,
+            self.phase,
+            self.oldest,
+            self.finished,
+            self.progress,
+            self.grad_norm,
+            time.time(),
+            self._error.decode("utf-8", "replace"),
+        )

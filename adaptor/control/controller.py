@@ -1,0 +1,224 @@
+"""The controller of a job: opens an incident at the first failure, drives it, gives the verdict.
+
+It has no clock and no socket: messages and the time (monotonic seconds) come in as arguments, orders go out as
+return values. It keeps nothing that the agents could not tell it again.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from adaptor.control.incident import Directive, Incident
+from adaptor.control.messages import (
+    Addressed,
+    AgentHello,
+    AgentLost,
+    ControllerToAgent,
+    Died,
+    Exit,
+    FromAgent,
+    Frozen,
+    Hello,
+    Layout,
+    Prepared,
+    Progress,
+    Published,
+    PublishFailed,
+    Raised,
+    Refused,
+    Verdict,
+    WriteFailed,
+    Written,
+)
+
+Orders = list[tuple[int, ControllerToAgent]]  # (node, order)
+
+# What a shell reports for a process that a signal ended.
+_SIGNAL_BASE = 128
+REFUSED_EXIT_CODE = 2
+
+
+class Controller:
+    """Decides for one generation of workers (from one start of all workers to the next).
+
+    Args:
+        world_size: ranks in the job.
+        timeout_s: how long an incident may last without progress (TTP_OT).
+        store: host and port of the store over which dump groups are formed.
+        number: the number that the next incident gets.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float, store: tuple[str, int], number: int = 1) -> None:
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._store = store
+        self._number = number
+        self._node_of: dict[int, int] = {}
+        self._agents: set[int] = set()
+        self._connected: set[int] = set()
+        self._layouts: dict[int, Layout] = {}
+        self._dead: dict[int, int] = {}
+        self._raised: dict[int, Raised] = {}
+        self.incident: Incident | None = None
+        self.verdict: Verdict | None = None
+
+    def handle(self, message: FromAgent, now: float) -> Orders:
+        """Take one message of an agent, or of a worker by way of its agent."""
+        match message:
+            case AgentHello(node=node, ranks=ranks):
+                self._agents.add(node)
+                self._node_of.update(dict.fromkeys(ranks, node))
+            case Hello(rank=rank):
+                self._connected.add(rank)
+            case Layout(rank=rank):
+                return self._on_layout(rank, message, now)
+            case Refused(rank=rank, reason=reason):
+                return self._refuse(rank, reason)
+            case Raised(rank=rank):
+                self._raised.setdefault(rank, message)
+                return self._fault(now)
+            case Died(rank=rank, status=status):
+                return self._on_death(rank, status, now)
+            case AgentLost(node=node):
+                self._agents.discard(node)
+                orders: Orders = []
+                for rank in [rank for rank, home in self._node_of.items() if home == node]:
+                    orders += self._on_death(rank, -signal.SIGKILL, now)
+                return orders
+            case _:
+                return self._on_incident_message(message, now)
+        return []
+
+    def tick(self, now: float) -> Orders:
+        """Let time pass."""
+        if self.incident is None:
+            return []
+        return self._route(self.incident.on_tick(now))
+
+    def _on_layout(self, rank: int, layout: Layout, now: float) -> Orders:
+        others = [other for other in self._layouts.values() if other.fingerprint != layout.fingerprint]
+        if others:
+            return self._refuse(
+                rank, f"rank {rank} and rank {others[0].rank} do not run the same framework or patches"
+            )
+        self._layouts[rank] = layout
+        return []
+
+    def _on_death(self, rank: int, status: int, now: float) -> Orders:
+        if rank in self._dead:
+            return []
+        self._dead[rank] = status
+        if self.incident is None:
+            return [] if status == 0 else self._fault(now)
+        self.incident.nodes.pop(rank, None)
+        return self._route(self.incident.on_death(rank))
+
+    def _fault(self, now: float) -> Orders:
+        if self.incident is not None or self.verdict is not None:
+            return []
+        alive = {
+            rank: node
+            for rank, node in sorted(self._node_of.items())
+            if rank not in self._dead and rank in self._connected
+        }
+        self.incident = Incident(
+            self._number, alive, self._layouts, self._world_size, now, self._timeout_s, self._store
+        )
+        self._number += 1
+        return self._route(self.incident.open())
+
+    def _on_incident_message(self, message: FromAgent, now: float) -> Orders:
+        incident = self.incident
+        if incident is None:
+            return []
+        directives: list[Directive] = []
+        match message:
+            case Progress():
+                incident.on_progress(now)
+            case Frozen(rank=rank, incident=incident.number, board=board):
+                directives = incident.on_frozen(rank, board)
+            case Prepared(incident=incident.number, folder=folder, reason=reason):
+                directives = incident.on_prepared(folder, reason)
+            case Written(incident=incident.number, attempt=attempt, group=group, files=files):
+                directives = incident.on_written(attempt, group, files)
+            case WriteFailed(incident=incident.number, attempt=attempt, group=group, reason=reason):
+                directives = incident.on_write_failed(attempt, group, reason)
+            case Published(incident=incident.number):
+                directives = incident.on_published()
+            case PublishFailed(incident=incident.number, reason=reason):
+                directives = incident.on_publish_failed(reason)
+        return self._route(directives)
+
+    def _route(self, directives: list[Directive]) -> Orders:
+        assert self.incident is not None
+        orders: Orders = []
+        for directive in directives:
+            if directive.rank is not None:
+                node = self._node_of[directive.rank]
+                orders.append((node, Addressed(directive.rank, directive.message)))  # type: ignore[arg-type]
+            elif directive.node is not None:
+                orders.append((directive.node, directive.message))  # type: ignore[arg-type]
+        if self.incident.outcome is not None and self.verdict is None:
+            orders += self._pronounce()
+        return orders
+
+    def _pronounce(self) -> Orders:
+        incident = self.incident
+        assert incident is not None
+        assert incident.outcome is not None
+        outcome = incident.outcome
+        rank, code, cause = self._cause()
+        match outcome.kind:
+            case "saved":
+                line = f"{cause}; step {outcome.step} is saved, no finished step is lost"
+            case "nothing":
+                line = f"{cause}; nothing to save: {outcome.reason}"
+            case _:
+                line = f"{cause}; the state cannot be saved: {outcome.reason}; {self._advice()}"
+        save = next((layout.save for layout in self._layouts.values()), "")
+        self.verdict = Verdict(incident.number, outcome.kind, outcome.step, line, rank, code, save)
+        return self._farewell(incident.number)
+
+    def _refuse(self, rank: int, reason: str) -> Orders:
+        if self.verdict is not None:
+            return []
+        self.verdict = Verdict(0, "refused", -1, reason, rank, REFUSED_EXIT_CODE, "")
+        return self._farewell(0)
+
+    def _farewell(self, number: int) -> Orders:
+        assert self.verdict is not None
+        exits: Orders = [
+            (node, Addressed(rank, Exit(number)))
+            for rank, node in self._node_of.items()
+            if rank not in self._dead
+        ]
+        return exits + [(node, self.verdict) for node in sorted(self._agents)]
+
+    def _cause(self) -> tuple[int, int, str]:
+        """Rank, exit code and words for the first cause; a death explains the exceptions of the others."""
+        failed = [(rank, status) for rank, status in self._dead.items() if status != 0]
+        if failed:
+            rank, status = failed[0]
+            code = status if status > 0 else _SIGNAL_BASE - status
+            words = ", ".join(f"rank {r} {_ending(s)}" for r, s in failed)
+            return rank, code, words
+        rank, raised = next(iter(self._raised.items()))
+        return rank, raised.exit_code, f"rank {rank} raised {raised.error}"
+
+    def _advice(self) -> str:
+        owners: dict[tuple[str, int], list[int]] = {}
+        for rank, layout in self._layouts.items():
+            for share in layout.shares:
+                owners.setdefault((share.group, share.index), []).append(rank)
+        if any(len(ranks) == 1 for ranks in owners.values()):
+            return "a second copy of each shard (TTP_REPLICA=split) would have helped"
+        return "second copies of each shard on other nodes, or a shorter --save-interval, would have helped"
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"exited with code {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"

@@ -1,0 +1,253 @@
+"""One incident, from the first failure to the verdict, as a state machine without clock, socket or torch.
+
+FREEZING   every live rank closes its door and tells where it stands
+PREPARING  an agent makes the temporary folder
+DUMPING    the chosen holders bring themselves to the step and write
+PUBLISHING an agent checks the files, renames the folder and replaces the tracker
+ENDED      the verdict is out and every worker has been told to exit
+
+Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on disk
+is not written again at the same step; the publish is ordered only when every group is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import msgspec
+
+from adaptor.control.messages import (
+    BoardRecord,
+    Dump,
+    FileEntry,
+    Freeze,
+    GroupOrder,
+    Layout,
+    Phase,
+    Prepare,
+    Publish,
+    Share,
+)
+from adaptor.control.plan import NoPlan, Plan, plan
+
+# A dump that fails this often although nobody died in between will not succeed by trying again.
+MAX_ATTEMPTS = 5
+
+
+class State(Enum):
+    FREEZING = auto()
+    PREPARING = auto()
+    DUMPING = auto()
+    PUBLISHING = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it ended: `kind` is saved, nothing or lost; `reason` is for the user."""
+
+    kind: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Directive:
+    """An order to one rank (`rank` set), or to the agent of one node."""
+
+    message: Freeze | Dump | Prepare | Publish
+    rank: int | None = None
+    node: int | None = None
+
+
+@dataclass
+class Incident:
+    """`nodes` maps the ranks that are alive to their nodes; the owner removes ranks as they die."""
+
+    number: int
+    nodes: dict[int, int]
+    layouts: Mapping[int, Layout]
+    world_size: int
+    opened_at: float
+    timeout_s: float
+    store: tuple[str, int]
+    state: State = State.FREEZING
+    outcome: Outcome | None = None
+    frozen: dict[int, BoardRecord] = field(default_factory=dict)
+    step: int = -1
+    attempt: int = 0
+    folder: str = ""
+    pending: dict[str, GroupOrder] = field(default_factory=dict)
+    written: dict[str, tuple[FileEntry, ...]] = field(default_factory=dict)
+    failures: int = 0
+    publisher: int = -1
+    deadline: float = 0.0
+    freeze_deadline: float = 0.0
+
+    def open(self) -> list[Directive]:
+        """Ask every live rank to freeze."""
+        self.deadline = self.opened_at + self.timeout_s
+        # Half of the time is left for the dump: a rank that has not closed its door by then is no holder.
+        self.freeze_deadline = self.opened_at + self.timeout_s / 2
+        if len(self.layouts) < self.world_size:
+            return self._end("nothing", -1, "no step has finished: training had not begun on every rank")
+        return [Directive(Freeze(self.number), rank=rank) for rank in self.nodes] + self._decide_when_frozen()
+
+    def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
+        if self.state is not State.FREEZING or rank not in self.nodes:
+            return []
+        self.frozen[rank] = board
+        return self._decide_when_frozen()
+
+    def on_death(self, rank: int) -> list[Directive]:
+        """`rank` is no longer in `nodes`."""
+        self.frozen.pop(rank, None)
+        if self.state is State.FREEZING:
+            return self._decide_when_frozen()
+        if self.state is State.DUMPING and any(rank in order.holders for order in self.pending.values()):
+            self.failures = 0
+            return self._dump_again()
+        if self.state in (State.PREPARING, State.PUBLISHING) and self.publisher not in self.nodes.values():
+            return self._prepare() if self.state is State.PREPARING else self._publish()
+        if not self.nodes:
+            return self._end("lost", -1, "no worker is alive")
+        return []
+
+    def on_prepared(self, folder: str, reason: str) -> list[Directive]:
+        if self.state is not State.PREPARING:
+            return []
+        if reason:
+            return self._end("lost", -1, reason)
+        self.folder = folder
+        self.state = State.DUMPING
+        return self._dump_again()
+
+    def on_written(self, attempt: int, group: str, files: tuple[FileEntry, ...]) -> list[Directive]:
+        if self.state is not State.DUMPING or attempt != self.attempt or group not in self.pending:
+            return []
+        del self.pending[group]
+        self.written[group] = files
+        return [] if self.pending else self._publish()
+
+    def on_write_failed(self, attempt: int, group: str, reason: str) -> list[Directive]:
+        if self.state is not State.DUMPING or attempt != self.attempt or group not in self.pending:
+            return []
+        self.failures += 1
+        if self.failures >= MAX_ATTEMPTS:
+            return self._end("lost", -1, f"{group} could not be written: {reason}")
+        return self._dump_again()
+
+    def on_published(self) -> list[Directive]:
+        if self.state is not State.PUBLISHING:
+            return []
+        return self._end("saved", self.step, "")
+
+    def on_publish_failed(self, reason: str) -> list[Directive]:
+        if self.state is not State.PUBLISHING:
+            return []
+        return self._end("lost", -1, reason)
+
+    def on_progress(self, now: float) -> None:
+        """The save moves: what it takes is not counted against the time of the incident."""
+        if self.state in (State.DUMPING, State.PUBLISHING):
+            self.deadline = max(self.deadline, now + self.timeout_s)
+
+    def on_tick(self, now: float) -> list[Directive]:
+        if self.state is State.ENDED:
+            return []
+        if now >= self.deadline:
+            waiting = f"in state {self.state.name.lower()}"
+            return self._end("lost", -1, f"not done after {self.timeout_s:g} s (TTP_OT) {waiting}")
+        if self.state is State.FREEZING and now >= self.freeze_deadline:
+            for rank in [rank for rank in self.nodes if rank not in self.frozen]:
+                del self.nodes[rank]
+            return self._decide_when_frozen()
+        return []
+
+    def _decide_when_frozen(self) -> list[Directive]:
+        if self.state is not State.FREEZING or not self.nodes.keys() <= self.frozen.keys():
+            return []
+        origin = max(layout.origin for layout in self.layouts.values())
+        decision = plan(self._shares(), self.frozen)
+        if isinstance(decision, NoPlan):
+            return self._end("lost", -1, decision.reason)
+        if decision.step <= origin:
+            reason = f"no step has finished since step {origin}" if origin else "no step has finished"
+            return self._end("nothing", origin, reason)
+        self._take(decision)
+        return self._prepare()
+
+    def _take(self, decision: Plan) -> None:
+        self.step = decision.step
+        self.pending = {order.group: order for order in decision.groups}
+        self.written = {}
+
+    def _prepare(self) -> list[Directive]:
+        self.state = State.PREPARING
+        self.publisher = self._node_of_a_writer()
+        return [Directive(Prepare(self.number, self._save(), self.step), node=self.publisher)]
+
+    def _dump_again(self) -> list[Directive]:
+        """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
+        again = plan(self._shares(self.pending.keys()), self.frozen, only=self.step)
+        if isinstance(again, NoPlan):
+            decision = plan(self._shares(), self.frozen)
+            if isinstance(decision, NoPlan):
+                return self._end("lost", -1, decision.reason)
+            self._take(decision)
+            return self._prepare()
+        self.pending = {order.group: order for order in again.groups}
+        self.attempt += 1
+        orders: dict[int, list[GroupOrder]] = {}
+        for order in again.groups:
+            for rank in sorted(set(order.holders)):
+                orders.setdefault(rank, []).append(order)
+        for rank in orders:
+            board = self.frozen[rank]
+            if board.finished < self.step:  # it goes through the door now, and cannot come back
+                self.frozen[rank] = msgspec.structs.replace(
+                    board, phase=Phase.RUNNING, oldest=self.step, finished=self.step
+                )
+        host, port = self.store
+        return [
+            Directive(
+                Dump(
+                    self.number,
+                    self.attempt,
+                    self.step,
+                    self.folder,
+                    tuple(groups),
+                    host,
+                    port,
+                    self.timeout_s,
+                ),
+                rank=rank,
+            )
+            for rank, groups in orders.items()
+        ]
+
+    def _publish(self) -> list[Directive]:
+        self.state = State.PUBLISHING
+        self.publisher = self._node_of_a_writer()
+        files = tuple(entry for group in sorted(self.written) for entry in self.written[group])
+        return [Directive(Publish(self.number, self._save(), self.step, files), node=self.publisher)]
+
+    def _node_of_a_writer(self) -> int:
+        writers = [order.writer for order in self.pending.values() if order.writer in self.nodes]
+        return self.nodes[min(writers)] if writers else min(self.nodes.values())
+
+    def _save(self) -> str:
+        return self.layouts[min(self.layouts)].save
+
+    def _shares(self, groups: Collection[str] | None = None) -> dict[int, tuple[Share, ...]]:
+        return {
+            rank: tuple(s for s in layout.shares if groups is None or s.group in groups)
+            for rank, layout in self.layouts.items()
+        }
+
+    def _end(self, kind: str, step: int, reason: str) -> list[Directive]:
+        self.state = State.ENDED
+        self.outcome = Outcome(kind, step, reason)
+        return []

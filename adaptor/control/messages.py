@@ -1,0 +1,280 @@
+"""What workers, agents and the controller say to each other.
+
+All messages are msgspec structs, encoded as msgpack with a tag; nothing is ever unpickled. A worker speaks to
+its own agent only; the agent passes on what the controller must know (`FromWorker`) and brings back what the
+controller orders (`ToWorker`).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+
+class Phase(IntEnum):
+    """Where a rank stands in its step; `finished` on its board is the newest step it has completed."""
+
+    STARTING = 0  # no training state is known yet: nothing can be saved from this rank
+    RUNNING = 1  # between two updates: forward, backward, reduction, or outside of a step
+    READY = 2  # at the door: gradients reduced and clipped; the update needs nobody else
+    UPDATING = 3  # inside the update window of step finished + 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+class BoardRecord(Message):
+    """One reading of a rank's board.
+
+    `oldest` to `finished` are the steps whose state this rank still has; more than one only where steps were
+    skipped (no update) since the last update.
+    """
+
+    rank: int
+    pid: int = 0
+    phase: int = Phase.STARTING
+    oldest: int = -1
+    finished: int = -1
+    progress: int = 0
+    grad_norm: float = 0.0
+    written_at: float = 0.0
+    error: str = ""
+
+    def provides(self, step: int) -> bool:
+        """Whether this rank can give the state of `step`; READY counts for the step behind the door, too."""
+        if self.phase == Phase.STARTING:
+            return False
+        if self.phase == Phase.UPDATING:
+            return step == self.finished + 1
+        if self.oldest <= step <= self.finished:
+            return True
+        return self.phase == Phase.READY and step == self.finished + 1
+
+
+class Share(msgspec.Struct, frozen=True):
+    """This rank holds shard `index` of `count` of the optimizer state of `group`."""
+
+    group: str
+    index: int
+    count: int
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """A file of a checkpoint, by its path relative to the checkpoint's folder."""
+
+    path: str
+    size: int
+    xxh3_128: str
+
+
+# worker -> agent
+
+
+class Hello(Message):
+    """First message of a worker."""
+
+    rank: int
+    pid: int
+
+
+class Layout(Message):
+    """What this rank holds, where checkpoints go, and the step that the job started from."""
+
+    rank: int
+    shares: tuple[Share, ...]
+    save: str
+    origin: int
+    fingerprint: str
+
+
+class Refused(Message):
+    """This rank will not train; the reason is one line for the user."""
+
+    rank: int
+    reason: str
+
+
+class Raised(Message):
+    """An exception left the training script of this rank; its state is intact."""
+
+    rank: int
+    error: str
+    exit_code: int
+
+
+class Frozen(Message):
+    """The door is closed and no update is in flight."""
+
+    rank: int
+    incident: int
+    board: BoardRecord
+
+
+class Written(Message):
+    """The files of a group are on disk under their temporary folder."""
+
+    rank: int
+    incident: int
+    attempt: int
+    group: str
+    files: tuple[FileEntry, ...]
+
+
+class WriteFailed(Message):
+    """This rank could not do its part for a group."""
+
+    rank: int
+    incident: int
+    attempt: int
+    group: str
+    reason: str
+
+
+class Noted(Message):
+    """Something for the timeline of the incident."""
+
+    rank: int
+    incident: int
+    at: float
+    what: str
+    detail: str = ""
+
+
+# agent -> controller
+
+
+class AgentHello(Message):
+    """An agent and the ranks of its workers."""
+
+    node: int
+    ranks: tuple[int, ...]
+
+
+class Died(Message):
+    """A worker process ended with `status` (negative: the signal), seen `at` (Unix seconds)."""
+
+    rank: int
+    status: int
+    at: float
+    board: BoardRecord
+
+
+class AgentLost(Message):
+    """The connection to an agent is gone, and its workers with it."""
+
+    node: int
+
+
+class Progress(Message):
+    """The progress counters of this node's workers, only while an incident is open."""
+
+    node: int
+    total: int
+
+
+class Published(Message):
+    """The checkpoint is under its final name and the tracker names it."""
+
+    incident: int
+    step: int
+
+
+class PublishFailed(Message):
+    """The checkpoint could not be published."""
+
+    incident: int
+    reason: str
+
+
+# controller -> worker (by way of its agent)
+
+
+class Freeze(Message):
+    """Close the door, wait for an update in flight, answer `Frozen`."""
+
+    incident: int
+
+
+class GroupOrder(msgspec.Struct, frozen=True):
+    """Who gives which shard of a group, and who writes; `holders[i]` is the rank that gives shard i."""
+
+    group: str
+    holders: tuple[int, ...]
+    writer: int
+
+
+class Dump(Message):
+    """Bring this rank to `step` and do its part for each group."""
+
+    incident: int
+    attempt: int
+    step: int
+    folder: str
+    groups: tuple[GroupOrder, ...]
+    store_host: str
+    store_port: int
+    timeout_s: float
+
+
+class Exit(Message):
+    """The incident is over: end this process."""
+
+    incident: int
+
+
+# controller -> agent
+
+
+class Prepare(Message):
+    """Make a clean temporary folder for `step`; the answer is `Prepared`."""
+
+    incident: int
+    save: str
+    step: int
+
+
+class Prepared(Message):
+    """The temporary folder is there; an empty `reason` means success."""
+
+    incident: int
+    folder: str
+    reason: str
+
+
+class Publish(Message):
+    """Check, name and announce the checkpoint of `step`."""
+
+    incident: int
+    save: str
+    step: int
+    files: tuple[FileEntry, ...]
+
+
+class Verdict(Message):
+    """How the incident ended. `outcome` is saved, nothing or lost."""
+
+    incident: int
+    outcome: str
+    step: int
+    line: str
+    cause_rank: int
+    exit_code: int
+    save: str
+
+
+FromWorker = Hello | Layout | Refused | Raised | Frozen | Written | WriteFailed | Noted
+ToWorker = Freeze | Dump | Exit
+FromAgent = FromWorker | AgentHello | Died | AgentLost | Progress | Prepared | Published | PublishFailed
+ToAgent = Prepare | Publish | Verdict
+
+
+class Addressed(Message):
+    """An order on its way to one worker."""
+
+    rank: int
+    message: ToWorker
+
+
+ControllerToAgent = Addressed | ToAgent
