@@ -1,0 +1,81 @@
+# make demo    everything from an empty machine to the report of a survived kill (out/demo/report.html)
+# make test    the whole test suite, in the same environment
+# make lint    ruff and mypy
+# make clean   what was built and written; make distclean also the environment and the downloads
+#
+# PYTHON picks the interpreter of the environment (3.10 to 3.13), TORCH the version of torch,
+# DEMO options for the demo (make demo DEMO="--kill-rank 0"), TESTS for pytest (make test TESTS="-k plan").
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+DEMO ?=
+TESTS ?=
+
+VENV := .venv
+BIN := $(abspath $(VENV)/bin)
+LOG := $(VENV)/install.log
+VENV_READY := $(VENV)/.created
+TORCH_READY := $(VENV)/.torch-$(TORCH)
+PROJECT_READY := $(VENV)/.project-torch-$(TORCH)
+FRAMEWORKS_READY := .cache/frameworks/.prepared
+
+export PATH := $(BIN):$(PATH)
+
+.PHONY: demo test lint clean distclean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+demo: $(PROJECT_READY) $(FRAMEWORKS_READY)
+	@$(BIN)/python -m demo $(DEMO)
+
+test: $(PROJECT_READY) $(FRAMEWORKS_READY)
+	@$(BIN)/python -m pytest $(TESTS)
+
+lint: $(PROJECT_READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+# One line instead of a traceback for whatever the machine lacks. $(1): the test, $(2): what to say.
+need = $(1) >/dev/null 2>&1 || { echo "make: $(2)" >&2; exit 1; }
+# Runs $(2), named $(1) to the user, with its output in the log.
+logged = echo "$(1)"; { $(2); } >>$(LOG) 2>&1 || { echo "make: failed: $(1); see $(LOG)" >&2; exit 1; }
+
+$(VENV_READY):
+	@$(call need,command -v $(PYTHON),no interpreter '$(PYTHON)': install CPython 3.10 to 3.13 or say make PYTHON=...)
+	@$(call need,$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))','$(PYTHON)' is $$($(PYTHON) -V 2>&1): CPython 3.10 to 3.13 is needed; say make PYTHON=...)
+	@$(call need,$(PYTHON) -c 'import ensurepip; import venv','$(PYTHON)' cannot make a virtual environment with pip: install its venv package (Debian: python3-venv))
+	@$(call need,$(PYTHON) -c 'import sysconfig as s; open(s.get_path("include") + "/Python.h")','$(PYTHON)' has no C headers (Python.h): install its dev package (Debian: python3-dev))
+	@$(call need,command -v g++,g++ is missing: Megatron compiles its data helpers (Debian: apt-get install g++))
+	@$(call need,command -v patch,patch is missing: it prepares the Megatron-LM tree (Debian: apt-get install patch))
+	@echo "making a virtual environment in $(VENV) ($$($(PYTHON) -V))"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The CPU build, first: nothing that is installed later can then bring a CUDA stack. It is at hand (a local index
+# or find-links), or on PyTorch's own index, or, where neither has one, the plain build of the package index.
+$(TORCH_READY): $(VENV_READY)
+	@rm -f $(VENV)/.torch-*
+	@$(call logged,installing torch $(TORCH),\
+	$(BIN)/pip install 'torch==$(TORCH)+cpu' \
+	|| $(BIN)/pip install --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)+cpu' \
+	|| $(BIN)/pip install 'torch==$(TORCH)')
+	@touch $@
+
+$(PROJECT_READY): $(TORCH_READY) pyproject.toml
+	@echo 'torch==$(TORCH)' >$(VENV)/constraints.txt
+	@$(call logged,installing the project and what its demo and tests need,\
+	$(BIN)/pip install -c $(VENV)/constraints.txt -e '.[test]')
+	@touch $@
+
+$(FRAMEWORKS_READY): tests/frameworks/prepare.py $(PROJECT_READY)
+	@echo "preparing the frameworks in $(@D)"
+	@$(BIN)/python tests/frameworks/prepare.py
+	@touch $@
+
+clean:
+	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -not -path './.cache/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) .cache
