@@ -1,0 +1,83 @@
+"""An unmodified Megatron-style training job survives the death of its processes.
+
+    import adaptor
+    adaptor.enable()
+
+as the first lines of the script, and `ttprun` in place of `torchrun` (which enables the adaptor by itself).
+Importing this package imports nothing else: no torch, no framework.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adaptor.config import Config
+    from adaptor.patching import Outcome
+
+__version__ = "0.1.0"
+
+__all__ = ["disable", "enable", "format_report", "report"]
+
+_enabled: Config | None = None
+
+
+def enable(**settings: Any) -> None:
+    """Arm the patches on the framework, before it is imported. Enabling twice is enabling once.
+
+    `settings` are fields of `adaptor.config.Config` and win over the environment. With ENABLE_TTP=False
+    nothing is done and no module is touched. Raises ConfigError for a setting that makes no sense or comes
+    too late, StartError where a patched module of the framework has been imported already, or where the job
+    was not started by ttprun.
+    """
+    global _enabled
+    from adaptor import config
+    from adaptor.errors import ConfigError
+
+    variables = {setting.field: setting.variable for setting in config.SETTINGS}
+    for name in settings:
+        if name not in variables:
+            raise ConfigError(f"adaptor.enable() has no setting {name}: it has {', '.join(variables)}")
+    chosen = {variables[name]: str(value) for name, value in settings.items()}
+    wanted = config.load({**os.environ, **chosen})
+    if _enabled is not None:
+        if settings and wanted != _enabled:
+            given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+            raise ConfigError(f"adaptor.enable({given}) is too late: it is enabled already, with {_enabled}")
+        return
+    if not wanted.enabled:
+        return
+
+    from adaptor import _start
+
+    _start.arm_patches()
+    os.environ.update(chosen)  # whoever reads the settings from here on reads these
+    _enabled = wanted
+
+
+def disable() -> None:
+    """Undo every patch; names that others imported meanwhile do what the framework's own functions do."""
+    global _enabled
+    if _enabled is None:
+        return
+    from adaptor import patching
+
+    patching.disarm("ttp")
+    _enabled = None
+
+
+def report() -> tuple[Outcome, ...]:
+    """What became of each patch: its status, expected and found signature, the framework's version."""
+    import adaptor.patches as patches
+    from adaptor import patching
+
+    patches.load("ttp")
+    return patching.outcomes("ttp")
+
+
+def format_report() -> str:
+    """`report()` as an aligned table for people."""
+    from adaptor import patching
+
+    return patching.format_outcomes(report())

@@ -1,0 +1,53 @@
+"""What has to be true when the adaptor is enabled."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FunctionType, ModuleType
+
+import adaptor.patches as patches
+from adaptor import patching
+from adaptor.errors import StartError
+
+
+def arm_patches() -> None:
+    """Load and arm the patches of a worker. Raises StartError where it is too late, or ttprun is missing."""
+    patches.load("ttp")
+    late = patching.imported_unpatched("ttp")
+    if late:
+        importers = _importers(late[0])
+        by = f" (by {', '.join(importers)})" if importers else ""
+        raise StartError(
+            f"adaptor.enable() was called after {late[0]} was imported{by};"
+            " call it before, e.g. as the first line of the script"
+        )
+    if "TTP_AGENT" not in os.environ:
+        raise StartError(
+            "the adaptor is enabled, but this process was not started by ttprun:"
+            " start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
+        )
+    patching.arm("ttp")
+
+
+def _importers(module_name: str) -> list[str]:
+    """The modules outside of the framework that hold something of it, the script first."""
+    root = module_name.partition(".")[0]
+    names = [name for name, module in list(sys.modules.items()) if _uses(name, module, root)]
+    return sorted(names, key=lambda name: (name != "__main__", name))[:3]
+
+
+def _uses(name: str, module: ModuleType, root: str) -> bool:
+    if name.partition(".")[0] in (root, "adaptor") or not isinstance(module, ModuleType):
+        return False
+    # Past any __getattribute__: looking must not make a lazy module load.
+    for value in list(object.__getattribute__(module, "__dict__").values()):
+        if isinstance(value, (FunctionType, type)):
+            origin = value.__module__
+        elif isinstance(value, ModuleType):
+            origin = object.__getattribute__(value, "__dict__").get("__name__")
+        else:
+            continue
+        if isinstance(origin, str) and origin.partition(".")[0] == root:
+            return True
+    return False

@@ -1,0 +1,57 @@
+"""Patches on a framework that is not ours: declared, applied, checked, reported and undone.
+
+A patch is declared beside its reason, the signature it expects and the versions that were tested:
+
+    checkpointing = Unit("checkpointing", framework="megatron-lm", tested=">=0.15.0rc5,<0.17")
+
+    @checkpointing.patch(
+        "megatron.training.checkpointing:get_checkpoint_name",
+        why="a last-words checkpoint is complete under its own name or not there at all",
+        accepts="(checkpoints_path, iteration, release=, ...)",
+    )
+    def last_words_go_to_a_temporary_directory(wrapped, instance, args, kwargs): ...
+
+What holds (the tests are named after these):
+
+- A target names the module that *defines* the function. The patch is put on when that module has been
+  imported, so a later `from x import f` binds the wrapper. Whoever holds the original already is reported as
+  late, never rewritten.
+- The signature decides whether a patch fits; the version range says what was tested, and is only reported.
+- A unit acts as a whole or not at all: a target that does not fit raises DriftError out of the import of its
+  module and silences the rest of the unit. `check` is called before the first step, when everything has been
+  imported.
+- `disarm` reaches names that were imported elsewhere, because every wrapper asks its unit whether it acts.
+- A wrapper is copied and pickled by reference, as the function is that it stands for: a pickle names the
+  framework's function and loads without the adaptor.
+"""
+
+from __future__ import annotations
+
+from adaptor.patching._hooks import (
+    arm,
+    check,
+    disarm,
+    fingerprint,
+    imported_unpatched,
+    misfits,
+    outcomes,
+    target_modules,
+)
+from adaptor.patching._table import format_outcomes
+from adaptor.patching._unit import Outcome, Status, Unit, units
+
+__all__ = [
+    "Outcome",
+    "Status",
+    "Unit",
+    "arm",
+    "check",
+    "disarm",
+    "fingerprint",
+    "format_outcomes",
+    "imported_unpatched",
+    "misfits",
+    "outcomes",
+    "target_modules",
+    "units",
+]

@@ -1,0 +1,176 @@
+"""Arming: wrapt's post-import hooks, one for each module that has targets."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+from dataclasses import asdict
+from types import ModuleType
+
+import wrapt
+
+from adaptor.errors import DriftError, StartError
+from adaptor.patching._target import Target
+from adaptor.patching._unit import Outcome, Patch, Status, Unit, units
+
+_watched: set[str] = set()
+_raises: dict[str, bool] = {}
+
+
+def target_modules(group: str) -> tuple[str, ...]:
+    """The modules that have targets, in the order of declaration."""
+    return tuple(dict.fromkeys(patch.module_name for unit in units(group) for patch in unit.patches))
+
+
+def arm(group: str, *, raises: bool = True) -> None:
+    """Patch every target of the group as soon as its module is imported, and those already imported at once.
+
+    A target that does not fit raises DriftError out of the import of its module. With `raises=False` it is
+    only recorded in the outcomes (for reports); its unit is silent either way. Arming again takes in what was
+    declared since.
+    """
+    _raises[group] = raises
+    for unit in units(group):
+        unit.armed = True
+        for patch in unit.patches:
+            if patch.status is Status.OFF:
+                patch.status = Status.WAITING
+        unit.settle()
+    for name in target_modules(group):
+        module = sys.modules.get(name)
+        if module is not None:
+            _patch(module)
+        elif name not in _watched:
+            _watched.add(name)
+            wrapt.register_post_import_hook(_on_import, name)
+
+
+def disarm(group: str) -> None:
+    """Undo the patches of a group. Names imported elsewhere keep their wrapper, which does nothing now."""
+    _raises.pop(group, None)
+    for unit in reversed(units(group)):
+        unit.armed = unit.half_applied = False
+        unit.settle()
+        for patch in reversed(unit.patches):
+            patch.uninstall()
+
+
+def outcomes(group: str | None = None) -> tuple[Outcome, ...]:
+    """What became of every patch declared, in the order of declaration."""
+    return tuple(outcome for unit in units(group) for outcome in unit.outcomes())
+
+
+def check(group: str) -> None:
+    """Every unit is whole, or nothing of it was imported and it is not needed; called before the first step.
+
+    Raises DriftError for a target that does not fit, StartError for a unit that is half applied or a group
+    not armed.
+    """
+    if group not in _raises:
+        raise StartError(f"the patches of group {group} are not armed: call adaptor.enable() first")
+    for misfit in misfits(group):
+        raise misfit
+
+
+def misfits(group: str) -> tuple[DriftError | StartError, ...]:
+    """What `check` raises, for every unit: at most one error each."""
+    return tuple(misfit for unit in units(group) if (misfit := _misfit(unit)) is not None)
+
+
+def fingerprint(group: str) -> str:
+    """16 hex digits that two processes share exactly if their outcomes are the same."""
+    data = [asdict(outcome) for outcome in outcomes(group)]
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def imported_unpatched(group: str) -> tuple[str, ...]:
+    """The target modules that are imported and were not patched when they were: too late for `enable`."""
+    on_time = {
+        patch.module_name for unit in units(group) for patch in unit.patches if patch.found is not None
+    }
+    return tuple(name for name in target_modules(group) if name in sys.modules and name not in on_time)
+
+
+def _misfit(unit: Unit) -> DriftError | StartError | None:
+    for patch in unit.patches:
+        if patch.status is Status.WAITING and not patch.optional and _is_gone(patch.module_name):
+            patch.status, patch.found = Status.DRIFTED, f"no module {patch.module_name}"
+    waiting = [patch for patch in unit.patches if patch.status is Status.WAITING and not patch.optional]
+    applied = [patch for patch in unit.patches if patch.applied]
+    unit.half_applied = bool(waiting and applied)
+    unit.settle()
+    for patch in unit.patches:
+        if patch.status is Status.DRIFTED:
+            return patch.drift()
+    if unit.half_applied:
+        return StartError(
+            f"unit {unit.name} is half applied: {applied[0].target} is patched,"
+            f" {waiting[0].target} is not, because {waiting[0].module_name} was not imported"
+        )
+    return None
+
+
+def _is_gone(module_name: str) -> bool:
+    """Whether the package is imported and has no such module (any more). Imports nothing."""
+    parent = module_name.rpartition(".")[0]
+    return (
+        parent in sys.modules and module_name not in sys.modules and not importlib.util.find_spec(module_name)
+    )
+
+
+def _on_import(module: ModuleType) -> None:
+    # wrapt forgets a hook that it has called, even if it raised, and a second import would pass unpatched. It
+    # would call a hook at once for a module that is there, so the module is out of sight for the moment;
+    # other threads that want it wait for the lock of its import, which this thread holds.
+    name = module.__name__
+    sys.modules.pop(name, None)
+    try:
+        wrapt.register_post_import_hook(_on_import, name)
+    finally:
+        sys.modules[name] = module
+    _patch(module)
+
+
+def _patch(module: ModuleType) -> None:
+    concerned = [
+        patch
+        for group in _raises
+        for unit in units(group)
+        for patch in unit.patches
+        if patch.module_name == module.__name__
+    ]
+    for patch in concerned:
+        patch.status = Status.WAITING
+    fitting = [(patch, place) for patch in concerned if (place := patch.fit(module)) is not None]
+    fatal = [patch for patch in concerned if patch.status is Status.DRIFTED and _raises[patch.unit.group]]
+    if not fatal:
+        _install(fitting)
+    for patch in concerned:
+        patch.unit.half_applied = False
+        patch.unit.settle()
+    if fatal:
+        more = f" (and {len(fatal) - 1} more in this module)" if len(fatal) > 1 else ""
+        raise DriftError(f"{fatal[0].drift()}{more}")
+
+
+def _install(fitting: list[tuple[Patch, Target]]) -> None:
+    for patch, place in fitting:
+        patch.install(place)
+    holders = _holders([place.function for _, place in fitting])
+    for patch, place in fitting:
+        patch.late = holders[id(place.function)]
+
+
+def _holders(functions: list[object]) -> dict[int, tuple[str, ...]]:
+    """Who holds these very objects under a name of a module, as "module:name", by the id of the object."""
+    found: dict[int, list[str]] = {id(function): [] for function in functions}
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType):
+            continue
+        # Past any __getattribute__: looking must not make a lazy module load.
+        for name, value in list(object.__getattribute__(module, "__dict__").items()):
+            if id(value) in found:
+                found[id(value)].append(f"{module_name}:{name}")
+    return {identity: tuple(sorted(names)) for identity, names in found.items()}

@@ -1,0 +1,98 @@
+"""Finding the function that a target names, and putting something else in its place."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+_NOTHING = object()
+
+
+class NotFitting(Exception):
+    """There is no function of that name; `found` says what there is, `absent` whether there is nothing."""
+
+    def __init__(self, found: str, absent: bool = False) -> None:
+        super().__init__(found)
+        self.found = found
+        self.absent = absent
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A function in its place: `raw` is what the owner, a module or class, has or inherits as `name`."""
+
+    module: ModuleType
+    owner: Any
+    name: str
+    raw: Any
+    inherited: bool
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function itself, out of its classmethod or staticmethod."""
+        function: Callable[..., Any] = (
+            self.raw.__func__ if isinstance(self.raw, (classmethod, staticmethod)) else self.raw
+        )
+        return function
+
+    @property
+    def bound(self) -> bool:
+        """Whether its first parameter is `self` or `cls`."""
+        return isinstance(self.owner, type) and not isinstance(self.raw, staticmethod)
+
+    def current(self) -> Any:
+        """What is in the place now."""
+        return inspect.getattr_static(self.owner, self.name, _NOTHING)
+
+    def holds(self, wrapper: Any) -> bool:
+        """Whether a wrapper is in the place, perhaps under others."""
+        current = self.current()
+        while current is not wrapper and current is not _NOTHING:
+            current = getattr(current, "__wrapped__", _NOTHING)
+        return current is wrapper
+
+    def put(self, wrapper: Any) -> None:
+        """Put a wrapper in the place."""
+        setattr(self.owner, self.name, wrapper)
+
+    def restore(self) -> None:
+        """Put back what was there: nothing for an inherited method, or a copy stays on the subclass."""
+        if self.inherited:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.raw)
+
+
+def locate(module: ModuleType, qualname: str) -> Target:
+    """Find `name` or `Class.method` in a module. Raises NotFitting."""
+    owner: Any = module
+    *path, name = qualname.split(".")
+    for part in path:
+        owner = vars(owner).get(part, _NOTHING)
+        if owner is _NOTHING:
+            raise NotFitting(f"no class {part}", absent=True)
+        if not isinstance(owner, type):
+            raise NotFitting(f"{part} is not a class")
+    raw = inspect.getattr_static(owner, name, _NOTHING) if path else vars(owner).get(name, _NOTHING)
+    if raw is _NOTHING:
+        raise NotFitting("no such name", absent=True)
+    if isinstance(raw, type):
+        raise NotFitting("a class (patch its __init__)")
+    target = Target(module, owner, name, raw, inherited=name not in vars(owner))
+    if isinstance(raw, property) or not callable(target.function):
+        raise NotFitting(f"a {type(raw).__name__}, not a function")
+    if not path and (home := _defined_elsewhere(module, name, raw)):
+        raise NotFitting(f"an import from {home} (patch it there)")
+    return target
+
+
+def _defined_elsewhere(module: ModuleType, name: str, function: Any) -> str | None:
+    """Where a function comes from that the module only imports: wrapped here, all others miss it."""
+    if not isinstance(function, FunctionType) or function.__module__ == module.__name__:
+        return None
+    home = sys.modules.get(function.__module__)
+    return function.__module__ if home is not None and vars(home).get(name) is function else None

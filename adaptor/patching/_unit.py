@@ -1,0 +1,244 @@
+"""Declarations: what is patched, and what became of it."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from adaptor.errors import DriftError
+from adaptor.patching._signature import Expected, parameters_of, render
+from adaptor.patching._target import NotFitting, Target, locate
+from adaptor.patching._wrapper import Wrapper
+
+Effect = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# Megatron often runs from a checkout: its version is in its source, not in installed metadata.
+_VERSION_OF = {
+    "megatron-core": "megatron.core.package_info:__version__",
+    "megatron-lm": "megatron.core.package_info:__version__",
+    "torch": "torch.version:__version__",
+}
+
+
+class Status(str, enum.Enum):
+    """What became of a patch."""
+
+    APPLIED = "applied"  # in place, and acting
+    WAITING = "waiting"  # armed, but the module of the target has not been imported
+    MISSING = "missing"  # optional, and this version of the framework has no such name
+    DRIFTED = "drifted"  # the target does not match the declaration; its whole unit is silent
+    SILENCED = "silenced"  # it fits, but another patch of its unit does not: it does not act
+    OFF = "off"  # its group is not armed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one patch, as data.
+
+    `found` is None until the module has been imported, `version` until any module of the unit has.
+    `in_tested_range` is None where the version is not known. `late` names who held the original before it was
+    wrapped, as "module:name": those calls go past the patch.
+    """
+
+    unit: str
+    group: str
+    target: str
+    why: str
+    status: Status
+    expected: str
+    found: str | None
+    framework: str
+    version: str | None
+    tested: str
+    in_tested_range: bool | None
+    late: tuple[str, ...]
+
+
+class Patch:
+    """One wrapper on one target, and its state."""
+
+    def __init__(
+        self, unit: Unit, target: str, why: str, accepts: tuple[str, ...], optional: bool, effect: Effect
+    ) -> None:
+        module_name, colon, self.qualname = target.partition(":")
+        if not (module_name and colon and self.qualname):
+            raise ValueError(f"target={target!r}: must be 'module:name' or 'module:Class.method'")
+        self.unit = unit
+        self.target = target
+        self.module_name = module_name
+        self.why = why
+        self.accepts = tuple(Expected.parse(text) for text in accepts)
+        self.optional = optional
+        self.effect = effect
+        self.status = Status.OFF
+        self.found: str | None = None
+        self.late: tuple[str, ...] = ()
+        self._wrapper: Wrapper | None = None
+        self._place: Target | None = None
+
+    @property
+    def expected(self) -> str:
+        """The declared signatures in one string."""
+        return " or ".join(accepted.text for accepted in self.accepts)
+
+    @property
+    def applied(self) -> bool:
+        """Whether the wrapper is in place."""
+        return self.status is Status.APPLIED
+
+    def fit(self, module: ModuleType) -> Target | None:
+        """Find the target in its module; sets `status` to MISSING or DRIFTED where it does not fit."""
+        if self._place is not None and self._place.module is module and self._place.holds(self._wrapper):
+            return self._place  # under a wrapper that came later
+        try:
+            place = locate(module, self.qualname)
+        except NotFitting as misfit:
+            self.found = misfit.found
+            self.status = Status.MISSING if misfit.absent and self.optional else Status.DRIFTED
+            return None
+        parameters = parameters_of(place.function, place.bound)
+        self.found = render(parameters)
+        for accepted in self.accepts:
+            if accepted.text == "(...)" or (parameters is not None and accepted.matches(parameters)):
+                return place
+        self.status = Status.DRIFTED
+        return None
+
+    def install(self, place: Target) -> None:
+        """Put the wrapper where `fit` found the target."""
+        if self._place is None or self._place.raw is not place.raw:
+            self._wrapper = Wrapper(place.raw, self.effect, self.unit.acts, place.owner, place.name)
+        self._place = place
+        if not place.holds(self._wrapper):
+            place.put(self._wrapper)
+        self.status = Status.APPLIED
+
+    def uninstall(self) -> None:
+        """Put the original back, unless someone has wrapped the wrapper: it stays, and does nothing."""
+        if self._place is not None and self._place.current() is self._wrapper:
+            self._place.restore()
+        self.status = Status.OFF
+
+    def drift(self) -> DriftError:
+        """The error that says what does not fit, in one line."""
+        version = self.unit.framework_version()
+        return DriftError(
+            f"{self.target} (unit {self.unit.name}): expected {self.expected}, found {self.found}"
+            f" in {self.unit.framework} {version or 'of unknown version'} (tested: {self.unit.tested})"
+        )
+
+
+_units: dict[str, Unit] = {}
+
+
+class Unit:
+    """Patches that make sense together only: all of them act, or none.
+
+    `tested` is a PEP 440 range. `version` gives the framework's version, as a callable or as
+    "module:attribute"; by default it is known for megatron-lm, megatron-core and torch, and `__version__` of
+    the package otherwise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        framework: str,
+        tested: str,
+        group: str = "ttp",
+        version: str | Callable[[], str] | None = None,
+    ) -> None:
+        if name in _units:
+            raise ValueError(f"a unit named {name!r} has been declared already")
+        self.name = name
+        self.framework = framework
+        self.tested = tested
+        self.group = group
+        self.patches: list[Patch] = []
+        self.armed = False
+        self.half_applied = False
+        self._version = version or _VERSION_OF.get(framework, f"{framework}:__version__")
+        self._acts = False
+        _units[name] = self
+
+    def patch(
+        self, target: str, *, why: str, accepts: str | tuple[str, ...], optional: bool = False
+    ) -> Callable[[Effect], Effect]:
+        """Declare a wrapper `(wrapped, instance, args, kwargs)` on "module:name" or "module:Class.method".
+
+        `accepts` is one signature or several, for a framework that changed it; see `_signature` for the
+        language. `optional`: a version of the framework may have no such name; where it has, the signature
+        decides as ever. Raises ValueError for a target or signature that cannot be read.
+        """
+
+        def declare(effect: Effect) -> Effect:
+            alternatives = (accepts,) if isinstance(accepts, str) else accepts
+            self.patches.append(Patch(self, target, why, alternatives, optional, effect))
+            return effect
+
+        return declare
+
+    def acts(self) -> bool:
+        """Whether the wrappers of this unit do anything; each of them asks on each call."""
+        return self._acts
+
+    def settle(self) -> None:
+        """Decide anew whether the unit acts, after any change to its patches."""
+        drifted = any(patch.status is Status.DRIFTED for patch in self.patches)
+        self._acts = self.armed and not drifted and not self.half_applied
+
+    def framework_version(self) -> str | None:
+        """The version of the framework, None as long as nothing of it was imported."""
+        if all(patch.found is None for patch in self.patches):
+            return None
+        if callable(self._version):
+            return self._version()
+        module_name, _, attribute = self._version.partition(":")
+        try:
+            return str(getattr(importlib.import_module(module_name), attribute))
+        except (ImportError, AttributeError):
+            return None
+
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """What became of each patch, in the order of declaration."""
+        version = self.framework_version()
+        in_range = _in_range(version, self.tested)
+        silenced = self.armed and not self._acts
+        return tuple(
+            Outcome(
+                unit=self.name,
+                group=self.group,
+                target=patch.target,
+                why=patch.why,
+                status=Status.SILENCED if patch.applied and silenced else patch.status,
+                expected=patch.expected,
+                found=patch.found,
+                framework=self.framework,
+                version=version,
+                tested=self.tested,
+                in_tested_range=in_range,
+                late=patch.late,
+            )
+            for patch in self.patches
+        )
+
+
+def _in_range(version: str | None, tested: str) -> bool | None:
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    if version is None:
+        return None
+    try:
+        return SpecifierSet(tested).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return None
+
+
+def units(group: str | None = None) -> tuple[Unit, ...]:
+    """The units declared so far, in the order of declaration."""
+    return tuple(unit for unit in _units.values() if group in (None, unit.group))
