@@ -12,43 +12,54 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Sequence
 
 from adaptor.control.messages import BoardRecord, Phase
 
-SIZE = 512
+SLOT = 4096  # a page each, so that a worker maps its own alone
 _SEQUENCE = struct.Struct("<Q")
 _RECORD = struct.Struct("<qqqqqqdd256s")
-# A write takes about a microsecond; a reader that meets an odd number this often meets a writer that died in it.
+# A write takes about a microsecond: a reader that meets an odd number this often meets a writer that died.
 _READS = 100
 
 
 class BoardMemory:
-    """The agent's side: creates the memory, tells the worker where it is, reads it."""
+    """The agent's side: the boards of the node's ranks. Creates the memory, says where it is, reads it."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._fd = os.memfd_create(f"ttp-board-{rank}", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, SIZE)
-        self._memory = mmap.mmap(self._fd, SIZE)
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._slots = {rank: slot * SLOT for slot, rank in enumerate(ranks)}
+        self._fd = os.memfd_create("ttp-boards", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, SLOT * len(ranks))
+        self._memory = mmap.mmap(self._fd, SLOT * len(ranks))
 
     @property
     def path(self) -> str:
         """A path under which a child process of this one can open the memory."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def read(self) -> BoardRecord:
+    @property
+    def slots(self) -> str:
+        """The ranks in the order of their slots, as `Board` takes it."""
+        return ",".join(map(str, self._slots))
+
+    def read(self, rank: int) -> BoardRecord:
         """The last complete record; after a death in the middle of a write, what is there."""
+        start = self._slots[rank]
         for _ in range(_READS):
-            (before,) = _SEQUENCE.unpack_from(self._memory, 0)
-            fields = _RECORD.unpack_from(self._memory, _SEQUENCE.size)
-            (after,) = _SEQUENCE.unpack_from(self._memory, 0)
+            (before,) = _SEQUENCE.unpack_from(self._memory, start)
+            fields = _RECORD.unpack_from(self._memory, start + _SEQUENCE.size)
+            (after,) = _SEQUENCE.unpack_from(self._memory, start)
             if before == after and before % 2 == 0:
                 break
         if before == 0:
-            return BoardRecord(rank=self._rank)
+            return BoardRecord(rank=rank)
         rank, pid, phase, oldest, finished, progress, grad_norm, written_at, error = fields
         text = error.rstrip(b"\0").decode("utf-8", "replace")
         return BoardRecord(rank, pid, phase, oldest, finished, progress, grad_norm, written_at, text)
+
+    def progress(self) -> int:
+        """The sum of the progress counters."""
+        return sum(self.read(rank).progress for rank in self._slots)
 
     def close(self) -> None:
         self._memory.close()
@@ -58,7 +69,7 @@ class BoardMemory:
 class Board:
     """The worker's side. `phase`, `oldest` and `finished` are also what the worker itself goes by."""
 
-    def __init__(self, rank: int, path: str) -> None:
+    def __init__(self, rank: int, path: str, slots: str) -> None:
         self.rank = rank
         self.phase = Phase.STARTING
         self.oldest = -1
@@ -70,7 +81,8 @@ class Board:
         self._pid = os.getpid()
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._memory = mmap.mmap(fd, SIZE)
+            offset = slots.split(",").index(str(rank)) * SLOT
+            self._memory = mmap.mmap(fd, SLOT, offset=offset)
         finally:
             os.close(fd)
         self.write()

@@ -18,10 +18,10 @@ from enum import Enum, auto
 
 import msgspec
 
+from adaptor.checkpoint.manifest import FileEntry
 from adaptor.control.messages import (
     BoardRecord,
     Dump,
-    FileEntry,
     Freeze,
     GroupOrder,
     Layout,
@@ -81,6 +81,7 @@ class Incident:
     folder: str = ""
     pending: dict[str, GroupOrder] = field(default_factory=dict)
     written: dict[str, tuple[FileEntry, ...]] = field(default_factory=dict)
+    writers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     failures: int = 0
     publisher: int = -1
     deadline: float = 0.0
@@ -127,7 +128,7 @@ class Incident:
     def on_written(self, attempt: int, group: str, files: tuple[FileEntry, ...]) -> list[Directive]:
         if self.state is not State.DUMPING or attempt != self.attempt or group not in self.pending:
             return []
-        del self.pending[group]
+        self.writers[group] = self.pending.pop(group).holders
         self.written[group] = files
         return [] if self.pending else self._publish()
 
@@ -232,7 +233,8 @@ class Incident:
         self.state = State.PUBLISHING
         self.publisher = self._node_of_a_writer()
         files = tuple(entry for group in sorted(self.written) for entry in self.written[group])
-        return [Directive(Publish(self.number, self._save(), self.step, files), node=self.publisher)]
+        order = Publish(self.number, self._save(), self.step, files, self.writers, self.world_size)
+        return [Directive(order, node=self.publisher)]
 
     def _node_of_a_writer(self) -> int:
         writers = [order.writer for order in self.pending.values() if order.writer in self.nodes]

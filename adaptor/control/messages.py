@@ -11,6 +11,8 @@ from enum import IntEnum
 
 import msgspec
 
+from adaptor.checkpoint.manifest import FileEntry
+
 
 class Phase(IntEnum):
     """Where a rank stands in its step; `finished` on its board is the newest step it has completed."""
@@ -42,6 +44,10 @@ class BoardRecord(Message):
     written_at: float = 0.0
     error: str = ""
 
+    @property
+    def phase_name(self) -> str:
+        return Phase(self.phase).name
+
     def provides(self, step: int) -> bool:
         """Whether this rank can give the state of `step`; READY counts for the step behind the door, too."""
         if self.phase == Phase.STARTING:
@@ -59,14 +65,6 @@ class Share(msgspec.Struct, frozen=True):
     group: str
     index: int
     count: int
-
-
-class FileEntry(msgspec.Struct, frozen=True):
-    """A file of a checkpoint, by its path relative to the checkpoint's folder."""
-
-    path: str
-    size: int
-    xxh3_128: str
 
 
 # worker -> agent
@@ -175,10 +173,11 @@ class Progress(Message):
 
 
 class Published(Message):
-    """The checkpoint is under its final name and the tracker names it."""
+    """The checkpoint is under its final name and the tracker names it; `path` is its folder."""
 
     incident: int
     step: int
+    path: str
 
 
 class PublishFailed(Message):
@@ -250,6 +249,8 @@ class Publish(Message):
     save: str
     step: int
     files: tuple[FileEntry, ...]
+    writers: dict[str, tuple[int, ...]]
+    world_size: int
 
 
 class Verdict(Message):

@@ -1,0 +1,155 @@
+"""The processor: the thread of a worker that answers its agent.
+
+It alone reads and writes the connection (other threads queue what they want said), so nothing here breaks on a
+fork. Freezing and dumping may take long, so each runs in a thread of its own and the processor stays able to
+hear that a newer attempt has replaced it, or that it is time to exit.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from adaptor.control import wake, wire
+from adaptor.control.messages import (
+    Dump,
+    Exit,
+    Freeze,
+    FromWorker,
+    Frozen,
+    GroupOrder,
+    Hello,
+    Noted,
+    ToWorker,
+    WriteFailed,
+    Written,
+)
+from adaptor.control.session import DumpRun, Session
+
+# A worker that is ended after an incident it did not cause has not failed: its agent knows the verdict.
+EXIT_SURVIVOR = 0
+EXIT_ORPHAN = 76
+
+
+class Processor:
+    """Connects to the agent at `address` (an abstract unix socket) and serves it until the process ends."""
+
+    def __init__(self, rank: int, address: str, timeout_s: float, store_port: int) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._store_port = store_port
+        self._outbox: queue.SimpleQueue[FromWorker] = queue.SimpleQueue()
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.connect("\0" + address)
+        self._session: Session | None = None
+        self._attempt = 0
+        self.incident = 0
+        self.exit_code = EXIT_SURVIVOR
+
+    def start(self, session: Session) -> None:
+        self._session = session
+        self.say(Hello(self._rank, os.getpid()))
+        threading.Thread(target=self._serve, name="ttp-processor", daemon=True).start()
+
+    def say(self, message: FromWorker) -> None:
+        """Queue a message for the agent; from any thread."""
+        self._outbox.put(message)
+        os.write(self._wake_writer, b"\0")
+
+    def _serve(self) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self._connection, selectors.EVENT_READ)
+        selector.register(self._wake_reader, selectors.EVENT_READ)
+        try:
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if self._wake_reader in ready:
+                    os.read(self._wake_reader, 4096)
+                    self._send_queued()
+                if self._connection in ready:
+                    self._obey(wire.receive(self._connection, wire.to_worker))
+        except (EOFError, OSError):
+            # Without its agent nobody waits for this worker, and nobody would end it.
+            _leave(EXIT_ORPHAN)
+
+    def _send_queued(self) -> None:
+        while not self._outbox.empty():
+            self._connection.sendall(wire.frame(self._outbox.get_nowait()))
+
+    def _obey(self, order: ToWorker) -> None:
+        match order:
+            case Freeze():
+                self.incident = order.incident
+                self._in_thread("freeze", self._freeze, order)
+            case Dump():
+                self._attempt = order.attempt
+                self._in_thread("dump", self._dump, order)
+            case Exit():
+                self._send_queued()
+                _leave(self.exit_code)
+
+    def _in_thread(self, name: str, act: Callable[[Any], None], order: ToWorker) -> None:
+        threading.Thread(target=act, args=(order,), name=f"ttp-{name}", daemon=True).start()
+
+    def _note(self, what: str, detail: str = "") -> None:
+        self.say(Noted(self._rank, self.incident, time.time(), what, detail))
+
+    def _freeze(self, order: Freeze) -> None:
+        assert self._session is not None
+        board = self._session.freeze(self._timeout_s / 2)
+        self.say(Frozen(self._rank, order.incident, board))
+
+    def _dump(self, order: Dump) -> None:
+        session = self._session
+        assert session is not None
+        assert session.trainee is not None
+        group = order.groups[0]
+        try:
+            if session.board.finished < order.step:
+                keep = frozenset({self._store_port, order.store_port})
+                session.bring_to(order.step, lambda: wake.shut_collectives(keep), order.timeout_s)
+                self._note("through-the-door", f"step {order.step}")
+            record = session.record_of(order.step)
+            for group in order.groups:
+                run = DumpRun(
+                    rank=self._rank,
+                    folder=order.folder,
+                    attempt=order.attempt,
+                    connect=lambda ranks, group=group: _connect(order, group, self._rank, ranks),  # type: ignore[misc]
+                    progress=session.board.advance,
+                    cancelled=lambda: self._attempt != order.attempt,
+                )
+                files = session.trainee.dump(record, group, run)
+                if group.writer == self._rank:
+                    self._note("written", group.group)
+                    self.say(Written(self._rank, order.incident, order.attempt, group.group, files))
+                else:
+                    self._note("gathered", group.group)
+        except Exception as error:  # whatever it was, the controller decides what comes next
+            if self._attempt == order.attempt:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._note("failed", reason)
+                self.say(WriteFailed(self._rank, order.incident, order.attempt, group.group, reason))
+
+
+def _connect(order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...]) -> Any:
+    """A gloo group of `ranks` that owes nothing to the groups of the framework."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=order.timeout_s)
+    store = dist.TCPStore(order.store_host, order.store_port, is_master=False, timeout=timeout)
+    prefix = f"ttp/{order.incident}/{order.attempt}/{group.group}"
+    return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), ranks.index(rank), len(ranks), timeout)
+
+
+def _leave(code: int) -> None:
+    """End the process now: the main thread may hang for ever, and nothing of it is needed any more."""
+    os._exit(code)

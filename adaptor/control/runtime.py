@@ -1,0 +1,66 @@
+"""This worker's one session, made when it is first asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from adaptor import config
+from adaptor.control.board import Board
+from adaptor.control.messages import Layout, Raised
+from adaptor.control.processor import Processor
+from adaptor.control.session import Session, Trainee
+from adaptor.errors import StartError
+
+# What the agent tells its workers (besides what torch elastic tells them).
+AGENT = "TTP_AGENT"
+BOARD = "TTP_BOARD"
+BOARD_RANKS = "TTP_BOARD_RANKS"
+
+_runtime: Runtime | None = None
+
+
+class Runtime:
+    """The session and its processor, connected to the agent."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        for name in (AGENT, BOARD, BOARD_RANKS, "RANK"):
+            if name not in environ:
+                raise StartError(
+                    "the adaptor is enabled, but this process was not started by ttprun: "
+                    "start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
+                )
+        self.rank = int(environ["RANK"])
+        self.processor = Processor(
+            self.rank, environ[AGENT], config.load(environ).timeout_s, int(environ.get("MASTER_PORT", "0"))
+        )
+        board = Board(self.rank, environ[BOARD], environ[BOARD_RANKS])
+        self.session = Session(board, self._say_layout, self._say_broken)
+        self.processor.start(self.session)
+
+    def raised(self, error: str, exit_code: int) -> None:
+        """Tell the agent that an exception left the script; the state is intact."""
+        self.session.board.fail(error)
+        self.processor.exit_code = exit_code
+        self.processor.say(Raised(self.rank, error, exit_code))
+
+    def _say_layout(self, trainee: Trainee, origin: int) -> None:
+        from adaptor import patching
+
+        fingerprint = patching.fingerprint("ttp")
+        self.processor.say(Layout(self.rank, trainee.shares, trainee.save, origin, fingerprint))
+
+    def _say_broken(self, error: str) -> None:
+        self.processor.say(Raised(self.rank, error, 1))
+
+
+def get() -> Runtime:
+    """The runtime of this worker.
+
+    Raises:
+        StartError: the process was not started by `ttprun`.
+    """
+    global _runtime
+    if _runtime is None:
+        _runtime = Runtime(os.environ)
+    return _runtime

@@ -1,0 +1,185 @@
+"""The session: what a worker knows about its training, and how its step is told to the board.
+
+The main thread calls `begin_training`, then in every step `begin_step`, `before_update` and `after_update` (from
+the optimizer's own step hooks) and `end_update`. The processor's threads call the rest. Between them stand the
+door and one attribute that is replaced as a whole (`_history`); no lock is held across a call into the framework.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from adaptor.checkpoint.manifest import FileEntry
+from adaptor.control.board import Board
+from adaptor.control.door import PUBLISH, Door
+from adaptor.control.messages import BoardRecord, GroupOrder, Phase, Share
+
+
+class Trainee(Protocol):
+    """A framework's training state, as the control plane needs it."""
+
+    save: str
+    shares: tuple[Share, ...]
+
+    def take_record(self, step: int) -> Any:
+        """On the main thread: what belongs to finished `step` besides tensors (counters, schedule, RNG)."""
+
+    def take_door(self) -> Any:
+        """On the main thread, gradients ready or the step skipped: what the step has already changed."""
+
+    def derive(self, record: Any, door: Any, updated: bool) -> Any:
+        """The record of the step after `record`, which the main thread has not come to take."""
+
+    def barrier(self) -> None:
+        """Return when every rank of the job has called it; raise when that is no longer possible."""
+
+    def has_state(self) -> bool:
+        """Whether the optimizer has state: before the first update there is nothing to save."""
+
+    def dump(self, record: Any, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
+        """Do this rank's part of a group; the writer returns its files, the others nothing."""
+
+
+@dataclass(frozen=True)
+class DumpRun:
+    """What a dump needs besides the state: where it goes, with whom, and when to stop."""
+
+    rank: int
+    folder: str
+    attempt: int
+    connect: Callable[[tuple[int, ...]], Any]
+    progress: Callable[[int], None]
+    cancelled: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class _History:
+    """`records[k]` belongs to finished step k; `door` to step `door_step`, updated or skipped."""
+
+    records: dict[int, Any] = field(default_factory=dict)
+    door_step: int = -1
+    door: Any = None
+    updated: bool = True
+
+
+class Session:
+    """One per worker process."""
+
+    def __init__(
+        self, board: Board, say: Callable[[Trainee, int], None], broke: Callable[[str], None]
+    ) -> None:
+        """`say` tells the agent what is held and from which step; `broke` that the barrier broke."""
+        self.board = board
+        self.door = Door()
+        self.trainee: Trainee | None = None
+        self._say = say
+        self._broke = broke
+        self._history = _History()
+        self._step = -1
+        self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
+        self._inner: frozenset[int] = frozenset()
+        self._origin = -1
+
+    # main thread
+
+    def begin_training(self, trainee: Trainee, inner_optimizers: Iterable[object], origin: int) -> None:
+        """The state of `trainee` is that of step `origin`, from which training now goes on."""
+        self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
+        self._history = _History()
+        self._origin = origin
+        self.trainee = trainee
+        self.board.start(origin)
+        self._say(trainee, origin)
+
+    def begin_step(self, step: int) -> None:
+        """`step` begins; everything of step - 1 is done."""
+        if self.trainee is None:
+            return
+        history = self._history
+        kept = {k: record for k, record in history.records.items() if self.board.oldest <= k < step}
+        kept[step - 1] = self.trainee.take_record(step - 1)
+        self._history = _History(kept, history.door_step, history.door, history.updated)
+        self._step = step
+
+    def before_update(self, optimizer: object) -> None:
+        """An inner optimizer is about to change its state; the first of them opens the update window."""
+        if self.trainee is None or self._step < 0 or self._waiting or id(optimizer) not in self._inner:
+            return
+        self._take_door(updated=True)
+        self.board.move(Phase.READY)
+        try:
+            self.trainee.barrier()
+        except Exception as error:  # a broken barrier counts as READY: the gradients are complete here
+            self.door.shut()
+            self._broke(f"{type(error).__name__}: {error}")
+        self.door.enter(self._step)
+        self._waiting = set(self._inner)
+        self.board.move(Phase.UPDATING)
+
+    def after_update(self, optimizer: object) -> None:
+        """An inner optimizer has changed its state; the last of them closes the update window."""
+        if not self._waiting:
+            return
+        self._waiting.discard(id(optimizer))
+        if not self._waiting:
+            self.board.finish(self._step, updated=True)
+            self.door.leave()
+
+    def end_update(self, updated: bool, grad_norm: float | None) -> None:
+        """The framework's optimizer step returned; without an update (an overflow) the step is skipped."""
+        if self.trainee is None or self._step < 0:
+            return
+        self.board.grad_norm = float(grad_norm or 0.0)
+        if updated or self.board.finished >= self._step or not self.trainee.has_state():
+            return
+        self._take_door(updated=False)
+        self.board.finish(self._step, updated=False)
+
+    def publishing(self, act: Callable[[], None]) -> None:
+        """Run `act`, which makes a regular checkpoint appear, as a window: not while an incident is open."""
+        self.door.enter(PUBLISH)
+        try:
+            act()
+        finally:
+            self.door.leave()
+
+    def hold(self) -> None:
+        """Keep the main thread, and with it the process and its state, until the processor ends it."""
+        threading.Event().wait()
+
+    def _take_door(self, updated: bool) -> None:
+        assert self.trainee is not None
+        self._history = _History(self._history.records, self._step, self.trainee.take_door(), updated)
+
+    # processor's threads
+
+    def freeze(self, timeout_s: float) -> BoardRecord:
+        """Close the door; the board once no update is in flight (or after `timeout_s`, as it is then)."""
+        self.door.close(timeout_s)
+        return self.board.record()
+
+    def bring_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> None:
+        """Let the main thread through the door to `step` where it is not there yet.
+
+        Raises:
+            TimeoutError: the update was not done after `timeout_s`.
+        """
+        if self.board.finished >= step:
+            return
+        self.door.let_through(step)
+        wake()  # the main thread may still hang in the barrier
+        if not self.door.wait_until(lambda: self.board.finished >= step, timeout_s):
+            raise TimeoutError(f"the update of step {step} was not done after {timeout_s:g} s")
+
+    def record_of(self, step: int) -> Any:
+        """What belongs to `step` besides tensors."""
+        assert self.trainee is not None
+        history = self._history
+        if step in history.records:
+            return history.records[step]
+        if history.door_step != step or step - 1 not in history.records:
+            raise LookupError(f"step {step} is not among the steps that this rank still knows")
+        return self.trainee.derive(history.records[step - 1], history.door, history.updated)

@@ -1,0 +1,39 @@
+"""Waking a main thread that hangs in a broken gloo collective.
+
+Nothing in torch aborts a gloo operation (pytorch#130345), and a rank that is not connected to the dead one waits
+for as long as its neighbours live. Shutting down the process's own gloo sockets makes every waiting operation
+raise at once. The process is about to end, so nothing is lost by it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+
+
+def shut_collectives(keep_ports: frozenset[int]) -> int:
+    """Shut down this process's connected TCP sockets; returns how many.
+
+    Args:
+        keep_ports: remote ports that are no collectives: the stores of the job.
+    """
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            fd = int(name)
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            # A duplicate: closing it leaves the original, which torch owns, as it is.
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if connection.type != socket.SOCK_STREAM:
+                    continue
+                if connection.getpeername()[1] in keep_ports:
+                    continue
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+        except OSError:  # closed meanwhile, or listening, not connected
+            continue
+    return count

@@ -1,0 +1,74 @@
+"""Framing: four bytes of length, then one msgpack message of a known type. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Generic, TypeVar
+
+import msgspec
+
+from adaptor.control.messages import ControllerToAgent, FromAgent, FromWorker, Message, ToWorker
+
+# The largest messages are lists of files: some hundred bytes each, thousands of them.
+MAX_SIZE = 16 * 1024 * 1024
+_LENGTH_BYTES = 4
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Decoder(Generic[T]):
+    """Decodes one direction of the conversation; anything else raises `msgspec.DecodeError`."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._decoder = decoder
+
+    def __call__(self, body: bytes) -> T:
+        return self._decoder.decode(body)
+
+
+from_worker: Decoder[FromWorker] = Decoder(msgspec.msgpack.Decoder(FromWorker))
+to_worker: Decoder[ToWorker] = Decoder(msgspec.msgpack.Decoder(ToWorker))
+from_agent: Decoder[FromAgent] = Decoder(msgspec.msgpack.Decoder(FromAgent))
+to_agent: Decoder[ControllerToAgent] = Decoder(msgspec.msgpack.Decoder(ControllerToAgent))
+
+
+def frame(message: Message) -> bytes:
+    """`message` as it goes over a stream."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+def _checked(length: int) -> int:
+    if length > MAX_SIZE:
+        raise ConnectionError(f"a message of {length} bytes is announced: at most {MAX_SIZE} are read")
+    return length
+
+
+async def read(stream: asyncio.StreamReader, decode: Decoder[T]) -> T:
+    """The next message.
+
+    Raises:
+        EOFError: the other side is gone (`asyncio.IncompleteReadError` is one).
+        ConnectionError, msgspec.DecodeError: what came is no message.
+    """
+    length = _checked(int.from_bytes(await stream.readexactly(_LENGTH_BYTES), "big"))
+    return decode(await stream.readexactly(length))
+
+
+def receive(connection: socket.socket, decode: Decoder[T]) -> T:
+    """The next message of a blocking socket; raises like `read`."""
+    length = _checked(int.from_bytes(_exactly(connection, _LENGTH_BYTES), "big"))
+    return decode(_exactly(connection, length))
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(count - len(parts))
+        if not part:
+            raise EOFError("the other side closed the connection")
+        parts += part
+    return bytes(parts)

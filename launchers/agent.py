@@ -1,0 +1,74 @@
+"""torch's elastic agent, but one that does not end the survivors when a worker dies."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from adaptor import config
+from adaptor.control.messages import Verdict
+from adaptor.launchers.node import Node
+
+
+class SurvivorsAgent(LocalElasticAgent):
+    """Between a failure and the verdict the workers are the controller's; then torch's own rules apply."""
+
+    last_verdict: Verdict | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._control = Node(config.load())
+
+    def run(self, role: str = "default") -> RunResult:
+        try:
+            return super().run(role)
+        finally:
+            self._control.close()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        workers = worker_group.workers
+        self._control.begin(
+            ranks=[worker.global_rank for worker in workers],
+            node=worker_group.group_rank,
+            nodes=worker_group.group_world_size,
+            world_size=workers[0].world_size,
+            store=worker_group.store,
+            host=worker_group.master_addr,
+        )
+        started = super()._start_workers(worker_group)
+        handlers = self._pcontext.subprocess_handlers
+        self._control.watch({worker.global_rank: handlers[worker.local_rank].proc for worker in workers})
+        return started
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        super()._stop_workers(worker_group, *args, **kwargs)
+        self._control.end()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        verdict = self._control.verdict
+        if verdict is not None and self._control.settled.is_set():
+            return self._conclude(worker_group, verdict)
+        handlers = self._pcontext.subprocess_handlers.values()
+        if verdict is not None or any(handler.proc.poll() not in (None, 0) for handler in handlers):
+            return RunResult(state=WorkerState.HEALTHY)  # torch would end the survivors now
+        return super()._monitor_workers(worker_group)
+
+    def _conclude(self, worker_group: WorkerGroup, verdict: Verdict) -> RunResult:
+        if SurvivorsAgent.last_verdict is not verdict:
+            SurvivorsAgent.last_verdict = verdict
+            if verdict.outcome == "refused":
+                self._remaining_restarts = 0
+            elif self._remaining_restarts > 0:
+                print(f"[ttp] {verdict.line}", file=sys.stderr, flush=True)
+        result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED:
+            return result
+        # The cause is a worker of another node, and every worker here left as it was told to.
+        worker = worker_group.workers[0]
+        pid = self._pcontext.pids()[worker.local_rank]
+        failure = ProcessFailure(worker.local_rank, pid, verdict.exit_code, error_file="")
+        return RunResult(state=WorkerState.FAILED, failures={worker.global_rank: failure})

@@ -1,0 +1,115 @@
+"""The timeline of an incident, and the report that is written when it has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from adaptor.control.messages import (
+    AgentLost,
+    Died,
+    Dump,
+    Exit,
+    Freeze,
+    FromAgent,
+    Frozen,
+    Noted,
+    Prepare,
+    Publish,
+    Published,
+    PublishFailed,
+    Raised,
+    Verdict,
+    WriteFailed,
+)
+
+_ORDERS = {
+    Freeze: "freeze",
+    Dump: "dump-ordered",
+    Prepare: "prepare",
+    Publish: "publish-ordered",
+    Exit: "exit",
+}
+
+
+class Chronicle:
+    """Collects what is heard and ordered, with wall-clock times, and writes `incident-<n>.json`."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._events: list[dict[str, Any]] = []
+        self._ranks: dict[int, int] = {}
+        self.next_incident = 1
+
+    def heard(self, node: int, message: FromAgent) -> None:
+        """A message of the agent of `node`, or of a worker by way of it."""
+        match message:
+            case Died(rank=rank, status=status, at=at, board=board) if not self._ended and status != 0:
+                where = f"status {status}, {board.phase_name} after step {board.finished}"
+                self._add("fault-noticed", at, rank, node, where)
+            case Raised(rank=rank, error=error) if not self._ended:
+                self._add("fault-noticed", time.time(), rank, node, error)
+            case AgentLost():
+                self._add("fault-noticed", time.time(), None, node, "the connection to the agent is gone")
+            case Frozen(rank=rank, board=board):
+                self._add(
+                    "frozen", time.time(), rank, node, f"{board.phase_name} after step {board.finished}"
+                )
+            case Noted(rank=rank, at=at, what=what, detail=detail):
+                self._add(what, at, rank, node, detail)
+            case WriteFailed(rank=rank, reason=reason):
+                self._add("failed", time.time(), rank, node, reason)
+            case Published(step=step):
+                self._add("published", time.time(), None, node, f"step {step}")
+            case PublishFailed(reason=reason):
+                self._add("failed", time.time(), None, node, reason)
+
+    @property
+    def _ended(self) -> bool:
+        return any(event["what"] == "verdict" for event in self._events)
+
+    def ordered(self, node: int, rank: int | None, order: object) -> None:
+        """An order of the controller; the verdict ends the incident and writes the report."""
+        if isinstance(order, Verdict):
+            if not self._ended:
+                self._add("verdict", time.time(), None, None, order.outcome)
+                self._write(order)
+            return
+        what = _ORDERS.get(type(order), "")
+        if what:
+            detail = f"step {order.step}" if isinstance(order, Dump | Prepare | Publish) else ""
+            self._add(what, time.time(), rank, node, detail)
+
+    def begin(self) -> None:
+        """A new generation of workers: the timeline starts anew."""
+        self._events = []
+
+    def _add(self, what: str, at: float, rank: int | None, node: int | None, detail: str) -> None:
+        self._events.append({"t": at, "rank": rank, "node": node, "what": what, "detail": detail})
+
+    def _write(self, verdict: Verdict) -> None:
+        if verdict.outcome == "refused":
+            return
+        fault = next((event for event in self._events if event["what"] == "fault-noticed"), None)
+        report = {
+            "incident": verdict.incident,
+            "fault": fault,
+            "step": verdict.step,
+            "ranks": sorted({e["rank"] for e in self._events if e["rank"] is not None}),
+            "events": sorted(self._events, key=lambda event: event["t"]),
+            "verdict": {"nothing": "nothing-to-save"}.get(verdict.outcome, verdict.outcome),
+            "reason": verdict.line,
+        }
+        self.next_incident = verdict.incident + 1
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"incident-{time.strftime('%Y%m%d-%H%M%S')}-{verdict.incident}.json"
+            scratch = path.with_suffix(f".{os.getpid()}")
+            scratch.write_text(json.dumps(report, indent=1))
+            scratch.replace(path)
+        except OSError as error:
+            print(f"[ttp] the incident report cannot be written: {error}", file=sys.stderr)

@@ -1,0 +1,304 @@
+"""The control thread of an agent: hears its workers, sees them die, and speaks with the controller.
+
+One event loop in one thread per `ttprun`. A generation is the time from one start of all workers to the next;
+`begin` and `watch` open it, `end` closes it. Nothing it makes has a name in a file system: the workers' socket is
+an abstract one, the boards are anonymous memory, so nothing is left behind however the agent ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adaptor.checkpoint import publish
+from adaptor.config import Config
+from adaptor.control import wire
+from adaptor.control.board import BoardMemory
+from adaptor.control.messages import (
+    Addressed,
+    AgentHello,
+    BoardRecord,
+    ControllerToAgent,
+    Died,
+    FromAgent,
+    FromWorker,
+    Hello,
+    Prepare,
+    Prepared,
+    Progress,
+    Publish,
+    Published,
+    PublishFailed,
+    Verdict,
+)
+from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS
+from adaptor.errors import CheckpointError
+from adaptor.launchers.chronicle import Chronicle
+from adaptor.launchers.hub import Hub, prove
+
+# While an incident is open the boards' progress counters are read this often; TTP_OT is at least 10 s.
+PROGRESS_S = 0.5
+# A worker that was told to exit and has not done so by then hangs in the kernel or holds the interpreter lock.
+EXIT_GRACE_S = 3.0
+# Other nodes end their workers in the same time; this much longer is waited for word of it.
+FAREWELL_S = EXIT_GRACE_S + 2.0
+
+
+class Node:
+    """The agent's side of the control plane."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._address = f"ttp-{os.getpid()}-{secrets.token_hex(8)}"
+        self._chronicle = Chronicle(config.log_path)
+        self._node = 0
+        self._hub: Hub | None = None
+        self._boards: BoardMemory | None = None
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._alive: set[int] = set()
+        self._job_alive: set[int] = set()
+        self._workers: dict[int, asyncio.StreamWriter] = {}
+        self._up: Callable[[FromAgent], None] = lambda message: None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.verdict: Verdict | None = None
+        self.settled = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ttp-agent", daemon=True)
+        self._thread.start()
+        self._await(self._serve_workers())
+
+    # the agent's main thread
+
+    def begin(
+        self, ranks: Sequence[int], node: int, nodes: int, world_size: int, store: Any, host: str
+    ) -> None:
+        """Before workers start: their boards, the controller or the way to it, what goes into their environment.
+
+        Args:
+            store: the rendezvous store, which all agents share.
+            host: the address of node rank 0.
+        """
+        self._node = node
+        self._boards = BoardMemory(ranks)
+        os.environ[AGENT] = self._address
+        os.environ[BOARD] = self._boards.path
+        os.environ[BOARD_RANKS] = self._boards.slots
+        self.verdict = None
+        self.settled.clear()
+        self._alive = set(ranks)
+        self._job_alive = set(range(world_size)) if node == 0 else set(ranks)
+        if node == 0:
+            where = self._await(self._host(world_size, nodes, host))
+            if nodes > 1:
+                store.set("ttp/controller", where)
+        else:
+            self._await(self._join(host, store.get("ttp/controller").decode()))
+        self._await(self._say(AgentHello(node, tuple(ranks))))
+
+    def watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        """The workers have been started; `processes` by rank."""
+        self._await(self._watch(dict(processes)))
+
+    def end(self) -> None:
+        """Every worker of the generation is dead."""
+        self._await(self._end())
+
+    def close(self) -> None:
+        """Stop the control thread."""
+        self._await(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _await(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # the control thread
+
+    async def _serve_workers(self) -> None:
+        await asyncio.start_unix_server(self._hear_worker, "\0" + self._address)
+
+    async def _host(self, world_size: int, nodes: int, host: str) -> str:
+        self._chronicle.begin()
+        hub = Hub(world_size, nodes, self._config.timeout_s, host, self._chronicle)
+        self._hub = hub
+        hub.attach(0, self._obey_soon)
+        hub.start()
+        self._up = lambda message: hub.take(0, message)
+        if nodes == 1:
+            return ""
+        port, secret = await hub.listen(self._config.port)
+        return f"{port} {secret}"
+
+    async def _join(self, host: str, where: str) -> None:
+        port, secret = where.split()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        await prove(reader, writer, bytes.fromhex(secret), first=True)
+        self._up = lambda message: writer.write(wire.frame(message))
+        self._spawn(self._hear_controller(reader, writer))
+
+    async def _hear_controller(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                self._obey(await wire.read(reader, wire.to_agent))
+        except (EOFError, OSError, msgspec.DecodeError):
+            if self.verdict is None:
+                line = "the controller's node is lost; nothing more can be saved from this one"
+                self._obey(Verdict(0, "lost", -1, line, -1, 1, ""))
+        finally:
+            writer.close()
+
+    async def _say(self, message: FromAgent) -> None:
+        self._up(message)
+
+    async def _watch(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
+        self._processes = processes
+        for rank, process in processes.items():
+            fd = os.pidfd_open(process.pid)
+            self._loop.add_reader(fd, self._on_death, rank, process, fd)
+        self._spawn(self._report_progress())
+
+    def _on_death(self, rank: int, process: subprocess.Popen[bytes], fd: int) -> None:
+        at = time.time()
+        self._loop.remove_reader(fd)
+        os.close(fd)
+        status = process.poll()
+        _end_session(process.pid)  # children of the worker: data loaders and the like
+        board = self._boards.read(rank) if self._boards is not None else None
+        self._alive.discard(rank)
+        self._up(Died(rank, -signal.SIGKILL if status is None else status, at, board or BoardRecord(rank)))
+        self._note_job_death(rank)
+
+    def _note_job_death(self, rank: int) -> None:
+        self._job_alive.discard(rank)
+        if self.verdict is not None and not self._job_alive:
+            self._settle()
+
+    async def _hear_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank = -1
+        try:
+            if not _same_user(writer.get_extra_info("socket")):
+                return
+            hello = await wire.read(reader, wire.from_worker)
+            if not isinstance(hello, Hello) or hello.rank not in self._alive:
+                return
+            rank = hello.rank
+            self._workers[rank] = writer
+            message: FromWorker = hello
+            while True:
+                self._up(message)
+                message = await wire.read(reader, wire.from_worker)
+        except (EOFError, OSError, msgspec.DecodeError):
+            pass  # the death of the worker is learnt from the operating system
+        finally:
+            if self._workers.get(rank) is writer:
+                del self._workers[rank]
+            writer.close()
+
+    def _obey_soon(self, order: ControllerToAgent) -> None:
+        self._loop.call_soon(self._obey, order)
+
+    def _obey(self, order: ControllerToAgent) -> None:
+        match order:
+            case Addressed(rank=rank, message=message):
+                if rank in self._workers:
+                    self._workers[rank].write(wire.frame(message))
+            case Prepare():
+                self._spawn(self._prepare(order))
+            case Publish():
+                self._spawn(self._publish(order))
+            case Verdict():
+                self.verdict = order
+                self._spawn(self._see_them_off())
+
+    async def _prepare(self, order: Prepare) -> None:
+        try:
+            folder = await asyncio.to_thread(publish.prepare, Path(order.save), order.step)
+            self._up(Prepared(order.incident, str(folder), ""))
+        except CheckpointError as error:
+            self._up(Prepared(order.incident, "", str(error)))
+
+    async def _publish(self, order: Publish) -> None:
+        root = Path(order.save)
+        try:
+            await asyncio.to_thread(
+                publish.publish, root, order.step, order.files, order.writers, order.world_size
+            )
+            self._up(Published(order.incident, order.step, order.save))
+        except CheckpointError as error:
+            self._up(PublishFailed(order.incident, str(error)))
+
+    async def _see_them_off(self) -> None:
+        """Wait for the workers to go; end those that do not."""
+        await self._until(lambda: not self._alive, EXIT_GRACE_S)
+        for rank in self._alive:
+            _end_session(self._processes[rank].pid)
+        await self._until(lambda: not self._job_alive, FAREWELL_S)
+        self._settle()
+
+    async def _until(self, done: Callable[[], bool], seconds: float) -> None:
+        deadline = self._loop.time() + seconds
+        while not done() and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
+
+    def _settle(self) -> None:
+        if self.settled.is_set():
+            return
+        if self._node == 0 and self.verdict is not None and self.verdict.save:
+            with contextlib.suppress(CheckpointError):
+                publish.clean(Path(self.verdict.save))
+        self.settled.set()
+
+    async def _report_progress(self) -> None:
+        last = 0
+        while self._boards is not None:
+            await asyncio.sleep(PROGRESS_S)
+            total = self._boards.progress() if self._boards is not None else last
+            if total != last:
+                last = total
+                self._up(Progress(self._node, total))
+
+    async def _end(self) -> None:
+        self._up = lambda message: None
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in list(self._workers.values()):
+            writer.close()
+        self._workers.clear()
+        if self._hub is not None:
+            await self._hub.close()
+            self._hub = None
+        if self._boards is not None:
+            self._boards.close()
+            self._boards = None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _same_user(connection: Any) -> bool:
+    """Abstract sockets have no permissions, so the kernel is asked who is on the other side."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+def _end_session(leader: int) -> None:
+    """End every process of the session that a worker leads (torch elastic starts each in its own)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

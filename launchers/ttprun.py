@@ -1,0 +1,125 @@
+"""`ttprun`: torchrun, with an agent that saves the newest finished step when a worker dies.
+
+It takes every flag of the installed torch's torchrun, and `--ttp-*`. With ENABLE_TTP=False it hands over to
+torch's own main and nothing of the adaptor is active in a worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from adaptor import config
+from adaptor.errors import ConfigError
+
+USAGE_EXIT_CODE = 2
+WORKER_MODULE = "adaptor.launchers.worker"
+CPU_MODULE = "adaptor.devices.cpu"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a job; the exit code is that of the worker that failed first, or 0."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        parsed = _parse(arguments)
+        settings = config.load()
+    except ConfigError as error:
+        print(f"ttprun: error: {error}", file=sys.stderr)
+        return USAGE_EXIT_CODE
+    if settings.enabled:
+        return _run_with_survivors(parsed)
+    return _run_plain(parsed, settings.device)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """torchrun's own parser with our flags; a flag goes into the environment, where workers find it."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = "ttprun"
+    group = parser.add_argument_group("ttp", "fault tolerance; each flag wins over its environment variable")
+    for setting in config.SETTINGS:
+        group.add_argument(
+            setting.flag,
+            dest=f"ttp_{setting.field}",
+            metavar=setting.variable,
+            help=f"{setting.help}; {setting.allowed} (default {setting.default or 'none'})",
+        )
+    parsed = parser.parse_args(arguments)
+    for setting in config.SETTINGS:
+        value = getattr(parsed, f"ttp_{setting.field}")
+        if value is not None:
+            os.environ[setting.variable] = value
+    return parsed
+
+
+def _run_plain(parsed: argparse.Namespace, device: str) -> int:
+    """torch's own run; a device that the user chose needs its stand-ins in every worker all the same."""
+    from torch.distributed import run
+
+    if device == "cpu":
+        _insert_module(parsed, CPU_MODULE)
+    return _report_child_error(lambda: run.run(parsed), None)
+
+
+def _insert_module(parsed: argparse.Namespace, module: str) -> None:
+    """Let each worker run `module`, which then runs the script."""
+    if parsed.no_python:
+        return  # the script is a program of its own: it must call adaptor.enable() itself
+    marker = ["--module"] if parsed.module else []
+    parsed.training_script_args = [*marker, parsed.training_script, *parsed.training_script_args]
+    parsed.training_script = module
+    parsed.module = True
+    parsed.run_path = False
+
+
+def _run_with_survivors(parsed: argparse.Namespace) -> int:
+    from torch.distributed import run
+    from torch.distributed.launcher import api
+
+    from adaptor.launchers.agent import SurvivorsAgent
+
+    _insert_module(parsed, WORKER_MODULE)
+    # torch makes its agent by this name; in this process it is ours.
+    api.LocalElasticAgent = SurvivorsAgent  # type: ignore[misc]
+    return _report_child_error(lambda: run.run(parsed), SurvivorsAgent)
+
+
+def _report_child_error(act: Any, agent: Any) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        act()
+    except ChildFailedError as error:
+        verdict = agent.last_verdict if agent is not None else None
+        if verdict is None:
+            print(error, file=sys.stderr)
+            code = error.get_first_failure()[1].exitcode
+            return code if code > 0 else 128 - code
+        if verdict.outcome == "refused":
+            print(f"ttprun: error: {verdict.line}", file=sys.stderr)
+        else:
+            print(f"[ttp] {verdict.line}{_newest(verdict.save)}", file=sys.stderr)
+        return int(verdict.exit_code)
+    return 0
+
+
+def _newest(save: str) -> str:
+    """Where the save folder stands, for the last line of a job."""
+    if not save:
+        return ""
+    from adaptor.checkpoint.publish import tracked_step
+
+    step = tracked_step(Path(save))
+    return (
+        f"; no checkpoint is in {save}"
+        if step is None
+        else f"; the newest checkpoint in {save} is step {step}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

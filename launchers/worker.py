@@ -1,0 +1,91 @@
+"""The first thing a worker runs: `python -m adaptor.launchers.worker [--module] script [arguments]`.
+
+It connects to the agent, enables the adaptor and runs the script as `python script` would. An exception that
+leaves the script is told to the agent, and the process stays: its state is intact, and may be what is saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from adaptor.control.runtime import Runtime
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    _die_with_the_agent()
+    arguments = sys.argv[1:]
+    as_module = arguments[0] == "--module"
+    if as_module:
+        del arguments[0]
+    _run(arguments, as_module)
+
+
+def _run(arguments: list[str], as_module: bool) -> None:
+    import adaptor
+    from adaptor import config, devices
+    from adaptor.control import runtime
+    from adaptor.control.messages import Refused
+    from adaptor.errors import AdaptorError
+
+    worker = runtime.get()
+    try:
+        devices.activate(config.load().device)
+        adaptor.enable()
+        _run_script(arguments, as_module)
+    except AdaptorError as error:
+        worker.processor.say(Refused(worker.rank, str(error)))
+        worker.session.hold()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if code == 0:
+            _stay_while_needed(worker)
+            return
+        worker.raised(f"SystemExit: {end.code}", code)
+        worker.session.hold()
+    except BaseException as error:
+        summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        if worker.session.door.closed:
+            print(f"[ttp] rank {worker.rank}, after the fault: {summary}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        worker.raised(summary, 1)
+        worker.session.hold()
+    else:
+        _stay_while_needed(worker)
+
+
+def _stay_while_needed(worker: Runtime) -> None:
+    """A script that ends while an incident is open: this rank may be a holder."""
+    if worker.session.door.closed:
+        worker.session.hold()
+
+
+def _run_script(arguments: list[str], as_module: bool) -> None:
+    script = arguments[0]
+    sys.argv = arguments
+    if as_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        runpy.run_path(script, run_name="__main__")
+
+
+def _die_with_the_agent() -> None:
+    """A worker without its agent is an orphan that nobody would ever end; the kernel sees to it."""
+    agent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
