@@ -1,0 +1,15 @@
+"""Arms the patches of the framework's own functions that only make sense on this device."""
+
+from __future__ import annotations
+
+import importlib
+
+from adaptor import patching
+
+GROUP = "device:cpu"
+
+
+def install() -> None:
+    # By name: the declarations stand above this package, which must not depend on them to be imported.
+    importlib.import_module("adaptor.patches.cpu_megatron")
+    patching.arm(GROUP)

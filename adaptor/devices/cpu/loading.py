@@ -1,0 +1,40 @@
+"""What is read: checkpoints, data loaders, and helper processes that import the script again."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing.spawn
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from adaptor.devices.cpu.placement import on_cpu, rebind
+
+_LOADER = inspect.signature(torch.utils.data.DataLoader.__init__)
+
+
+def _load_to_cpu(original: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    location = "cpu" if map_location is None else on_cpu(map_location)
+    return original(f, location, *args, **kwargs)
+
+
+def _loader_with_its_own_generator(original: Any, *args: Any, **kwargs: Any) -> None:
+    """A loader draws its base seed from the CPU generator, which would move the dropout of a resumed run."""
+    call = _LOADER.bind(*args, **kwargs)
+    if call.arguments.get("generator") is None:
+        call.arguments["generator"] = torch.Generator().manual_seed(torch.initial_seed())
+    call.arguments["pin_memory"] = False
+    original(*call.args, **call.kwargs)
+
+
+def _preparation_without_main(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A spawned process would import the training script again, without the stand-ins."""
+    data = original(*args, **kwargs)
+    return {key: value for key, value in data.items() if not key.startswith("init_main")}
+
+
+def install() -> None:
+    rebind((torch, torch.serialization), "load", _load_to_cpu)
+    rebind(torch.utils.data.DataLoader, "__init__", _loader_with_its_own_generator)
+    rebind(multiprocessing.spawn, "get_preparation_data", _preparation_without_main)

@@ -1,0 +1,28 @@
+"""Names that some versions of the framework use without defining them where Transformer Engine is missing,
+and one that numpy 2 has dropped. Nothing that exists is replaced."""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+from typing import Any
+
+import numpy
+import wrapt
+
+_MISSING: dict[str, dict[str, Any]] = {
+    "megatron.core.model_parallel_config": {"warnings": warnings},
+    "megatron.core.transformer.moe.moe_utils": {"te_general_gemm": None},
+    "megatron.core.transformer.multi_token_prediction": {"warnings": warnings},
+}
+
+
+def _supply(module: ModuleType) -> None:
+    for name, value in _MISSING[module.__name__].items():
+        vars(module).setdefault(name, value)
+
+
+def install() -> None:
+    vars(numpy).setdefault("product", numpy.prod)
+    for module in _MISSING:
+        wrapt.register_post_import_hook(_supply, module)

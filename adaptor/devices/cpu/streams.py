@@ -1,0 +1,99 @@
+"""Streams and events: there is one stream, the program itself, and whatever was issued has ended."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from adaptor.devices.cpu.placement import replace
+
+
+class Event:
+    """An event that is complete as soon as it is recorded; keeps the time for `elapsed_time`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._recorded = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded = time.perf_counter()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this event to `end_event`."""
+        return (end_event._recorded - self._recorded) * 1000.0
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing is pending."""
+
+
+class Stream:
+    """A stream on which everything is done as soon as it is issued."""
+
+    cuda_stream = 0
+    priority = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def wait_event(self, event: Event) -> None:
+        """Nothing is pending."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Nothing is pending."""
+
+
+class Context:
+    """In place of `torch.cuda.stream(...)` and `torch.cuda.device(...)`: can be entered again and again."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Whatever stream or device was named, it is the only one."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+
+_ONLY = Stream()
+
+
+def install() -> None:
+    classes = {
+        "Event": Event,
+        "Stream": Stream,
+        "ExternalStream": Stream,
+        "StreamContext": Context,
+        "stream": Context,
+        "device": Context,
+        "device_of": Context,
+    }
+    for name, stand_in in classes.items():
+        setattr(torch.cuda, name, stand_in)
+    replace(
+        (torch.cuda,),
+        {
+            "current_stream": lambda device=None: _ONLY,
+            "default_stream": lambda device=None: _ONLY,
+            "set_stream": lambda stream: None,
+            "is_current_stream_capturing": lambda: False,
+        },
+    )

@@ -1,0 +1,74 @@
+"""Arguments and environment with which the tests train a tiny GPT."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# Everything that would need CUDA, Transformer Engine or apex is switched off.
+PLAIN = """
+    --transformer-impl local --distributed-backend gloo
+    --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-bias-gelu-fusion
+    --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm
+"""
+# Two micro-batches on each of four ranks. Mock data needs no files; its tokens reach up to about 4,095.
+TINY = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 4200 --num-workers 0 --split 100,0,0
+    --micro-batch-size 1 --global-batch-size 8 --hidden-dropout 0.1 --attention-dropout 0.1
+    --init-method-std 0.02
+    --lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.1
+    --eval-iters 0 --eval-interval 1000000 --log-interval 1 --distributed-timeout-minutes 2
+"""
+# fp16: from 2**32, the default, the scale would take 15 skipped steps to come down.
+PRECISIONS = {"bf16": ["--bf16"], "fp32": [], "fp16": ["--fp16", "--initial-loss-scale", "4096"]}
+
+
+def tiny_gpt(
+    *,
+    train_iters: int = 8,
+    save: Path | None = None,
+    load: Path | None = None,
+    save_interval: int = 1000,
+    precision: str = "bf16",
+    tp: int = 1,
+    distributed_optimizer: bool = True,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """Arguments of `pretrain_gpt.py`: 2 layers, hidden 64, dropout 0.1, cosine decay over `train_iters`.
+
+    The learning rate at an iteration depends on `train_iters`, and the framework refuses a checkpoint of a
+    run with another value: one that resumes has the same, and a shorter one says `--exit-interval` in `extra`.
+    """
+    args = [*shlex.split(PLAIN), *shlex.split(TINY), *PRECISIONS[precision]]
+    args += [
+        "--train-iters",
+        str(train_iters),
+        "--tensor-model-parallel-size",
+        str(tp),
+        "--ckpt-format",
+        "torch",
+    ]
+    if distributed_optimizer:
+        args += ["--use-distributed-optimizer"]
+    if save is not None:
+        args += ["--save", str(save), "--save-interval", str(save_interval)]
+    if load is not None:
+        args += ["--load", str(load)]
+    return [*args, *extra]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a quick run."""
+    return {
+        **os.environ,
+        # The framework calls `make` at every start, which asks the first python3 on PATH.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        **more,
+    }
