@@ -1,0 +1,78 @@
+"""Names of checkpoint folders and of the tracker file, as Megatron spells them, and ours beside them.
+
+iter_0000012               a complete checkpoint; under this name nothing else ever lies
+iter_0000012_tmp           last words being written
+iter_0000012_saving        a regular save of the framework being written
+incomplete_iter_0000012.1  what lay under the final name and was not complete, kept for a person to look at
+replaced_iter_0000012      a complete checkpoint whose newer version is just being moved in
+
+No name of ours that outlives a save starts with `iter_`: some tools parse whatever follows that prefix as a
+number.
+"""
+
+from __future__ import annotations
+
+import re
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "ttp_manifest.json"
+
+_FINAL = re.compile(r"iter_(\d{7,})")
+_TEMPORARY = re.compile(r"iter_(\d{7,})_(?:tmp|saving)")
+_REPLACED = re.compile(r"replaced_iter_(\d{7,})")
+
+
+def final_name(step: int) -> str:
+    """The folder of the complete checkpoint of `step`."""
+    if step < 0:
+        raise ValueError(f"step is {step}; a checkpoint belongs to a step of 0 or more")
+    return f"iter_{step:07d}"
+
+
+def temporary_name(step: int) -> str:
+    """The folder that last words are written to until they are published."""
+    return f"{final_name(step)}_tmp"
+
+
+def regular_name(step: int) -> str:
+    """The folder that a regular save of the framework is written to until it is complete."""
+    return f"{final_name(step)}_saving"
+
+
+def incomplete_name(step: int, number: int) -> str:
+    """Where an incomplete folder that bore the final name is moved; `number` counts from 1."""
+    return f"incomplete_{final_name(step)}.{number}"
+
+
+def replaced_name(step: int) -> str:
+    """Where the older version of a complete checkpoint waits while the newer one is moved in."""
+    return f"replaced_{final_name(step)}"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `name` is a folder that only a live process may own."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def step_of(name: str) -> int | None:
+    """The step of a complete checkpoint's folder name, None for any other name."""
+    match = _FINAL.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def step_of_replaced(name: str) -> int | None:
+    """The step of a `replaced_` folder name, None for any other name."""
+    match = _REPLACED.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def model_parallel_folder(
+    tensor_rank: int, pipeline_rank: int | None = None, expert_rank: int | None = None
+) -> str:
+    """Megatron's folder of one model-parallel rank; None where that kind of parallelism has size 1."""
+    name = f"mp_rank_{tensor_rank:02d}"
+    if pipeline_rank is not None:
+        name += f"_{pipeline_rank:03d}"
+    if expert_rank is not None:
+        name += f"_{expert_rank:03d}"
+    return name

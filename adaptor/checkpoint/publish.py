@@ -1,0 +1,252 @@
+"""From a temporary folder to a checkpoint that a framework finds, in an order in which a crash at any point
+does no harm.
+
+The promises: a folder `iter_N` is complete and on disk, or it is not there; the tracker file is replaced
+atomically, last, and never goes backwards; an older checkpoint is not touched. Every function may be called
+again after a crash. One process at a time works on a root: the agent that the controller runs in, or the rank
+that saves for the framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from adaptor.checkpoint import manifest, naming
+from adaptor.checkpoint.manifest import FileEntry, Manifest
+from adaptor.errors import CheckpointError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def _one_line(function: _F) -> _F:
+    """Lets `function` raise CheckpointError where it met an OSError."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except OSError as error:
+            place = error.filename or args[0]
+            raise CheckpointError(f"{place}: {error.strerror or error} ({function.__name__})") from error
+
+    return guarded  # type: ignore[return-value]
+
+
+@_one_line
+def prepare(root: Path, step: int) -> Path:
+    """Makes an empty temporary folder for the last words of `step` and returns it; a stale one is removed."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / naming.temporary_name(step)
+    _remove(folder)
+    folder.mkdir()
+    return folder
+
+
+@_one_line
+def publish(
+    root: Path, step: int, files: Iterable[FileEntry], groups: Mapping[str, Any], world_size: int
+) -> bool:
+    """Turns the temporary folder of `step` into its checkpoint and lets the tracker name it.
+
+    Call it once every group has reported its `files` (paths relative to the folder). `groups` is what the
+    manifest keeps about who wrote which group. Returns False when a complete checkpoint of this step was
+    there already: that one stays and ours is removed. Raises CheckpointError when a file is missing or has
+    another size, or when the disk refuses.
+    """
+    temporary, final = root / naming.temporary_name(step), root / naming.final_name(step)
+    if is_complete(root, step):
+        _remove(temporary)
+        replace_tracker(root, step)
+        return False
+    entries = tuple(files)
+    if not entries:
+        raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
+    _check(temporary, entries)
+    _drop_others(temporary, {entry.path for entry in entries})
+    _write(temporary / naming.MANIFEST, Manifest.now(step, entries, groups, world_size).encode())
+    _sync_folders(temporary)
+    _move_in(root, step, temporary, final)
+    replace_tracker(root, step)
+    return True
+
+
+@_one_line
+def publish_regular(root: Path, step: int) -> None:
+    """Gives a regular save, which the framework wrote to `regular_name(step)`, its final name.
+
+    The tracker is left to the framework. A complete checkpoint of the same step is replaced by the newer one,
+    without a moment in which neither bears the name where the filesystem can exchange two names. Raises
+    CheckpointError.
+    """
+    saving, final = root / naming.regular_name(step), root / naming.final_name(step)
+    if not saving.is_dir():
+        if is_complete(root, step):
+            return
+        raise CheckpointError(f"{saving}: missing, so the save of step {step} cannot be completed")
+    entries = []
+    for path in _files(saving):
+        _sync(path)
+        entries.append(FileEntry(path.relative_to(saving).as_posix(), path.stat().st_size, None))
+    _write(saving / naming.MANIFEST, Manifest.now(step, entries, {}, 0).encode())
+    _sync_folders(saving)
+    if not is_complete(root, step):
+        _move_in(root, step, saving, final)
+        return
+    if not _exchange(saving, final):
+        # A crash between these two is undone by clean().
+        replaced = root / naming.replaced_name(step)
+        _remove(replaced)
+        final.rename(replaced)
+        saving.rename(final)
+        _sync(root)
+        _remove(replaced)
+        return
+    _sync(root)
+    _remove(saving)
+
+
+@_one_line
+def clean(root: Path) -> list[str]:
+    """Removes what dead processes left behind and returns the names; only call it while no worker lives."""
+    removed = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        step = naming.step_of_replaced(path.name)
+        if step is not None and not (root / naming.final_name(step)).exists():
+            path.rename(root / naming.final_name(step))
+            _sync(root)
+        elif step is not None or naming.is_temporary(path.name):
+            _remove(path)
+            removed.append(path.name)
+    _draft(root).unlink(missing_ok=True)
+    return removed
+
+
+def is_complete(root: Path, step: int) -> bool:
+    """Whether `iter_N` is a checkpoint that can be loaded.
+
+    It is when its manifest agrees with its files, or when the framework itself has gone on to name it, or a
+    later one, in the tracker. Checksums are not computed again: a manifest goes under a final name only after
+    every file was on disk.
+    """
+    folder = root / naming.final_name(step)
+    if not folder.is_dir():
+        return False
+    if not manifest.verify(folder, checksums=False):
+        return True
+    named = tracked_step(root)
+    return named is not None and named >= step
+
+
+def tracked_step(root: Path) -> int | None:
+    """The step that the tracker names; None when it is missing, empty or damaged, or says `release`."""
+    try:
+        text = (root / naming.TRACKER).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+@_one_line
+def replace_tracker(root: Path, step: int) -> bool:
+    """Lets the tracker name `step`, unless it names a later one; returns whether it was changed.
+
+    `release` (a converted model to start from) counts as older than any step: the framework replaces it as
+    well.
+    """
+    named = tracked_step(root)
+    if named is not None and named >= step:
+        return False
+    _write(_draft(root), str(step).encode())
+    _draft(root).replace(root / naming.TRACKER)
+    _sync(root)
+    return True
+
+
+def _check(folder: Path, entries: tuple[FileEntry, ...]) -> None:
+    for entry in entries:
+        path = folder / entry.path
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path}: reported as written, but missing") from error
+        if size != entry.bytes:
+            raise CheckpointError(f"{path}: {size} bytes, reported as {entry.bytes}")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for place, _, names in os.walk(folder):
+        for name in names:
+            yield Path(place, name)
+
+
+def _drop_others(folder: Path, keep: set[str]) -> None:
+    for path in list(_files(folder)):
+        if path.relative_to(folder).as_posix() not in keep:
+            path.unlink()
+    for place, _, _ in os.walk(folder, topdown=False):
+        if not any(Path(place).iterdir()):
+            Path(place).rmdir()
+
+
+def _move_in(root: Path, step: int, source: Path, final: Path) -> None:
+    """Renames `source` to `final`; an incomplete folder that bears that name is moved aside."""
+    if os.path.lexists(final):
+        number = 1
+        while os.path.lexists(aside := root / naming.incomplete_name(step, number)):
+            number += 1
+        final.rename(aside)
+    source.rename(final)
+    _sync(root)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two names in one step; False where the system or its filesystem cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(one))
+
+
+def _draft(root: Path) -> Path:
+    return root / f"{naming.TRACKER}.tmp"
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folders(folder: Path) -> None:
+    for place, _, _ in os.walk(folder, topdown=False):
+        _sync(Path(place))
+
+
+def _sync(path: Path) -> None:
+    """fsync of a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

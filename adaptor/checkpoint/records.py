@@ -1,0 +1,149 @@
+"""What belongs to a finished step besides its tensors, taken on the main thread before it goes on.
+
+The main thread of a worker changes the scheduler, the loss scale, the counters and the random states long
+before the next update, so a dump that runs beside it must not read them: it gets a `StepRecord`. The record
+of step k+1 is derived from that of step k and from what was taken at the door, because the framework itself
+moves the scheduler and the counters only after the update.
+
+The update counts of the inner optimizers (`step` of a param group, or of a parameter's state) are not in a
+record. They change inside the update window, together with the tensors, and are read with them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from adaptor.errors import CheckpointError
+
+# Per inner optimizer, per param group: every key but `params` and `step`.
+Groups = tuple[tuple[Mapping[str, Any], ...], ...]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A finished step, without its tensors.
+
+    counters   consumed_train_samples, skipped_train_samples, num_floating_point_operations_so_far, and
+               whatever else counts up in the framework's arguments, under its name there
+    scheduler  state dict of the parameter scheduler, None without one
+    groups     per optimizer of the chain, per param group: its scalars
+    scalers    per optimizer of the chain: state dict of its grad scaler, None without one
+    rng        as the framework stores it for one rank, None when it is not saved
+    """
+
+    step: int
+    counters: Mapping[str, int | float]
+    scheduler: Mapping[str, Any] | None
+    groups: Groups
+    scalers: tuple[Mapping[str, Any] | None, ...]
+    rng: Mapping[str, Any] | None
+
+
+def chain(optimizer: Any) -> list[Any]:
+    """The optimizers of the framework's chain, in its order; a bare optimizer is a chain of one."""
+    return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
+
+
+def take_rng(tracker: Any) -> dict[str, Any]:
+    """The random states of this process, as the framework stores them; `tracker` is its CUDA RNG tracker."""
+    states = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": numpy.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda_rng_state"] = torch.cuda.get_rng_state()
+    states["rng_tracker_states"] = {
+        # A plain state is replaced by the tracker, never changed in place; a generator lives on.
+        name: state.clone_state() if isinstance(state, torch.Generator) else state
+        for name, state in tracker.get_states().items()
+    }
+    return states
+
+
+def take_groups(optimizer: Any) -> Groups:
+    """The scalars of every param group of every optimizer of the chain."""
+    return tuple(
+        tuple(
+            {key: value for key, value in group.items() if key not in ("params", "step")}
+            for group in inner.param_groups
+        )
+        for inner in chain(optimizer)
+    )
+
+
+def take_scalers(optimizer: Any) -> tuple[dict[str, Any] | None, ...]:
+    """The grad scaler's state of every optimizer of the chain, tensors cloned."""
+    return tuple(_cloned(getattr(inner, "grad_scaler", None)) for inner in chain(optimizer))
+
+
+def _cloned(scaler: Any) -> dict[str, Any] | None:
+    if not scaler:
+        return None
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in scaler.state_dict().items()
+    }
+
+
+def take(
+    step: int, counters: Mapping[str, int | float], optimizer: Any, scheduler: Any, tracker: Any
+) -> StepRecord:
+    """The record of `step`, taken between steps: after the framework moved its scheduler and its counters."""
+    return StepRecord(
+        step=step,
+        counters=dict(counters),
+        scheduler=None if scheduler is None else dict(scheduler.state_dict()),
+        groups=take_groups(optimizer),
+        scalers=take_scalers(optimizer),
+        rng=take_rng(tracker),
+    )
+
+
+def advance(
+    record: StepRecord,
+    *,
+    updated: bool,
+    scheduler: Any,
+    increment: int,
+    growth: Mapping[str, int | float],
+    scalers: Sequence[Mapping[str, Any] | None],
+    rng: Mapping[str, Any] | None,
+) -> StepRecord:
+    """The record of the step after `record`, as the framework will have it once it has finished that step.
+
+    updated    False for a step that the framework skips (overflow): it moves the counters, not the scheduler
+    scheduler  the live one; only its constants are read, it is not changed
+    increment  samples by which the framework moves its scheduler
+    growth     by how much each counter grows; one that is not named stays
+    scalers, rng  taken at the door of the new step: what comes after it changes neither
+    """
+    counters = {name: value + growth.get(name, 0) for name, value in record.counters.items()}
+    state, groups = record.scheduler, record.groups
+    if updated and state is not None:
+        state, groups = _scheduled(scheduler, state, groups, increment)
+    return StepRecord(record.step + 1, counters, state, groups, tuple(scalers), rng)
+
+
+def _scheduled(
+    scheduler: Any, state: Mapping[str, Any], groups: Groups, increment: int
+) -> tuple[dict[str, Any], Groups]:
+    """Lets a copy of the framework's own scheduler make one step on copies of the param groups."""
+    if "num_steps" not in state:
+        raise CheckpointError(
+            f"{type(scheduler).__name__}: its state has no num_steps; use Megatron's OptimizerParamScheduler"
+        )
+    stand_in = copy.copy(scheduler)
+    moved = tuple(tuple(dict(group) for group in inner) for inner in groups)
+    stand_in.optimizer = types.SimpleNamespace(param_groups=[group for inner in moved for group in inner])
+    stand_in.num_steps = state["num_steps"]
+    stand_in.step(increment)
+    return dict(stand_in.state_dict()), moved

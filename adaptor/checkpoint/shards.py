@@ -1,0 +1,205 @@
+"""The shards of Megatron's distributed optimizer: where they lie, how they travel, how they make a whole.
+
+A distributed optimizer keeps its params in buffers, each buffer in buckets, each bucket padded so that it can
+be cut in as many equal shards as its data-parallel group has ranks. A *world tensor* is one whole buffer
+without the padding at the end of its buckets, as `get_parameter_state_dp_zero` builds it. Nothing here uses a
+process group of the framework: shards go point to point over a group that was made for the dump.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from adaptor.errors import CheckpointError
+
+KEYS = ("param", "exp_avg", "exp_avg_sq")
+
+# Elements per message: progress is seen, and a dump abandoned, at least every 32 MiB.
+_MESSAGE = 1 << 23
+
+
+class DumpCancelled(CheckpointError):
+    """The dump was abandoned by the one who ordered it."""
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself on a CPU, a copy of it on the host elsewhere. Waits for the current stream."""
+    return tensor.detach().cpu()
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One attempt to write a checkpoint, seen from one rank of the process group made for it.
+
+    group      `torch.distributed.ProcessGroup` of CPU tensors; None where this rank has everything
+    rank       this rank in it
+    sources    per optimizer of the chain, per shard: the rank of its chosen holder (one entry without shards)
+    tag        of all messages
+    progress   is called with the number of bytes that were sent, received or written
+    cancelled  is asked between tensors
+    to_host    copies a tensor of the framework to the host beside a blocked stream, as float32 or as it is
+    """
+
+    group: torch.distributed.ProcessGroup | None
+    rank: int
+    sources: Sequence[Sequence[int]]
+    tag: int = 0
+    progress: Callable[[int], None] = field(default=lambda count: None)
+    cancelled: Callable[[], bool] = field(default=lambda: False)
+    to_host: Callable[[torch.Tensor], torch.Tensor] = to_host
+
+    def check(self) -> None:
+        """Raises DumpCancelled once nobody wants the result any more."""
+        if self.cancelled():
+            raise DumpCancelled("the dump was abandoned")
+
+    def advanced(self, count: int) -> None:
+        """Reports `count` bytes; raises DumpCancelled like `check`."""
+        self.progress(count)
+        self.check()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of a buffer; all in elements.
+
+    offset    where it starts in the buffer
+    world     where it starts in the world tensor
+    unpadded  its size there
+    shard     the size of each of its shards, the last of which may be padding, in part or in whole
+    """
+
+    index: int
+    offset: int
+    world: int
+    unpadded: int
+    shard: int
+
+    def extent(self, index: int) -> tuple[int, int]:
+        """Where shard `index` lies in the world tensor: start and end; empty where it is padding alone."""
+        start = min(index * self.shard, self.unpadded)
+        return self.world + start, self.world + min(start + self.shard, self.unpadded)
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Whether an optimizer of the chain is a distributed optimizer that has params here."""
+    return hasattr(optimizer, "get_parameter_state_dp_zero") and not optimizer.is_stub_optimizer
+
+
+def shard_of(optimizer: Any) -> tuple[int, int]:
+    """Which shard an optimizer of the chain holds here, and how many there are; (0, 1) without shards."""
+    if not is_sharded(optimizer):
+        return 0, 1
+    group = optimizer.data_parallel_group
+    return group.rank(), group.size()
+
+
+def buckets_of(optimizer: Any, buffer: Any) -> list[Bucket]:
+    """The buckets of one buffer of a distributed optimizer."""
+    count = shard_of(optimizer)[1]
+    buckets, world = [], 0
+    for index, bucket in enumerate(buffer.buckets):
+        numel = bucket.grad_data.numel()
+        if numel % count:
+            raise CheckpointError(f"bucket {index} has {numel} elements, which {count} shards cannot share")
+        buckets.append(Bucket(index, bucket.offset, world, bucket.numel_unpadded, numel // count))
+        world += bucket.numel_unpadded
+    return buckets
+
+
+def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
+    """Sends the shards that this rank was chosen to provide to the rank `writer`.
+
+    Raises CheckpointError when there is no optimizer state, DumpCancelled, and what the process group raises.
+    """
+    for optimizer, sources in zip(optimizers, exchange.sources, strict=True):
+        index, _ = shard_of(optimizer)
+        if not is_sharded(optimizer) or sources[index] != exchange.rank:
+            continue
+        for number, buffer in enumerate(optimizer.buffers):
+            for bucket in buckets_of(optimizer, buffer):
+                start, end = bucket.extent(index)
+                own = {key: torch.zeros(end - start, dtype=torch.float32, device="cpu") for key in KEYS}
+                _copy_own(optimizer, number, bucket, own, exchange)
+                for key in KEYS:
+                    for piece in _messages(own[key]):
+                        _group(exchange).send([piece], writer, exchange.tag).wait()
+                        exchange.advanced(4 * piece.numel())
+
+
+def gather(optimizer: Any, sources: Sequence[int], exchange: Exchange) -> dict[Any, Any]:
+    """The whole parameter state of a distributed optimizer, as its `get_parameter_state_dp_zero` returns it.
+
+    float32 on the CPU. Own shards are copied, the others received in place from `sources`. Raises like
+    `send`.
+    """
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    index, _ = shard_of(optimizer)
+    for number, buffer in enumerate(optimizer.buffers):
+        numel = buffer.numel_unpadded
+        world = {key: torch.zeros((numel,), dtype=torch.float32, device="cpu") for key in KEYS}
+        for bucket in buckets_of(optimizer, buffer):
+            start, end = bucket.extent(index)
+            if sources[index] == exchange.rank:
+                _copy_own(optimizer, number, bucket, {key: world[key][start:end] for key in KEYS}, exchange)
+            for key in KEYS:
+                _receive(world[key], bucket, sources, exchange)
+        dtypes = (buffer.param_dtype, buffer.grad_dtype)
+        state[number] = {dtypes: {**world, "numel_unpadded": numel}}
+    return state
+
+
+def _receive(world: torch.Tensor, bucket: Bucket, sources: Sequence[int], exchange: Exchange) -> None:
+    """Receives one bucket's shards, one message of each at a time, so that no sender waits for the others."""
+    others = [
+        [(source, piece) for piece in _messages(world[slice(*bucket.extent(index))])]
+        for index, source in enumerate(sources)
+        if source != exchange.rank
+    ]
+    for row in zip_longest(*others):
+        works = [
+            (_group(exchange).recv([piece], source, exchange.tag), piece)
+            for source, piece in filter(None, row)
+        ]
+        for work, piece in works:
+            work.wait()
+            exchange.advanced(4 * piece.numel())
+
+
+def _copy_own(
+    optimizer: Any, number: int, bucket: Bucket, targets: Mapping[str, torch.Tensor], exchange: Exchange
+) -> None:
+    """Copies this rank's shard of a bucket into `targets`, which begin where the shard does."""
+    (ranges,) = optimizer.gbuf_ranges[number].values()
+    for param, where in ranges[bucket.index]["param_map"].items():
+        exchange.check()
+        tensors = optimizer._get_main_param_and_optimizer_states(param)
+        local = where["gbuf_local"]
+        for key, target in targets.items():
+            if key not in tensors:
+                raise CheckpointError(f"the optimizer has no {key} yet: no update has been made")
+            target[local.start : local.end].copy_(exchange.to_host(tensors[key]).view(-1))
+
+
+def _messages(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    for start in range(0, tensor.numel(), _MESSAGE):
+        yield tensor[start : start + _MESSAGE]
+
+
+def _group(exchange: Exchange) -> Any:
+    if exchange.group is None:
+        raise CheckpointError("a shard lies on another rank, but the dump has no process group")
+    return exchange.group
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is nan or infinite; reads the tensor once and allocates nothing."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    return all(math.isfinite(bound) for bound in torch.stack(torch.aminmax(tensor.detach())).tolist())

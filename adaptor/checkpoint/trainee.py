@@ -1,0 +1,86 @@
+"""Megatron's training state behind the interface that the control plane knows (`control.session.Trainee`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adaptor.checkpoint import megatron, records
+from adaptor.checkpoint.manifest import FileEntry
+from adaptor.checkpoint.megatron import TrainingState
+from adaptor.checkpoint.records import StepRecord
+from adaptor.checkpoint.shards import Exchange
+from adaptor.control.messages import GroupOrder, Share
+from adaptor.control.session import DumpRun
+
+
+@dataclass(frozen=True)
+class _Door:
+    """What a step has changed when it stands at the door, and by how much it moves the rest afterwards."""
+
+    scalers: tuple[Mapping[str, Any] | None, ...]
+    rng: Mapping[str, Any]
+    growth: Mapping[str, int | float]
+    increment: int
+
+
+@dataclass(frozen=True)
+class MegatronTrainee:
+    """A rank of a Megatron job.
+
+    state      the live objects
+    save       the folder of checkpoints
+    shares     what this rank holds
+    tracker    the framework's CUDA RNG tracker
+    counters   the counters as they are now, under the framework's names
+    growth     by how much the step that runs now moves each counter
+    increment  by how many samples it moves the scheduler
+    barrier    a barrier of all ranks of the job
+    """
+
+    state: TrainingState
+    save: str
+    shares: tuple[Share, ...]
+    tracker: Any
+    counters: Callable[[], Mapping[str, int | float]]
+    growth: Callable[[], Mapping[str, int | float]]
+    increment: Callable[[], int]
+    barrier: Callable[[], None]
+
+    def take_record(self, step: int) -> StepRecord:
+        state = self.state
+        return records.take(step, self.counters(), state.optimizer, state.scheduler, self.tracker)
+
+    def take_door(self) -> _Door:
+        scalers = records.take_scalers(self.state.optimizer)
+        return _Door(scalers, records.take_rng(self.tracker), dict(self.growth()), self.increment())
+
+    def derive(self, record: StepRecord, door: _Door, updated: bool) -> StepRecord:
+        return records.advance(
+            record,
+            updated=updated,
+            scheduler=self.state.scheduler,
+            increment=door.increment,
+            growth=door.growth,
+            scalers=door.scalers,
+            rng=door.rng,
+        )
+
+    def has_state(self) -> bool:
+        return any(inner.optimizer.state for inner in records.chain(self.state.optimizer))
+
+    def dump(self, record: StepRecord, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
+        ranks = tuple(sorted(set(order.holders)))
+        exchange = Exchange(
+            group=run.connect(ranks) if len(ranks) > 1 else None,
+            rank=ranks.index(run.rank),
+            sources=[[ranks.index(holder) for holder in order.holders]],
+            progress=run.progress,
+            cancelled=run.cancelled,
+        )
+        if run.rank != order.writer:
+            megatron.send_shards(self.state, ranks.index(order.writer), exchange)
+            return ()
+        return megatron.write_files(self.state, record, exchange, Path(run.folder), run.attempt).files

@@ -1,0 +1,109 @@
+"""Model weights rebuilt from the optimizer's float32 main params.
+
+The weights in the model itself may be half updated or half gathered when a dump begins; the main params of
+the chosen holders are not. A tensor of the model's state dict is recognised by the memory it lies in,
+whatever its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from adaptor.checkpoint import shards
+from adaptor.errors import CheckpointError
+
+ToHost = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Buffer:
+    """One param buffer of a distributed optimizer, with its weights cast from its main params."""
+
+    def __init__(self, optimizer: Any, buffer: Any, main: torch.Tensor) -> None:
+        data = buffer.param_data
+        if not data.dtype.is_floating_point or data.element_size() < 2:
+            raise CheckpointError(f"weights of {data.dtype} cannot be rebuilt from float32 main params")
+        self._buckets = shards.buckets_of(optimizer, buffer)
+        self._start, self._end = data.data_ptr(), data.data_ptr() + data.numel() * data.element_size()
+        self._cast = main.to(data.dtype)
+
+    def rebuilt(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The part of the weights that lies where `tensor` lies in the buffer; None if it is elsewhere."""
+        if not self._start <= tensor.data_ptr() < self._end or tensor.dtype != self._cast.dtype:
+            return None
+        first = (tensor.data_ptr() - self._start) // tensor.element_size()
+        last = first + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        for bucket in self._buckets:
+            if bucket.offset <= first and last < bucket.offset + bucket.unpadded:
+                return self._cast.as_strided(
+                    tensor.shape, tensor.stride(), first - bucket.offset + bucket.world
+                )
+        return None
+
+
+class Weights:
+    """Collects main params, optimizer by optimizer, then rebuilds the model's state dicts from them."""
+
+    def __init__(self, to_host: ToHost) -> None:
+        self._to_host = to_host
+        self._buffers: list[_Buffer] = []
+        self._whole: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
+
+    def add_sharded(self, optimizer: Any, state: Mapping[Any, Any]) -> None:
+        """Adds a distributed optimizer's params, from the parameter state that was gathered for it."""
+        for number, buffer in enumerate(optimizer.buffers):
+            (world,) = state[number].values()
+            self._buffers.append(_Buffer(optimizer, buffer, world["param"]))
+
+    def add_whole(self, optimizer: Any) -> None:
+        """Adds the params of an optimizer that every data-parallel rank has in full."""
+        groups = (
+            getattr(optimizer, "float16_groups", []),
+            getattr(optimizer, "fp32_from_float16_groups", []),
+        )
+        for params, mains in zip(*groups, strict=True):
+            for param, main in zip(params, mains, strict=True):
+                self._whole[_place(param)] = main
+        for param in optimizer.get_parameters():
+            self._whole.setdefault(_place(param), param)
+
+    def rebuild(self, chunk: Any) -> tuple[dict[str, Any], list[str]]:
+        """What a model chunk saves of itself, with the weights from the main params; names of those not
+        finite.
+
+        Raises CheckpointError for a trained weight without a main param here.
+        """
+        trained = {param.data_ptr() for param in chunk.parameters() if param.requires_grad and param.numel()}
+        saved: dict[str, Any] = chunk.state_dict_for_save_checkpoint()
+        not_finite = []
+        for name, value in saved.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            weight = self._rebuilt(value)
+            if weight is None:
+                if value.data_ptr() in trained:
+                    raise CheckpointError(f"{name}: no optimizer of this rank has its main param")
+                saved[name] = self._to_host(value)
+                continue
+            if not shards.is_finite(weight):
+                not_finite.append(name)
+            saved[name] = weight
+        return saved, not_finite
+
+    def _rebuilt(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        main = self._whole.get(_place(tensor))
+        if main is not None:
+            return self._to_host(main.detach()).to(tensor.dtype)
+        for buffer in self._buffers:
+            weight = buffer.rebuilt(tensor)
+            if weight is not None:
+                return weight
+        return None
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype

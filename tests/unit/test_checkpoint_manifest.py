@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptor.checkpoint import manifest, naming
+from adaptor.checkpoint.manifest import FileEntry, HashingFile, Manifest
+from adaptor.errors import CheckpointError
+
+
+def _folder(path: Path, **files: bytes) -> Manifest:
+    """A folder with these files, and its manifest."""
+    entries = []
+    for name, content in files.items():
+        with HashingFile(path / name) as file:
+            file.write(content)
+        entries.append(file.entry(name))
+    made = Manifest.now(7, entries, {"dense": 1}, 4)
+    (path / naming.MANIFEST).write_bytes(made.encode())
+    return made
+
+
+def test_a_manifest_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    made = _folder(tmp_path, a=b"one", b=b"")
+    assert manifest.read(tmp_path) == made
+    assert manifest.verify(tmp_path) == []
+
+
+def test_every_kind_of_damage_is_named(tmp_path: Path) -> None:
+    _folder(tmp_path, gone=b"x", short=b"long enough", changed=b"abc")
+    (tmp_path / "gone").unlink()
+    (tmp_path / "short").write_bytes(b"long")
+    (tmp_path / "changed").write_bytes(b"abd")
+    (tmp_path / "unknown").write_bytes(b"is fine")
+    text = "\n".join(manifest.verify(tmp_path))
+    assert "gone: missing" in text
+    assert "short: 4 bytes, the manifest says 11" in text
+    assert "changed: checksum differs" in text
+    assert len(manifest.verify(tmp_path)) == 3
+    assert len(manifest.verify(tmp_path, checksums=False)) == 2
+
+
+def test_a_file_without_a_checksum_is_compared_by_size(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    (tmp_path / naming.MANIFEST).write_bytes(Manifest.now(1, [FileEntry("a", 3, None)], {}, 1).encode())
+    assert manifest.verify(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1, "step": 1}', '{"format": 99}'])
+def test_a_damaged_manifest_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / naming.MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        manifest.read(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert manifest.verify(tmp_path) == [str(caught.value)]
+
+
+def test_a_missing_manifest_is_a_problem(tmp_path: Path) -> None:
+    assert "cannot be read" in manifest.verify(tmp_path)[0]
+
+
+def test_torch_saves_the_same_bytes_through_it(tmp_path: Path) -> None:
+    state = {
+        "a": torch.arange(3_000_000),
+        "b": [torch.ones(3, dtype=torch.bfloat16), "text"],
+        "c": torch.empty(0),
+    }
+    counts: list[int] = []
+    with HashingFile(tmp_path / "ours", counts.append) as file:
+        torch.save(state, file)  # type: ignore[arg-type]
+    plain = io.BytesIO()
+    torch.save(state, plain)
+    assert (tmp_path / "ours").read_bytes() == plain.getvalue()
+    assert file.bytes == sum(counts) == len(plain.getvalue())
+    assert len(counts) > 5, "progress within one large tensor"
+    assert file.entry("x") == FileEntry("x", file.bytes, manifest.hash_file(tmp_path / "ours"))
+
+
+def test_what_progress_raises_ends_the_write(tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(count: int) -> None:
+        if count > 1000:
+            raise Stop
+
+    with pytest.raises(Stop), HashingFile(tmp_path / "file", stop) as file:
+        torch.save({"a": torch.zeros(10_000_000)}, file)  # type: ignore[arg-type]
+    assert file.bytes < 10_000_000
+
+
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = HashingFile(tmp_path / "file")
+    real = file._file
+
+    class Short:
+        closed = False
+
+        def write(self, data: memoryview) -> int:
+            return real.write(data[:3])
+
+    monkeypatch.setattr(file, "_file", Short())
+    assert file.write(b"0123456789") == 10
+    monkeypatch.setattr(file, "_file", real)
+    file.close()
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
+    assert file.bytes == 10
+
+
+def test_close_waits_for_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with HashingFile(tmp_path / "file") as file:
+        file.write(b"x")
+    file.close()
+    assert len(synced) == 1

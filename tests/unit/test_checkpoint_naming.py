@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+
+from adaptor.checkpoint import naming
+
+
+def test_names_are_those_of_megatron() -> None:
+    assert naming.final_name(12) == "iter_0000012"
+    assert naming.temporary_name(12) == "iter_0000012_tmp"
+    assert naming.regular_name(12) == "iter_0000012_saving"
+    assert naming.final_name(123456789) == "iter_123456789"
+    assert naming.model_parallel_folder(1) == "mp_rank_01"
+    assert naming.model_parallel_folder(1, 2) == "mp_rank_01_002"
+    assert naming.model_parallel_folder(1, expert_rank=3) == "mp_rank_01_003"
+    assert naming.model_parallel_folder(1, 2, 3) == "mp_rank_01_002_003"
+
+
+@pytest.mark.parametrize("step", [0, 12, 9_999_999, 10_000_000])
+def test_a_step_is_read_back_from_its_final_name_alone(step: int) -> None:
+    assert naming.step_of(naming.final_name(step)) == step
+    assert naming.step_of_replaced(naming.replaced_name(step)) == step
+    for name in (naming.temporary_name(step), naming.regular_name(step), naming.incomplete_name(step, 1)):
+        assert naming.step_of(name) is None
+        assert naming.step_of_replaced(name) is None
+
+
+def test_only_folders_of_a_live_process_are_temporary() -> None:
+    assert naming.is_temporary("iter_0000012_tmp")
+    assert naming.is_temporary("iter_0000012_saving")
+    for name in (
+        "iter_0000012",
+        "incomplete_iter_0000012.1",
+        "replaced_iter_0000012",
+        "iter_12_tmp",
+        "my_tmp",
+    ):
+        assert not naming.is_temporary(name)
+
+
+def test_what_is_moved_aside_does_not_look_like_a_checkpoint() -> None:
+    assert not naming.incomplete_name(12, 1).startswith("iter_")
+    assert not naming.replaced_name(12).startswith("iter_")
+
+
+def test_a_negative_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        naming.final_name(-1)

@@ -1,0 +1,416 @@
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptor.checkpoint import manifest, naming, publish
+from adaptor.checkpoint.manifest import FileEntry, HashingFile, Manifest
+from adaptor.errors import CheckpointError
+
+STEP = 20
+OLDER = 10
+
+
+class Crash(BaseException):
+    """The process is gone: nothing that it would have done after this happens."""
+
+
+class _Clock:
+    """Counts what the code asks of the system, and crashes before call number `at`."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.at = 0
+        self.calls: list[str] = []
+
+    def tick(self, what: str) -> None:
+        if not self.armed:
+            return
+        self.calls.append(what)
+        if len(self.calls) == self.at:
+            self.armed = False
+            raise Crash(what)
+
+
+CLOCK = _Clock()
+WATCHED = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir", "shutil.rmtree")
+
+
+def _heard(event: str, args: tuple[Any, ...]) -> None:
+    if event in WATCHED or (event == "open" and "r" not in str(args[1])):
+        CLOCK.tick(event)
+
+
+# Audit hooks see what pathlib, os and shutil do alike. They cannot be removed; this one sleeps unless armed.
+sys.addaudithook(_heard)
+
+
+@contextmanager
+def crash_before(call: int) -> Iterator[_Clock]:
+    """Crashes before the `call`th operation on the disk; 0 never does, and only counts."""
+    CLOCK.armed, CLOCK.at, CLOCK.calls = True, call, []
+    try:
+        yield CLOCK
+    finally:
+        CLOCK.armed = False
+
+
+@pytest.fixture(autouse=True)
+def _watch_calls_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsync and the exchange of two names raise no audit event."""
+    fsync, exchange = os.fsync, publish._exchange
+
+    def watched_fsync(descriptor: int) -> None:
+        CLOCK.tick("os.fsync")
+        fsync(descriptor)
+
+    def watched_exchange(one: Path, other: Path) -> bool:
+        CLOCK.tick("renameat2")
+        return exchange(one, other)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(publish, "_exchange", watched_exchange)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with a published checkpoint of step 10."""
+    publish.publish(tmp_path, OLDER, write(publish.prepare(tmp_path, OLDER), b"older"), {}, 2)
+    return tmp_path
+
+
+def write(folder: Path, content: bytes) -> list[FileEntry]:
+    entries = []
+    for name in ("mp_rank_00/model.pt", "mp_rank_01/model.pt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        with HashingFile(folder / name) as file:
+            file.write(content + name.encode())
+        entries.append(file.entry(name))
+    return entries
+
+
+def dump(root: Path, content: bytes = b"new") -> bool:
+    return publish.publish(root, STEP, write(publish.prepare(root, STEP), content), {"dense": {"0": 1}}, 2)
+
+
+def content_of(root: Path, step: int) -> bytes:
+    return (root / naming.final_name(step) / "mp_rank_00/model.pt").read_bytes()
+
+
+def tracker(root: Path) -> str:
+    return (root / naming.TRACKER).read_text()
+
+
+def check_promises(root: Path) -> None:
+    """What must hold at any time, whatever crashed before."""
+    assert content_of(root, OLDER) == b"oldermp_rank_00/model.pt"
+    assert manifest.verify(root / naming.final_name(OLDER)) == []
+    named = int(tracker(root))
+    assert named in (OLDER, STEP)
+    assert named_is_there(root, named)
+    if (root / naming.final_name(STEP)).is_dir() and is_sound(root):
+        assert manifest.verify(root / naming.final_name(STEP)) == []
+
+
+def named_is_there(root: Path, named: int) -> bool:
+    return (root / naming.final_name(named)).is_dir()
+
+
+def is_sound(root: Path) -> bool:
+    """Whether what bears the final name was put there by us."""
+    return True
+
+
+def survive_every_crash(
+    copy: Callable[[], Path], act: Callable[[Path], object], recover: Callable[[Path], object]
+) -> list[str]:
+    """Crashes `act` before each of its operations, each time on a fresh copy, and returns what these were.
+
+    The promises must hold after the crash, and after `recover`, which must leave nothing behind.
+    """
+    here = copy()
+    with crash_before(0) as clock:
+        act(here)
+    operations = clock.calls
+    for call, operation in enumerate(operations, 1):
+        here = copy()
+        with pytest.raises(Crash), crash_before(call):
+            act(here)
+        check_promises(here)
+        recover(here)
+        check_promises(here)
+        assert left_over(here) == [], f"crash before {operation}, call {call}"
+    return operations
+
+
+def left_over(root: Path) -> list[str]:
+    expected = {naming.TRACKER, naming.final_name(OLDER), naming.final_name(STEP)}
+    return sorted(path.name for path in root.iterdir() if path.name not in expected)
+
+
+@pytest.fixture
+def copies(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Makes copies of the root as it then is."""
+    return lambda: Path(shutil.copytree(tmp_path, tmp_path_factory.mktemp("copy") / "root"))
+
+
+def test_a_dump_gets_its_name_and_the_tracker_names_it(root: Path) -> None:
+    folder = publish.prepare(root, STEP)
+    entries = write(folder, b"new")
+    (folder / "mp_rank_00/model.pt.2").write_bytes(b"draft of an attempt that was abandoned")
+    (folder / "mp_rank_07").mkdir()
+    assert publish.publish(root, STEP, entries, {"dense": {"0": 1}}, 2)
+    final = root / naming.final_name(STEP)
+    assert sorted(p.relative_to(final).as_posix() for p in final.rglob("*") if p.is_file()) == [
+        "mp_rank_00/model.pt",
+        "mp_rank_01/model.pt",
+        naming.MANIFEST,
+    ]
+    assert not (final / "mp_rank_07").exists()
+    assert manifest.verify(final) == []
+    read = manifest.read(final)
+    assert (read.step, read.world_size, read.groups) == (STEP, 2, {"dense": {"0": 1}})
+    assert tracker(root) == "20"
+    assert left_over(root) == []
+
+
+def test_publishing_twice_is_publishing_once(root: Path) -> None:
+    entries = write(publish.prepare(root, STEP), b"new")
+    assert publish.publish(root, STEP, entries, {}, 2)
+    before = (root / naming.final_name(STEP) / naming.MANIFEST).read_bytes()
+    assert not publish.publish(root, STEP, entries, {}, 2)
+    assert (root / naming.final_name(STEP) / naming.MANIFEST).read_bytes() == before
+    assert tracker(root) == "20"
+
+
+def recover_by_a_new_dump(root: Path) -> None:
+    dump(root)
+    assert tracker(root) == "20"
+    publish.clean(root)
+
+
+def recover_by_a_new_save(root: Path) -> None:
+    publish.clean(root)
+    if not publish.is_complete(root, STEP):
+        (root / naming.regular_name(STEP)).mkdir()
+        write(root / naming.regular_name(STEP), b"again")
+    publish.publish_regular(root, STEP)
+    publish.replace_tracker(root, STEP)
+    assert tracker(root) == "20"
+
+
+def test_no_crash_breaks_a_promise(root: Path, copies: Callable[[], Path]) -> None:
+    entries = write(publish.prepare(root, STEP), b"new")
+    operations = survive_every_crash(
+        copies, lambda here: publish.publish(here, STEP, entries, {}, 2), recover_by_a_new_dump
+    )
+    assert {"os.fsync", "os.rename", "open"} <= set(operations)
+
+
+def test_no_crash_while_preparing_breaks_a_promise(root: Path, copies: Callable[[], Path]) -> None:
+    write(publish.prepare(root, STEP), b"stale")
+    survive_every_crash(copies, lambda here: publish.prepare(here, STEP), recover_by_a_new_dump)
+
+
+def test_no_crash_breaks_a_promise_when_the_folder_is_there_already(
+    root: Path, copies: Callable[[], Path]
+) -> None:
+    dump(root)
+    (root / naming.TRACKER).write_text("10")
+    entries = write(publish.prepare(root, STEP), b"new")
+    survive_every_crash(
+        copies, lambda here: publish.publish(here, STEP, entries, {}, 2), recover_by_a_new_dump
+    )
+
+
+def test_no_crash_breaks_a_promise_beside_an_incomplete_folder(
+    root: Path, copies: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / naming.final_name(STEP)).mkdir()
+    entries = write(publish.prepare(root, STEP), b"new")
+
+    def recover(here: Path) -> None:
+        recover_by_a_new_dump(here)
+        (aside,) = here.glob("incomplete*")
+        shutil.rmtree(aside)
+
+    def is_sound(root: Path) -> bool:
+        """An unprotected save left something under the final name; it is only harmless once it is aside."""
+        return (root / naming.final_name(STEP) / naming.MANIFEST).exists()
+
+    monkeypatch.setattr(sys.modules[__name__], "is_sound", is_sound)
+    survive_every_crash(copies, lambda here: publish.publish(here, STEP, entries, {}, 2), recover)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_no_crash_breaks_a_regular_save(
+    root: Path, copies: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+    (root / naming.regular_name(STEP)).mkdir()
+    write(root / naming.regular_name(STEP), b"regular")
+    survive_every_crash(copies, lambda here: publish.publish_regular(here, STEP), recover_by_a_new_save)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_newer_save_of_the_same_step_replaces_the_older_one(
+    root: Path, copies: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+        # For a moment no folder bears the name; clean() ends that moment.
+        monkeypatch.setattr(sys.modules[__name__], "named_is_there", lambda root, named: True)
+    dump(root, b"first")
+    (root / naming.regular_name(STEP)).mkdir()
+    write(root / naming.regular_name(STEP), b"second")
+
+    def recover(here: Path) -> None:
+        publish.clean(here)
+        assert content_of(here, STEP) in (b"firstmp_rank_00/model.pt", b"secondmp_rank_00/model.pt")
+
+    survive_every_crash(copies, lambda here: publish.publish_regular(here, STEP), recover)
+    publish.publish_regular(root, STEP)
+    assert content_of(root, STEP) == b"secondmp_rank_00/model.pt"
+    assert left_over(root) == []
+
+
+def test_two_names_are_exchanged_where_the_filesystem_can(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if not publish._exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this filesystem cannot exchange two names")
+    assert (tmp_path / "a" / "b").exists()
+    assert (tmp_path / "b" / "a").exists()
+    with pytest.raises(OSError, match="No such file"):
+        publish._exchange(tmp_path / "a", tmp_path / "missing")
+
+
+def test_a_complete_checkpoint_of_the_framework_wins(root: Path) -> None:
+    (root / naming.final_name(STEP)).mkdir()
+    write(root / naming.final_name(STEP), b"framework")
+    (root / naming.TRACKER).write_text(str(STEP))
+    assert not dump(root)
+    assert content_of(root, STEP) == b"frameworkmp_rank_00/model.pt"
+    assert left_over(root) == []
+
+
+def test_an_incomplete_one_is_moved_aside_and_kept(root: Path) -> None:
+    for _ in range(2):
+        (root / naming.final_name(STEP) / "mp_rank_00").mkdir(parents=True)
+        (root / naming.final_name(STEP) / "mp_rank_00" / "model.pt").write_bytes(b"half")
+        assert dump(root)
+        for path in (root / naming.final_name(STEP)).rglob("*.pt"):
+            path.unlink()
+        (root / naming.TRACKER).write_text("10")
+        shutil.rmtree(root / naming.final_name(STEP))
+    assert sorted(p.name for p in root.glob("incomplete*")) == [
+        "incomplete_iter_0000020.1",
+        "incomplete_iter_0000020.2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("5", "20"),
+        ("20", "20"),
+        ("30", "30"),
+        ("release", "20"),
+        ("", "20"),
+        ("x7", "20"),
+        (" 30\n", " 30\n"),
+    ],
+)
+def test_the_tracker_never_goes_backwards(root: Path, before: str, after: str) -> None:
+    (root / naming.TRACKER).write_text(before)
+    dump(root)
+    assert tracker(root) == after
+
+
+def test_a_missing_tracker_is_made(tmp_path: Path) -> None:
+    dump(tmp_path / "new" / "root")
+    assert tracker(tmp_path / "new" / "root") == "20"
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "none"])
+def test_what_was_not_written_is_not_published(root: Path, damage: str) -> None:
+    folder = publish.prepare(root, STEP)
+    entries = write(folder, b"new")
+    if damage == "missing":
+        (folder / entries[1].path).unlink()
+    elif damage == "short":
+        (folder / entries[1].path).write_bytes(b"")
+    else:
+        entries = []
+    with pytest.raises(CheckpointError) as caught:
+        publish.publish(root, STEP, entries, {}, 2)
+    assert "\n" not in str(caught.value)
+    check_promises(root)
+    assert tracker(root) == "10"
+
+
+def test_a_full_disk_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = publish.prepare(root, STEP)
+    entries = write(folder, b"new")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        publish.publish(root, STEP, entries, {}, 2)
+
+
+def test_prepare_begins_with_an_empty_folder(root: Path) -> None:
+    write(publish.prepare(root, STEP), b"stale")
+    assert list(publish.prepare(root, STEP).iterdir()) == []
+
+
+def test_clean_leaves_checkpoints_and_what_it_does_not_know(root: Path) -> None:
+    for name in (
+        "iter_0000021_tmp",
+        "iter_0000022_saving",
+        "iter_0000023",
+        "incomplete_iter_0000024.1",
+        "mine_tmp",
+    ):
+        (root / name).mkdir()
+        (root / name / "file").touch()
+    assert publish.clean(root) == ["iter_0000021_tmp", "iter_0000022_saving"]
+    assert sorted(path.name for path in root.iterdir()) == [
+        "incomplete_iter_0000024.1",
+        "iter_0000010",
+        "iter_0000023",
+        naming.TRACKER,
+        "mine_tmp",
+    ]
+    assert publish.clean(root / "missing") == []
+
+
+def test_a_regular_save_that_is_not_there_is_one_line(root: Path) -> None:
+    with pytest.raises(CheckpointError, match="iter_0000020_saving: missing"):
+        publish.publish_regular(root, STEP)
+
+
+def test_a_regular_save_knows_that_it_is_complete_before_the_tracker_says_so(root: Path) -> None:
+    (root / naming.regular_name(STEP)).mkdir()
+    write(root / naming.regular_name(STEP), b"regular")
+    publish.publish_regular(root, STEP)
+    publish.publish_regular(root, STEP)
+    assert tracker(root) == "10"
+    assert publish.is_complete(root, STEP)
+    assert not dump(root)
+    assert content_of(root, STEP) == b"regularmp_rank_00/model.pt"
+    assert manifest.read(root / naming.final_name(STEP)).files[0] == FileEntry(
+        "mp_rank_00/model.pt", 26, None
+    )
+    assert isinstance(manifest.read(root / naming.final_name(STEP)), Manifest)
