@@ -12,8 +12,7 @@ from types import ModuleType
 import wrapt
 
 from adaptor.errors import DriftError, StartError
-from adaptor.patching._target import Target
-from adaptor.patching._unit import Outcome, Patch, Status, Unit, units
+from adaptor.patching._unit import Outcome, Status, Unit, units
 
 _watched: set[str] = set()
 _raises: dict[str, bool] = {}
@@ -143,24 +142,19 @@ def _patch(module: ModuleType) -> None:
     ]
     for patch in concerned:
         patch.status = Status.WAITING
-    fitting = [(patch, place) for patch in concerned if (place := patch.fit(module)) is not None]
+    fitting = [patch for patch in concerned if patch.fits(module)]
     fatal = [patch for patch in concerned if patch.status is Status.DRIFTED and _raises[patch.unit.group]]
     if not fatal:
-        _install(fitting)
+        originals = [(patch, patch.install(module)) for patch in fitting]
+        holders = _holders([original for _, original in originals])
+        for patch, original in originals:
+            patch.late = holders[id(original)]
     for patch in concerned:
         patch.unit.half_applied = False
         patch.unit.settle()
     if fatal:
         more = f" (and {len(fatal) - 1} more in this module)" if len(fatal) > 1 else ""
         raise DriftError(f"{fatal[0].drift()}{more}")
-
-
-def _install(fitting: list[tuple[Patch, Target]]) -> None:
-    for patch, place in fitting:
-        patch.install(place)
-    holders = _holders([place.function for _, place in fitting])
-    for patch, place in fitting:
-        patch.late = holders[id(place.function)]
 
 
 def _holders(functions: list[object]) -> dict[int, tuple[str, ...]]:

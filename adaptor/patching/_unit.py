@@ -90,32 +90,34 @@ class Patch:
         """Whether the wrapper is in place."""
         return self.status is Status.APPLIED
 
-    def fit(self, module: ModuleType) -> Target | None:
+    def fits(self, module: ModuleType) -> bool:
         """Find the target in its module; sets `status` to MISSING or DRIFTED where it does not fit."""
         if self._place is not None and self._place.module is module and self._place.holds(self._wrapper):
-            return self._place  # under a wrapper that came later
+            return True  # under a wrapper that came later
         try:
             place = locate(module, self.qualname)
         except NotFitting as misfit:
             self.found = misfit.found
             self.status = Status.MISSING if misfit.absent and self.optional else Status.DRIFTED
-            return None
+            return False
         parameters = parameters_of(place.function, place.bound)
         self.found = render(parameters)
         for accepted in self.accepts:
             if accepted.text == "(...)" or (parameters is not None and accepted.matches(parameters)):
-                return place
+                return True
         self.status = Status.DRIFTED
-        return None
+        return False
 
-    def install(self, place: Target) -> None:
-        """Put the wrapper where `fit` found the target."""
-        if self._place is None or self._place.raw is not place.raw:
-            self._wrapper = Wrapper(place.raw, self.effect, self.unit.acts, place.owner, place.name)
-        self._place = place
-        if not place.holds(self._wrapper):
+    def install(self, module: ModuleType) -> Callable[..., Any]:
+        """Put the wrapper in the place of a target that fits; returns the original."""
+        if self._place is None or self._place.module is not module or not self._place.holds(self._wrapper):
+            place = locate(module, self.qualname)
+            if self._place is None or self._place.raw is not place.raw:
+                self._wrapper = Wrapper(place.raw, self.effect, self.unit.acts, place.owner, place.name)
+            self._place = place
             place.put(self._wrapper)
         self.status = Status.APPLIED
+        return self._place.function
 
     def uninstall(self) -> None:
         """Put the original back, unless someone has wrapped the wrapper: it stays, and does nothing."""

@@ -1,0 +1,96 @@
+"""Each test runs its script in a process of its own: import order is what is tested."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# A framework small enough to read: `core` and `extra` define, `user` and `late` bind names of theirs.
+FRAMEWORK = {
+    "fake/__init__.py": "",
+    "fake/info.py": "__version__ = '1.2.0rc1'\n",
+    "fake/core.py": """
+def f(x, y=1):
+    return x + y
+
+class Base:
+    def method(self, x):
+        return x
+
+    @classmethod
+    def named(cls, x):
+        return cls.__name__, x
+
+    @staticmethod
+    def free(x):
+        return x
+
+class Sub(Base):
+    pass
+""",
+    "fake/extra.py": "def g(a, b):\n    return a - b\n",
+    "fake/user.py": "from fake.core import f\n",
+    "units.py": """
+from adaptor import patching
+
+unit = patching.Unit("pair", framework="fake", tested=">=1,<2", version="fake.info:__version__")
+
+@unit.patch("fake.core:f", why="f is doubled", accepts="(x, y=)")
+def doubled(wrapped, instance, args, kwargs):
+    return 2 * wrapped(*args, **kwargs)
+
+@unit.patch("fake.extra:g", why="g is negated", accepts="(a, b)")
+def negated(wrapped, instance, args, kwargs):
+    return -wrapped(*args, **kwargs)
+""",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the fake framework and `units.py`, which patches it."""
+    for name, text in FRAMEWORK.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def python(folder: Path) -> Run:
+    """Run Python in the folder, without the adaptor's variables but those given."""
+
+    def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        clean = {
+            name: value for name, value in os.environ.items() if not name.startswith(("TTP_", "ENABLE_"))
+        }
+        path = os.pathsep.join(filter(None, [str(folder), clean.get("PYTHONPATH")]))
+        return subprocess.run(
+            [sys.executable, "-B", *arguments],
+            cwd=folder,
+            env={**clean, "PYTHONPATH": path, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def holds(python: Run) -> Callable[..., None]:
+    """Run a script whose assertions must hold."""
+
+    def run(script: str, **env: str) -> None:
+        done = python("-c", script, env=env)
+        assert done.returncode == 0, done.stderr
+
+    return run

@@ -1,0 +1,120 @@
+"""enable(), disable(), report()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.patches.conftest import Run
+
+AGENT = {"TTP_AGENT": "somewhere"}
+
+
+def test_importing_the_package_imports_nothing_else(holds: Callable[..., None]) -> None:
+    holds("""
+import sys
+import adaptor
+assert not {"torch", "wrapt", "packaging", "msgspec", "adaptor.patching"} & set(sys.modules)
+""")
+
+
+def test_enable_imports_no_framework(holds: Callable[..., None]) -> None:
+    holds(
+        """
+import sys
+import adaptor
+adaptor.enable()
+assert "wrapt" in sys.modules
+assert not {"torch", "megatron"} & set(sys.modules)
+""",
+        **AGENT,
+    )
+
+
+def test_off_touches_no_module(holds: Callable[..., None]) -> None:
+    holds(
+        """
+import sys, fake.core
+before = set(sys.modules)
+finders = list(sys.meta_path)
+import adaptor
+adaptor.enable()
+ours = ("adaptor", "wrapt", "fake", "megatron")
+new = {name for name in set(sys.modules) - before if name.startswith(ours)}
+assert new == {"adaptor", "adaptor.config", "adaptor.errors"}, new
+assert sys.meta_path == finders
+""",
+        ENABLE_TTP="False",
+    )
+
+
+def test_enabled_patches_act_until_disabled_and_again(holds: Callable[..., None]) -> None:
+    holds(
+        """
+import adaptor, units
+adaptor.enable()
+adaptor.enable()
+import fake.core, fake.user
+assert fake.user.f(1) == 4
+adaptor.disable()
+adaptor.disable()
+assert fake.user.f(1) == fake.core.f(1) == 2
+adaptor.enable()
+assert fake.user.f(1) == fake.core.f(1) == 4
+assert "fake.core:f" in {outcome.target for outcome in adaptor.report()}
+assert "f is doubled" in adaptor.format_report()
+""",
+        **AGENT,
+    )
+
+
+def test_after_the_framework_was_imported(python: Run) -> None:
+    done = python("-c", "import fake.user, adaptor, units\nadaptor.enable()", env=AGENT)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == (
+        "adaptor.errors.StartError: adaptor.enable() was called after fake.core was imported (by __main__);"
+        " call it before, e.g. as the first line of the script"
+    )
+
+
+def test_outside_of_ttprun(python: Run) -> None:
+    done = python("-c", "import adaptor, units\nadaptor.enable()")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == (
+        "adaptor.errors.StartError: the adaptor is enabled, but this process was not started by ttprun:"
+        " start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
+    )
+
+
+def test_a_setting_wins_over_the_environment(holds: Callable[..., None]) -> None:
+    holds(
+        """
+import os, adaptor
+from adaptor import config
+from adaptor.errors import ConfigError
+def refused(**settings):
+    try:
+        adaptor.enable(**settings)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("accepted")
+assert "adaptor.enable() has no setting colour" in refused(colour="red")
+assert "TTP_OT" in refused(timeout_s=1)
+assert os.environ["TTP_OT"] == "60"
+adaptor.enable(timeout_s=90)
+assert config.load().timeout_s == 90
+adaptor.enable(timeout_s=90)
+assert "too late" in refused(timeout_s=91)
+""",
+        TTP_OT="60",
+        **AGENT,
+    )
+
+
+def test_the_patches_have_one_name(python: Run) -> None:
+    script = """
+import importlib.util, adaptor.patches
+spec = importlib.util.spec_from_file_location("patches", adaptor.patches.__file__)
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+    done = python("-c", script)
+    assert "ImportError: the directory patches/ is the package adaptor.patches" in done.stderr

@@ -1,0 +1,61 @@
+"""Methods of every kind, and inherited ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+DECLARE = """
+from adaptor import patching
+import fake.core as core
+seen = []
+methods = patching.Unit("methods", framework="fake", tested=">=1", version="fake.info:__version__")
+def declare(target, accepts="(x)"):
+    @methods.patch(target, why="seen", accepts=accepts)
+    def noted(wrapped, instance, args, kwargs):
+        seen.append((instance, args))
+        return wrapped(*args, **kwargs)
+"""
+
+
+def test_methods_classmethods_and_staticmethods(holds: Callable[..., None]) -> None:
+    holds(f"""{DECLARE}
+before = dict(vars(core.Base))
+for name in ("method", "named", "free"):
+    declare(f"fake.core:Base.{{name}}")
+patching.arm("ttp")
+one = core.Base()
+assert one.method(1) == 1 and core.Base.method(one, 2) == 2
+assert core.Base.named(3) == ("Base", 3) and one.named(4) == ("Base", 4) and core.Sub.named(5) == ("Sub", 5)
+assert core.Base.free(6) == 6 and one.free(7) == 7
+assert seen == [
+    (one, (1,)), (one, (2,)), (core.Base, (3,)), (core.Base, (4,)), (core.Sub, (5,)),
+    (None, (6,)), (None, (7,)),
+], seen
+patching.disarm("ttp")
+assert dict(vars(core.Base)) == before
+""")
+
+
+def test_an_inherited_method_leaves_no_copy_behind(holds: Callable[..., None]) -> None:
+    holds(f"""{DECLARE}
+declare("fake.core:Sub.method")
+declare("fake.core:Sub.named")
+patching.arm("ttp")
+core.Sub().method(1); core.Sub.named(2); core.Base().method(3)
+assert len(seen) == 2
+assert "method" in vars(core.Sub)
+patching.disarm("ttp")
+assert "method" not in vars(core.Sub) and "named" not in vars(core.Sub)
+core.Base.method = lambda self, x: -x
+assert core.Sub().method(1) == -1
+""")
+
+
+def test_a_bound_method_kept_by_someone_is_reached_by_disarm(holds: Callable[..., None]) -> None:
+    holds(f"""{DECLARE}
+declare("fake.core:Base.method")
+patching.arm("ttp")
+kept = core.Base().method
+patching.disarm("ttp")
+assert kept(1) == 1 and not seen
+""")
