@@ -1,0 +1,128 @@
+"""`python -m demo`: see `make demo`. Exit code 0: no finished step and no bit of a loss was lost."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from demo import corpus, report
+from demo.findings import examine
+from demo.progress import DemoError, Progress
+from demo.records import read_incident
+from demo.runs import RANKS, Plan, run_tool
+from demo.training import ITERATIONS, plan_runs, tokenizer_arguments, tools_environment
+from tests.frameworks import prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "out" / "demo"  # emptied first
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="demo", description="Kill a process of a training, and lose nothing."
+    )
+    last = ITERATIONS - 2
+    parser.add_argument(
+        "--kill-rank", type=int, default=1, choices=range(RANKS), help="whom to kill (default %(default)s)"
+    )
+    parser.add_argument(
+        "--kill-after",
+        type=int,
+        default=ITERATIONS // 2 + 7,
+        metavar="STEP",
+        help=f"kill in the middle of the step after this one, 1 to {last} (default %(default)s)",
+    )
+    chosen = parser.parse_args()
+    if not 1 <= chosen.kill_after <= last:
+        parser.error(f"--kill-after {chosen.kill_after}: say 1 to {last}")
+    return chosen
+
+
+def prepare_text(megatron: Path, progress: Progress) -> Path:
+    """Write the corpus, the tokenizer and Megatron's binary data set; return their folder."""
+    data = OUT / "data"
+    data.mkdir(parents=True)
+    progress.begin("text: the sources of this machine's Python")
+    try:
+        files, size = corpus.write_corpus(data / "corpus.jsonl")
+    except ValueError as error:
+        raise DemoError(str(error)) from None
+    progress.done(f"{files} files, {size / 1e6:.1f} MB")
+
+    progress.begin("tokenizer: a byte-level BPE like GPT-2's")
+    tokens = corpus.train_tokenizer(data / "corpus.jsonl", data / "gpt2-vocab.json", data / "gpt2-merges.txt")
+    progress.done(f"{tokens:,} tokens to choose from")
+
+    progress.begin("data set: Megatron's tools/preprocess_data.py")
+    tool = str(megatron / "tools" / "preprocess_data.py")
+    source = ["--input", str(data / "corpus.jsonl"), "--output-prefix", str(data / "text")]
+    wanted = [*source, "--append-eod", "--workers", "2", *tokenizer_arguments(data)]
+    run_tool(
+        [sys.executable, str(ROOT / "demo" / "preprocess.py"), tool, *wanted],
+        OUT / "preprocess.log",
+        "tools/preprocess_data.py",
+        tools_environment(megatron),
+    )
+    progress.done(f"{(data / 'text_text_document.bin').stat().st_size // 2:,} tokens")
+    return data
+
+
+def print_table(rows: list[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    line = "─" * (width + 2 + max(len(value) for _, value in rows))
+    print(f"\n{line}")
+    for name, value in rows:
+        print(f"{name.ljust(width)}  {value}")
+    print(line)
+
+
+def demo(chosen: argparse.Namespace) -> bool:
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True)
+    progress = Progress(stages=7)
+    megatron = prepare.megatron_lm()
+    data = prepare_text(megatron, progress)
+    kill = Plan(rank=chosen.kill_rank, after_step=chosen.kill_after)
+    runs = plan_runs(megatron, data, OUT, kill)
+    for run in runs:
+        progress.begin(run.title)
+        run.execute(progress)
+        progress.done(f"{ITERATIONS} iterations, loss {report.losses(run.steps)[1][-1]:.3f}")
+    killed = runs[2]
+    if killed.kill is None:
+        raise DemoError(f"the training ended before anything was killed: see {killed.log}")
+
+    progress.begin("report")
+    try:
+        incident = read_incident(killed.folder / "ttp")
+    except ValueError as error:
+        raise DemoError(f"{error} in {killed.folder / 'ttp'}: see {killed.log}") from None
+    found = examine(runs, incident)
+    page = OUT / "report.html"
+    curves = [report.Curve(run.title, run.steps) for run in runs]
+    report.write_page(page, found.rows, curves, killed.kill, incident)
+    progress.done(str(page))
+    print_table(found.rows)
+    print(f"report: {page}")
+    return found.kept
+
+
+def main() -> int:
+    chosen = options()
+    try:
+        kept = demo(chosen)
+    except (DemoError, prepare.NotPreparedError, OSError) as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ndemo: interrupted; every process that it started has ended", file=sys.stderr)
+        return 130
+    if not kept:
+        print(f"demo: something was lost, the table says what; logs are in {OUT}", file=sys.stderr)
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

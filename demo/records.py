@@ -1,0 +1,144 @@
+"""What the runs wrote down: losses per iteration and rank, bit for bit, and the report of the incident."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished iteration on one rank. `losses` and `grad_norm` are hexadecimal: equal is the same bits."""
+
+    iteration: int
+    rank: int
+    restart: int
+    time: float  # unix seconds, when the iteration had ended
+    losses: dict[str, str]
+    grad_norm: str | None
+
+    @property
+    def loss(self) -> float:
+        return float.fromhex(next(iter(self.losses.values())))
+
+    @property
+    def bits(self) -> tuple[tuple[tuple[str, str], ...], str | None]:
+        return tuple(sorted(self.losses.items())), self.grad_norm
+
+
+class Follower:
+    """Reads a growing record file; every call returns the steps that were added since the last one."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path = path
+        self._rank = rank
+        self._offset = 0
+
+    def poll(self) -> list[Step]:
+        try:
+            with self._path.open("rb") as lines:
+                lines.seek(self._offset)
+                added = lines.read()
+        except FileNotFoundError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]  # a line in the making, or cut short by a kill, is left out
+        self._offset += len(whole)
+        steps = (json.loads(line) for line in whole.splitlines())
+        return [
+            Step(
+                iteration=step["iteration"],
+                rank=self._rank,
+                restart=step["restart"],
+                time=step["time"],
+                losses=step["losses"],
+                grad_norm=step["grad_norm"],
+            )
+            for step in steps
+        ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the steps of a run compare with the reference: `difference` is None where every bit is equal."""
+
+    compared: int  # records, one per rank and iteration
+    difference: str | None
+
+    @property
+    def equal(self) -> bool:
+        return self.difference is None
+
+
+def compare(reference: list[Step], other: list[Step], unrecorded: int | None = None) -> Comparison:
+    """Compare losses and grad norms of two runs, bit for bit.
+
+    Every rank and iteration of the reference must be in the other run, and the same each time it is. The
+    step `unrecorded` may be missing: it was finished inside an incident, where no rank lived to record it.
+    """
+    expected = {(step.iteration, step.rank): step for step in reference}
+    seen: set[tuple[int, int]] = set()
+    for step in sorted(other, key=lambda step: (step.iteration, step.rank, step.restart)):
+        key = (step.iteration, step.rank)
+        where = f"iteration {step.iteration}, rank {step.rank}"
+        if key not in expected:
+            return Comparison(len(seen), f"{where}: not in the reference run")
+        if step.bits != expected[key].bits:
+            return Comparison(len(seen), f"{where}: {_difference(expected[key], step)}")
+        seen.add(key)
+    for iteration, rank in sorted(set(expected) - seen):
+        if iteration != unrecorded:
+            return Comparison(len(seen), f"iteration {iteration}, rank {rank}: not recorded")
+    if not seen:
+        return Comparison(0, "nothing was recorded")
+    return Comparison(len(seen), None)
+
+
+def _difference(expected: Step, found: Step) -> str:
+    for name, value in expected.losses.items():
+        if found.losses.get(name) != value:
+            return f"{name} {value} became {found.losses.get(name)}"
+    if found.losses.keys() != expected.losses.keys():
+        return f"losses {sorted(expected.losses)} became {sorted(found.losses)}"
+    return f"grad norm {expected.grad_norm} became {found.grad_norm}"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The SIGKILL that the demo sent. `time` is unix seconds; `step` is the one that was in flight."""
+
+    rank: int
+    pid: int
+    time: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Incident:
+    """The report that ttprun wrote; see `read_incident`."""
+
+    saved_step: int
+    verdict: str
+    reason: str
+    ranks: list[int]
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def first(self, what: str) -> float | None:
+        """Unix seconds of the first event of that kind."""
+        return min((event["t"] for event in self.events if event["what"] == what), default=None)
+
+
+def read_incident(folder: Path) -> Incident:
+    """Read the only report in the folder. Raises ValueError where there is none, or more than one."""
+    reports = sorted(folder.glob("incident-*.json"))
+    if len(reports) != 1:
+        raise ValueError(f"{len(reports)} incident reports instead of one")
+    report = json.loads(reports[0].read_text(encoding="utf-8"))
+    return Incident(
+        saved_step=report["step"],
+        verdict=report["verdict"],
+        reason=report["reason"],
+        ranks=report["ranks"],
+        events=sorted(report["events"], key=lambda event: event["t"]),
+    )

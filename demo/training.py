@@ -1,0 +1,78 @@
+"""What the demo trains, and the three ways in which it starts the training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from demo.runs import RANKS, Plan, Run
+from tests.frameworks import record
+
+ITERATIONS = 80
+LAYERS, HIDDEN, SEQUENCE, BATCH = 3, 128, 128, 16
+SETTING = (
+    f"Megatron-LM's pretrain_gpt.py, unedited: a GPT-2 of {LAYERS} layers, hidden size {HIDDEN},"
+    f" on {RANKS} data-parallel processes (CPU, gloo, bf16, distributed optimizer, dropout),"
+    f" {ITERATIONS} iterations of {BATCH} × {SEQUENCE} tokens of the sources of the Python standard library."
+)
+
+
+def tools_environment(megatron: Path) -> dict[str, str]:
+    """What Megatron's scripts need: their tree, and first on the path the python3 that builds its helpers."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return {"PATH": path, "PYTHONPATH": str(megatron)}
+
+
+def tokenizer_arguments(data: Path) -> list[str]:
+    files = ["--vocab-file", str(data / "gpt2-vocab.json"), "--merge-file", str(data / "gpt2-merges.txt")]
+    return ["--legacy-tokenizer", "--tokenizer-type", "GPT2BPETokenizer", *files]
+
+
+def arguments(data: Path, save: Path) -> list[str]:
+    """The arguments of pretrain_gpt.py, the same for every run but for the folder of the checkpoints."""
+    model = f"""
+        --num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4
+        --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
+        --attention-dropout 0.1 --hidden-dropout 0.1 --bf16 --use-distributed-optimizer
+        --micro-batch-size 2 --global-batch-size {BATCH} --train-iters {ITERATIONS} --seed 1234
+        --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 6
+        --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
+        --split 100,0,0 --eval-iters 0 --num-workers 0 --log-interval 1
+        --ckpt-format torch --save-interval {10 * ITERATIONS}
+        --transformer-impl local --distributed-backend gloo --no-masked-softmax-fusion
+        --no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+        --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm
+    """
+    files = ["--data-path", str(data / "text_text_document"), "--data-cache-path", str(data / "cache")]
+    return [*model.split(), *files, *tokenizer_arguments(data), "--save", str(save), "--load", str(save)]
+
+
+def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
+    """The calm run, without the adaptor and with it, and the one in which `kill` is done."""
+    cluster = ["--standalone", "--nproc-per-node", str(RANKS)]  # standalone: the system picks the port
+    plain = [sys.executable, "-m", "torch.distributed.run", *cluster, "-m", "adaptor.devices.cpu"]
+    adapted = [sys.executable, "-m", "adaptor.launchers.ttprun", "--ttp-device", "cpu", *cluster]
+    environment = tools_environment(megatron) | {
+        "OMP_NUM_THREADS": "1",  # the processes share the machine
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+    def run(name: str, title: str, launcher: list[str], plan: Plan | None = None) -> Run:
+        folder = out / name
+        script = [record.__file__, str(folder / "records"), str(megatron / "pretrain_gpt.py")]
+        return Run(
+            title=title,
+            command=[*launcher, *script, *arguments(data, folder / "checkpoints")],
+            folder=folder,
+            iterations=ITERATIONS,
+            environment=environment | {"TTP_LOG_PATH": str(folder / "ttp")},
+            plan=plan,
+        )
+
+    return [
+        run("1-torchrun", "torchrun, without the adaptor", plain),
+        run("2-ttprun", "ttprun, no fault", adapted),
+        run("3-killed", f"ttprun, rank {kill.rank} killed", [*adapted, "--max-restarts", "1"], kill),
+    ]
