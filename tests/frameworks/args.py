@@ -41,7 +41,7 @@ def tiny_gpt(
     """Arguments of `pretrain_gpt.py`: 2 layers, hidden 64, dropout 0.1, cosine decay over `train_iters`.
 
     The learning rate at an iteration depends on `train_iters`, and the framework refuses a checkpoint of a
-    run with another value: one that resumes has the same, and a shorter one says `--exit-interval` in `extra`.
+    run with another value: a run that resumes has the same, a shorter one says `--exit-interval` in `extra`.
     """
     args = [*shlex.split(PLAIN), *shlex.split(TINY), *PRECISIONS[precision]]
     args += [

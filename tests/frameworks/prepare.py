@@ -1,8 +1,8 @@
 """Puts the frameworks that the tests train with into a cache: `python tests/frameworks/prepare.py`.
 
 - Megatron-LM 0.15.0rc5 as NVIDIA published it. Only its core is on PyPI, but the wheel of flag-scale holds
-  the whole tree with FlagScale's changes applied, and these changes as patches: undoing them gives the original
-  back.
+  the whole tree with FlagScale's changes applied, and these changes as patches: undoing them gives the
+  original back.
 - megatron-core 0.16.1, from PyPI.
 
 What is there already is kept. Each part is made in a temporary directory and renamed, so an interrupted run

@@ -3,7 +3,8 @@
 Each rank appends to `OUT_DIR/rank<R>.jsonl`, a line per iteration: iteration, losses {name: float as hex},
 grad_norm (hex, null when skipped), skipped, restart (the launcher's count) and time (seconds since the epoch,
 at the end of the step). A line is one write to a file opened for appending: a SIGKILL right after it loses
-nothing. It wraps `train_step` from outside and knows nothing of the adaptor, so that runs with and without it compare.
+nothing. It wraps `train_step` from outside and knows nothing of the adaptor: runs with and without it can be
+compared.
 """
 
 from __future__ import annotations
@@ -24,29 +25,37 @@ def _hex(value: Any) -> str | None:
     return None if value is None else float(value).hex()
 
 
+class Recorder:
+    """Appends to the file of this rank in `out`."""
+
+    def __init__(self, out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / f"rank{os.environ.get('RANK', '0')}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    def add(self, iteration: int, losses: dict[str, Any], grad_norm: Any, *, skipped: bool) -> None:
+        line = {
+            "iteration": iteration,
+            "losses": {name: _hex(loss) for name, loss in losses.items()},
+            "grad_norm": _hex(grad_norm),
+            "skipped": int(skipped),
+            "restart": self._restart,
+            "time": time.time(),
+        }
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+
 def install(out: Path) -> None:
-    """Record into `out` from the moment the framework's training loop is imported."""
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"rank{os.environ.get('RANK', '0')}.jsonl"
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """Record into `out` from the moment Megatron-LM's training loop is imported."""
+    recorder = Recorder(out)
 
     def step_is_recorded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
 
         result = wrapped(*args, **kwargs)
-        losses, skipped, *_ = result
-        # The last but one: newer versions append to the result what the optimizer counted.
-        grad_norm = result[5]
-        line = {
-            "iteration": get_args().curr_iteration + 1,
-            "losses": {name: _hex(loss) for name, loss in losses.items()},
-            "grad_norm": _hex(grad_norm),
-            "skipped": int(skipped),
-            "restart": restart,
-            "time": time.time(),
-        }
-        os.write(file, (json.dumps(line) + "\n").encode())
+        losses, skipped, _, _, _, grad_norm, *_ = result
+        recorder.add(get_args().curr_iteration + 1, losses, grad_norm, skipped=bool(skipped))
         return result
 
     def wrap(module: ModuleType) -> None:
