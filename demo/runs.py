@@ -16,6 +16,7 @@ from demo.records import Follower, Kill, Step
 
 RANKS = 4
 POLL_SECONDS = 0.005
+SHOW_SECONDS = 0.2
 LIMIT_SECONDS = 900  # far beyond any healthy run: a hang ends as a failure that names its log
 SETTINGS = ("ENABLE_TTP", "TTP_", "TORCHELASTIC_")  # of the user's shell: kept out of the demo's runs
 
@@ -80,13 +81,17 @@ class Run:
         followers = [Follower(self.records / f"rank{rank}.jsonl", rank) for rank in range(RANKS)]
         deadline = time.monotonic() + LIMIT_SECONDS
         running = True
+        detail, shown = "starting", 0.0
         while running:
             running = process.poll() is None  # asked before the last read, so that no record is missed
             added = [step for follower in followers for step in follower.poll()]
             self.steps += added
             if added:
                 newest = max(added, key=lambda step: (step.restart, step.iteration))
-                progress.update(f"iteration {newest.iteration}/{self.iterations}, loss {newest.loss:.3f}")
+                detail = f"iteration {newest.iteration}/{self.iterations}, loss {newest.loss:.3f}"
+            if time.monotonic() - shown > SHOW_SECONDS:
+                shown = time.monotonic()
+                progress.update(detail)
             if self.plan is not None and self.kill is None and running:
                 self._kill_when_due(self.plan, launcher, progress)
             if time.monotonic() > deadline:
