@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -40,8 +40,8 @@ class Outcome:
     """What became of one patch, as data.
 
     `found` is None until the module has been imported, `version` until any module of the unit has.
-    `in_tested_range` is None where the version is not known. `late` names who held the original before it was
-    wrapped, as "module:name": those calls go past the patch.
+    `in_tested_range` is None where the version is not known. `late` names who took the original
+    before it was wrapped and holds it, as "module:name": those calls go past the patch.
     """
 
     unit: str
@@ -76,7 +76,6 @@ class Patch:
         self.effect = effect
         self.status = Status.OFF
         self.found: str | None = None
-        self.late: tuple[str, ...] = ()
         self._wrapper: Wrapper | None = None
         self._place: Target | None = None
 
@@ -108,8 +107,13 @@ class Patch:
         self.status = Status.DRIFTED
         return False
 
-    def install(self, module: ModuleType) -> Callable[..., Any]:
-        """Put the wrapper in the place of a target that fits; returns the original."""
+    @property
+    def original(self) -> Callable[..., Any] | None:
+        """The function that the wrapper stands for, None where there is no wrapper in place."""
+        return self._place.function if self._place is not None and self.applied else None
+
+    def install(self, module: ModuleType) -> None:
+        """Put the wrapper in the place of a target that fits."""
         if self._place is None or self._place.module is not module or not self._place.holds(self._wrapper):
             place = locate(module, self.qualname)
             if self._place is None or self._place.raw is not place.raw:
@@ -117,7 +121,6 @@ class Patch:
             self._place = place
             place.put(self._wrapper)
         self.status = Status.APPLIED
-        return self._place.function
 
     def uninstall(self) -> None:
         """Put the original back, unless someone has wrapped the wrapper: it stays, and does nothing."""
@@ -205,8 +208,8 @@ class Unit:
         except (ImportError, AttributeError):
             return None
 
-    def outcomes(self) -> tuple[Outcome, ...]:
-        """What became of each patch, in the order of declaration."""
+    def outcomes(self, holders: Mapping[int, tuple[str, ...]]) -> tuple[Outcome, ...]:
+        """What became of each patch, given who holds an original, by its id."""
         version = self.framework_version()
         in_range = _in_range(version, self.tested)
         silenced = self.armed and not self._acts
@@ -223,7 +226,7 @@ class Unit:
                 version=version,
                 tested=self.tested,
                 in_tested_range=in_range,
-                late=patch.late,
+                late=holders.get(id(patch.original), ()),
             )
             for patch in self.patches
         )

@@ -34,4 +34,5 @@ sys.modules["lazy"] = module
 spec.loader.exec_module(module)
 patching.arm("ttp")
 import fake.core
+assert patching.outcomes()[0].late == ()
 """)
