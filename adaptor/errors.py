@@ -1,4 +1,5 @@
-"""The exceptions of the adaptor. Each message is one line that names the thing, its value and what would be right.
+"""The exceptions of the adaptor. Each message is one line that names the thing, its value and what would be
+right.
 
 AdaptorError
 ├── ConfigError      a setting makes no sense

@@ -1,8 +1,8 @@
 """The control thread of an agent: hears its workers, sees them die, and speaks with the controller.
 
 One event loop in one thread per `ttprun`. A generation is the time from one start of all workers to the next;
-`begin` and `watch` open it, `end` closes it. Nothing it makes has a name in a file system: the workers' socket is
-an abstract one, the boards are anonymous memory, so nothing is left behind however the agent ends.
+`begin` and `watch` open it, `end` closes it. Nothing it makes has a name in a file system: the workers'
+socket is an abstract one, the boards are anonymous memory, so nothing is left behind however the agent ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ from adaptor.launchers.hub import Hub, prove
 
 # While an incident is open the boards' progress counters are read this often; TTP_OT is at least 10 s.
 PROGRESS_S = 0.5
-# A worker that was told to exit and has not done so by then hangs in the kernel or holds the interpreter lock.
+# A worker that was told to exit and has not done so by then hangs in the kernel or holds the interpreter
+# lock.
 EXIT_GRACE_S = 3.0
 # Other nodes end their workers in the same time; this much longer is waited for word of it.
 FAREWELL_S = EXIT_GRACE_S + 2.0
@@ -85,7 +86,8 @@ class Node:
     def begin(
         self, ranks: Sequence[int], node: int, nodes: int, world_size: int, store: Any, host: str
     ) -> None:
-        """Before workers start: their boards, the controller or the way to it, what goes into their environment.
+        """Before workers start: their boards, the controller or the way to it, what goes into their
+        environment.
 
         Args:
             store: the rendezvous store, which all agents share.

@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,17 +32,19 @@ def main() -> None:
 
 def _run(arguments: list[str], as_module: bool) -> None:
     import adaptor
-    from adaptor import config, devices
+    from adaptor import config, devices, patches, patching
     from adaptor.control import runtime
     from adaptor.control.messages import Refused
-    from adaptor.errors import AdaptorError
+    from adaptor.errors import ConfigError, DriftError, LayoutError, StartError
 
     worker = runtime.get()
     try:
+        patches.load("worker")
+        patching.arm("worker")
         devices.activate(config.load().device)
         adaptor.enable()
         _run_script(arguments, as_module)
-    except AdaptorError as error:
+    except (ConfigError, DriftError, LayoutError, StartError) as error:
         worker.processor.say(Refused(worker.rank, str(error)))
         worker.session.hold()
     except SystemExit as end:
@@ -75,7 +78,7 @@ def _run_script(arguments: list[str], as_module: bool) -> None:
     if as_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        sys.path[0] = str(Path(script).resolve().parent)
         runpy.run_path(script, run_name="__main__")
 
 

@@ -11,6 +11,7 @@ if __name__ != "adaptor.patches":
 
 FILES: dict[str, tuple[str, ...]] = {
     "ttp": ("megatron_core", "megatron_training", "megatron_checkpointing"),
+    "worker": ("torch_rendezvous",),
 }
 
 

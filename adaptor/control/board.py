@@ -18,7 +18,7 @@ from adaptor.control.messages import BoardRecord, Phase
 
 SLOT = 4096  # a page each, so that a worker maps its own alone
 _SEQUENCE = struct.Struct("<Q")
-_RECORD = struct.Struct("<qqqqqqdd256s")
+_RECORD = struct.Struct("<qqqqqqqdd256s")
 # A write takes about a microsecond: a reader that meets an odd number this often meets a writer that died.
 _READS = 100
 
@@ -53,9 +53,9 @@ class BoardMemory:
                 break
         if before == 0:
             return BoardRecord(rank=rank)
-        rank, pid, phase, oldest, finished, progress, grad_norm, written_at, error = fields
+        rank, pid, phase, oldest, finished, ahead, progress, grad_norm, written_at, error = fields
         text = error.rstrip(b"\0").decode("utf-8", "replace")
-        return BoardRecord(rank, pid, phase, oldest, finished, progress, grad_norm, written_at, text)
+        return BoardRecord(rank, pid, phase, oldest, finished, ahead, progress, grad_norm, written_at, text)
 
     def progress(self) -> int:
         """The sum of the progress counters."""
@@ -74,6 +74,7 @@ class Board:
         self.phase = Phase.STARTING
         self.oldest = -1
         self.finished = -1
+        self.ahead = -1
         self.progress = 0
         self.grad_norm = 0.0
         self._error = b""
@@ -100,6 +101,7 @@ class Board:
             self.phase,
             self.oldest,
             self.finished,
+            self.ahead,
             self.progress,
             self.grad_norm,
             time.time(),
@@ -113,8 +115,15 @@ class Board:
         self.phase = Phase.RUNNING
         self.write()
 
-    def move(self, phase: Phase) -> None:
-        self.phase = phase
+    def ready(self, step: int) -> None:
+        """At the door to the update of `step`."""
+        self.ahead = step
+        self.phase = Phase.READY
+        self.write()
+
+    def updating(self) -> None:
+        """Through the door."""
+        self.phase = Phase.UPDATING
         self.write()
 
     def finish(self, step: int, updated: bool) -> None:
@@ -141,6 +150,7 @@ class Board:
             self.phase,
             self.oldest,
             self.finished,
+            self.ahead,
             self.progress,
             self.grad_norm,
             time.time(),

@@ -1,7 +1,7 @@
 """The controller of a job: opens an incident at the first failure, drives it, gives the verdict.
 
-It has no clock and no socket: messages and the time (monotonic seconds) come in as arguments, orders go out as
-return values. It keeps nothing that the agents could not tell it again.
+It has no clock and no socket: messages and the time (monotonic seconds) come in as arguments, orders go out
+as return values. It keeps nothing that the agents could not tell it again.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ DUMPING    the chosen holders bring themselves to the step and write
 PUBLISHING an agent checks the files, renames the folder and replaces the tracker
 ENDED      the verdict is out and every worker has been told to exit
 
-Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on disk
-is not written again at the same step; the publish is ordered only when every group is on disk.
+Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on
+disk is not written again at the same step; the publish is ordered only when every group is on disk.
 """
 
 from __future__ import annotations

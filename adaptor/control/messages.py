@@ -20,18 +20,18 @@ class Phase(IntEnum):
     STARTING = 0  # no training state is known yet: nothing can be saved from this rank
     RUNNING = 1  # between two updates: forward, backward, reduction, or outside of a step
     READY = 2  # at the door: gradients reduced and clipped; the update needs nobody else
-    UPDATING = 3  # inside the update window of step finished + 1
+    UPDATING = 3  # inside the update window
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages."""
 
 
-class BoardRecord(Message):
+class BoardRecord(Message, frozen=True):
     """One reading of a rank's board.
 
     `oldest` to `finished` are the steps whose state this rank still has; more than one only where steps were
-    skipped (no update) since the last update.
+    skipped (no update) since the last update. `ahead` is the step of the update that it is READY for or in.
     """
 
     rank: int
@@ -39,6 +39,7 @@ class BoardRecord(Message):
     phase: int = Phase.STARTING
     oldest: int = -1
     finished: int = -1
+    ahead: int = -1
     progress: int = 0
     grad_norm: float = 0.0
     written_at: float = 0.0
@@ -53,10 +54,10 @@ class BoardRecord(Message):
         if self.phase == Phase.STARTING:
             return False
         if self.phase == Phase.UPDATING:
-            return step == self.finished + 1
+            return step == self.ahead
         if self.oldest <= step <= self.finished:
             return True
-        return self.phase == Phase.READY and step == self.finished + 1
+        return self.phase == Phase.READY and step == self.ahead
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -70,14 +71,14 @@ class Share(msgspec.Struct, frozen=True):
 # worker -> agent
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of a worker."""
 
     rank: int
     pid: int
 
 
-class Layout(Message):
+class Layout(Message, frozen=True):
     """What this rank holds, where checkpoints go, and the step that the job started from."""
 
     rank: int
@@ -87,14 +88,14 @@ class Layout(Message):
     fingerprint: str
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """This rank will not train; the reason is one line for the user."""
 
     rank: int
     reason: str
 
 
-class Raised(Message):
+class Raised(Message, frozen=True):
     """An exception left the training script of this rank; its state is intact."""
 
     rank: int
@@ -102,7 +103,7 @@ class Raised(Message):
     exit_code: int
 
 
-class Frozen(Message):
+class Frozen(Message, frozen=True):
     """The door is closed and no update is in flight."""
 
     rank: int
@@ -110,7 +111,7 @@ class Frozen(Message):
     board: BoardRecord
 
 
-class Written(Message):
+class Written(Message, frozen=True):
     """The files of a group are on disk under their temporary folder."""
 
     rank: int
@@ -120,7 +121,7 @@ class Written(Message):
     files: tuple[FileEntry, ...]
 
 
-class WriteFailed(Message):
+class WriteFailed(Message, frozen=True):
     """This rank could not do its part for a group."""
 
     rank: int
@@ -130,7 +131,7 @@ class WriteFailed(Message):
     reason: str
 
 
-class Noted(Message):
+class Noted(Message, frozen=True):
     """Something for the timeline of the incident."""
 
     rank: int
@@ -143,14 +144,14 @@ class Noted(Message):
 # agent -> controller
 
 
-class AgentHello(Message):
+class AgentHello(Message, frozen=True):
     """An agent and the ranks of its workers."""
 
     node: int
     ranks: tuple[int, ...]
 
 
-class Died(Message):
+class Died(Message, frozen=True):
     """A worker process ended with `status` (negative: the signal), seen `at` (Unix seconds)."""
 
     rank: int
@@ -159,20 +160,20 @@ class Died(Message):
     board: BoardRecord
 
 
-class AgentLost(Message):
+class AgentLost(Message, frozen=True):
     """The connection to an agent is gone, and its workers with it."""
 
     node: int
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """The progress counters of this node's workers, only while an incident is open."""
 
     node: int
     total: int
 
 
-class Published(Message):
+class Published(Message, frozen=True):
     """The checkpoint is under its final name and the tracker names it; `path` is its folder."""
 
     incident: int
@@ -180,7 +181,7 @@ class Published(Message):
     path: str
 
 
-class PublishFailed(Message):
+class PublishFailed(Message, frozen=True):
     """The checkpoint could not be published."""
 
     incident: int
@@ -190,7 +191,7 @@ class PublishFailed(Message):
 # controller -> worker (by way of its agent)
 
 
-class Freeze(Message):
+class Freeze(Message, frozen=True):
     """Close the door, wait for an update in flight, answer `Frozen`."""
 
     incident: int
@@ -204,7 +205,7 @@ class GroupOrder(msgspec.Struct, frozen=True):
     writer: int
 
 
-class Dump(Message):
+class Dump(Message, frozen=True):
     """Bring this rank to `step` and do its part for each group."""
 
     incident: int
@@ -217,7 +218,7 @@ class Dump(Message):
     timeout_s: float
 
 
-class Exit(Message):
+class Exit(Message, frozen=True):
     """The incident is over: end this process."""
 
     incident: int
@@ -226,7 +227,7 @@ class Exit(Message):
 # controller -> agent
 
 
-class Prepare(Message):
+class Prepare(Message, frozen=True):
     """Make a clean temporary folder for `step`; the answer is `Prepared`."""
 
     incident: int
@@ -234,7 +235,7 @@ class Prepare(Message):
     step: int
 
 
-class Prepared(Message):
+class Prepared(Message, frozen=True):
     """The temporary folder is there; an empty `reason` means success."""
 
     incident: int
@@ -242,7 +243,7 @@ class Prepared(Message):
     reason: str
 
 
-class Publish(Message):
+class Publish(Message, frozen=True):
     """Check, name and announce the checkpoint of `step`."""
 
     incident: int
@@ -253,7 +254,7 @@ class Publish(Message):
     world_size: int
 
 
-class Verdict(Message):
+class Verdict(Message, frozen=True):
     """How the incident ended. `outcome` is saved, nothing or lost."""
 
     incident: int
@@ -271,7 +272,7 @@ FromAgent = FromWorker | AgentHello | Died | AgentLost | Progress | Prepared | P
 ToAgent = Prepare | Publish | Verdict
 
 
-class Addressed(Message):
+class Addressed(Message, frozen=True):
     """An order on its way to one worker."""
 
     rank: int

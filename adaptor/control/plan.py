@@ -59,7 +59,7 @@ def _owners(shares: Shares) -> dict[Share, list[int]]:
 
 
 def _steps(board: BoardRecord) -> list[int]:
-    return [s for s in range(board.oldest, board.finished + 2) if board.provides(s)]
+    return [s for s in (*range(board.oldest, board.finished + 1), board.ahead) if board.provides(s)]
 
 
 def _orders(chosen: Mapping[Share, int]) -> tuple[GroupOrder, ...]:
@@ -73,5 +73,8 @@ def _missing(possible: Mapping[Share, list[int]], alive: Mapping[int, BoardRecor
     for shard, owners in sorted(possible.items(), key=lambda item: (item[0].group, item[0].index)):
         if not any(rank in alive for rank in owners):
             ranks = " and ".join(str(rank) for rank in owners) or "nobody"
-            return f"shard {shard.index} of {shard.count} of {shard.group} has no live holder: it was on rank {ranks}"
+            return (
+                f"shard {shard.index} of {shard.count} of group {shard.group} has no live holder, "
+                f"it was on rank {ranks}"
+            )
     return "every shard has a live holder, but no two of them at the same step"

@@ -1,8 +1,8 @@
 """The processor: the thread of a worker that answers its agent.
 
-It alone reads and writes the connection (other threads queue what they want said), so nothing here breaks on a
-fork. Freezing and dumping may take long, so each runs in a thread of its own and the processor stays able to
-hear that a newer attempt has replaced it, or that it is time to exit.
+It alone reads and writes the connection (other threads queue what they want said), so nothing here breaks on
+a fork. Freezing and dumping may take long, so each runs in a thread of its own and the processor stays able
+to hear that a newer attempt has replaced it, or that it is time to exit.
 """
 
 from __future__ import annotations
@@ -142,12 +142,12 @@ class Processor:
 
 def _connect(order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...]) -> Any:
     """A gloo group of `ranks` that owes nothing to the groups of the framework."""
-    import torch.distributed as dist
+    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
     timeout = timedelta(seconds=order.timeout_s)
-    store = dist.TCPStore(order.store_host, order.store_port, is_master=False, timeout=timeout)
+    store = TCPStore(order.store_host, order.store_port, is_master=False, timeout=timeout)
     prefix = f"ttp/{order.incident}/{order.attempt}/{group.group}"
-    return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), ranks.index(rank), len(ranks), timeout)
+    return ProcessGroupGloo(PrefixStore(prefix, store), ranks.index(rank), len(ranks), timeout)
 
 
 def _leave(code: int) -> None:

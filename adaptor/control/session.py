@@ -1,8 +1,9 @@
 """The session: what a worker knows about its training, and how its step is told to the board.
 
-The main thread calls `begin_training`, then in every step `begin_step`, `before_update` and `after_update` (from
-the optimizer's own step hooks) and `end_update`. The processor's threads call the rest. Between them stand the
-door and one attribute that is replaced as a whole (`_history`); no lock is held across a call into the framework.
+The main thread calls `begin_training`, then in every step `begin_step`, `before_update` and `after_update`
+(from the optimizer's own step hooks) and `end_update`. The processor's threads call the rest. Between them
+stand the door and one attribute that is replaced as a whole (`_history`); no lock is held across a call into
+the framework.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.control.board import Board
 from adaptor.control.door import PUBLISH, Door
-from adaptor.control.messages import BoardRecord, GroupOrder, Phase, Share
+from adaptor.control.messages import BoardRecord, GroupOrder, Share
 
 
 class Trainee(Protocol):
@@ -28,7 +29,10 @@ class Trainee(Protocol):
         """On the main thread: what belongs to finished `step` besides tensors (counters, schedule, RNG)."""
 
     def take_door(self) -> Any:
-        """On the main thread, gradients ready or the step skipped: what the step has already changed."""
+        """On the main thread, gradients ready or the step skipped: what the step has already changed.
+
+        Taken before the update, so that a dump which lets the main thread through needs nothing else of it.
+        """
 
     def derive(self, record: Any, door: Any, updated: bool) -> Any:
         """The record of the step after `record`, which the main thread has not come to take."""
@@ -103,13 +107,16 @@ class Session:
         kept[step - 1] = self.trainee.take_record(step - 1)
         self._history = _History(kept, history.door_step, history.door, history.updated)
         self._step = step
+        if self.board.finished < step - 1 and self.trainee.has_state():
+            # The framework skipped steps as a whole (Megatron's --iterations-to-skip).
+            self.board.finish(step - 1, updated=False)
 
     def before_update(self, optimizer: object) -> None:
         """An inner optimizer is about to change its state; the first of them opens the update window."""
         if self.trainee is None or self._step < 0 or self._waiting or id(optimizer) not in self._inner:
             return
         self._take_door(updated=True)
-        self.board.move(Phase.READY)
+        self.board.ready(self._step)
         try:
             self.trainee.barrier()
         except Exception as error:  # a broken barrier counts as READY: the gradients are complete here
@@ -117,7 +124,7 @@ class Session:
             self._broke(f"{type(error).__name__}: {error}")
         self.door.enter(self._step)
         self._waiting = set(self._inner)
-        self.board.move(Phase.UPDATING)
+        self.board.updating()
 
     def after_update(self, optimizer: object) -> None:
         """An inner optimizer has changed its state; the last of them closes the update window."""
@@ -133,10 +140,11 @@ class Session:
         if self.trainee is None or self._step < 0:
             return
         self.board.grad_norm = float(grad_norm or 0.0)
-        if updated or self.board.finished >= self._step or not self.trainee.has_state():
+        if updated or self.board.finished >= self._step:
             return
         self._take_door(updated=False)
-        self.board.finish(self._step, updated=False)
+        if self.trainee.has_state():
+            self.board.finish(self._step, updated=False)
 
     def publishing(self, act: Callable[[], None]) -> None:
         """Run `act`, which makes a regular checkpoint appear, as a window: not while an incident is open."""

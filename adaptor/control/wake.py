@@ -1,8 +1,8 @@
 """Waking a main thread that hangs in a broken gloo collective.
 
-Nothing in torch aborts a gloo operation (pytorch#130345), and a rank that is not connected to the dead one waits
-for as long as its neighbours live. Shutting down the process's own gloo sockets makes every waiting operation
-raise at once. The process is about to end, so nothing is lost by it.
+Nothing in torch aborts a gloo operation (pytorch#130345), and a rank that is not connected to the dead one
+waits for as long as its neighbours live. Shutting down the process's own gloo sockets makes every waiting
+operation raise at once. The process is about to end, so nothing is lost by it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from pathlib import Path
 
 
 def shut_collectives(keep_ports: frozenset[int]) -> int:
@@ -19,9 +20,9 @@ def shut_collectives(keep_ports: frozenset[int]) -> int:
         keep_ports: remote ports that are no collectives: the stores of the job.
     """
     count = 0
-    for name in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         try:
-            fd = int(name)
+            fd = int(entry.name)
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
             # A duplicate: closing it leaves the original, which torch owns, as it is.

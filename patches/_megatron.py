@@ -1,0 +1,155 @@
+"""What the patches on Megatron-LM's training loop do, with the framework at hand. Imported once it is."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptor.checkpoint import shards
+from adaptor.checkpoint.megatron import FLOPS, TrainingState
+from adaptor.checkpoint.naming import TRACKER
+from adaptor.checkpoint.records import chain
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.control.messages import Share
+from adaptor.errors import LayoutError
+
+# Options that say how a run begins, not how a restart goes on.
+_START_ONLY = {"finetune": False, "no_load_optim": None, "no_load_rng": None, "ckpt_step": None}
+
+
+def require_save_folder(args: Any) -> None:
+    """Refuse a job that has no place for its last words."""
+    if not args.save:
+        raise LayoutError("--save is missing: last words need a folder, e.g. --save checkpoints")
+    try:
+        Path(args.save).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.save):
+            pass
+    except OSError as error:
+        raise LayoutError(f"--save is {args.save}: it cannot be written ({error.strerror})") from None
+
+
+def resume_after_restart(args: Any) -> None:
+    """A restarted job goes on from the newest checkpoint in its --save folder, whatever it began from."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not (Path(args.save) / TRACKER).is_file():
+        return
+    changed = {
+        name: value for name, value in _START_ONLY.items() if getattr(args, name, value) not in (value, False)
+    }
+    if args.load != args.save:
+        where = "is missing" if args.load is None else f"is {args.load}"
+        _say_once(args, f"--load {where}: the restarted job loads from --save {args.save}")
+    if changed:
+        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+        _say_once(args, f"{flags}: not for the restarted job, which goes on exactly where it was")
+    args.load = args.save
+    for name, value in changed.items():
+        setattr(args, name, value)
+
+
+_said: set[str] = set()
+
+
+def _say_once(args: Any, line: str) -> None:
+    """Megatron parses its arguments more than once."""
+    if args.rank == 0 and line not in _said:
+        _said.add(line)
+        print(f"[ttp] {line}", flush=True)
+
+
+def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTrainee:
+    """The training state of this rank, from the framework's globals."""
+    from megatron.core import mpu, tensor_parallel
+    from megatron.core.num_microbatches_calculator import (
+        get_current_global_batch_size,
+        get_current_running_global_batch_size,
+        get_num_microbatches,
+    )
+    from megatron.training import get_args
+    from megatron.training.checkpointing import get_checkpoint_name
+    from megatron.training.training import num_floating_point_operations
+
+    args = get_args()
+    ranks = torch.distributed.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
+    folder = Path(get_checkpoint_name("", 0)).parent.name
+    operations = _Operations(args.num_floating_point_operations_so_far)
+
+    def batch() -> int:
+        return int(mpu.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches())
+
+    def counters() -> dict[str, int | float]:
+        return {
+            "consumed_train_samples": args.consumed_train_samples,
+            "skipped_train_samples": args.skipped_train_samples,
+            FLOPS: operations.total(args.curr_iteration),
+        }
+
+    def growth() -> dict[str, int | float]:
+        done = num_floating_point_operations(args, batch())
+        operations.add(args.curr_iteration, done)
+        return {
+            "consumed_train_samples": batch(),
+            "skipped_train_samples": get_current_global_batch_size()
+            - get_current_running_global_batch_size(),
+            FLOPS: done,
+        }
+
+    everyone = torch.distributed.new_group(backend="gloo")
+    return MegatronTrainee(
+        state=TrainingState(
+            model=_unwrapped(model),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            folder=folder,
+            args=args,
+            args_overrides={"rank": ranks[0]},
+        ),
+        save=str(Path(args.save).resolve()),
+        shares=shares_of(
+            optimizer, mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+        ),
+        tracker=tensor_parallel.get_cuda_rng_tracker(),
+        counters=counters,
+        growth=growth,
+        increment=batch,
+        barrier=lambda: torch.distributed.barrier(group=everyone),
+    )
+
+
+class _Operations:
+    """The floating-point operations so far: Megatron keeps them in a local variable of its loop."""
+
+    def __init__(self, start: float) -> None:
+        self._before = start
+        self._iteration = -1
+        self._of_iteration: float = 0
+
+    def add(self, iteration: int, amount: float) -> None:
+        """`iteration` (from 0) takes `amount`; it counts once the next one begins."""
+        self._before = self.total(iteration)
+        self._iteration = iteration
+        self._of_iteration = amount
+
+    def total(self, iteration: int) -> float:
+        """What there was when `iteration` began."""
+        return self._before + self._of_iteration if iteration > self._iteration else self._before
+
+
+def shares_of(optimizer: Any, tensor_rank: int, pipeline_rank: int) -> tuple[Share, ...]:
+    """What this rank holds: each model-parallel rank has one group, cut into the shards of an instance."""
+    inner = chain(optimizer)
+    if len(inner) != 1:
+        raise LayoutError(f"the optimizer is a chain of {len(inner)}: one alone can be protected yet")
+    index, count = shards.shard_of(inner[0])
+    return (Share(f"tp{tensor_rank}-pp{pipeline_rank}", index, count),)
+
+
+def _unwrapped(model: Sequence[Any]) -> list[Any]:
+    from megatron.training.utils import unwrap_model
+
+    return list(unwrap_model(list(model)))

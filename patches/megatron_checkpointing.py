@@ -1,0 +1,46 @@
+"""Megatron-LM's regular saves: complete under their own name, or not there at all.
+
+While `save_checkpoint` runs, its folder has a name of its own. The framework asks for the name of the tracker
+file when every rank has written, and only on the rank that is to write it: there the folder gets its final
+name, and the tracker is written beside the old one, which it replaces at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor import patching
+from adaptor.patches import _saving
+
+checkpointing = patching.Unit("checkpointing", framework="megatron-lm", tested=">=0.15.0rc5,<0.17")
+
+
+@checkpointing.patch(
+    "megatron.training.checkpointing:save_checkpoint",
+    why="a regular save that is cut short must not leave half a checkpoint under a final name",
+    accepts="(iteration, model, optimizer, opt_param_scheduler, ...)",
+)
+def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron.training import get_args
+
+    iteration = args[0] if args else kwargs["iteration"]
+    with _saving.regular(get_args().save, iteration):
+        return wrapped(*args, **kwargs)
+
+
+@checkpointing.patch(
+    "megatron.training.checkpointing:get_checkpoint_name",
+    why="a regular save goes to a folder of its own until every rank has written",
+    accepts="(checkpoints_path, iteration, release=, ...)",
+)
+def regular_saves_have_a_name_of_their_own(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return _saving.renamed(wrapped(*args, **kwargs))
+
+
+@checkpointing.patch(
+    "megatron.training.checkpointing:get_checkpoint_tracker_filename",
+    why="every rank has written: the folder gets its final name before the tracker names it",
+    accepts="(checkpoints_path)",
+)
+def the_tracker_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return _saving.tracker(wrapped(*args, **kwargs))

@@ -1,0 +1,99 @@
+"""Megatron-core: two optimizer instances, and the optimizer's own step hooks as the door.
+
+Both in one unit: replicas without the door, or the door without replicas, would promise what is not kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor import patching
+from adaptor.control import runtime
+from adaptor.replica import split
+
+optimizer = patching.Unit(
+    "optimizer",
+    framework="megatron-core",
+    tested=">=0.15.0rc5,<0.17",
+    version="megatron.core.package_info:__version__",
+)
+
+
+@optimizer.patch(
+    "megatron.core.parallel_state:initialize_model_parallel",
+    why="the data-parallel group is cut in two, and each half holds the whole optimizer state",
+    accepts="(tensor_model_parallel_size=, pipeline_model_parallel_size=, ...)",
+)
+def data_parallel_groups_are_split(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    import inspect
+
+    import torch
+
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    model_parallel = given["tensor_model_parallel_size"] * given["pipeline_model_parallel_size"]
+    given["num_distributed_optimizer_instances"] = split.instances(
+        torch.distributed.get_world_size() // model_parallel, given["num_distributed_optimizer_instances"]
+    )
+    return wrapped(*call.args, **call.kwargs)
+
+
+@optimizer.patch(
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+    why="gradients are reduced over both halves, each of which then updates its own shards",
+    accepts="(config, ddp_config, module, ...)",
+)
+def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron.core import parallel_state
+
+    ddp_config = args[1] if len(args) > 1 else kwargs["ddp_config"]
+    if ddp_config.use_distributed_optimizer:
+        ddp_config.num_distributed_optimizer_instances = parallel_state.get_data_parallel_world_size(
+            with_context_parallel=True
+        ) // parallel_state.get_data_parallel_world_size(
+            with_context_parallel=True, partial_data_parallel=True
+        )
+    return wrapped(*args, **kwargs)
+
+
+@optimizer.patch(
+    "megatron.core.optimizer:get_megatron_optimizer",
+    why="the inner optimizers' step hooks open and close the update window",
+    accepts="(config, model_chunks, ...)",
+)
+def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    made = wrapped(*args, **kwargs)
+    session = runtime.get().session
+    for inner in inner_optimizers(made):
+        inner.register_step_pre_hook(lambda which, *_: session.before_update(which))
+        inner.register_step_post_hook(lambda which, *_: session.after_update(which))
+    return made
+
+
+@optimizer.patch(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
+    why="a step that is skipped for an overflow finishes without an update",
+    accepts="()",
+)
+def skipped_steps_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    updated, grad_norm, zeros = wrapped(*args, **kwargs)
+    runtime.get().session.end_update(bool(updated), grad_norm)
+    return updated, grad_norm, zeros
+
+
+@optimizer.patch(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.save_parameter_state",
+    why="both instances would write the same file at the same time",
+    accepts="(filename)",
+)
+def one_instance_writes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    if any(getattr(inner, "distributed_optimizer_instance_id", 0) for inner in instance.chained_optimizers):
+        return None
+    return wrapped(*args, **kwargs)
+
+
+def inner_optimizers(megatron_optimizer: Any) -> list[Any]:
+    """The torch optimizers of a chain, stubs (which own no parameters) left out."""
+    chain = getattr(megatron_optimizer, "chained_optimizers", None) or [megatron_optimizer]
+    return [item.optimizer for item in chain if getattr(item, "optimizer", None) is not None]

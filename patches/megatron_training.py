@@ -1,0 +1,61 @@
+"""Megatron-LM's training loop: what a step is, where it begins, and what a restarted job resumes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor import config, patching
+from adaptor.control import runtime
+from adaptor.patches.megatron_core import inner_optimizers
+from adaptor.replica import layout, split
+
+training = patching.Unit("training", framework="megatron-lm", tested=">=0.15.0rc5,<0.17")
+
+
+@training.patch(
+    "megatron.training.arguments:parse_args",
+    why="what cannot be protected is refused before anything is built; a restart resumes from --save",
+    accepts="(extra_args_provider=, ignore_unknown_args=)",
+)
+def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.patches import _megatron
+
+    parsed = wrapped(*args, **kwargs)
+    layout.require_protected(parsed)
+    split.decide(parsed.use_distributed_optimizer)
+    size = layout.data_parallel_size(parsed)
+    if parsed.use_distributed_optimizer or size == 1:
+        layout.split_instances(size, config.load().replica)
+    _megatron.require_save_folder(parsed)
+    _megatron.resume_after_restart(parsed)
+    return parsed
+
+
+@training.patch(
+    "megatron.training.training:train",
+    why="the training state is complete here: from now on it can be saved",
+    accepts="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
+)
+def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron.training import get_args
+
+    from adaptor.patches import _megatron
+
+    patching.check("ttp")
+    names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    trainee = _megatron.trainee(given["model"], given["optimizer"], given["opt_param_scheduler"])
+    runtime.get().session.begin_training(trainee, inner_optimizers(given["optimizer"]), get_args().iteration)
+    return wrapped(*args, **kwargs)
+
+
+@training.patch(
+    "megatron.training.training:train_step",
+    why="a step begins: the one before it is finished, scheduler and counters included",
+    accepts="(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, ...)",
+)
+def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron.training import get_args
+
+    runtime.get().session.begin_step(get_args().curr_iteration + 1)
+    return wrapped(*args, **kwargs)

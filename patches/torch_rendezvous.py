@@ -1,0 +1,26 @@
+"""torch's rendezvous of workers: each start of the workers has the agent's store to itself.
+
+The agent's store lives through a restart. Up to torch 2.3 its clients put the restart count before their
+keys; since then a restarted worker can read the address of a dead one, and its group never connects.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from adaptor import patching
+
+rendezvous = patching.Unit("rendezvous", framework="torch", tested=">=2.4,<3", group="worker")
+
+
+@rendezvous.patch(
+    "torch.distributed.rendezvous:_create_c10d_store",
+    why="a restarted worker must not read the addresses of dead ones",
+    accepts="(hostname, port, rank, world_size, timeout, use_libuv=)",
+)
+def each_start_has_keys_of_its_own(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from torch.distributed import PrefixStore
+
+    store = wrapped(*args, **kwargs)
+    return PrefixStore(f"ttp/start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
