@@ -28,7 +28,7 @@ class Status(str, enum.Enum):
     """What became of a patch."""
 
     APPLIED = "applied"  # in place, and acting
-    WAITING = "waiting"  # armed, but the module of the target has not been imported
+    WAITING = "not imported"  # armed, but nobody has imported the module of the target
     MISSING = "missing"  # optional, and this version of the framework has no such name
     DRIFTED = "drifted"  # the target does not match the declaration; its whole unit is silent
     SILENCED = "silenced"  # it fits, but another patch of its unit does not: it does not act

@@ -64,7 +64,7 @@ try:
 except DriftError as error:
     assert str(error).endswith("(and 1 more in this module)"), error
 status = [outcome.status.value for outcome in patching.outcomes()]
-assert status == ["waiting", "waiting", "drifted", "drifted"]
+assert status == ["not imported", "not imported", "drifted", "drifted"]
 """)
 
 

@@ -36,7 +36,7 @@ from adaptor import patching
 patching.arm("ttp")
 import fake
 patching.check("ttp")
-assert {outcome.status.value for outcome in patching.outcomes()} == {"waiting"}
+assert {outcome.status.value for outcome in patching.outcomes()} == {"not imported"}
 assert {outcome.version for outcome in patching.outcomes()} == {None}
 """)
 
@@ -72,7 +72,7 @@ import fake.core, fake.extra
 patching.check("ttp")
 assert fake.core.f(1) == 4
 status = [outcome.status.value for outcome in patching.outcomes()]
-assert status == ["applied", "applied", "missing", "waiting"]
+assert status == ["applied", "applied", "missing", "not imported"]
 """)
 
 
