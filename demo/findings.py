@@ -31,7 +31,7 @@ def examine(runs: list[Run], incident: Incident) -> Findings:
         return "never" if moment is None else f"{(moment - kill.time) * 1000:,.0f} ms"
 
     rows = [
-        ("killed with SIGKILL", f"rank {kill.rank} (pid {kill.pid}), in step {kill.step}"),
+        ("killed with SIGKILL", f"rank {kill.rank} (pid {kill.pid}), in step {kill.step(killed.steps)}"),
         ("newest step that any rank had finished", str(finished)),
         ("step saved", str(incident.saved_step) if incident.verdict == "saved" else incident.verdict),
         ("steps lost", str(lost)),

@@ -106,12 +106,16 @@ def _difference(expected: Step, found: Step) -> str:
 
 @dataclass(frozen=True)
 class Kill:
-    """The SIGKILL that the demo sent. `time` is unix seconds; `step` is the one that was in flight."""
+    """The SIGKILL that the demo sent, at `time` in unix seconds."""
 
     rank: int
     pid: int
     time: float
-    step: int
+
+    def step(self, steps: list[Step]) -> int:
+        """The step that was in flight, by what the killed process had recorded."""
+        done = (step.iteration for step in steps if step.rank == self.rank and step.restart == 0)
+        return max(done, default=0) + 1
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from demo.runs import RANKS
 from demo.training import SETTING
 
 PAGE = Path(__file__).with_name("report.html.in")
-INK, FAINT, KILL = "#1f2933", "#c3ccd5", "#c81e1e"
+INK, FAINT, SAVING, KILL = "#1f2933", "#d3dae1", "#a9d8c3", "#c81e1e"
 CURVES = (  # drawn in this order, each narrower than the one below it, so that equal curves all stay visible
     {"color": "#9cc3e6", "linewidth": 7.0, "solid_capstyle": "round"},
     {"color": "#1d6fb8", "linewidth": 3.0, "linestyle": (0, (3, 1.6))},
@@ -27,11 +27,13 @@ EVENTS = {  # what happened to a rank: its mark and colour in the timeline
     "frozen": ("s", "#4b5b6b"),
     "through-the-door": ("^", "#7b4fb5"),
     "dump-ordered": (">", "#1d6fb8"),
+    "prepare": ("<", "#1d6fb8"),
     "gathered": ("o", "#1d6fb8"),
     "written": ("D", "#0b8a5d"),
     "publish-ordered": (">", "#0b8a5d"),
     "published": ("*", "#0b8a5d"),
-    "exit": ("|", "#4b5b6b"),
+    "failed": ("v", KILL),
+    "exit": ("4", INK),
     "verdict": ("P", INK),
 }
 
@@ -52,24 +54,29 @@ def losses(steps: list[Step]) -> tuple[list[int], list[float]]:
 
 def loss_plot(curves: list[Curve], kill: Kill, saved: int) -> str:
     """Draw the loss curves over each other, whole and around the kill; return an SVG data address."""
+    killed = kill.step(curves[-1].steps)
     figure, (whole, near) = _figure(1, 2, size=(11.5, 4.3), width_ratios=[3, 2])
     for axes in (whole, near):
         for curve, style in zip(curves, CURVES, strict=True):
             axes.plot(*losses(curve.steps), label=curve.title, **style)
-        axes.axvline(kill.step, color=KILL, linewidth=1.2, linestyle="--")
+        axes.axvline(killed, color=KILL, linewidth=1.2, linestyle="--")
         axes.set_xlabel("iteration")
         axes.grid(color="#e9edf1")
     whole.set_ylabel("language-model loss")
     whole.set_title("The three runs, laid over each other", loc="left")
     whole.legend(frameon=False, loc="upper right")
-    label = f"rank {kill.rank} killed in step {kill.step}"
+    label = f"rank {kill.rank} killed in step {killed}"
     whole.annotate(
-        label, (kill.step, 0.03), xycoords=("data", "axes fraction"), xytext=(-5, 0),
+        label, (killed, 0.03), xycoords=("data", "axes fraction"), xytext=(-5, 0),
         textcoords="offset points", color=KILL, ha="right", fontsize=9,
     )  # fmt: skip
-    _zoom(near, curves[0], kill.step)
-    near.axvspan(saved + 0.5, kill.step + 8, color="#e07b00", alpha=0.07, linewidth=0)
-    near.set_title(f"Around the kill: step {saved} saved, shaded after the restart", loc="left")
+    _zoom(near, curves[0], killed)
+    near.axvspan(saved + 0.5, killed + 8, color="#e07b00", alpha=0.07, linewidth=0)
+    near.annotate(
+        "after the restart", (1, 0.03), xycoords="axes fraction", xytext=(-5, 0),
+        textcoords="offset points", color="#b25e00", ha="right", fontsize=9,
+    )  # fmt: skip
+    near.set_title(f"Around the kill (step {saved} was saved)", loc="left")
     return _embed(figure)
 
 
@@ -92,10 +99,11 @@ def timeline_plot(incident: Incident, kill: Kill) -> str:
     ]
     end = max((at for at, _, _ in moments), default=1.0)
     for rank, lane in lanes.items():
-        until = 0.0 if rank == kill.rank else end
-        axes.plot(
-            [-0.06 * end, until], [lane, lane], color=FAINT, linewidth=7, solid_capstyle="butt", zorder=1
-        )
+        at = {what: moment for moment, place, what in moments if place == lane}
+        until = 0.0 if rank == kill.rank else at.get("exit", end)
+        _bar(axes, lane, -0.06 * end, until, FAINT)
+        if "dump-ordered" in at and "written" in at:
+            _bar(axes, lane, at["dump-ordered"], at["written"], SAVING)
     axes.plot(
         0, lanes[kill.rank], marker="X", color=KILL, markersize=12, linestyle="", label="SIGKILL", zorder=4
     )
@@ -116,6 +124,10 @@ def timeline_plot(incident: Incident, kill: Kill) -> str:
     axes.grid(axis="x", color="#e9edf1")
     axes.legend(frameon=False, ncols=6, loc="lower left", bbox_to_anchor=(-0.01, 1.0), handletextpad=0.2)
     return _embed(figure)
+
+
+def _bar(axes: Any, lane: int, begin: float, end: float, colour: str) -> None:
+    axes.plot([begin, end], [lane, lane], color=colour, linewidth=8, solid_capstyle="butt", zorder=1)
 
 
 def write_page(

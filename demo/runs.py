@@ -102,14 +102,14 @@ class Run:
         done = [step for step in self.steps if step.rank == plan.rank]
         if not done or done[-1].iteration < plan.after_step:
             return
-        mean = (done[-1].time - done[0].time) / max(1, len(done) - 1)
-        time.sleep(mean / 2)
         victim = find_worker(launcher, plan.rank)
         if victim is None:
             raise DemoError(f"the process of rank {plan.rank} is not to be found: see {self.log}")
-        self.kill = Kill(rank=plan.rank, pid=victim.pid, time=time.time(), step=done[-1].iteration + 1)
+        middle = (done[-1].time - done[0].time) / max(1, len(done) - 1) / 2
+        time.sleep(max(0.0, done[-1].time + middle - time.time()))
+        self.kill = Kill(rank=plan.rank, pid=victim.pid, time=time.time())
         victim.send_signal(signal.SIGKILL)
-        progress.note(f"SIGKILL to rank {plan.rank} (pid {victim.pid}) in step {self.kill.step}")
+        progress.note(f"SIGKILL to rank {plan.rank} (pid {victim.pid})")
 
 
 def find_worker(launcher: psutil.Process, rank: int) -> psutil.Process | None:
