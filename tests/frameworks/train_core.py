@@ -87,8 +87,9 @@ def main() -> None:
         optimizer.scale_loss(loss).backward()
         finalize_model_grads([model])
         done, grad_norm, _ = optimizer.step()
-        torch.distributed.all_reduce(loss.detach(), op=torch.distributed.ReduceOp.SUM)
-        recorder.add(iteration, {"lm loss": loss}, grad_norm, skipped=not done)
+        mean = loss.detach() / torch.distributed.get_world_size()
+        torch.distributed.all_reduce(mean)
+        recorder.add(iteration, {"lm loss": mean}, grad_norm, skipped=not done)
     torch.distributed.destroy_process_group()
 
 
