@@ -36,7 +36,7 @@ class TrainingState:
 
     model           its chunks, wrapped (DDP, Float16Module) or not
     optimizer       a ChainedOptimizer or a bare one
-    scheduler       the parameter scheduler, None without one; records are taken from it, a dump does not read it
+    scheduler       the parameter scheduler, None without one; for records, a dump does not read it
     folder          of this model-parallel rank below the checkpoint folder, as the framework names it
     args            the framework's namespace of arguments; None for a library user, who has none
     args_overrides  what the namespace would say on data-parallel rank 0 without the adaptor (`rank`, ...)

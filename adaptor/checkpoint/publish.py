@@ -127,7 +127,8 @@ def clean(root: Path) -> list[str]:
         elif step is not None or naming.is_temporary(path.name):
             _remove(path)
             removed.append(path.name)
-    _draft(root).unlink(missing_ok=True)
+    for draft in root.glob(f"{naming.TRACKER}.*"):
+        draft.unlink()
     return removed
 
 

@@ -1,0 +1,352 @@
+"""A dump over a real gloo group, of a stand-in for the framework's optimizer: padding, uneven shards."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from adaptor.checkpoint import megatron, shards
+from adaptor.checkpoint.manifest import FileEntry
+from adaptor.checkpoint.megatron import TrainingState
+from adaptor.checkpoint.records import StepRecord
+from adaptor.checkpoint.shards import DumpCancelled, Exchange
+from adaptor.errors import CheckpointError
+
+# Two buckets; the second is smaller than one shard's share of its padding would suggest.
+BUCKETS = ((("a", (3, 5)), ("b", (7,))), (("c", (2,)),))
+PADDED = (32, 16)
+
+
+class _Model(torch.nn.Module):
+    """Its trained params are views of one buffer; beside them it has a frozen param and a buffer."""
+
+    def __init__(self, data: torch.Tensor, places: dict[str, tuple[int, tuple[int, ...]]]) -> None:
+        super().__init__()
+        for name, (start, shape) in places.items():
+            numel = torch.Size(shape).numel()
+            self.register_parameter(name, torch.nn.Parameter(data[start : start + numel].view(shape)))
+        self.tied = self.a
+        self.frozen = torch.nn.Parameter(torch.arange(4.0), requires_grad=False)
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+
+    def state_dict_for_save_checkpoint(self) -> dict[str, Any]:
+        return self.state_dict()
+
+
+class Rank:
+    """One rank: a distributed optimizer with shard `index` of `count`, and the model in `dtype`."""
+
+    def __init__(self, index: int, count: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        data = torch.full((sum(PADDED),), 7.0, dtype=dtype)
+        places: dict[str, tuple[int, tuple[int, ...]]] = {}
+        buckets, ranges, offset = [], [], 0
+        for members, padded in zip(BUCKETS, PADDED, strict=True):
+            start = offset
+            for name, shape in members:
+                places[name] = (start, shape)
+                start += torch.Size(shape).numel()
+            buckets.append(
+                types.SimpleNamespace(
+                    offset=offset, numel_unpadded=start - offset, grad_data=torch.empty(padded)
+                )
+            )
+            offset += padded
+        self.model = _Model(data, places)
+        self.states: dict[Any, dict[str, torch.Tensor]] = {}
+        for bucket, (members, padded) in zip(buckets, zip(BUCKETS, PADDED, strict=True), strict=True):
+            shard = padded // count
+            begin = bucket.offset + index * shard
+            param_map = {}
+            for name, shape in members:
+                first, last = places[name][0], places[name][0] + torch.Size(shape).numel()
+                low, high = max(first, begin), min(last, begin + shard)
+                if low < high:
+                    param = getattr(self.model, name)
+                    param_map[param] = {
+                        "gbuf_local": types.SimpleNamespace(start=low - begin, end=high - begin)
+                    }
+                    self.states[param] = {
+                        key: whole[low:high].clone() for key, whole in whole_state().items()
+                    }
+            ranges.append({"param_map": param_map})
+        buffer = types.SimpleNamespace(
+            buckets=buckets,
+            numel_unpadded=sum(b.numel_unpadded for b in buckets),
+            param_data=data,
+            param_dtype=dtype,
+            grad_dtype=torch.float32,
+        )
+        group = types.SimpleNamespace(rank=lambda: index, size=lambda: count)
+        self.optimizer = types.SimpleNamespace(
+            is_stub_optimizer=False,
+            data_parallel_group=group,
+            buffers=[buffer],
+            gbuf_ranges=[{(dtype, torch.float32): ranges}],
+            get_parameter_state_dp_zero=None,
+            _get_main_param_and_optimizer_states=self.states.__getitem__,
+            state_dict=lambda: {"optimizer": {"param_groups": [{"lr": 9.0, "step": 3}]}, "grad_scaler": {}},
+        )
+        self.state = TrainingState(
+            model=[self.model],
+            optimizer=self.optimizer,
+            scheduler=None,
+            folder="mp_rank_00",
+            args=types.SimpleNamespace(
+                consumed_train_samples=99, curr_iteration=50, rank=3, no_save_rng=False
+            ),
+            args_overrides={"rank": 0},
+        )
+
+
+def whole_state() -> dict[str, torch.Tensor]:
+    """The parameter state over the padded buffer."""
+    numbers = torch.arange(sum(PADDED), dtype=torch.float32)
+    return {"param": numbers / 3, "exp_avg": -numbers, "exp_avg_sq": numbers * numbers}
+
+
+def without_padding(whole: torch.Tensor) -> torch.Tensor:
+    return torch.cat([whole[:22], whole[32:34]])
+
+
+RECORD = StepRecord(
+    step=12,
+    counters={"consumed_train_samples": 96, megatron.FLOPS: 2.5},
+    scheduler={"num_steps": 96},
+    groups=(({"lr": 0.5},),),
+    scalers=({"scale": torch.tensor([8.0])},),
+    rng={"torch_rng_state": torch.zeros(2, dtype=torch.uint8)},
+)
+
+
+def together(tmp_path: Path, work: list[Callable[[Any], Any]], seconds: float = 20) -> list[Any]:
+    """Runs each function with its rank of one gloo group, in threads; returns results or raised errors."""
+    results: list[Any] = [None] * len(work)
+
+    def run(rank: int) -> None:
+        store = dist.FileStore(str(tmp_path / "store"), len(work))
+        try:
+            group = dist.ProcessGroupGloo(store, rank, len(work), timedelta(seconds=seconds))
+            results[rank] = work[rank](group)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def dump(tmp_path: Path, count: int, writer: int, **options: Any) -> tuple[list[Any], Path]:
+    """A dump by `count` holders, shard s on rank count-1-s of the group, into a new folder."""
+    root = tmp_path / "iter_0000012_tmp"
+    root.mkdir()
+    sources = [[count - 1 - shard for shard in range(count)]]
+
+    def part(rank: int) -> Callable[[Any], Any]:
+        def act(group: Any) -> Any:
+            exchange = Exchange(group, rank, sources, tag=5, **options)
+            state = Rank(count - 1 - rank, count).state
+            if rank == writer:
+                return megatron.write_files(state, RECORD, exchange, root, 3)
+            return megatron.send_shards(state, writer, exchange)
+
+        return act
+
+    return together(tmp_path, [part(rank) for rank in range(count)]), root
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=False)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("message", [1 << 23, 3])
+def test_shards_make_a_whole_wherever_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, message: int
+) -> None:
+    monkeypatch.setattr(shards, "_MESSAGE", message)
+    results, root = dump(tmp_path, count, writer=count // 2)
+    written = results[count // 2]
+    assert [entry.path for entry in written.files] == [
+        "mp_rank_00/distrib_optim.pt",
+        "mp_rank_00/model_optim_rng.pt",
+    ]
+    assert sorted(path.name for path in (root / "mp_rank_00").iterdir()) == [
+        "distrib_optim.pt",
+        "model_optim_rng.pt",
+    ]
+    for entry in written.files:
+        assert isinstance(entry, FileEntry)
+        assert (root / entry.path).stat().st_size == entry.bytes
+    state = load(root / "mp_rank_00/distrib_optim.pt")
+    assert list(state) == ["buckets_coalesced", 0]
+    world = state[0][(torch.bfloat16, torch.float32)]
+    assert list(world) == ["param", "exp_avg", "exp_avg_sq", "numel_unpadded"]
+    assert world["numel_unpadded"] == 24
+    for key, whole in whole_state().items():
+        assert torch.equal(world[key], without_padding(whole))
+
+
+def test_weights_come_from_the_main_params_and_the_rest_from_the_model(tmp_path: Path) -> None:
+    _, root = dump(tmp_path, 2, writer=0)
+    model = load(root / "mp_rank_00/model_optim_rng.pt")["model"]
+    whole = whole_state()["param"].to(torch.bfloat16)
+    assert set(model) == {"a", "b", "c", "frozen", "tied", "mask"}
+    assert torch.equal(model["a"], whole[:15].view(3, 5))
+    assert torch.equal(model["tied"], model["a"])
+    assert torch.equal(model["b"], whole[15:22])
+    assert torch.equal(model["c"], whole[32:34])
+    assert torch.equal(model["frozen"], torch.arange(4.0))
+    assert model["mask"].dtype == torch.bool
+
+
+def test_what_belongs_to_the_step_comes_from_the_record(tmp_path: Path) -> None:
+    _, root = dump(tmp_path, 2, writer=1)
+    body = load(root / "mp_rank_00/model_optim_rng.pt")
+    assert list(body) == [
+        "args",
+        "checkpoint_version",
+        "iteration",
+        "model",
+        "optimizer",
+        "opt_param_scheduler",
+        "rng_state",
+        "num_floating_point_operations_so_far",
+    ]
+    args = body["args"]
+    assert (args.consumed_train_samples, args.curr_iteration, args.rank) == (96, 11, 0)
+    assert not hasattr(args, megatron.FLOPS)
+    assert (body["checkpoint_version"], body["iteration"], body[megatron.FLOPS]) == (3.0, 12, 2.5)
+    assert body["optimizer"]["optimizer"]["param_groups"] == [{"lr": 0.5, "step": 3}]
+    assert body["optimizer"]["grad_scaler"]["scale"].item() == 8.0
+    assert body["opt_param_scheduler"] == {"num_steps": 96}
+    assert torch.equal(body["rng_state"][0]["torch_rng_state"], torch.zeros(2, dtype=torch.uint8))
+
+
+def _alone(rank: Rank, tmp_path: Path, **changes: Any) -> Any:
+    state = TrainingState(**{**vars(rank.state), **changes})
+    return megatron.write_files(state, RECORD, Exchange(None, 0, [[0]]), tmp_path, 1)
+
+
+def test_a_library_user_has_no_args_and_may_add_entries(tmp_path: Path) -> None:
+    _alone(Rank(0, 1), tmp_path, args=None, args_overrides={}, extra={"mine": 1})
+    body = load(tmp_path / "mp_rank_00/model_optim_rng.pt")
+    assert "args" not in body
+    assert body["mine"] == 1
+    assert body["iteration"] == 12
+
+
+def test_what_the_framework_would_not_save_is_left_out(tmp_path: Path) -> None:
+    args = types.SimpleNamespace(no_save_optim=True, no_save_rng=True)
+    written = _alone(Rank(0, 1), tmp_path, args=args)
+    assert [entry.path for entry in written.files] == ["mp_rank_00/model_optim_rng.pt"]
+    body = load(tmp_path / "mp_rank_00/model_optim_rng.pt")
+    assert not {"optimizer", "opt_param_scheduler", "rng_state"} & set(body)
+
+
+def test_fp32_weights_are_rebuilt_as_well(tmp_path: Path) -> None:
+    _alone(Rank(0, 1, torch.float32), tmp_path)
+    model = load(tmp_path / "mp_rank_00/model_optim_rng.pt")["model"]
+    assert torch.equal(model["c"], whole_state()["param"][32:34])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
+    rank = Rank(0, 1)
+    rank.states[rank.model.b]["param"][2] = value
+    assert _alone(rank, tmp_path).not_finite == ("model.b",)
+
+
+def test_a_trained_weight_without_a_main_param_is_one_line(tmp_path: Path) -> None:
+    rank = Rank(0, 1)
+    rank.model.frozen.requires_grad_(True)
+    with pytest.raises(CheckpointError, match="frozen: no optimizer of this rank has its main param"):
+        _alone(rank, tmp_path)
+
+
+def test_before_the_first_update_there_is_nothing_to_save(tmp_path: Path) -> None:
+    rank = Rank(0, 1)
+    for tensors in rank.states.values():
+        del tensors["exp_avg"], tensors["exp_avg_sq"]
+    with pytest.raises(CheckpointError, match="no update has been made"):
+        _alone(rank, tmp_path)
+    assert not (tmp_path / "mp_rank_00").exists()
+
+
+def test_an_abandoned_attempt_leaves_no_file_and_harms_none(tmp_path: Path) -> None:
+    folder = tmp_path / "mp_rank_00"
+    folder.mkdir()
+    (folder / "model_optim_rng.pt").write_bytes(b"of a newer attempt")
+    asked = 0
+
+    def cancelled() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > allowed
+
+    allowed = -1
+    while True:
+        allowed, asked = allowed + 1, 0
+        exchange = Exchange(None, 0, [[0]], cancelled=cancelled)
+        try:
+            megatron.write_files(Rank(0, 1).state, RECORD, exchange, tmp_path, 1)
+        except DumpCancelled:
+            assert [path.name for path in folder.iterdir()] == ["model_optim_rng.pt"]
+            assert (folder / "model_optim_rng.pt").read_bytes() == b"of a newer attempt"
+        else:
+            break
+    assert allowed > 5
+    assert sorted(path.name for path in folder.iterdir()) == ["distrib_optim.pt", "model_optim_rng.pt"]
+
+
+def test_a_holder_that_sends_nothing_ends_the_dump(tmp_path: Path) -> None:
+    def writer(group: Any) -> Any:
+        state = Rank(0, 2).state
+        return megatron.write_files(state, RECORD, Exchange(group, 0, [[0, 1]]), tmp_path / "out", 1)
+
+    results = together(tmp_path, [writer, lambda group: None], seconds=2)
+    assert isinstance(results[0], RuntimeError)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00").write_text("in the way")
+    with pytest.raises(CheckpointError, match="mp_rank_00") as caught:
+        _alone(Rank(0, 1), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_plain_data_parallel_weights_come_from_float32_copies(tmp_path: Path) -> None:
+    model = _Model(
+        torch.zeros(40, dtype=torch.bfloat16), {"a": (0, (3, 5)), "b": (15, (7,)), "c": (32, (2,))}
+    )
+    params = [model.a, model.b, model.c]
+    mains = [torch.full(p.shape, 1 / 3 + n) for n, p in enumerate(params)]
+    optimizer = types.SimpleNamespace(
+        is_stub_optimizer=False,
+        float16_groups=[params],
+        fp32_from_float16_groups=[mains],
+        get_parameters=lambda: mains,
+        state_dict=lambda: {
+            "optimizer": {"state": {}, "param_groups": [{"lr": 9.0}]},
+            "fp32_from_fp16_params": [mains],
+        },
+    )
+    state = TrainingState([model], optimizer, None, "mp_rank_00")
+    written = megatron.write_files(state, RECORD, Exchange(None, 0, [[0]]), tmp_path, 1)
+    assert [entry.path for entry in written.files] == ["mp_rank_00/model_optim_rng.pt"]
+    body = load(tmp_path / "mp_rank_00/model_optim_rng.pt")
+    for name, main in zip(("a", "b", "c", "tied"), [*mains, mains[0]], strict=True):
+        assert torch.equal(body["model"][name], main.to(torch.bfloat16))
+    assert torch.equal(body["optimizer"]["fp32_from_fp16_params"][0][1], mains[1])
+    assert body["optimizer"]["optimizer"]["param_groups"] == [{"lr": 0.5}]
