@@ -13,12 +13,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
     from adaptor.config import Config
+    from adaptor.library import Protection
     from adaptor.patching import Outcome
 
 __version__ = "0.1.0"
 
-__all__ = ["disable", "enable", "format_report", "report"]
+__all__ = ["disable", "enable", "format_report", "protect", "report"]
 
 _enabled: Config | None = None
 
@@ -54,6 +58,46 @@ def enable(**settings: Any) -> None:
     _start.arm_patches()
     os.environ.update(chosen)  # whoever reads the settings from here on reads these
     _enabled = wanted
+
+
+def protect(
+    *,
+    model: Sequence[Any],
+    optimizer: Any,
+    save: str | Path,
+    step: int = 0,
+    scheduler: Any = None,
+    samples_per_step: int = 0,
+    extra: Mapping[str, Any] | None = None,
+) -> Protection:
+    """For a script with a training loop of its own on Megatron-core: from now on its state can be saved.
+
+    Every rank calls it once, after loading and before the first step, and then `begin_step(step)` on what it
+    returns at the start of each step. Last words go to `save` in Megatron's `torch` format:
+    `iter_N/mp_rank_XX/` with model_optim_rng.pt (iteration, model, optimizer, opt_param_scheduler, rng_state
+    and what `extra` holds) and distrib_optim.pt, and the tracker file. With ENABLE_TTP=False it does nothing.
+
+    model             the DistributedDataParallel modules
+    optimizer         what get_megatron_optimizer returned
+    step              the step that the state is that of; 0 at the start
+    scheduler         an OptimizerParamScheduler; None without one
+    samples_per_step  the `increment` that the script gives to the scheduler's step after each update
+
+    Raises LayoutError where the layout cannot be protected, DriftError where the framework does not fit.
+    """
+    from adaptor import library
+
+    if _enabled is None:
+        return library.Protection(None)
+    return library.protect(
+        model=model,
+        optimizer=optimizer,
+        save=save,
+        step=step,
+        scheduler=scheduler,
+        samples_per_step=samples_per_step,
+        extra=extra,
+    )
 
 
 def disable() -> None:

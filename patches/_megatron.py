@@ -10,12 +10,9 @@ from typing import Any
 
 import torch
 
-from adaptor.checkpoint import shards
 from adaptor.checkpoint.megatron import FLOPS, TrainingState
 from adaptor.checkpoint.naming import TRACKER
-from adaptor.checkpoint.records import chain
-from adaptor.checkpoint.trainee import MegatronTrainee
-from adaptor.control.messages import Share
+from adaptor.checkpoint.trainee import MegatronTrainee, shares_of
 from adaptor.errors import LayoutError
 
 # Options that say how a run begins, not how a restart goes on.
@@ -138,15 +135,6 @@ class _Operations:
     def total(self, iteration: int) -> float:
         """What there was when `iteration` began."""
         return self._before + self._of_iteration if iteration > self._iteration else self._before
-
-
-def shares_of(optimizer: Any, tensor_rank: int, pipeline_rank: int) -> tuple[Share, ...]:
-    """What this rank holds: each model-parallel rank has one group, cut into the shards of an instance."""
-    inner = chain(optimizer)
-    if len(inner) != 1:
-        raise LayoutError(f"the optimizer is a chain of {len(inner)}: one alone can be protected yet")
-    index, count = shards.shard_of(inner[0])
-    return (Share(f"tp{tensor_rank}-pp{pipeline_rank}", index, count),)
 
 
 def _unwrapped(model: Sequence[Any]) -> list[Any]:

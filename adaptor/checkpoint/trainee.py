@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adaptor.checkpoint import megatron, records
+from adaptor.checkpoint import megatron, records, shards
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.checkpoint.megatron import TrainingState
 from adaptor.checkpoint.records import StepRecord
 from adaptor.checkpoint.shards import Exchange
 from adaptor.control.messages import GroupOrder, Share
 from adaptor.control.session import DumpRun
+from adaptor.errors import LayoutError
 
 
 @dataclass(frozen=True)
@@ -84,3 +85,16 @@ class MegatronTrainee:
             megatron.send_shards(self.state, ranks.index(order.writer), exchange)
             return ()
         return megatron.write_files(self.state, record, exchange, Path(run.folder), run.attempt).files
+
+
+def shares_of(optimizer: Any, tensor_rank: int, pipeline_rank: int) -> tuple[Share, ...]:
+    """What this rank holds: each model-parallel rank has one group, cut into the shards of an instance.
+
+    Raises:
+        LayoutError: the optimizer is a chain of several.
+    """
+    inner = records.chain(optimizer)
+    if len(inner) != 1:
+        raise LayoutError(f"the optimizer is a chain of {len(inner)}: one alone can be protected yet")
+    index, count = shards.shard_of(inner[0])
+    return (Share(f"tp{tensor_rank}-pp{pipeline_rank}", index, count),)

@@ -174,7 +174,9 @@ class Controller:
             case "nothing":
                 line = f"{cause}; nothing to save: {outcome.reason}"
             case _:
-                line = f"{cause}; the state cannot be saved: {outcome.reason}; {self._advice()}"
+                line = f"{cause}; the state cannot be saved: {outcome.reason}"
+                if outcome.unheld:
+                    line += f"; {self._advice()}"
         save = next((layout.save for layout in self._layouts.values()), "")
         self.verdict = Verdict(incident.number, outcome.kind, outcome.step, line, rank, code, save)
         return self._farewell(incident.number)

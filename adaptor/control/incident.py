@@ -46,11 +46,15 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended: `kind` is saved, nothing or lost; `reason` is for the user."""
+    """How it ended: `kind` is saved, nothing or lost; `reason` is for the user.
+
+    `unheld`: it is lost because a shard has no live holder, not because a save failed.
+    """
 
     kind: str
     step: int
     reason: str
+    unheld: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ class Incident:
         origin = max(layout.origin for layout in self.layouts.values())
         decision = plan(self._shares(), self.frozen)
         if isinstance(decision, NoPlan):
-            return self._end("lost", -1, decision.reason)
+            return self._end("lost", -1, decision.reason, unheld=True)
         if decision.step <= origin:
             reason = f"no step has finished since step {origin}" if origin else "no step has finished"
             return self._end("nothing", origin, reason)
@@ -196,7 +200,7 @@ class Incident:
         if isinstance(again, NoPlan):
             decision = plan(self._shares(), self.frozen)
             if isinstance(decision, NoPlan):
-                return self._end("lost", -1, decision.reason)
+                return self._end("lost", -1, decision.reason, unheld=True)
             self._take(decision)
             return self._prepare()
         self.pending = {order.group: order for order in again.groups}
@@ -249,7 +253,7 @@ class Incident:
             for rank, layout in self.layouts.items()
         }
 
-    def _end(self, kind: str, step: int, reason: str) -> list[Directive]:
+    def _end(self, kind: str, step: int, reason: str, *, unheld: bool = False) -> list[Directive]:
         self.state = State.ENDED
-        self.outcome = Outcome(kind, step, reason)
+        self.outcome = Outcome(kind, step, reason, unheld)
         return []

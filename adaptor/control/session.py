@@ -22,8 +22,13 @@ from adaptor.control.messages import BoardRecord, GroupOrder, Share
 class Trainee(Protocol):
     """A framework's training state, as the control plane needs it."""
 
-    save: str
-    shares: tuple[Share, ...]
+    @property
+    def save(self) -> str:
+        """The folder of checkpoints, absolute."""
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """What this rank holds."""
 
     def take_record(self, step: int) -> Any:
         """On the main thread: what belongs to finished `step` besides tensors (counters, schedule, RNG)."""

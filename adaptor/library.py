@@ -1,0 +1,80 @@
+"""For scripts that use Megatron-core as a library, and have a training loop of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adaptor.control.session import Session
+from adaptor.errors import LayoutError
+
+
+class Protection:
+    """What `adaptor.protect` returns: tell it when a step begins."""
+
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
+
+    def begin_step(self, step: int) -> None:
+        """`step` (from 1) begins on this rank; optimizer and scheduler are done with the one before."""
+        if self._session is not None:
+            self._session.begin_step(step)
+
+
+def protect(
+    *,
+    model: Sequence[Any],
+    optimizer: Any,
+    save: str | Path,
+    step: int = 0,
+    scheduler: Any = None,
+    samples_per_step: int = 0,
+    extra: Mapping[str, Any] | None = None,
+) -> Protection:
+    """See `adaptor.protect`."""
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+
+    from adaptor import patching
+    from adaptor.checkpoint.megatron import TrainingState
+    from adaptor.checkpoint.naming import model_parallel_folder
+    from adaptor.checkpoint.records import chain
+    from adaptor.checkpoint.trainee import MegatronTrainee, shares_of
+    from adaptor.control import runtime
+
+    patching.check("ttp")
+    for words, size in (
+        ("pipeline", parallel_state.get_pipeline_model_parallel_world_size()),
+        ("context", parallel_state.get_context_parallel_world_size()),
+        ("expert", parallel_state.get_expert_model_parallel_world_size()),
+    ):
+        if size > 1:
+            raise LayoutError(f"the {words} parallel size is {size}: only 1 can be protected yet")
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    everyone = torch.distributed.new_group(backend="gloo")
+    trainee = MegatronTrainee(
+        state=TrainingState(
+            model=[_unwrapped(chunk) for chunk in model],
+            optimizer=optimizer,
+            scheduler=scheduler,
+            folder=model_parallel_folder(tensor_rank),
+            extra=extra or {},
+        ),
+        save=str(Path(save).resolve()),
+        shares=shares_of(optimizer, tensor_rank, 0),
+        tracker=tensor_parallel.get_cuda_rng_tracker(),
+        counters=dict,
+        growth=dict,
+        increment=lambda: samples_per_step,
+        barrier=lambda: torch.distributed.barrier(group=everyone),
+    )
+    session = runtime.get().session
+    session.begin_training(trainee, [item.optimizer for item in chain(optimizer)], step)
+    return Protection(session)
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

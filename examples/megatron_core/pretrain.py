@@ -1,0 +1,155 @@
+"""A training loop of one's own on Megatron-core, with last words: `ttprun --nproc-per-node 4 pretrain.py
+--save ckpt`.
+
+A tiny GPT with dropout in bf16 under DDP and the distributed optimizer, on tokens drawn from a seed. What
+concerns the adaptor are the two calls marked (ttp); without them, and under torchrun, the script is what it
+is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from pathlib import Path
+
+import adaptor  # (ttp)
+
+adaptor.enable()  # (ttp)
+
+import numpy  # noqa: E402
+import torch  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+VOCABULARY, LENGTH, BATCH = 256, 32, 2
+
+
+def main() -> None:
+    args = arguments()
+    # On a CPU under plain torchrun: `python -m adaptor.devices.cpu` before the script.
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=args.instances)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1234)
+
+    model = build(args.instances)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=1e-3, min_lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+        ),
+        [model],
+    )
+    size = parallel_state.get_data_parallel_world_size()
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-3,
+        min_lr=1e-5,
+        lr_warmup_steps=2 * BATCH * size,
+        lr_decay_steps=args.iters * BATCH * size,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    done = load(args.save, model, optimizer, scheduler)
+    protection = adaptor.protect(  # (ttp)
+        model=[model],
+        optimizer=optimizer,
+        scheduler=scheduler,
+        save=args.save,
+        step=done,
+        samples_per_step=BATCH * size,
+    )
+    model.config.grad_scale_func = optimizer.scale_loss
+    for step in range(done + 1, args.iters + 1):
+        protection.begin_step(step)  # (ttp)
+        loss, grad_norm = train_step(step, model, optimizer)
+        scheduler.step(increment=BATCH * size)
+        if torch.distributed.get_rank() == 0:
+            print(f"step {step} loss {loss.hex()} grad norm {float(grad_norm).hex()}", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--save", type=Path, required=True, help="folder of checkpoints, also loaded from")
+    parser.add_argument("--instances", type=int, default=1, help="copies of the optimizer state")
+    return parser.parse_args()
+
+
+def build(instances: int) -> DistributedDataParallel:
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH).cuda().bfloat16()
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=instances,
+        grad_reduce_in_fp32=True,
+    )
+    return DistributedDataParallel(config, ddp, model)
+
+
+def train_step(step: int, model: DistributedDataParallel, optimizer: object) -> tuple[float, float]:
+    """One update; the mean loss over all ranks and the gradient norm."""
+    rank = parallel_state.get_data_parallel_rank()
+    source = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=source).cuda()
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    positions = torch.arange(LENGTH, device="cuda")[None]
+    mask = torch.ones(1, 1, LENGTH, LENGTH, device="cuda").tril() < 0.5
+    loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
+    optimizer.scale_loss(loss).backward()
+    finalize_model_grads([model])
+    _, grad_norm, _ = optimizer.step()
+    mean = loss.detach() / torch.distributed.get_world_size()
+    torch.distributed.all_reduce(mean)
+    return float(mean), grad_norm
+
+
+def load(folder: Path, model: DistributedDataParallel, optimizer: object, scheduler: object) -> int:
+    """Load the newest checkpoint in `folder`; its step, or 0 where there is none."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return 0
+    step = int(tracker.read_text())
+    files = folder / f"iter_{step:07d}" / f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    state = torch.load(files / "model_optim_rng.pt", map_location="cpu", weights_only=False)
+    model.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    optimizer.load_parameter_state(str(files / "distrib_optim.pt"))
+    scheduler.load_state_dict(state["opt_param_scheduler"])
+    rng = state["rng_state"][0]
+    random.setstate(rng["random_rng_state"])
+    numpy.random.set_state(rng["np_rng_state"])
+    torch.set_rng_state(rng["torch_rng_state"])
+    torch.cuda.set_rng_state(rng["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(rng["rng_tracker_states"])
+    return step
+
+
+if __name__ == "__main__":
+    main()
