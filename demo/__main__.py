@@ -102,7 +102,7 @@ def demo(chosen: argparse.Namespace) -> bool:
     found = examine(runs, incident)
     page = OUT / "report.html"
     curves = [report.Curve(run.title, run.steps) for run in runs]
-    report.write_page(page, found.rows, curves, killed.kill, incident)
+    report.write_page(page, found, curves, killed.kill, incident)
     progress.done(str(page))
     print_table(found.rows)
     print(f"report: {page}")

@@ -122,7 +122,7 @@ class Kill:
 class Incident:
     """The report that ttprun wrote; see `read_incident`."""
 
-    saved_step: int
+    saved_step: int  # 0 where nothing was saved
     verdict: str
     reason: str
     ranks: list[int]
@@ -140,7 +140,7 @@ def read_incident(folder: Path) -> Incident:
         raise ValueError(f"{len(reports)} incident reports instead of one")
     report = json.loads(reports[0].read_text(encoding="utf-8"))
     return Incident(
-        saved_step=report["step"],
+        saved_step=report["step"] or 0,
         verdict=report["verdict"],
         reason=report["reason"],
         ranks=report["ranks"],

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from demo.findings import Findings
 from demo.records import Incident, Kill, Step
 from demo.runs import RANKS
 from demo.training import SETTING
@@ -102,8 +103,8 @@ def timeline_plot(incident: Incident, kill: Kill) -> str:
         at = {what: moment for moment, place, what in moments if place == lane}
         until = 0.0 if rank == kill.rank else at.get("exit", end)
         _bar(axes, lane, -0.06 * end, until, FAINT)
-        if "dump-ordered" in at and "written" in at:
-            _bar(axes, lane, at["dump-ordered"], at["written"], SAVING)
+        if "dump-ordered" in at:
+            _bar(axes, lane, at["dump-ordered"], at.get("written", at.get("gathered", until)), SAVING)
     axes.plot(
         0, lanes[kill.rank], marker="X", color=KILL, markersize=12, linestyle="", label="SIGKILL", zorder=4
     )
@@ -132,15 +133,18 @@ def _bar(axes: Any, lane: int, begin: float, end: float, colour: str) -> None:
 
 def write_page(
     path: Path,
-    rows: list[tuple[str, str]],
+    found: Findings,
     curves: list[Curve],
     kill: Kill,
     incident: Incident,
 ) -> None:
-    """Write the page. `rows` is the table that the demo also prints."""
+    """Write the page. It shows the table that the demo also prints."""
     text = Template(PAGE.read_text(encoding="utf-8")).substitute(
+        headline="A killed process, and nothing lost"
+        if found.kept
+        else "A killed process, and something lost",
         setting=html.escape(SETTING),
-        rows=_table_rows(rows),
+        rows=_table_rows(found.rows),
         losses=loss_plot(curves, kill, incident.saved_step),
         timeline=timeline_plot(incident, kill),
         verdict=html.escape(

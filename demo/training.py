@@ -29,8 +29,8 @@ def tokenizer_arguments(data: Path) -> list[str]:
     return ["--legacy-tokenizer", "--tokenizer-type", "GPT2BPETokenizer", *files]
 
 
-def arguments(data: Path, save: Path) -> list[str]:
-    """The arguments of pretrain_gpt.py, the same for every run but for the folder of the checkpoints."""
+def arguments(data: Path) -> list[str]:
+    """The arguments of pretrain_gpt.py that every run has."""
     model = f"""
         --num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4
         --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
@@ -45,7 +45,7 @@ def arguments(data: Path, save: Path) -> list[str]:
         --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm
     """
     files = ["--data-path", str(data / "text_text_document"), "--data-cache-path", str(data / "cache")]
-    return [*model.split(), *files, *tokenizer_arguments(data), "--save", str(save), "--load", str(save)]
+    return [*model.split(), *files, *tokenizer_arguments(data)]
 
 
 def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
@@ -59,20 +59,28 @@ def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
         "TORCHDYNAMO_DISABLE": "1",
     }
 
-    def run(name: str, title: str, launcher: list[str], plan: Plan | None = None) -> Run:
+    def run(name: str, title: str, launcher: list[str], own: list[str], plan: Plan | None = None) -> Run:
         folder = out / name
         script = [record.__file__, str(folder / "records"), str(megatron / "pretrain_gpt.py")]
         return Run(
             title=title,
-            command=[*launcher, *script, *arguments(data, folder / "checkpoints")],
+            command=[*launcher, *script, *arguments(data), *own],
             folder=folder,
             iterations=ITERATIONS,
             environment=environment | {"TTP_LOG_PATH": str(folder / "ttp")},
             plan=plan,
         )
 
+    def checkpoints(name: str) -> list[str]:
+        return ["--save", str(out / name / "checkpoints"), "--load", str(out / name / "checkpoints")]
+
+    # The adaptor's second copies are Megatron's own two optimizer instances. They add gradients up in another
+    # order than one instance does, which shows in the last bits, so the run without the adaptor has two as well.
+    # It saves nothing, because both instances would write the same file at the same time.
+    two_instances = ["--num-distributed-optimizer-instances", "2"]
+    restart = [*adapted, "--max-restarts", "1"]
     return [
-        run("1-torchrun", "torchrun, without the adaptor", plain),
-        run("2-ttprun", "ttprun, no fault", adapted),
-        run("3-killed", f"ttprun, rank {kill.rank} killed", [*adapted, "--max-restarts", "1"], kill),
+        run("1-torchrun", "torchrun, without the adaptor", plain, two_instances),
+        run("2-ttprun", "ttprun, no fault", adapted, checkpoints("2-ttprun")),
+        run("3-killed", f"ttprun, rank {kill.rank} killed", restart, checkpoints("3-killed"), kill),
     ]
