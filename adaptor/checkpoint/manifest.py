@@ -25,11 +25,23 @@ _SLICE = 4 << 20
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file: `path` below the checkpoint folder; `xxh3_128` is None where only the size is known."""
+    """A file of a checkpoint.
+
+    path      below the checkpoint folder, with `/`
+    bytes     its size
+    xxh3_128  in hexadecimal, None where only the size is known
+    attempt   which attempt wrote it, while it has not been published; None when it has its name already
+    """
 
     path: str
     bytes: int
     xxh3_128: str | None
+    attempt: int | None = None
+
+    @property
+    def draft(self) -> str:
+        """The path under which it was written; no two attempts write to the same."""
+        return self.path if self.attempt is None else f"{self.path}.{self.attempt}"
 
 
 @dataclass(frozen=True)
@@ -160,9 +172,9 @@ class HashingFile:
             with self._file:
                 os.fsync(self._file.fileno())
 
-    def entry(self, path: str) -> FileEntry:
-        """The manifest's entry for what was written, under `path` relative to the checkpoint folder."""
-        return FileEntry(path, self.bytes, self._digest.hexdigest())
+    def entry(self, path: str, attempt: int | None = None) -> FileEntry:
+        """The entry for what was written, to be published under `path` relative to the checkpoint folder."""
+        return FileEntry(path, self.bytes, self._digest.hexdigest(), attempt)
 
     def __enter__(self) -> HashingFile:
         return self

@@ -81,34 +81,29 @@ def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
 def write_files(
     state: TrainingState, record: StepRecord, exchange: Exchange, root: Path, attempt: int
 ) -> Written:
-    """Gathers the shards from their holders and writes this model-parallel rank's files below `root`
-    (iter_N_tmp).
+    """Gathers the shards from their holders and writes this rank's files below `root` (iter_N_tmp).
 
-    Each file is written under a name that ends in the number of the `attempt`, fsynced, and gets its own name
-    only when all are complete and the attempt has not been cancelled. Raises like `send_shards`; what was
-    written is removed then.
+    Each is written and fsynced under a name that ends in the number of the `attempt`; the one who publishes
+    gives them their names. So an attempt that was abandoned, and has not noticed, cannot touch the files of
+    another. Raises like `send_shards`; what was written is removed then.
     """
     with torch.no_grad():
         contents, not_finite = _contents(state, record, exchange)
         folder = root / state.folder
-        drafts: list[tuple[Path, Path]] = []
-        entries = []
+        entries: list[FileEntry] = []
+        path = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name in list(contents):
-                draft = folder / f"{name}.{attempt}"
-                drafts.append((draft, folder / name))
-                with HashingFile(draft, exchange.advanced) as file:
+                path = folder / f"{name}.{attempt}"
+                with HashingFile(path, exchange.advanced) as file:
                     torch.save(contents.pop(name), cast(IO[bytes], file))
-                entries.append(file.entry(f"{state.folder}/{name}"))
-            exchange.check()
-            for draft, final in drafts:
-                draft.replace(final)
+                entries.append(file.entry(f"{state.folder}/{name}", attempt))
         except BaseException as error:
-            for draft, _ in drafts:
+            for draft in folder.glob(f"*.{attempt}"):
                 draft.unlink(missing_ok=True)
             if isinstance(error, OSError):
-                raise CheckpointError(f"{folder}: {error.strerror or error}") from error
+                raise CheckpointError(f"{path}: {error.strerror or error}") from error
             raise
     return Written(tuple(entries), not_finite)
 

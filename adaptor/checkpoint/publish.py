@@ -71,7 +71,7 @@ def publish(
     entries = tuple(files)
     if not entries:
         raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
-    _check(temporary, entries)
+    _name(temporary, entries)
     _drop_others(temporary, {entry.path for entry in entries})
     _write(temporary / naming.MANIFEST, Manifest.now(step, entries, groups, world_size).encode())
     _sync_folders(temporary)
@@ -173,9 +173,12 @@ def replace_tracker(root: Path, step: int) -> bool:
     return True
 
 
-def _check(folder: Path, entries: tuple[FileEntry, ...]) -> None:
+def _name(folder: Path, entries: tuple[FileEntry, ...]) -> None:
+    """Gives the files their names, unless an earlier call did before it crashed, and checks them."""
     for entry in entries:
         path = folder / entry.path
+        with contextlib.suppress(FileNotFoundError):
+            (folder / entry.draft).replace(path)
         try:
             size = path.stat().st_size
         except OSError as error:

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from adaptor.checkpoint import megatron, shards
-from adaptor.checkpoint.manifest import FileEntry
+from adaptor.checkpoint import manifest, megatron, publish, shards
 from adaptor.checkpoint.megatron import TrainingState
 from adaptor.checkpoint.records import StepRecord
 from adaptor.checkpoint.shards import DumpCancelled, Exchange
@@ -162,7 +161,9 @@ def dump(tmp_path: Path, count: int, writer: int, **options: Any) -> tuple[list[
 
         return act
 
-    return together(tmp_path, [part(rank) for rank in range(count)]), root
+    results = together(tmp_path, [part(rank) for rank in range(count)])
+    publish.publish(tmp_path, 12, results[writer].files, {}, count)
+    return results, tmp_path / "iter_0000012"
 
 
 def load(path: Path) -> Any:
@@ -181,13 +182,7 @@ def test_shards_make_a_whole_wherever_they_come_from(
         "mp_rank_00/distrib_optim.pt",
         "mp_rank_00/model_optim_rng.pt",
     ]
-    assert sorted(path.name for path in (root / "mp_rank_00").iterdir()) == [
-        "distrib_optim.pt",
-        "model_optim_rng.pt",
-    ]
-    for entry in written.files:
-        assert isinstance(entry, FileEntry)
-        assert (root / entry.path).stat().st_size == entry.bytes
+    assert manifest.verify(root) == []
     state = load(root / "mp_rank_00/distrib_optim.pt")
     assert list(state) == ["buckets_coalesced", 0]
     world = state[0][(torch.bfloat16, torch.float32)]
@@ -235,7 +230,10 @@ def test_what_belongs_to_the_step_comes_from_the_record(tmp_path: Path) -> None:
 
 def _alone(rank: Rank, tmp_path: Path, **changes: Any) -> Any:
     state = TrainingState(**{**vars(rank.state), **changes})
-    return megatron.write_files(state, RECORD, Exchange(None, 0, [[0]]), tmp_path, 1)
+    written = megatron.write_files(state, RECORD, Exchange(None, 0, [[0]]), tmp_path, 1)
+    for entry in written.files:
+        (tmp_path / entry.draft).rename(tmp_path / entry.path)
+    return written
 
 
 def test_a_library_user_has_no_args_and_may_add_entries(tmp_path: Path) -> None:
@@ -283,10 +281,12 @@ def test_before_the_first_update_there_is_nothing_to_save(tmp_path: Path) -> Non
     assert not (tmp_path / "mp_rank_00").exists()
 
 
-def test_an_abandoned_attempt_leaves_no_file_and_harms_none(tmp_path: Path) -> None:
+def test_an_abandoned_attempt_leaves_nothing_and_touches_no_other(tmp_path: Path) -> None:
     folder = tmp_path / "mp_rank_00"
     folder.mkdir()
-    (folder / "model_optim_rng.pt").write_bytes(b"of a newer attempt")
+    others = ["model_optim_rng.pt", "model_optim_rng.pt.2", "model_optim_rng.pt.11"]
+    for name in others:
+        (folder / name).write_bytes(b"of another attempt")
     asked = 0
 
     def cancelled() -> bool:
@@ -299,14 +299,17 @@ def test_an_abandoned_attempt_leaves_no_file_and_harms_none(tmp_path: Path) -> N
         allowed, asked = allowed + 1, 0
         exchange = Exchange(None, 0, [[0]], cancelled=cancelled)
         try:
-            megatron.write_files(Rank(0, 1).state, RECORD, exchange, tmp_path, 1)
+            written = megatron.write_files(Rank(0, 1).state, RECORD, exchange, tmp_path, 1)
         except DumpCancelled:
-            assert [path.name for path in folder.iterdir()] == ["model_optim_rng.pt"]
-            assert (folder / "model_optim_rng.pt").read_bytes() == b"of a newer attempt"
+            assert sorted(path.name for path in folder.iterdir()) == sorted(others)
         else:
             break
     assert allowed > 5
-    assert sorted(path.name for path in folder.iterdir()) == ["distrib_optim.pt", "model_optim_rng.pt"]
+    assert [entry.draft for entry in written.files] == [
+        "mp_rank_00/distrib_optim.pt.1",
+        "mp_rank_00/model_optim_rng.pt.1",
+    ]
+    assert {path.read_bytes() for path in map(folder.joinpath, others)} == {b"of another attempt"}
 
 
 def test_a_holder_that_sends_nothing_ends_the_dump(tmp_path: Path) -> None:
@@ -345,7 +348,7 @@ def test_plain_data_parallel_weights_come_from_float32_copies(tmp_path: Path) ->
     state = TrainingState([model], optimizer, None, "mp_rank_00")
     written = megatron.write_files(state, RECORD, Exchange(None, 0, [[0]]), tmp_path, 1)
     assert [entry.path for entry in written.files] == ["mp_rank_00/model_optim_rng.pt"]
-    body = load(tmp_path / "mp_rank_00/model_optim_rng.pt")
+    body = load(tmp_path / "mp_rank_00/model_optim_rng.pt.1")
     for name, main in zip(("a", "b", "c", "tied"), [*mains, mains[0]], strict=True):
         assert torch.equal(body["model"][name], main.to(torch.bfloat16))
     assert torch.equal(body["optimizer"]["fp32_from_fp16_params"][0][1], mains[1])

@@ -86,13 +86,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(folder: Path, content: bytes) -> list[FileEntry]:
+def write(folder: Path, content: bytes, attempt: int | None = None) -> list[FileEntry]:
     entries = []
     for name in ("mp_rank_00/model.pt", "mp_rank_01/model.pt"):
         (folder / name).parent.mkdir(exist_ok=True)
-        with HashingFile(folder / name) as file:
+        with HashingFile(folder / FileEntry(name, 0, None, attempt).draft) as file:
             file.write(content + name.encode())
-        entries.append(file.entry(name))
+        entries.append(file.entry(name, attempt))
     return entries
 
 
@@ -163,8 +163,8 @@ def copies(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 def test_a_dump_gets_its_name_and_the_tracker_names_it(root: Path) -> None:
     folder = publish.prepare(root, STEP)
-    entries = write(folder, b"new")
-    (folder / "mp_rank_00/model.pt.2").write_bytes(b"draft of an attempt that was abandoned")
+    write(folder, b"of an attempt that was abandoned", 2)
+    entries = write(folder, b"new", 3)
     (folder / "mp_rank_07").mkdir()
     assert publish.publish(root, STEP, entries, {"dense": {"0": 1}}, 2)
     final = root / naming.final_name(STEP)
@@ -207,11 +207,20 @@ def recover_by_a_new_save(root: Path) -> None:
 
 
 def test_no_crash_breaks_a_promise(root: Path, copies: Callable[[], Path]) -> None:
-    entries = write(publish.prepare(root, STEP), b"new")
+    entries = write(publish.prepare(root, STEP), b"new", 3)
     operations = survive_every_crash(
         copies, lambda here: publish.publish(here, STEP, entries, {}, 2), recover_by_a_new_dump
     )
     assert {"os.fsync", "os.rename", "open"} <= set(operations)
+
+
+def test_publishing_goes_on_where_it_crashed(root: Path, copies: Callable[[], Path]) -> None:
+    entries = write(publish.prepare(root, STEP), b"new", 3)
+
+    def act(here: Path) -> None:
+        publish.publish(here, STEP, entries, {}, 2)
+
+    survive_every_crash(copies, act, act)
 
 
 def test_no_crash_while_preparing_breaks_a_promise(root: Path, copies: Callable[[], Path]) -> None:
@@ -344,11 +353,11 @@ def test_a_missing_tracker_is_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["missing", "short", "none"])
 def test_what_was_not_written_is_not_published(root: Path, damage: str) -> None:
     folder = publish.prepare(root, STEP)
-    entries = write(folder, b"new")
+    entries = write(folder, b"new", 1)
     if damage == "missing":
-        (folder / entries[1].path).unlink()
+        (folder / entries[1].draft).unlink()
     elif damage == "short":
-        (folder / entries[1].path).write_bytes(b"")
+        (folder / entries[1].draft).write_bytes(b"")
     else:
         entries = []
     with pytest.raises(CheckpointError) as caught:
