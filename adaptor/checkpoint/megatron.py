@@ -64,11 +64,6 @@ class Written:
     not_finite: tuple[str, ...]
 
 
-def shards_here(state: TrainingState) -> list[tuple[int, int]]:
-    """Per optimizer of the chain: which shard this rank holds, and how many there are."""
-    return [shards.shard_of(optimizer) for optimizer in chain(state.optimizer)]
-
-
 def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
     """Sends what this rank was chosen to provide to the rank `writer` of the exchange's group.
 
