@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -22,6 +23,7 @@ class SurvivorsAgent(LocalElasticAgent):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._control = Node(config.load())
+        self._generations = 0
 
     def run(self, role: str = "default") -> RunResult:
         try:
@@ -36,7 +38,7 @@ class SurvivorsAgent(LocalElasticAgent):
             node=worker_group.group_rank,
             nodes=worker_group.group_world_size,
             world_size=workers[0].world_size,
-            store=worker_group.store,
+            store=self._store_of_this_generation(worker_group),
             host=worker_group.master_addr,
         )
         started = super()._start_workers(worker_group)
@@ -44,16 +46,25 @@ class SurvivorsAgent(LocalElasticAgent):
         self._control.watch({worker.global_rank: handlers[worker.local_rank].proc for worker in workers})
         return started
 
+    def _store_of_this_generation(self, worker_group: WorkerGroup) -> Any:
+        """A static rendezvous keeps one store for all generations, others have one for each round."""
+        if worker_group.spec.rdzv_handler.get_backend() != "static":
+            return worker_group.store
+        self._generations += 1
+        return PrefixStore(f"ttp/{self._generations}", worker_group.store)
+
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(worker_group, *args, **kwargs)
         self._control.end()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         verdict = self._control.verdict
-        if verdict is not None and self._control.settled.is_set():
+        if verdict is not None:
+            # Not HEALTHY meanwhile: torch would take agents that are ahead of this one for new nodes.
+            self._control.settled.wait()
             return self._conclude(worker_group, verdict)
         handlers = self._pcontext.subprocess_handlers.values()
-        if verdict is not None or any(handler.proc.poll() not in (None, 0) for handler in handlers):
+        if any(handler.proc.poll() not in (None, 0) for handler in handlers):
             return RunResult(state=WorkerState.HEALTHY)  # torch would end the survivors now
         return super()._monitor_workers(worker_group)
 

@@ -44,7 +44,7 @@ from adaptor.control.messages import (
     PublishFailed,
     Verdict,
 )
-from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS
+from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS, GENERATION
 from adaptor.errors import CheckpointError
 from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.hub import Hub, prove
@@ -90,7 +90,7 @@ class Node:
         environment.
 
         Args:
-            store: the rendezvous store, which all agents share.
+            store: the rendezvous store, which all agents share; its keys are of this generation alone.
             host: the address of node rank 0.
         """
         self._node = node
@@ -103,11 +103,13 @@ class Node:
         self._alive = set(ranks)
         self._job_alive = set(range(world_size)) if node == 0 else set(ranks)
         if node == 0:
+            generation = secrets.token_hex(8)
             where = self._await(self._host(world_size, nodes, host))
-            if nodes > 1:
-                store.set("ttp/controller", where)
+            store.set("ttp/controller", f"{generation} {where}")
         else:
-            self._await(self._join(host, store.get("ttp/controller").decode()))
+            generation, where = store.get("ttp/controller").decode().split(maxsplit=1)
+            self._await(self._join(host, where))
+        os.environ[GENERATION] = generation
         self._await(self._say(AgentHello(node, tuple(ranks))))
 
     def watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:

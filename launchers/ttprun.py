@@ -89,10 +89,14 @@ def _run_with_survivors(parsed: argparse.Namespace) -> int:
 
 
 def _report_child_error(act: Any, agent: Any) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
         act()
+    except SignalException as error:
+        print(f"[ttp] ended by {error.sigval.name}, and the workers with it", file=sys.stderr)
+        return 128 + error.sigval
     except ChildFailedError as error:
         verdict = agent.last_verdict if agent is not None else None
         if verdict is None:

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from adaptor import patching
+from adaptor.control.runtime import GENERATION
 
 rendezvous = patching.Unit("rendezvous", framework="torch", tested=">=2.4,<3", group="worker")
 
@@ -23,4 +24,4 @@ def each_start_has_keys_of_its_own(wrapped: Any, instance: Any, args: Any, kwarg
     from torch.distributed import PrefixStore
 
     store = wrapped(*args, **kwargs)
-    return PrefixStore(f"ttp/start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"ttp/{os.environ[GENERATION]}", store)
