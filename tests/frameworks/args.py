@@ -1,9 +1,8 @@
 """The command, the arguments and the environment with which the tests train a tiny GPT.
 
-Eight iterations take 4.4 s of CPU time in each process, 3.6 s of them to import torch and the framework, 0.8 s
-to set up, train and save: about 10 s with four processes on two idle cores, 6 s with two. What would cost more
-is off: torch.compile (TORCHDYNAMO_DISABLE), more threads than cores, evaluation, worker processes of the data
-loader, a tensorboard directory.
+Eight iterations take 4.4 s of CPU time in each process, 3.6 s of that to import torch and the framework: about
+10 s with four processes on two idle cores, 6 s with two. What would cost more is off: torch.compile
+(TORCHDYNAMO_DISABLE), more threads than cores, evaluation, worker processes of the data loader, tensorboard.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def torchrun(processes: int, out: Path, script: Path, arguments: Sequence[str]) -> list[str]:
-    """The unmodified framework without the adaptor: plain torchrun, the device cpu alone, recorded into `out`.
+    """The command for a framework without the adaptor: plain torchrun, the device cpu, recorded into `out`.
 
     To be run with `environment()` and the directory of the script as working directory.
     """
