@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -26,6 +27,8 @@ from adaptor.control.messages import (
     Verdict,
     WriteFailed,
 )
+
+_log = logging.getLogger("adaptor")
 
 _ORDERS = {
     Freeze: "freeze",
@@ -89,6 +92,8 @@ class Chronicle:
         self._events = []
 
     def _add(self, what: str, at: float, rank: int | None, node: int | None, detail: str) -> None:
+        who = f"rank {rank}" if rank is not None else f"node {node}" if node is not None else "job"
+        _log.info("%s: %s %s", who, what, detail)
         self._events.append({"t": at, "rank": rank, "node": node, "what": what, "detail": detail})
 
     def _write(self, verdict: Verdict) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -66,6 +68,7 @@ class Node:
         self._loop = asyncio.new_event_loop()
         self._address = f"ttp-{os.getpid()}-{secrets.token_hex(8)}"
         self._chronicle = Chronicle(config.log_path)
+        _open_log(config)
         self._node = 0
         self._hub: Hub | None = None
         self._boards: BoardMemory | None = None
@@ -294,6 +297,22 @@ class Node:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _open_log(config: Config) -> None:
+    """The agent's log: a file that is made when there is something to say, and stdout if asked for."""
+    log = logging.getLogger("adaptor")
+    log.setLevel(config.log_level)
+    log.propagate = False
+    folder = Path(config.log_path)
+    handlers: list[logging.Handler] = [
+        logging.FileHandler(folder / f"ttp-agent-{socket.gethostname()}-{os.getpid()}.log", delay=True)
+    ]
+    if config.log_stdout:
+        handlers.append(logging.StreamHandler(sys.stdout))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
 
 
 def _same_user(connection: Any) -> bool:

@@ -26,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         parsed = _parse(arguments)
         settings = config.load()
+        if settings.enabled:
+            _require_folder(settings.log_path)
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
@@ -63,6 +65,13 @@ def _run_plain(parsed: argparse.Namespace, device: str) -> int:
     if device == "cpu":
         _insert_module(parsed, CPU_MODULE)
     return _report_child_error(lambda: run.run(parsed), None)
+
+
+def _require_folder(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"TTP_LOG_PATH is {path!r}: the folder cannot be made ({error.strerror})") from None
 
 
 def _insert_module(parsed: argparse.Namespace, module: str) -> None:

@@ -126,6 +126,11 @@ class Board:
         self.phase = Phase.UPDATING
         self.write()
 
+    def broken(self) -> None:
+        """The update window was left in the middle."""
+        self.phase = Phase.BROKEN
+        self.write()
+
     def finish(self, step: int, updated: bool) -> None:
         """`step` is done; without an update the state of earlier steps is still here, too."""
         self.finished = step

@@ -21,6 +21,7 @@ class Phase(IntEnum):
     RUNNING = 1  # between two updates: forward, backward, reduction, or outside of a step
     READY = 2  # at the door: gradients reduced and clipped; the update needs nobody else
     UPDATING = 3  # inside the update window
+    BROKEN = 4  # an exception left the update window: part of the state is old, part is new
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -51,7 +52,7 @@ class BoardRecord(Message, frozen=True):
 
     def provides(self, step: int) -> bool:
         """Whether this rank can give the state of `step`; READY counts for the step behind the door, too."""
-        if self.phase == Phase.STARTING:
+        if self.phase in (Phase.STARTING, Phase.BROKEN):
             return False
         if self.phase == Phase.UPDATING:
             return step == self.ahead

@@ -40,7 +40,8 @@ class Runtime:
         self.processor.start(self.session)
 
     def raised(self, error: str, exit_code: int) -> None:
-        """Tell the agent that an exception left the script; the state is intact."""
+        """Tell the agent that an exception left the script; the state stays what it is."""
+        self.session.give_up()
         self.session.board.fail(error)
         self.processor.exit_code = exit_code
         self.processor.say(Raised(self.rank, error, exit_code))

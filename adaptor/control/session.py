@@ -159,6 +159,13 @@ class Session:
         finally:
             self.door.leave()
 
+    def give_up(self) -> None:
+        """An exception left the script; inside the update window, the state is that of no step."""
+        if self._waiting:
+            self._waiting = set()
+            self.board.broken()
+            self.door.leave()
+
     def hold(self) -> None:
         """Keep the main thread, and with it the process and its state, until the processor ends it."""
         threading.Event().wait()
