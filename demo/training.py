@@ -74,9 +74,9 @@ def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
     def checkpoints(name: str) -> list[str]:
         return ["--save", str(out / name / "checkpoints"), "--load", str(out / name / "checkpoints")]
 
-    # The adaptor's second copies are Megatron's own two optimizer instances. They add gradients up in another
-    # order than one instance does, which shows in the last bits, so the run without the adaptor has two, too. It
-    # saves nothing, because both instances would write the same file at the same time.
+    # The adaptor's second copies are Megatron's own two optimizer instances. They sum gradients in another
+    # order than one instance does, which shows in the last bits: the run without the adaptor has two as
+    # well. It saves nothing, because both instances would write the same file at the same time.
     two_instances = ["--num-distributed-optimizer-instances", "2"]
     restart = [*adapted, "--max-restarts", "1"]
     return [
