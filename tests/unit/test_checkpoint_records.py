@@ -156,6 +156,24 @@ def test_a_record_does_not_follow_the_main_thread() -> None:
     assert not torch.equal(record.rng["torch_rng_state"], torch.get_rng_state())
 
 
+def test_numpy_s_state_is_what_numpy_says() -> None:
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: numpy.random.seed(1),
+        numpy.random.rand,
+        numpy.random.randn,  # leaves a spare deviate
+        numpy.random.randn,  # and uses it up: the rest of the state stays
+        lambda: None,
+        lambda: numpy.random.set_state(before),
+    ]
+    before = numpy.random.get_state()
+    for change in changes:
+        change()
+        taken, real = records._numpy.take(), numpy.random.get_state()
+        assert numpy.array_equal(taken[1], real[1])
+        assert (taken[0], *taken[2:]) == (real[0], *real[2:])
+
+
 def test_update_counts_are_read_with_the_tensors_not_from_the_record() -> None:
     optimizer = _optimizer()
     ((group,),) = records.take_groups(optimizer)
