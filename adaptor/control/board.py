@@ -126,6 +126,11 @@ class Board:
         self.phase = Phase.UPDATING
         self.write()
 
+    def turn_back(self) -> None:
+        """Away from the door, without the update."""
+        self.phase = Phase.RUNNING
+        self.write()
+
     def broken(self) -> None:
         """The update window was left in the middle."""
         self.phase = Phase.BROKEN

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.control.board import Board
 from adaptor.control.door import PUBLISH, Door
-from adaptor.control.messages import BoardRecord, GroupOrder, Share
+from adaptor.control.messages import BoardRecord, GroupOrder, Phase, Share
 
 
 class Trainee(Protocol):
@@ -160,11 +160,17 @@ class Session:
             self.door.leave()
 
     def give_up(self) -> None:
-        """An exception left the script; inside the update window, the state is that of no step."""
+        """An exception left the script.
+
+        Inside the update window the state is that of no step. At the door it is intact, but the main thread
+        will not come back to go through.
+        """
         if self._waiting:
             self._waiting = set()
             self.board.broken()
             self.door.leave()
+        elif self.board.phase is Phase.READY:
+            self.board.turn_back()
 
     def hold(self) -> None:
         """Keep the main thread, and with it the process and its state, until the processor ends it."""

@@ -1,0 +1,61 @@
+"""An exception leaves the training script: what this rank can still give depends on where it was."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adaptor.control.board import Board, BoardMemory
+from adaptor.control.messages import Phase
+from adaptor.control.session import Session
+
+INNER = SimpleNamespace()
+
+
+def _session(barrier: Any = lambda: None) -> Session:
+    memory = BoardMemory([0])
+    trainee: Any = SimpleNamespace(
+        save="",
+        shares=(),
+        take_record=lambda step: None,
+        take_door=lambda: None,
+        barrier=barrier,
+        has_state=lambda: True,
+    )
+    session = Session(Board(0, memory.path, memory.slots), lambda *_: None, lambda *_: None)
+    session.begin_training(trainee, [INNER], 4)
+    session.begin_step(5)
+    return session
+
+
+def test_between_two_updates_nothing_changes() -> None:
+    session = _session()
+    session.give_up()
+    board = session.freeze(1)
+    assert board.phase == Phase.RUNNING
+    assert board.provides(4)
+
+
+def test_at_the_door_the_step_behind_it_is_not_promised() -> None:
+    def interrupted() -> None:
+        raise SystemExit
+
+    session = _session(interrupted)
+    with pytest.raises(SystemExit):
+        session.before_update(INNER)
+    assert session.freeze(1).provides(5)
+    session.give_up()
+    board = session.freeze(1)
+    assert board.provides(4)
+    assert not board.provides(5)
+
+
+def test_inside_the_update_the_state_is_that_of_no_step() -> None:
+    session = _session()
+    session.before_update(INNER)
+    session.give_up()
+    board = session.freeze(1)
+    assert not board.provides(4)
+    assert not board.provides(5)
