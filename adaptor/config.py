@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        return "--ttp-" + self.variable.removeprefix("TTP_").removeprefix("ENABLE_").lower().replace("_", "-")
+        return "--ttp-" + self.variable.removeprefix("TTP_").removesuffix("_TTP").lower().replace("_", "-")
 
 
 def _truth(text: str) -> bool:
