@@ -58,6 +58,7 @@ class Controller:
         self._connected: set[int] = set()
         self._layouts: dict[int, Layout] = {}
         self._dead: dict[int, int] = {}
+        self._lost: dict[int, list[int]] = {}  # nodes, and the ranks that were lost with them
         self._raised: dict[int, Raised] = {}
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
@@ -68,8 +69,12 @@ class Controller:
             case AgentHello(node=node, ranks=ranks):
                 self._agents.add(node)
                 self._node_of.update(dict.fromkeys(ranks, node))
+                if self.verdict is not None:
+                    return [(node, self.verdict)]
             case Hello(rank=rank):
                 self._connected.add(rank)
+                if self.verdict is not None:
+                    return [(self._node_of[rank], Addressed(rank, Exit(self.verdict.incident)))]
             case Layout(rank=rank):
                 return self._on_layout(rank, message, now)
             case Refused(rank=rank, reason=reason):
@@ -78,13 +83,9 @@ class Controller:
                 self._raised.setdefault(rank, message)
                 return self._fault(now)
             case Died(rank=rank, status=status):
-                return self._on_death(rank, status, now)
+                return self._on_deaths({rank: status}, now)
             case AgentLost(node=node):
-                self._agents.discard(node)
-                orders: Orders = []
-                for rank in [rank for rank, home in self._node_of.items() if home == node]:
-                    orders += self._on_death(rank, -signal.SIGKILL, now)
-                return orders
+                return self._on_agent_lost(node, now)
             case _:
                 return self._on_incident_message(message, now)
         return []
@@ -104,14 +105,23 @@ class Controller:
         self._layouts[rank] = layout
         return []
 
-    def _on_death(self, rank: int, status: int, now: float) -> Orders:
-        if rank in self._dead:
-            return []
-        self._dead[rank] = status
+    def _on_deaths(self, statuses: dict[int, int], now: float) -> Orders:
+        new = {rank: status for rank, status in statuses.items() if rank not in self._dead}
+        self._dead.update(new)
         if self.incident is None:
-            return [] if status == 0 else self._fault(now)
-        self.incident.nodes.pop(rank, None)
-        return self._route(self.incident.on_death(rank))
+            return self._fault(now) if any(new.values()) else []
+        for rank in new:
+            self.incident.nodes.pop(rank, None)
+        return self._route(self.incident.on_deaths(new.keys()))
+
+    def _on_agent_lost(self, node: int, now: float) -> Orders:
+        self._agents.discard(node)
+        ranks = [rank for rank, home in self._node_of.items() if home == node and rank not in self._dead]
+        self._lost[node] = ranks
+        orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), now)
+        if self.incident is not None:
+            orders += self._route(self.incident.on_agent_lost(node))
+        return orders
 
     def _fault(self, now: float) -> Orders:
         if self.incident is not None or self.verdict is not None:
@@ -122,7 +132,14 @@ class Controller:
             if rank not in self._dead and rank in self._connected
         }
         self.incident = Incident(
-            self._number, alive, self._layouts, self._world_size, now, self._timeout_s, self._store
+            self._number,
+            alive,
+            self._agents,
+            self._layouts,
+            self._world_size,
+            now,
+            self._timeout_s,
+            self._store,
         )
         self._number += 1
         return self._route(self.incident.open())
@@ -141,8 +158,8 @@ class Controller:
                 directives = incident.on_prepared(folder, reason)
             case Written(incident=incident.number, attempt=attempt, group=group, files=files):
                 directives = incident.on_written(attempt, group, files)
-            case WriteFailed(incident=incident.number, attempt=attempt, group=group, reason=reason):
-                directives = incident.on_write_failed(attempt, group, reason)
+            case WriteFailed(rank=rank, incident=incident.number, attempt=a, group=group, reason=reason):
+                directives = incident.on_write_failed(rank, a, group, reason)
             case Published(incident=incident.number):
                 directives = incident.on_published()
             case PublishFailed(incident=incident.number, reason=reason):
@@ -151,6 +168,8 @@ class Controller:
 
     def _route(self, directives: list[Directive]) -> Orders:
         assert self.incident is not None
+        if self.verdict is not None:
+            return []
         orders: Orders = []
         for directive in directives:
             if directive.rank is not None:
@@ -158,7 +177,7 @@ class Controller:
                 orders.append((node, Addressed(directive.rank, directive.message)))  # type: ignore[arg-type]
             elif directive.node is not None:
                 orders.append((directive.node, directive.message))  # type: ignore[arg-type]
-        if self.incident.outcome is not None and self.verdict is None:
+        if self.incident.outcome is not None:
             orders += self._pronounce()
         return orders
 
@@ -202,8 +221,10 @@ class Controller:
         if failed:
             rank, status = failed[0]
             code = status if status > 0 else _SIGNAL_BASE - status
-            words = ", ".join(f"rank {r} {_ending(s)}" for r, s in failed)
-            return rank, code, words
+            away = {r for ranks in self._lost.values() for r in ranks}
+            words = [f"rank {r} {_ending(s)}" for r, s in failed if r not in away]
+            words += [f"node {node} is lost" for node, ranks in self._lost.items() if ranks]
+            return rank, code, ", ".join(words)
         rank, raised = next(iter(self._raised.items()))
         return rank, raised.exit_code, f"rank {rank} raised {raised.error}"
 

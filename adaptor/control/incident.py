@@ -7,7 +7,8 @@ PUBLISHING an agent checks the files, renames the folder and replaces the tracke
 ENDED      the verdict is out and every worker has been told to exit
 
 Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on
-disk is not written again at the same step; the publish is ordered only when every group is on disk.
+disk is not written again at the same step; the publish is ordered only when every group is on disk; one agent
+prepares and publishes, and another takes over only when that agent is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from adaptor.control.messages import (
     Publish,
     Share,
 )
-from adaptor.control.plan import NoPlan, Plan, plan
+from adaptor.control.plan import NoPlan, plan
 
 # A dump that fails this often although nobody died in between will not succeed by trying again.
 MAX_ATTEMPTS = 5
@@ -68,10 +69,14 @@ class Directive:
 
 @dataclass
 class Incident:
-    """`nodes` maps the ranks that are alive to their nodes; the owner removes ranks as they die."""
+    """`nodes` maps the ranks that are alive to their nodes, `agents` are the nodes with an agent.
+
+    The owner takes out what is gone.
+    """
 
     number: int
     nodes: dict[int, int]
+    agents: Collection[int]
     layouts: Mapping[int, Layout]
     world_size: int
     opened_at: float
@@ -87,6 +92,8 @@ class Incident:
     written: dict[str, tuple[FileEntry, ...]] = field(default_factory=dict)
     writers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     failures: int = 0
+    avoid: set[int] = field(default_factory=set)
+    silent: list[int] = field(default_factory=list)
     publisher: int = -1
     deadline: float = 0.0
     freeze_deadline: float = 0.0
@@ -106,18 +113,27 @@ class Incident:
         self.frozen[rank] = board
         return self._decide_when_frozen()
 
-    def on_death(self, rank: int) -> list[Directive]:
-        """`rank` is no longer in `nodes`."""
-        self.frozen.pop(rank, None)
+    def on_deaths(self, ranks: Collection[int]) -> list[Directive]:
+        """`ranks` are no longer in `nodes`."""
+        for rank in ranks:
+            self.frozen.pop(rank, None)
         if self.state is State.FREEZING:
             return self._decide_when_frozen()
-        if self.state is State.DUMPING and any(rank in order.holders for order in self.pending.values()):
+        holders = {holder for order in self.pending.values() for holder in order.holders}
+        if self.state is State.DUMPING and not holders.isdisjoint(ranks):
             self.failures = 0
             return self._dump_again()
-        if self.state in (State.PREPARING, State.PUBLISHING) and self.publisher not in self.nodes.values():
-            return self._prepare() if self.state is State.PREPARING else self._publish()
-        if not self.nodes:
-            return self._end("lost", -1, "no worker is alive")
+        return []
+
+    def on_agent_lost(self, node: int) -> list[Directive]:
+        """The agent of `node` is no longer in `agents`; the deaths of its ranks were told before."""
+        if node != self.publisher or self.state is State.ENDED:
+            return []
+        self.publisher = min(self.agents)
+        if self.state is State.PREPARING:
+            return [self._order_prepare()]
+        if self.state is State.PUBLISHING:
+            return [self._order_publish()]
         return []
 
     def on_prepared(self, folder: str, reason: str) -> list[Directive]:
@@ -134,9 +150,13 @@ class Incident:
             return []
         self.writers[group] = self.pending.pop(group).holders
         self.written[group] = files
-        return [] if self.pending else self._publish()
+        if self.pending:
+            return []
+        self.state = State.PUBLISHING
+        return [self._order_publish()]
 
-    def on_write_failed(self, attempt: int, group: str, reason: str) -> list[Directive]:
+    def on_write_failed(self, rank: int, attempt: int, group: str, reason: str) -> list[Directive]:
+        self.avoid.add(rank)  # it may be alive and its state unreadable
         if self.state is not State.DUMPING or attempt != self.attempt or group not in self.pending:
             return []
         self.failures += 1
@@ -166,7 +186,8 @@ class Incident:
             waiting = f"in state {self.state.name.lower()}"
             return self._end("lost", -1, f"not done after {self.timeout_s:g} s (TTP_OT) {waiting}")
         if self.state is State.FREEZING and now >= self.freeze_deadline:
-            for rank in [rank for rank in self.nodes if rank not in self.frozen]:
+            self.silent = [rank for rank in self.nodes if rank not in self.frozen]
+            for rank in self.silent:
                 del self.nodes[rank]
             return self._decide_when_frozen()
         return []
@@ -174,35 +195,33 @@ class Incident:
     def _decide_when_frozen(self) -> list[Directive]:
         if self.state is not State.FREEZING or not self.nodes.keys() <= self.frozen.keys():
             return []
+        return self._choose()
+
+    def _choose(self) -> list[Directive]:
+        """Take the newest step that there is now."""
         origin = max(layout.origin for layout in self.layouts.values())
-        decision = plan(self._shares(), self.frozen)
+        decision = plan(self._shares(), self.frozen, avoid=self.avoid)
         if isinstance(decision, NoPlan):
-            return self._end("lost", -1, decision.reason, unheld=True)
+            silent = "".join(f"; rank {rank} is alive, but does not answer" for rank in self.silent)
+            return self._end("lost", -1, decision.reason + silent, unheld=True)
         if decision.step <= origin:
             reason = f"no step has finished since step {origin}" if origin else "no step has finished"
             return self._end("nothing", origin, reason)
-        self._take(decision)
-        return self._prepare()
-
-    def _take(self, decision: Plan) -> None:
         self.step = decision.step
         self.pending = {order.group: order for order in decision.groups}
         self.written = {}
-
-    def _prepare(self) -> list[Directive]:
         self.state = State.PREPARING
-        self.publisher = self._node_of_a_writer()
-        return [Directive(Prepare(self.number, self._save(), self.step), node=self.publisher)]
+        self.publisher = self.nodes[min(order.writer for order in decision.groups)]
+        return [self._order_prepare()]
+
+    def _order_prepare(self) -> Directive:
+        return Directive(Prepare(self.number, self._save(), self.step), node=self.publisher)
 
     def _dump_again(self) -> list[Directive]:
         """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
-        again = plan(self._shares(self.pending.keys()), self.frozen, only=self.step)
+        again = plan(self._shares(self.pending.keys()), self.frozen, only=self.step, avoid=self.avoid)
         if isinstance(again, NoPlan):
-            decision = plan(self._shares(), self.frozen)
-            if isinstance(decision, NoPlan):
-                return self._end("lost", -1, decision.reason, unheld=True)
-            self._take(decision)
-            return self._prepare()
+            return self._choose()
         self.pending = {order.group: order for order in again.groups}
         self.attempt += 1
         orders: dict[int, list[GroupOrder]] = {}
@@ -233,16 +252,10 @@ class Incident:
             for rank, groups in orders.items()
         ]
 
-    def _publish(self) -> list[Directive]:
-        self.state = State.PUBLISHING
-        self.publisher = self._node_of_a_writer()
+    def _order_publish(self) -> Directive:
         files = tuple(entry for group in sorted(self.written) for entry in self.written[group])
         order = Publish(self.number, self._save(), self.step, files, self.writers, self.world_size)
-        return [Directive(order, node=self.publisher)]
-
-    def _node_of_a_writer(self) -> int:
-        writers = [order.writer for order in self.pending.values() if order.writer in self.nodes]
-        return self.nodes[min(writers)] if writers else min(self.nodes.values())
+        return Directive(order, node=self.publisher)
 
     def _save(self) -> str:
         return self.layouts[min(self.layouts)].save

@@ -1,0 +1,154 @@
+"""plan: the largest step that exists is found, and only what is really there is promised.
+
+The oracle knows nothing of phases: each board is drawn together with the set of steps that it gives, as the
+table in the design has it, and the best step is looked for by trying all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptor.control.messages import BoardRecord, Phase, Share
+from adaptor.control.plan import NoPlan, Plan, plan
+
+LAST_STEP = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    shares: dict[int, tuple[Share, ...]]
+    alive: dict[int, BoardRecord]
+    gives: dict[int, frozenset[int]]
+
+    def holders(self, shard: Share, step: int) -> set[int]:
+        return {r for r in self.alive if shard in self.shares[r] and step in self.gives[r]}
+
+    @property
+    def shards(self) -> set[Share]:
+        named = {share for shares in self.shares.values() for share in shares}
+        return {Share(share.group, index, share.count) for share in named for index in range(share.count)}
+
+    def best_step(self) -> int | None:
+        steps = [
+            step
+            for step in range(LAST_STEP + 2)
+            if self.shards and all(self.holders(shard, step) for shard in self.shards)
+        ]
+        return max(steps, default=None)
+
+
+@st.composite
+def boards(draw: st.DrawFn, rank: int) -> tuple[BoardRecord, frozenset[int]]:
+    """A board and the steps that the rank gives."""
+    phase = draw(st.sampled_from([Phase.RUNNING] * 3 + list(Phase)))
+    if phase is Phase.STARTING:
+        return BoardRecord(rank), frozenset()
+    finished = draw(st.integers(0, LAST_STEP))
+    skipped = draw(st.integers(0, min(2, finished)))
+    still_here = frozenset(range(finished - skipped, finished + 1))
+    record = BoardRecord(rank, 1, phase, finished - skipped, finished, finished + 1)
+    if phase is Phase.BROKEN:
+        return record, frozenset()
+    if phase is Phase.RUNNING:
+        return record, still_here
+    if phase is Phase.READY:
+        return record, still_here | {finished + 1}
+    return record, frozenset({finished + 1})
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    ranks = range(draw(st.integers(1, 6)))
+    counts = draw(st.dictionaries(st.sampled_from(["dense", "expert", "tp1-pp0"]), st.integers(1, 3)))
+    every_shard = [Share(group, index, count) for group, count in counts.items() for index in range(count)]
+    some = st.sets(st.sampled_from(every_shard)) if every_shard else st.just(set())
+    shares = {rank: tuple(draw(some)) for rank in ranks}
+    drawn = {rank: draw(boards(rank)) for rank in ranks if draw(st.integers(0, 3))}
+    return Job(
+        shares,
+        {rank: board for rank, (board, _) in drawn.items()},
+        {r: given for r, (_, given) in drawn.items()},
+    )
+
+
+def check_orders(job: Job, made: Plan) -> None:
+    assert [order.group for order in made.groups] == sorted({shard.group for shard in job.shards})
+    for order in made.groups:
+        count = len(order.holders)
+        assert {s.count for s in job.shards if s.group == order.group} == {count}
+        for index, holder in enumerate(order.holders):
+            assert holder in job.holders(Share(order.group, index, count), made.step)
+        assert order.writer in order.holders
+
+
+@given(jobs())
+def test_the_largest_consistent_step_is_found(job: Job) -> None:
+    made = plan(job.shares, job.alive)
+    best = job.best_step()
+    if isinstance(made, NoPlan):
+        assert best is None, made.reason
+    else:
+        assert made.step == best
+        check_orders(job, made)
+
+
+@given(jobs(), st.integers(0, LAST_STEP + 1))
+def test_one_step_alone(job: Job, step: int) -> None:
+    made = plan(job.shares, job.alive, only=step)
+    if isinstance(made, NoPlan):
+        assert not job.shards or any(not job.holders(shard, step) for shard in job.shards)
+    else:
+        assert made.step == step
+        check_orders(job, made)
+
+
+@given(jobs())
+def test_the_reason_is_true(job: Job) -> None:
+    made = plan(job.shares, job.alive)
+    if isinstance(made, Plan):
+        return
+    abandoned = {
+        shard
+        for shard in job.shards
+        if not any(shard in job.shares[rank] and given for rank, given in job.gives.items())
+    }
+    named = re.fullmatch(
+        r"shard (\d+) of (\d+) of group (\S+) has no live holder, it was on rank (.+)", made.reason
+    )
+    if not job.shards:
+        assert made.reason == "no rank has told what it holds"
+    elif abandoned:
+        assert named, made.reason
+        shard = Share(named[3], int(named[1]), int(named[2]))
+        assert shard in abandoned
+        owners = [str(rank) for rank in job.shares if shard in job.shares[rank]]
+        assert named[4] == (" and ".join(owners) or "nobody")
+    else:
+        assert made.reason == "every shard has a live holder, but there is no step that all of them hold"
+
+
+def test_a_rank_at_the_door_gives_both_steps() -> None:
+    """One rank has finished step 5; its peer waits at the door to it, then is still on its way there."""
+    shares = {0: (Share("dense", 0, 2),), 1: (Share("dense", 1, 2),)}
+    ahead = BoardRecord(0, phase=Phase.RUNNING, oldest=5, finished=5, ahead=5)
+    at_the_door = BoardRecord(1, phase=Phase.READY, oldest=4, finished=4, ahead=5)
+    behind = BoardRecord(1, phase=Phase.RUNNING, oldest=4, finished=4, ahead=4)
+    made = plan(shares, {0: ahead, 1: at_the_door})
+    assert isinstance(made, Plan)
+    assert made.step == 5
+    assert isinstance(plan(shares, {0: ahead, 1: behind}), NoPlan)
+
+
+def test_shards_of_different_groups_may_come_from_one_rank() -> None:
+    shares = {0: (Share("a", 0, 1), Share("b", 0, 2)), 1: (Share("b", 1, 2),)}
+    running = {rank: BoardRecord(rank, phase=Phase.RUNNING, oldest=3, finished=3, ahead=3) for rank in shares}
+    made = plan(shares, running)
+    assert isinstance(made, Plan)
+    assert [(order.group, order.holders, order.writer) for order in made.groups] == [
+        ("a", (0,), 0),
+        ("b", (0, 1), 0),
+    ]

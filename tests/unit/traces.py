@@ -1,0 +1,180 @@
+"""Golden traces of the controller: what it hears and what it orders, as text.
+
+A line that starts with `>` is heard by the controller, or lets time pass; the indented lines below it are
+what the controller then orders. The first line says what the job is like:
+
+    > job nodes=2 shards=2 origin=0   two nodes with two ranks each; rank r holds shard r % 2 of group `g`
+    > died 3 -9                       a process ended, with this status
+    > raised 1 0 boom                 an exception left the script of rank 1, exit code 1 if not said
+    > frozen 0 running 4              the board that comes with it: running 4, ready 5, updating 5, broken 5
+    > prepared [reason...]            with a reason it failed; published and publish-failed likewise
+    > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
+    > write-failed 0 reason...
+    > agent-lost 1, progress 0, refused 2 reason..., layout 3 other, agent-hello 1, hello 2
+    > at 60.5                         the time is now 60.5 seconds, and the controller is told
+
+Set UPDATE_TRACES=1 to write what the controller orders now into the files, and read the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from adaptor.checkpoint.manifest import FileEntry
+from adaptor.control.controller import Controller, Orders
+from adaptor.control.messages import (
+    Addressed,
+    AgentHello,
+    AgentLost,
+    BoardRecord,
+    Died,
+    Dump,
+    Exit,
+    Freeze,
+    FromAgent,
+    Frozen,
+    Hello,
+    Layout,
+    Message,
+    Phase,
+    Prepare,
+    Prepared,
+    Progress,
+    Publish,
+    Published,
+    PublishFailed,
+    Raised,
+    Refused,
+    Share,
+    Verdict,
+    WriteFailed,
+    Written,
+)
+
+GROUP = "g"
+RANKS_PER_NODE = 2
+SAVE = "/save"
+
+
+def board(rank: int, phase: str, step: int) -> BoardRecord:
+    """`running 4` has finished step 4; `ready 5`, `updating 5` and `broken 5` are on their way to it."""
+    finished = step if phase == "running" else step - 1
+    return BoardRecord(rank, 1, Phase[phase.upper()], finished, finished, step)
+
+
+class Trace:
+    """A controller, and how to say things to it in words."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.controller = Controller(0, 120.0, ("store", 1))
+
+    def say(self, line: str) -> Iterator[str]:
+        """Do what a line says; yields the orders as lines."""
+        name, *words = line.split()
+        settings = {k: v for k, _, v in (word.partition("=") for word in words if "=" in word)}
+        words = [word for word in words if "=" not in word]
+        if name == "job":
+            self._begin(**{key: int(value) for key, value in settings.items()})
+            return
+        if name == "at":
+            self.now = float(words[0])
+            orders = self.controller.tick(self.now)
+        else:
+            heard = self._message(name, words, settings)
+            orders = self.controller.handle(heard, self.now)
+        yield from _lines(orders)
+
+    def _begin(self, nodes: int = 1, shards: int = 2, origin: int = 0, started: int = 1) -> None:
+        """`started` is 0 for a job of which no rank has told its layout yet."""
+        self._shards, self._origin = shards, origin
+        world = nodes * RANKS_PER_NODE
+        self.controller = Controller(world, 120.0, ("store", 1))
+        for node in range(nodes):
+            ranks = tuple(range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE))
+            assert not self.controller.handle(AgentHello(node, ranks), 0.0)
+        for rank in range(world):
+            assert not self.controller.handle(Hello(rank, 1000 + rank), 0.0)
+        for rank in range(world if started else 0):
+            assert not self.controller.handle(self._layout(rank, "same"), 0.0)
+
+    def _layout(self, rank: int, fingerprint: str) -> Layout:
+        share = Share(GROUP, rank % self._shards, self._shards)
+        return Layout(rank, (share,), SAVE, self._origin, fingerprint)
+
+    def _message(self, name: str, words: list[str], settings: dict[str, str]) -> FromAgent:
+        incident = self.controller.incident
+        number = int(settings.get("incident", incident.number if incident else 0))
+        attempt = int(settings.get("attempt", incident.attempt if incident else 0))
+        rank = int(words[0]) if words and words[0].isdigit() else -1
+        text = " ".join(words[1:])
+        match name:
+            case "died":
+                return Died(rank, int(words[1]), 0.0, BoardRecord(rank))
+            case "raised":
+                return Raised(rank, text, int(settings.get("code", 1)))
+            case "refused":
+                return Refused(rank, text)
+            case "layout":
+                return self._layout(rank, words[1])
+            case "hello":
+                return Hello(rank, 1000 + rank)
+            case "agent-hello":
+                return AgentHello(rank, tuple(range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)))
+            case "agent-lost":
+                return AgentLost(rank)
+            case "progress":
+                return Progress(rank, 1)
+            case "frozen":
+                return Frozen(rank, number, board(rank, words[1], int(words[2])))
+            case "prepared":
+                return Prepared(number, "" if words else "/save/tmp", " ".join(words))
+            case "written":
+                entry = FileEntry(f"{GROUP}/{rank}.pt", 10, "00", attempt)
+                return Written(rank, number, attempt, GROUP, (entry,))
+            case "write-failed":
+                return WriteFailed(rank, number, attempt, GROUP, text)
+            case "published":
+                return Published(number, incident.step if incident else -1, SAVE)
+            case "publish-failed":
+                return PublishFailed(number, " ".join(words))
+        raise ValueError(f"no such line: {name}")
+
+
+def _lines(orders: Orders) -> Iterator[str]:
+    for node, order in orders:
+        if isinstance(order, Addressed):
+            yield f"node {node}, rank {order.rank}: {_words(order.message)}"
+        else:
+            yield f"node {node}: {_words(order)}"
+
+
+def _words(order: Message) -> str:
+    match order:
+        case Freeze(incident=incident):
+            return f"freeze for incident {incident}"
+        case Dump(attempt=attempt, step=step, groups=groups):
+            parts = [f"{g.group} from {','.join(map(str, g.holders))} by {g.writer}" for g in groups]
+            return f"dump step {step}, attempt {attempt}: {'; '.join(parts)}"
+        case Exit():
+            return "exit"
+        case Prepare(step=step):
+            return f"prepare step {step}"
+        case Publish(step=step, files=files, writers=writers):
+            return f"publish step {step}: {', '.join(entry.draft for entry in files)}; holders {writers}"
+        case Verdict(outcome=outcome, step=step, line=line, cause_rank=rank, exit_code=code):
+            return f"verdict {outcome}, step {step}, cause rank {rank}, exit code {code}\n        {line}"
+    raise ValueError(f"no words for {order}")
+
+
+def replay(text: str) -> str:
+    """The trace `text` with the orders that the controller gives now."""
+    trace = Trace()
+    out: list[str] = []
+    for line in text.splitlines():
+        if line.startswith(">"):
+            out.append(line)
+            out.extend("    " + order for order in trace.say(line[1:].strip()))
+        elif not line.startswith("    "):
+            out.append(line)  # comments and empty lines
+    return "\n".join(out) + "\n"
