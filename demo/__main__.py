@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -111,6 +112,7 @@ def demo(chosen: argparse.Namespace) -> bool:
 
 def main() -> int:
     chosen = options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does, with everything started
     try:
         kept = demo(chosen)
     except (DemoError, prepare.NotPreparedError, OSError) as error:
