@@ -117,6 +117,7 @@ def _contents(
         elif not optimizer.is_stub_optimizer:
             weights.add_whole(optimizer)
         worlds.append(world)
+    shards.acknowledge(chain(state.optimizer), exchange)
     contents: dict[str, Any] = {}
     if any(world is not None for world in worlds) and state.saves("optim"):
         contents[OPTIMIZER_FILE] = worlds[0] if len(worlds) == 1 else worlds

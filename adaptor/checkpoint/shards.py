@@ -114,14 +114,16 @@ def buckets_of(optimizer: Any, buffer: Any) -> list[Bucket]:
 
 
 def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
-    """Sends the shards that this rank was chosen to provide to the rank `writer`.
+    """Sends the shards that this rank was chosen to provide; returns when the rank `writer` has them all.
 
     Raises CheckpointError when there is no optimizer state, DumpCancelled, and what the process group raises.
     """
+    chosen = False
     for optimizer, sources in zip(optimizers, exchange.sources, strict=True):
         index, _ = shard_of(optimizer)
         if not is_sharded(optimizer) or sources[index] != exchange.rank:
             continue
+        chosen = True
         for number, buffer in enumerate(optimizer.buffers):
             for bucket in buckets_of(optimizer, buffer):
                 start, end = bucket.extent(index)
@@ -131,6 +133,21 @@ def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
                     for piece in _messages(own[key]):
                         _group(exchange).send([piece], writer, exchange.tag).wait()
                         exchange.advanced(4 * piece.numel())
+    if chosen:
+        # A message counts as sent while it is still in a socket: a group that is dropped now would lose it.
+        _group(exchange).recv([torch.empty(1)], writer, exchange.tag).wait()
+
+
+def acknowledge(optimizers: Sequence[Any], exchange: Exchange) -> None:
+    """Tells every sender that its shards have arrived."""
+    chosen = {
+        source
+        for optimizer, sources in zip(optimizers, exchange.sources, strict=True)
+        if is_sharded(optimizer)
+        for source in sources
+    }
+    for source in sorted(chosen - {exchange.rank}):
+        _group(exchange).send([torch.zeros(1)], source, exchange.tag).wait()
 
 
 def gather(optimizer: Any, sources: Sequence[int], exchange: Exchange) -> dict[Any, Any]:

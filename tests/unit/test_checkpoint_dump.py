@@ -322,6 +322,30 @@ def test_a_holder_that_sends_nothing_ends_the_dump(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_sender_may_drop_its_group_once_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = threading.Event()
+    acknowledge = shards.acknowledge
+
+    def late(*args: Any) -> None:
+        gathered.set()
+        acknowledge(*args)
+
+    monkeypatch.setattr(shards, "acknowledge", late)
+
+    def sender(group: Any) -> bool:
+        megatron.send_shards(Rank(0, 2).state, 1, Exchange(group, 0, [[0, 1]]))
+        return gathered.is_set()
+
+    def writer(group: Any) -> Any:
+        return megatron.write_files(
+            Rank(1, 2).state, RECORD, Exchange(group, 1, [[0, 1]]), tmp_path / "out", 1
+        )
+
+    results = together(tmp_path, [sender, writer])
+    assert results[0] is True
+    assert len(results[1].files) == 2
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_00").write_text("in the way")
     with pytest.raises(CheckpointError, match="mp_rank_00") as caught:
