@@ -1,0 +1,131 @@
+"""What breaks, where and how, and the moment at which it does."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# Where a fault strikes in the step that it names.
+PHASES = {
+    "start": "before the model is built",
+    "data": "when the batch is fetched",
+    "forward": "before the transformer layers",
+    "backward": "when gradients reach the transformer layers",
+    "reduction": "before the gradients are reduced",
+    "overflow": "when it is known whether the gradients overflow",
+    "norm": "before the gradient norm is computed",
+    "door-before": "at the door, before the barrier",
+    "door-after": "past the barrier, before the update",
+    "update": "when the first parameter has been updated",
+    "gather": "after the update, before the parameters are gathered",
+    "between": "after the step, before the next",
+    "save": "in a regular save, before anything is written",
+    "save-write": "in a regular save, in the middle of a file (on a rank that writes)",
+    "save-barrier": "in a regular save, when this rank has written",
+    "save-tracker": "in a regular save, when every rank has written (rank 0)",
+    "save-named": "in a regular save, when its folder has its name and the tracker is old (rank 0)",
+    "dump": "when this rank is ordered to save last words",
+    "dump-write": "while this rank writes last words",
+}
+KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")
+
+
+class InjectedError(Exception):
+    """What the kind `exception` raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One SPEC; without a step it strikes when its phase is reached for the first time."""
+
+    rank: int
+    phase: str
+    kind: str
+    step: int | None = None
+    code: int = 1
+    also: int | None = None
+    restart: int = 0
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES or self.kind not in KINDS:
+            raise ValueError(f"phases: {', '.join(PHASES)}; kinds: {', '.join(KINDS)}")
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        words = dict(part.split("=", 1) for part in text.split(","))
+        numbers = {name: int(value) for name, value in words.items() if name not in ("phase", "kind")}
+        return cls(phase=words["phase"], kind=words["kind"], **numbers)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        fields = ("rank", "step", "phase", "kind", "code", "also", "restart")
+        return ",".join(f"{name}={getattr(self, name)}" for name in fields if getattr(self, name) is not None)
+
+
+class Injector:
+    """The faults of this process."""
+
+    def __init__(self, faults: list[Fault], stamp: Path | None) -> None:
+        self._rank = int(os.environ["RANK"])
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._faults = [fault for fault in faults if fault.rank == self._rank and fault.restart == restart]
+        self._stamp = stamp
+        self.step = 0
+        self.saving = False
+
+    def expects(self, phase: str) -> bool:
+        return any(fault.phase == phase for fault in self._faults)
+
+    def reach(self, phase: str) -> None:
+        """Strike if a fault is due."""
+        for fault in self._faults:
+            if fault.phase == phase and fault.step in (None, self.step):
+                self._faults.remove(fault)
+                self._strike(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        if self._stamp is not None:
+            line = {
+                "time": time.time(),
+                "rank": self._rank,
+                "step": self.step,
+                "phase": fault.phase,
+                "kind": fault.kind,
+            }
+            descriptor = os.open(self._stamp, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.write(descriptor, (json.dumps(line) + "\n").encode())
+            os.close(descriptor)
+        if fault.also is not None:
+            os.kill(_sibling(fault.also), signal.SIGKILL)
+        sys.stdout.flush()
+        match fault.kind:
+            case "sigkill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "sigterm":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "sigsegv":
+                ctypes.string_at(0)
+            case "os._exit":
+                os._exit(fault.code)
+            case "sys.exit":
+                sys.exit(fault.code)
+            case "exception":
+                raise InjectedError(str(fault))
+
+
+def _sibling(rank: int) -> int:
+    """The process id of another worker of this agent."""
+    wanted = f"RANK={rank}".encode()
+    for process in Path("/proc").iterdir():
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getppid() and wanted in (process / "environ").read_bytes().split(b"\0"):
+                return int(process.name)
+        except (OSError, ValueError, IndexError):
+            continue
+    raise LookupError(f"rank {rank} is no worker of this agent")

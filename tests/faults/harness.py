@@ -1,0 +1,219 @@
+"""Runs jobs that are to break, and sees to it that nothing of them is left."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import leftovers
+from tests.faults.fault import Fault
+from tests.frameworks import args, prepare, record
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "tests/frameworks/record.py"
+INJECT = ROOT / "tests/faults/inject.py"
+# A quiet machine needs 15 s; one with twenty times the load must pass as well.
+JOB_TIMEOUT_S = 400.0
+ITERATIONS = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job is cut, and what its unmodified counterpart needs to be cut the same way."""
+
+    name: str
+    processes: int
+    precision: str = "bf16"
+    tp: int = 1
+    distributed_optimizer: bool = True
+    extra: tuple[str, ...] = ()
+
+    @property
+    def reference(self) -> tuple[str, ...]:
+        """For a run without the adaptor: the norm of the gradients is summed in the order of instances."""
+        return ("--num-distributed-optimizer-instances", "2") if self.distributed_optimizer else ()
+
+
+DP4 = Layout("dp4", 4)
+DP2 = Layout("dp2", 2)
+DP2_WHOLE = Layout("dp2-whole-optimizer", 2, distributed_optimizer=False)
+TP2_DP2 = Layout("tp2-dp2", 4, tp=2)
+DP2_FP32 = Layout("dp2-fp32", 2, precision="fp32")
+# Its fifth step is skipped.
+DP2_FP16 = Layout("dp2-fp16", 2, precision="fp16")
+FP16_SKIPS = 5
+
+
+@dataclass
+class Job:
+    """What is to be run, in a folder of its own.
+
+    launcher   ttprun, or torchrun for the unmodified framework
+    options    of the launcher
+    arguments  of the training script, besides those of the layout
+    nodes      how many agents, all on this machine; the processes are divided among them
+    script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
+    framework  the tree of Megatron-LM
+    """
+
+    out: Path
+    layout: Layout
+    launcher: str = "ttprun"
+    faults: Sequence[str] = ()
+    restarts: int = 0
+    save: Path | None = None
+    save_interval: int = 1000
+    load: Path | None = None
+    options: Sequence[str] = ()
+    arguments: Sequence[str] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    nodes: int = 1
+    script: Path | None = None
+    framework: Path | None = None
+    timeout_s: float = JOB_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended: exit code and log of each agent."""
+
+    job: Job
+    codes: tuple[int, ...]
+    logs: tuple[str, ...]
+    records: dict[int, list[dict[str, Any]]]
+    stamps: list[str]
+
+    @property
+    def code(self) -> int:
+        (code,) = self.codes
+        return code
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.logs)
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the first agent."""
+        return self.logs[0].rstrip().rpartition("\n")[2]
+
+    @property
+    def said(self) -> list[str]:
+        """What the adaptor said."""
+        return [line for line in self.log.splitlines() if line.startswith(("[ttp]", "ttprun:"))]
+
+
+def run(job: Job) -> Ended:
+    """Run a job to its end, and see to it that nothing of it is left."""
+    job.out.mkdir(parents=True)
+    scratch = job.out / "tmp"
+    scratch.mkdir()
+    mark = uuid.uuid4().hex
+    ports = _free_ports(2)
+    environment = args.environment(
+        TTP_LOG_PATH=str(job.out / "logs"),
+        TTP_PORT=str(ports[1]),
+        TMPDIR=str(scratch),
+        PYTHONWARNINGS="ignore",
+        PYTHONUNBUFFERED="1",
+        **{leftovers.MARK: mark},
+    )
+    # The bytecode of a framework is worth seconds in every process.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment.update(job.environment)
+    shared_before = leftovers.shared_memory()
+    logs = [job.out / f"agent{node}.log" for node in range(job.nodes)]
+    agents = []
+    for node, log in enumerate(logs):
+        with log.open("wb") as sink:
+            command = _command(job, node, ports[0])
+            agents.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, cwd=ROOT
+                )
+            )
+    try:
+        codes = _wait(agents, job.timeout_s)
+    except subprocess.TimeoutExpired:
+        leftovers.end(mark)
+        tail = "".join(log.read_text(errors="replace")[-3000:] for log in logs)
+        pytest.fail(f"the job had not ended after {job.timeout_s:g} s:\n{tail}")
+    leftovers.assert_nothing_left(mark, ports, scratch, shared_before)
+    stamps = job.out / "stamps"
+    ended = Ended(
+        job,
+        codes,
+        tuple(log.read_text(errors="replace") for log in logs),
+        record.read(job.out / "record"),
+        stamps.read_text().splitlines() if stamps.exists() else [],
+    )
+    assert len(ended.stamps) == len(job.faults), f"a fault did not strike:\n{ended.log[-3000:]}"
+    return ended
+
+
+def _command(job: Job, node: int, port: int) -> list[str]:
+    layout = job.layout
+    command = [
+        str(Path(sys.executable).with_name(job.launcher)),
+        *("--nproc-per-node", str(layout.processes // job.nodes)),
+        *("--max-restarts", str(job.restarts)),
+        *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+    ]
+    if job.nodes > 1:
+        command += ["--nnodes", str(job.nodes), "--node-rank", str(node)]
+    command += ["--ttp-device", "cpu"] if job.launcher == "ttprun" else []
+    command += job.options
+    command += ["-m", "adaptor.devices.cpu"] if job.launcher == "torchrun" else []
+    if job.script is None:
+        command += [str(RECORD), str(job.out / "record")]
+    if job.faults:
+        command += [str(INJECT), "--stamp", str(job.out / "stamps")]
+        command += [f"--fault={Fault.parse(fault)}" for fault in job.faults] + ["--"]
+    if job.script is not None:
+        return [*command, str(job.script), "--record", str(job.out / "record"), *job.arguments]
+    framework = job.framework or prepare.megatron_lm()
+    return [*command, str(framework / "pretrain_gpt.py"), *_training(job)]
+
+
+def _training(job: Job) -> list[str]:
+    layout = job.layout
+    return args.tiny_gpt(
+        train_iters=ITERATIONS,
+        save=job.save,
+        load=job.load,
+        save_interval=job.save_interval,
+        precision=layout.precision,
+        tp=layout.tp,
+        distributed_optimizer=layout.distributed_optimizer,
+        extra=(
+            *layout.extra,
+            *(layout.reference if job.launcher == "torchrun" else ()),
+            *job.arguments,
+        ),
+    )
+
+
+def _wait(agents: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[int, ...]:
+    deadline = time.monotonic() + timeout_s
+    codes = tuple(agent.wait(max(0.0, deadline - time.monotonic())) for agent in agents)
+    return tuple(code if code >= 0 else 128 - code for code in codes)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

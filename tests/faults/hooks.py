@@ -1,0 +1,190 @@
+"""Where faults strike: hooks on the framework and on the adaptor, from outside of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from tests.faults.fault import Fault, Injector
+
+# Into a file this far: archives of the tiny models are some megabytes.
+_HALF_WRITTEN = 100_000
+
+
+class _HalfFile:
+    """A file in the middle of which a fault strikes."""
+
+    def __init__(self, path: Any, injector: Injector) -> None:
+        self._file = Path(path).open("wb")  # noqa: SIM115  (closed below)
+        self._injector = injector
+        self._written = 0
+
+    def write(self, data: Any) -> int:
+        count = self._file.write(data)
+        self._written += count
+        if self._written > _HALF_WRITTEN:
+            self._file.flush()
+            self._injector.reach("save-write")
+        return count
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+Wrapper = Callable[[Any, Any, Any, Any], Any]
+
+
+def _wrap(module: str, name: str, wrapper: Wrapper) -> None:
+    """Once `module` is imported. Patches that were armed before are inside."""
+
+    def wrap(imported: ModuleType) -> None:
+        wrapt.wrap_function_wrapper(imported, name, wrapper)
+
+    wrapt.register_post_import_hook(wrap, module)
+
+
+def install(faults: list[Fault], stamp: Path | None) -> None:
+    """Hook what the faults of this process need, before the framework is imported."""
+    injector = Injector(faults, stamp)
+
+    def before(phase: str) -> Wrapper:
+        def strikes_before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            injector.reach(phase)
+            return wrapped(*args, **kwargs)
+
+        return strikes_before
+
+    def after(phase: str) -> Wrapper:
+        def strikes_after(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            result = wrapped(*args, **kwargs)
+            injector.reach(phase)
+            return result
+
+        return strikes_after
+
+    _follow_the_steps(injector)
+    _wrap("megatron.training.training", "setup_model_and_optimizer", before("start"))
+    _wrap("megatron.training.utils", "get_batch_on_this_tp_rank", before("data"))
+    _wrap("megatron.core.transformer.transformer_block", "TransformerBlock.forward", _layers(injector))
+    buffers = "megatron.core.distributed.param_and_grad_buffer"
+    _wrap(buffers, "_ParamAndGradBucketGroup.start_grad_sync", before("reduction"))
+    _wrap(buffers, "_ParamAndGradBucketGroup.start_param_sync", before("gather"))
+    _wrap("megatron.core.optimizer.optimizer", "ChainedOptimizer.prepare_grads", after("overflow"))
+    _wrap("megatron.core.optimizer.clip_grads", "get_grad_norm_fp32", before("norm"))
+    _wrap("adaptor.control.board", "Board.ready", after("door-before"))
+    _wrap("adaptor.control.door", "Door.enter", _door(injector))
+    _wrap("adaptor.checkpoint.trainee", "MegatronTrainee.dump", before("dump"))
+    _wrap("adaptor.checkpoint.manifest", "HashingFile.write", after("dump-write"))
+    if injector.expects("update"):
+        _watch_updates(injector)
+    _watch_saves(injector)
+
+
+def _follow_the_steps(injector: Injector) -> None:
+    def step_is_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        injector.step = get_args().curr_iteration + 1
+        result = wrapped(*args, **kwargs)
+        injector.reach("between")
+        return result
+
+    def step_is_told(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        injector.step = args[0] if args else kwargs["step"]
+        return wrapped(*args, **kwargs)
+
+    _wrap("megatron.training.training", "train_step", step_is_known)
+    # A script that uses the core as a library has a loop of its own.
+    _wrap("adaptor.control.session", "Session.begin_step", step_is_told)
+
+
+def _layers(injector: Injector) -> Wrapper:
+    def strikes_at_the_layers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        injector.reach("forward")
+        hidden = wrapped(*args, **kwargs)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: injector.reach("backward"))
+        return hidden
+
+    return strikes_at_the_layers
+
+
+def _door(injector: Injector) -> Wrapper:
+    def strikes_past_the_barrier(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if args[0] == injector.step:  # the other window is that of a regular save
+            injector.reach("door-after")
+        return wrapped(*args, **kwargs)
+
+    return strikes_past_the_barrier
+
+
+def _watch_updates(injector: Injector) -> None:
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    inside = False
+
+    def enters(*_: Any) -> None:
+        nonlocal inside
+        inside = True
+
+    def leaves(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+
+    def strikes_after_one_parameter(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        if inside:
+            injector.reach("update")
+        return result
+
+    register_optimizer_step_pre_hook(enters)
+    register_optimizer_step_post_hook(leaves)
+    wrapt.wrap_function_wrapper(torch, "Tensor.addcdiv_", strikes_after_one_parameter)
+
+
+def _watch_saves(injector: Injector) -> None:
+    checkpointing = "megatron.training.checkpointing"
+
+    def save_is_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        injector.saving = True
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            injector.saving = False
+
+    def strikes_in_a_save(phase: str, wrapped: Any, args: Any, kwargs: Any) -> Any:
+        if injector.saving:
+            injector.reach(phase)
+        return wrapped(*args, **kwargs)
+
+    def strikes_in_a_file(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if not injector.saving or len(args) < 2 or not isinstance(args[1], str):
+            return wrapped(*args, **kwargs)
+        file = _HalfFile(args[1], injector)
+        try:
+            return wrapped(args[0], file, *args[2:], **kwargs)
+        finally:
+            file.close()
+
+    def strikes_around_the_tracker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if not injector.saving:
+            return wrapped(*args, **kwargs)
+        injector.reach("save-tracker")
+        name = wrapped(*args, **kwargs)
+        injector.reach("save-named")
+        return name
+
+    _wrap(checkpointing, "save_checkpoint", save_is_known)
+    _wrap(checkpointing, "get_checkpoint_name", lambda w, i, a, k: strikes_in_a_save("save", w, a, k))
+    _wrap(checkpointing, "get_checkpoint_tracker_filename", strikes_around_the_tracker)
+    _wrap("torch.distributed", "barrier", lambda w, i, a, k: strikes_in_a_save("save-barrier", w, a, k))
+    if injector.expects("save-write"):
+        _wrap("torch", "save", strikes_in_a_file)

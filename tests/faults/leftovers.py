@@ -1,0 +1,97 @@
+"""What a job must not leave behind: processes, ports, shared memory, socket files.
+
+Every process of a job carries a mark in its environment, so that none of them can hide after its end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+MARK = "TTP_TEST_JOB"
+# What a killed process held is given back by the kernel a moment after its parent knows of its death.
+GONE_WITHIN_S = 5.0
+SHARED = Path("/dev/shm")
+
+
+def assert_nothing_left(mark: str, ports: list[int], scratch: Path, shared_before: set[str]) -> None:
+    """Wait a moment for the last of it; then whatever is left fails the test, and is ended."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while left := _left(mark, ports, scratch, shared_before):
+        if time.monotonic() > deadline:
+            end(mark)
+            pytest.fail("the job left behind: " + "; ".join(left))
+        time.sleep(0.1)
+
+
+def end(mark: str) -> None:
+    """End what a job has left."""
+    for pid in _processes(mark):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def shared_memory() -> set[str]:
+    """The names of shared memory on this machine."""
+    return {path.name for path in SHARED.iterdir()} if SHARED.is_dir() else set()
+
+
+def _left(mark: str, ports: list[int], scratch: Path, shared_before: set[str]) -> list[str]:
+    left = [f"process {pid}: {_words(pid)}" for pid in _processes(mark)]
+    left += [f"port {port}" for port in sorted(_listening() & set(ports))]
+    left += [f"shared memory {name}" for name in sorted(_orphans(shared_memory() - shared_before))]
+    left += [f"socket {path}" for path in scratch.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+    return left
+
+
+def _everyone() -> Iterator[Path]:
+    return (path for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def _processes(mark: str) -> list[int]:
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for process in _everyone():
+        try:
+            if wanted in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def _words(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+    except OSError:
+        return ""
+
+
+def _listening() -> set[int]:
+    ports = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else []:
+            _, local, _, state = line.split()[:4]
+            if state == "0A":
+                ports.add(int(local.rpartition(":")[2], 16))
+    return ports
+
+
+def _orphans(names: Iterable[str]) -> set[str]:
+    """Those that no living process has mapped: other jobs of this machine have theirs."""
+    orphans = set(names)
+    for process in _everyone() if orphans else ():
+        try:
+            maps = (process / "maps").read_text()
+        except OSError:
+            continue
+        orphans -= {name for name in orphans if f"{SHARED}/{name}" in maps}
+    return orphans

@@ -1,0 +1,98 @@
+"""Compares two checkpoints of Megatron-LM's `torch` format, bit by bit, without the framework."""
+
+from __future__ import annotations
+
+import pickle
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+
+# What a run with another save folder and interval, or with the adaptor, says of itself in its arguments.
+OWN_ARGUMENTS = frozenset({"save", "save_interval", "num_distributed_optimizer_instances"})
+
+
+class _Stranger:
+    """Stands in for an object of a class of the framework."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_strangers: dict[tuple[str, str], type] = {}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "megatron":
+            return _strangers.setdefault((module, name), type(name, (_Stranger,), {}))
+        return super().find_class(module, name)
+
+
+def load(path: Path) -> Any:
+    """The content of a file that a test of ours has written."""
+    pickling = SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
+    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=pickling)
+
+
+def files(folder: Path) -> set[str]:
+    """The files of a checkpoint, below its folder."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*.pt")}
+
+
+def differences(ours: Path, theirs: Path) -> list[str]:
+    """What differs between two checkpoint folders, a line each; keys in the same order, dtypes, bits."""
+    if files(ours) != files(theirs):
+        return [f"files: {sorted(files(ours))} and {sorted(files(theirs))}"]
+    return [
+        f"{name}{line}"
+        for name in sorted(files(ours))
+        for line in _differences("", load(ours / name), load(theirs / name))
+    ]
+
+
+def _differences(place: str, ours: Any, theirs: Any) -> Iterator[str]:
+    if type(ours) is not type(theirs):
+        yield f"{place}: {type(ours).__name__} and {type(theirs).__name__}"
+    elif isinstance(ours, torch.Tensor):
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            yield f"{place}: {ours.dtype} {tuple(ours.shape)} and {theirs.dtype} {tuple(theirs.shape)}"
+        elif _bits(ours) != _bits(theirs):
+            yield f"{place}: other bits"
+    elif isinstance(ours, numpy.ndarray):
+        if ours.dtype != theirs.dtype or ours.tobytes() != theirs.tobytes():
+            yield f"{place}: other bits"
+    elif isinstance(ours, dict):
+        if list(ours) != list(theirs):
+            yield f"{place}: keys {list(ours)} and {list(theirs)}"
+        for key in ours.keys() & theirs.keys():
+            yield from _differences(f"{place}/{key}", ours[key], theirs[key])
+    elif isinstance(ours, list | tuple):
+        if len(ours) != len(theirs):
+            yield f"{place}: {len(ours)} and {len(theirs)} entries"
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            yield from _differences(f"{place}/{number}", one, other)
+    elif isinstance(ours, Namespace):
+        mine, other = (
+            {key: value for key, value in vars(each).items() if key not in OWN_ARGUMENTS}
+            for each in (ours, theirs)
+        )
+        yield from _differences(f"{place}.", dict(sorted(mine.items())), dict(sorted(other.items())))
+    elif isinstance(ours, float):
+        if ours.hex() != theirs.hex():
+            yield f"{place}: {ours!r} and {theirs!r}"
+    elif ours != theirs:
+        yield f"{place}: {ours!r} and {theirs!r}"
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

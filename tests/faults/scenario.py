@@ -1,0 +1,84 @@
+"""What every fault that can be survived has to leave: the last words, and a way to go on from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.faults import harness, outcome
+from tests.faults.harness import ITERATIONS, Ended, Job, Layout
+from tests.faults.same import differences
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A run of the unmodified framework that never failed: its records, and a checkpoint of each step."""
+
+    records: dict[int, list[dict[str, Any]]]
+    checkpoints: Path
+
+
+BaselineOf = Callable[[Layout], Baseline]
+
+
+def ends(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> tuple[Ended, int]:
+    """The job ends with `code` and the last words of one of the steps `saved`; returns it and the step.
+
+    Up to its end it has trained as the baseline has, and its checkpoint is what the framework saved there.
+    """
+    assert job.save is not None
+    before = outcome.steps_in(job.save) if job.save.exists() else []
+    ended = harness.run(job)
+    assert set(ended.codes) == {code}, ended.log[-3000:]
+    (step,) = set(outcome.steps_in(job.save)) - set(before) - _regular(job)
+    assert step in saved
+    assert_last_words(job.save, step, baseline)
+    outcome.assert_same_training(ended, baseline.records, steps=range(1, step))
+    return ended, step
+
+
+def assert_last_words(save: Path, step: int, baseline: Baseline) -> None:
+    """The newest checkpoint is the one that the framework itself saved at this step."""
+    folder = outcome.assert_saved(save, step)
+    assert differences(folder, baseline.checkpoints / folder.name) == []
+
+
+def goes_on(job: Job, baseline: Baseline, step: int) -> None:
+    """The unmodified framework resumes from what `job` has left and trains as if nothing had happened."""
+    resumed = harness.run(Job(job.out / "resumed", job.layout, launcher="torchrun", load=job.save))
+    assert resumed.code == 0, resumed.log[-3000:]
+    assert {line["iteration"] for lines in resumed.records.values() for line in lines} == set(
+        range(step + 1, ITERATIONS + 1)
+    )
+    outcome.assert_same_training(resumed, baseline.records, steps=range(step + 1, ITERATIONS + 1))
+
+
+def survives(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> Ended:
+    """Both: the job ends with its last words, and the unmodified framework goes on from them."""
+    ended, step = ends(job, baseline, code=code, saved=saved)
+    assert ended.last_line.startswith("[ttp] "), ended.last_line
+    assert f"step {step} is saved, no finished step is lost" in ended.last_line
+    goes_on(job, baseline, step)
+    return ended
+
+
+def restarts(job: Job, baseline: Baseline, *, saved: Collection[int]) -> Ended:
+    """The job saves its last words, starts again by itself and trains to the end as the baseline has."""
+    assert job.save is not None
+    assert job.restarts > 0
+    ended = harness.run(job)
+    assert set(ended.codes) == {0}, ended.log[-3000:]
+    (step,) = set(outcome.steps_in(job.save)) - _regular(job) - {ITERATIONS}
+    assert step in saved
+    outcome.assert_saved(job.save, ITERATIONS)
+    assert differences(*(root / f"iter_{step:07d}" for root in (job.save, baseline.checkpoints))) == []
+    outcome.assert_same_training(ended, baseline.records)
+    again = {line["iteration"] for lines in ended.records.values() for line in lines if line["restart"] == 1}
+    assert again == set(range(step + 1, ITERATIONS + 1))
+    return ended
+
+
+def _regular(job: Job) -> set[int]:
+    return set(range(job.save_interval, ITERATIONS, job.save_interval))

@@ -1,0 +1,18 @@
+"""Each of these tests trains Megatron-LM once or more often, with faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+# One test is two or three jobs, each of which ends itself by `harness.JOB_TIMEOUT_S`.
+TIMEOUT_S = 1200
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))

@@ -1,0 +1,31 @@
+"""A job that saves in `torch_dist` has its last words in `torch`, and goes on from them by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2, ITERATIONS, Job
+from tests.faults.scenario import BaselineOf
+
+
+def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    baseline = baseline_of(DP2)
+    save = tmp_path / "save"
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=save,
+        save_interval=4,
+        restarts=1,
+        arguments=["--ckpt-format", "torch_dist"],
+        faults=["rank=1,step=7,phase=backward,kind=sigkill"],
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    assert outcome.steps_in(save) == [4, 6, ITERATIONS]
+    assert (save / "iter_0000004" / ".metadata").exists()
+    assert (save / "iter_0000006" / "mp_rank_00" / "model_optim_rng.pt").exists()
+    assert (save / f"iter_{ITERATIONS:07d}" / ".metadata").exists()
+    outcome.assert_saved(save, ITERATIONS)
+    outcome.assert_same_training(ended, baseline.records)

@@ -1,0 +1,49 @@
+"""Whichever rank fails, no finished step is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.harness import DP4, Job
+from tests.faults.scenario import BaselineOf, restarts, survives
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_killed_rank_and_the_job_goes_on_by_itself(
+    rank: int, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        restarts=1,
+        faults=[f"rank={rank},step=6,phase=backward,kind=sigkill"],
+    )
+    ended = restarts(job, baseline_of(DP4), saved={5})
+    (line,) = [line for line in ended.said if "was ended by" in line]
+    assert line.startswith(f"[ttp] rank {rank} was ended by SIGKILL; step 5 is saved")
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_an_exception_in_a_rank(rank: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        faults=[f"rank={rank},step=6,phase=forward,kind=exception"],
+    )
+    ended = survives(job, baseline_of(DP4), code=1, saved={5})
+    assert ended.last_line.startswith(f"[ttp] rank {rank} raised ")
+    assert "InjectedError" in ended.last_line
+
+
+def test_two_ranks_of_different_shards_at_once(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        faults=["rank=0,step=6,phase=backward,kind=sigkill,also=3"],
+    )
+    survives(job, baseline_of(DP4), code=137, saved={5})

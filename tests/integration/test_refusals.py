@@ -1,0 +1,173 @@
+"""What makes no sense is refused in one line, before anything is trained."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness
+from tests.faults.harness import DP2, DP4, Job, Layout
+from tests.frameworks import prepare
+
+REFUSED = 2
+
+
+def _assert_refused(ended: harness.Ended, *words: str) -> None:
+    """One line with these words, the last; no step was made."""
+    assert ended.code == REFUSED
+    assert [line for line in ended.said if "error" in line] == [ended.last_line]
+    assert ended.last_line.startswith("ttprun: error: ")
+    for word in words:
+        assert word in ended.last_line
+    assert "Traceback" not in ended.log
+    assert not any(ended.records.values())
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "line"),
+    [
+        ({"ENABLE_TTP": "maybe"}, [], "ENABLE_TTP is 'maybe': it must be True, 1, False or 0"),
+        ({"TTP_OT": "5"}, [], "TTP_OT is '5': it must be a number of seconds from 10 to 3600"),
+        ({}, ["--ttp-ot", "99999"], "TTP_OT is '99999': it must be a number of seconds from 10 to 3600"),
+        ({"TTP_PORT": "none"}, [], "TTP_PORT is 'none': it must be a port from 1 to 65535"),
+        ({}, ["--ttp-device", "gpu"], "TTP_DEVICE is 'gpu': it must be cpu, or nothing"),
+    ],
+    ids=["enable", "timeout", "timeout-flag", "port", "device-flag"],
+)
+def test_a_setting_that_makes_no_sense(
+    environment: dict[str, str], options: list[str], line: str, tmp_path: Path
+) -> None:
+    """Nothing is launched: there is no output but this line."""
+    job = Job(tmp_path / "job", DP2, save=tmp_path / "save", options=options, environment=environment)
+    ended = harness.run(job)
+    assert ended.code == REFUSED
+    (said,) = ended.log.splitlines()
+    assert said.startswith(f"ttprun: error: {line}")
+
+
+def test_no_folder_to_save_to(tmp_path: Path) -> None:
+    ended = harness.run(Job(tmp_path / "job", DP2))
+    _assert_refused(ended, "--save is missing")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """Below a file no folder can be made, whoever asks."""
+    (tmp_path / "file").touch()
+    ended = harness.run(Job(tmp_path / "job", DP2, save=tmp_path / "file" / "save"))
+    _assert_refused(ended, f"--save is {tmp_path}/file/save: it cannot be written")
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout("dp1", 1), "the data-parallel size is 1: there is no second rank for a replica"),
+        (Layout("dp3", 3, extra=("--global-batch-size", "9")), "the data-parallel size is 3, which is odd"),
+        (Layout("tp2-dp1", 2, tp=2), "the data-parallel size is 1"),
+    ],
+    ids=["size-1", "size-3", "size-1-of-2"],
+)
+def test_nothing_to_split(layout: Layout, words: str, tmp_path: Path) -> None:
+    ended = harness.run(Job(tmp_path / "job", layout, save=tmp_path / "save"))
+    _assert_refused(ended, words, "TTP_REPLICA=none", "ENABLE_TTP=False")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sequence-parallel"], "--sequence-parallel is True"),
+        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size is 2"),
+        (["--num-experts", "4", "--disable-bias-linear"], "--num-experts is 4"),
+        (["--overlap-grad-reduce"], "--overlap-grad-reduce is True"),
+    ],
+    ids=["sequence-parallel", "pipeline", "experts", "overlap"],
+)
+def test_a_layout_that_is_not_protected_yet(arguments: list[str], words: str, tmp_path: Path) -> None:
+    layout = Layout("refused", 4, tp=2)
+    ended = harness.run(Job(tmp_path / "job", layout, save=tmp_path / "save", arguments=arguments))
+    _assert_refused(ended, words, "ENABLE_TTP=False")
+
+
+def test_a_framework_that_does_not_match(tmp_path: Path) -> None:
+    tree = tmp_path / "megatron-lm"
+    shutil.copytree(
+        prepare.megatron_lm(), tree, ignore=shutil.ignore_patterns("__pycache__", "tests", "docs")
+    )
+    file = tree / "megatron/training/checkpointing.py"
+    text = file.read_text()
+    old = "def get_checkpoint_name(checkpoints_path, iteration, release=False,"
+    assert old in text
+    file.write_text(
+        text.replace(old, "def get_checkpoint_name(root, checkpoints_path, iteration, release=False,")
+    )
+    job = Job(tmp_path / "job", DP2, save=tmp_path / "save", framework=tree)
+    ended = harness.run(job)
+    _assert_refused(
+        ended,
+        "megatron.training.checkpointing:get_checkpoint_name",
+        "(checkpoints_path, iteration, release=, ...)",
+        "(root, checkpoints_path, iteration, release=False",
+    )
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, **environment},
+        cwd=prepare.megatron_lm(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_enabled_after_the_framework_was_imported() -> None:
+    done = _python("import megatron.core.parallel_state, adaptor; adaptor.enable()", TTP_AGENT="somewhere")
+    assert done.returncode == 1
+    line = done.stderr.rstrip().rpartition("\n")[2]
+    assert "adaptor.enable() was called after megatron.core.parallel_state was imported" in line
+    assert "call it before" in line
+
+
+def test_enabled_but_not_started_by_ttprun() -> None:
+    done = _python("import adaptor; adaptor.enable()")
+    assert done.returncode == 1
+    line = done.stderr.rstrip().rpartition("\n")[2]
+    assert "start the job with ttprun instead of torchrun, or set ENABLE_TTP=False" in line
+
+
+def test_off_is_plain_torchrun(tmp_path: Path) -> None:
+    """With ENABLE_TTP=False a failure is torch's business, and nothing of the adaptor is in the workers."""
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        environment={"ENABLE_TTP": "False"},
+        faults=["rank=1,step=2,phase=backward,kind=os._exit,code=7"],
+    )
+    ended = harness.run(job)
+    assert ended.code == 7
+    assert list(tmp_path.joinpath("save").glob("*")) == []
+    assert ended.said == []
+
+
+def test_off_no_worker_imports_the_adaptor(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nprint('modules:', [n for n in sys.modules if n.startswith(('adaptor', 'wrapt'))])\n"
+    )
+    job = Job(
+        tmp_path / "job",
+        Layout("one", 1),
+        environment={"ENABLE_TTP": "False"},
+        options=["--ttp-device", ""],
+        script=script,
+    )
+    ended = harness.run(job)
+    assert ended.code == 0
+    assert "modules: []" in ended.log

@@ -1,0 +1,42 @@
+"""A fault in one of the framework's own saves harms neither that step nor the checkpoint before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from adaptor.checkpoint import manifest
+from tests.faults import harness, outcome
+from tests.faults.harness import DP4, Job
+from tests.faults.scenario import BaselineOf, assert_last_words, goes_on
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [
+        (1, "save"),
+        (0, "save-write"),
+        (1, "save-barrier"),
+        (0, "save-barrier"),
+        (0, "save-tracker"),
+        (0, "save-named"),
+    ],
+)
+def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    baseline = baseline_of(DP4)
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        save_interval=3,
+        faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
+    )
+    ended = harness.run(job)
+    assert ended.code == 137
+    assert job.save is not None
+    assert outcome.steps_in(job.save) == [3, 6]
+    assert manifest.verify(job.save / "iter_0000003") == []
+    assert_last_words(job.save, 6, baseline)
+    outcome.assert_same_training(ended, baseline.records, steps=range(1, 7))
+    goes_on(job, baseline, 6)

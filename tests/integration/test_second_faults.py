@@ -1,0 +1,33 @@
+"""A fault while the last words are written: whoever is left saves the same step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.harness import DP4, Job
+from tests.faults.scenario import BaselineOf, survives
+
+FIRST = "rank=3,step=6,phase=backward,kind=sigkill"
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "rank=0,phase=dump,kind=sigkill",
+        "rank=0,phase=dump-write,kind=sigkill",
+        "rank=0,phase=dump-write,kind=exception",
+    ],
+    ids=["killed-at-once", "killed-while-writing", "exception-while-writing"],
+)
+def test_the_writer_fails(second: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=[FIRST, second])
+    survives(job, baseline_of(DP4), code=137, saved={5})
+
+
+def test_the_holder_that_sends_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Ranks 0 and 1 are chosen for the two shards, and rank 3 stands in for rank 1."""
+    faults = ["rank=2,step=6,phase=backward,kind=sigkill", "rank=1,phase=dump,kind=sigkill"]
+    job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=faults)
+    survives(job, baseline_of(DP4), code=137, saved={5})
