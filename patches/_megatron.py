@@ -104,7 +104,10 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
             scheduler=scheduler,
             folder=folder,
             args=args,
-            args_overrides={"rank": ranks[0]},
+            args_overrides={
+                "rank": ranks[0],
+                "local_rank": ranks[0] % int(os.environ["LOCAL_WORLD_SIZE"]),
+            },
         ),
         save=str(Path(args.save).resolve()),
         shares=shares_of(
