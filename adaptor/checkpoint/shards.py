@@ -120,9 +120,9 @@ def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
     """
     chosen = False
     for optimizer, sources in zip(optimizers, exchange.sources, strict=True):
-        index, _ = shard_of(optimizer)
-        if not is_sharded(optimizer) or sources[index] != exchange.rank:
+        if not is_sharded(optimizer) or exchange.rank not in sources:
             continue
+        index = _own_shard(optimizer, sources, exchange)
         chosen = True
         for number, buffer in enumerate(optimizer.buffers):
             for bucket in buckets_of(optimizer, buffer):
@@ -157,7 +157,7 @@ def gather(optimizer: Any, sources: Sequence[int], exchange: Exchange) -> dict[A
     `send`.
     """
     state: dict[Any, Any] = {"buckets_coalesced": True}
-    index, _ = shard_of(optimizer)
+    index = _own_shard(optimizer, sources, exchange)
     for number, buffer in enumerate(optimizer.buffers):
         numel = buffer.numel_unpadded
         world = {key: torch.zeros((numel,), dtype=torch.float32, device="cpu") for key in KEYS}
@@ -170,6 +170,17 @@ def gather(optimizer: Any, sources: Sequence[int], exchange: Exchange) -> dict[A
         dtypes = (buffer.param_dtype, buffer.grad_dtype)
         state[number] = {dtypes: {**world, "numel_unpadded": numel}}
     return state
+
+
+def _own_shard(optimizer: Any, sources: Sequence[int], exchange: Exchange) -> int:
+    """The shard held here; CheckpointError where the sources do not fit, which would leave a hole."""
+    index, count = shard_of(optimizer)
+    wrong = [shard for shard, source in enumerate(sources) if source == exchange.rank and shard != index]
+    if wrong or len(sources) != count:
+        raise CheckpointError(
+            f"rank {exchange.rank} of the dump holds shard {index} of {count}; sources: {list(sources)}"
+        )
+    return index
 
 
 def _receive(world: torch.Tensor, bucket: Bucket, sources: Sequence[int], exchange: Exchange) -> None:

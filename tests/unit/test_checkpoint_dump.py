@@ -346,6 +346,15 @@ def test_a_sender_may_drop_its_group_once_it_returns(tmp_path: Path, monkeypatch
     assert len(results[1].files) == 2
 
 
+@pytest.mark.parametrize("sources", [[1, 0], [0, 0], [0], [0, 1, 2]])
+def test_sources_that_would_leave_a_hole_are_refused(tmp_path: Path, sources: list[int]) -> None:
+    exchange = Exchange(None, 0, [sources])
+    with pytest.raises(CheckpointError, match="rank 0 of the dump holds shard 0 of 2"):
+        megatron.write_files(Rank(0, 2).state, RECORD, exchange, tmp_path, 1)
+    with pytest.raises(CheckpointError, match="rank 0 of the dump holds shard 0 of 2"):
+        megatron.send_shards(Rank(0, 2).state, 1, exchange)
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_00").write_text("in the way")
     with pytest.raises(CheckpointError, match="mp_rank_00") as caught:
