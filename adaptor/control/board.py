@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from adaptor.control.messages import BoardRecord, Phase
 
 SLOT = 4096  # a page each, so that a worker maps its own alone
-_SEQUENCE = struct.Struct("<Q")
+# The sequence number is written through a view of 64-bit integers, at once. struct.pack_into clears its
+# target first: a writer that is put off its core in between would show a number that it never had.
+_SEQUENCE_BYTES = 8
 _RECORD = struct.Struct("<qqqqqqqdd256s")
-# A write takes about a microsecond: a reader that meets an odd number this often meets a writer that died.
-_READS = 100
+# A write takes about a microsecond, and longer where its process is put off the core in the middle. A reader
+# that meets an odd number for this long meets a writer that died.
+_PATIENCE_S = 0.05
 
 
 class BoardMemory:
@@ -31,6 +34,7 @@ class BoardMemory:
         self._fd = os.memfd_create("ttp-boards", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, SLOT * len(ranks))
         self._memory = mmap.mmap(self._fd, SLOT * len(ranks))
+        self._sequences = memoryview(self._memory).cast("Q")
 
     @property
     def path(self) -> str:
@@ -45,12 +49,17 @@ class BoardMemory:
     def read(self, rank: int) -> BoardRecord:
         """The last complete record; after a death in the middle of a write, what is there."""
         start = self._slots[rank]
-        for _ in range(_READS):
-            (before,) = _SEQUENCE.unpack_from(self._memory, start)
-            fields = _RECORD.unpack_from(self._memory, start + _SEQUENCE.size)
-            (after,) = _SEQUENCE.unpack_from(self._memory, start)
+        deadline = 0.0
+        while True:
+            before = self._sequences[start // _SEQUENCE_BYTES]
+            fields = _RECORD.unpack_from(self._memory, start + _SEQUENCE_BYTES)
+            after = self._sequences[start // _SEQUENCE_BYTES]
             if before == after and before % 2 == 0:
                 break
+            deadline = deadline or time.monotonic() + _PATIENCE_S
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0)  # the writer may be waiting for this very core
         if before == 0:
             return BoardRecord(rank=rank)
         rank, pid, phase, oldest, finished, ahead, progress, grad_norm, written_at, error = fields
@@ -62,6 +71,7 @@ class BoardMemory:
         return sum(self.read(rank).progress for rank in self._slots)
 
     def close(self) -> None:
+        self._sequences.release()
         self._memory.close()
         os.close(self._fd)
 
@@ -86,16 +96,16 @@ class Board:
             self._memory = mmap.mmap(fd, SLOT, offset=offset)
         finally:
             os.close(fd)
+        self._sequence_there = memoryview(self._memory)[:_SEQUENCE_BYTES].cast("Q")
         self.write()
 
     def write(self) -> None:
         """Publish the fields."""
-        memory = self._memory
         self._sequence += 2
-        _SEQUENCE.pack_into(memory, 0, self._sequence - 1)
+        self._sequence_there[0] = self._sequence - 1
         _RECORD.pack_into(
-            memory,
-            8,
+            self._memory,
+            _SEQUENCE_BYTES,
             self.rank,
             self._pid,
             self.phase,
@@ -107,7 +117,7 @@ class Board:
             time.time(),
             self._error,
         )
-        _SEQUENCE.pack_into(memory, 0, self._sequence)
+        self._sequence_there[0] = self._sequence
 
     def start(self, origin: int) -> None:
         """The training state is that of step `origin`."""

@@ -1,0 +1,161 @@
+"""The board: a worker in a process of its own writes, this process reads."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from adaptor.control import board
+from adaptor.control.board import Board, BoardMemory
+from adaptor.control.messages import BoardRecord, Phase
+
+# Every field of a record says the same number, and the next record says the next one.
+FAST_WRITER = """
+import os, sys
+from adaptor.control.board import Board
+board = Board(1, *sys.argv[1:])
+print("writing", flush=True)
+n = 0
+while True:
+    n += 1
+    board.oldest = board.finished = board.ahead = board.progress = n
+    board.grad_norm = float(n)
+    board._error = b"%d" % n
+    board.write()
+"""
+
+# Dies after the first half of a write.
+DYING_WRITER = """
+import os, signal, sys
+from adaptor.control.board import Board
+board = Board(1, *sys.argv[1:])
+board.start(7)
+board._sequence_there[0] = board._sequence + 1
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@contextmanager
+def memory_of(*ranks: int) -> Iterator[BoardMemory]:
+    memory = BoardMemory(ranks)
+    try:
+        yield memory
+    finally:
+        memory.close()
+
+
+@contextmanager
+def writer(script: str, memory: BoardMemory) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", script, memory.path, memory.slots]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_the_worker_writes_is_what_the_agent_reads() -> None:
+    with memory_of(3, 1) as memory:
+        one = Board(1, memory.path, memory.slots)
+        assert memory.read(3) == BoardRecord(rank=3)
+        assert (memory.read(1).phase, memory.read(1).pid) == (Phase.STARTING, os.getpid())
+        one.start(4)
+        one.ready(5)
+        one.grad_norm = 0.5
+        one.updating()
+        read = memory.read(1)
+        assert (read.phase, read.oldest, read.finished, read.ahead) == (Phase.UPDATING, 4, 4, 5)
+        assert read.grad_norm == 0.5
+        one.finish(5, updated=True)
+        one.finish(6, updated=False)
+        one.advance(1000)
+        one.fail("é" * 200)
+        read = memory.read(1)
+        assert (read.phase, read.oldest, read.finished, read.progress) == (Phase.RUNNING, 5, 6, 1000)
+        assert read.error.startswith("é" * 127)
+        assert read.written_at == pytest.approx(time.time(), abs=60)
+        other = Board(3, memory.path, memory.slots)
+        other.advance(24)
+        assert memory.progress() == 1024
+        assert memory.read(1) == read, "one rank's board is not another's"
+
+
+def test_numbers_that_are_none() -> None:
+    with memory_of(0) as memory:
+        one = Board(0, memory.path, memory.slots)
+        one.grad_norm = math.inf
+        one.write()
+        assert memory.read(0).grad_norm == math.inf
+
+
+@pytest.fixture(params=["another core", "the same core"])
+def core(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On the same core, the writer stands still in the middle of what it did whenever the reader runs."""
+    before = os.sched_getaffinity(0)
+    if request.param == "the same core":
+        os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.usefixtures("core")
+def test_no_reading_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "_PATIENCE_S", 60.0)  # a writer that was put off its core is waited for here
+    seen = 0
+    with memory_of(0, 1) as memory, writer(FAST_WRITER, memory) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            time.sleep(0)
+            read = memory.read(1)
+            n = read.finished
+            assert n >= seen
+            assert (read.oldest, read.ahead, read.progress, read.grad_norm) == (n, n, n, n)
+            assert read.error == (str(n) if n > 0 else "")
+            seen = n
+    assert seen > 1000
+
+
+def test_a_killed_writer_leaves_something_to_read() -> None:
+    with memory_of(1) as memory, writer(FAST_WRITER, memory) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        while memory.read(1).finished < 100:
+            pass
+        process.kill()
+        process.wait()
+        read = memory.read(1)
+        assert read == memory.read(1)
+        assert read.finished >= 100
+        assert read.rank == 1
+
+
+def test_a_death_in_the_middle_of_a_write_does_not_keep_the_reader() -> None:
+    with memory_of(1) as memory, writer(DYING_WRITER, memory) as process:
+        assert process.wait(60) == -signal.SIGKILL
+        before = time.monotonic()
+        read = memory.read(1)
+        assert time.monotonic() - before < 30
+        assert (read.phase, read.finished) == (Phase.RUNNING, 7)
+
+
+def test_nothing_has_a_name() -> None:
+    with memory_of(0) as memory:
+        path = Path(memory.path)
+        assert str(path.readlink()).startswith("/memfd:")
+    assert not path.exists()
+
+
+def test_a_rank_without_a_slot_is_refused() -> None:
+    with memory_of(0, 1) as memory, pytest.raises(ValueError, match="2"):
+        Board(2, memory.path, memory.slots)
