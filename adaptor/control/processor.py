@@ -105,7 +105,8 @@ class Processor:
     def _freeze(self, order: Freeze) -> None:
         assert self._session is not None
         board = self._session.freeze(self._timeout_s / 2)
-        self.say(Frozen(self._rank, order.incident, board))
+        if board is not None:  # else this rank is no holder: the controller does not wait longer than that
+            self.say(Frozen(self._rank, order.incident, board))
 
     def _dump(self, order: Dump) -> None:
         session = self._session

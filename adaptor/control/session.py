@@ -109,11 +109,13 @@ class Session:
             return
         history = self._history
         kept = {k: record for k, record in history.records.items() if self.board.oldest <= k < step}
+        left_out = self.board.finished < step - 1 and self.trainee.has_state()
+        if left_out and self.board.finished == history.door_step:
+            kept[self.board.finished] = self.record_of(self.board.finished)
         kept[step - 1] = self.trainee.take_record(step - 1)
         self._history = _History(kept, history.door_step, history.door, history.updated)
         self._step = step
-        if self.board.finished < step - 1 and self.trainee.has_state():
-            # The framework skipped steps as a whole (Megatron's --iterations-to-skip).
+        if left_out:  # the framework skipped steps as a whole (Megatron's --iterations-to-skip)
             self.board.finish(step - 1, updated=False)
 
     def before_update(self, optimizer: object) -> None:
@@ -182,23 +184,29 @@ class Session:
 
     # processor's threads
 
-    def freeze(self, timeout_s: float) -> BoardRecord:
-        """Close the door; the board once no update is in flight (or after `timeout_s`, as it is then)."""
-        self.door.close(timeout_s)
-        return self.board.record()
+    def freeze(self, timeout_s: float) -> BoardRecord | None:
+        """Close the door; the board once no window is open, None where one still is after `timeout_s`."""
+        return self.board.record() if self.door.close(timeout_s) else None
 
     def bring_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> None:
         """Let the main thread through the door to `step` where it is not there yet.
 
         Raises:
             TimeoutError: the update was not done after `timeout_s`.
+            RuntimeError: an exception left the update.
         """
         if self.board.finished >= step:
             return
         self.door.let_through(step)
         wake()  # the main thread may still hang in the barrier
-        if not self.door.wait_until(lambda: self.board.finished >= step, timeout_s):
+
+        def over() -> bool:
+            return self.board.finished >= step or self.board.phase is Phase.BROKEN
+
+        if not self.door.wait_until(over, timeout_s):
             raise TimeoutError(f"the update of step {step} was not done after {timeout_s:g} s")
+        if self.board.finished < step:
+            raise RuntimeError(f"an exception left the update of step {step}")
 
     def record_of(self, step: int) -> Any:
         """What belongs to `step` besides tensors."""

@@ -1,0 +1,76 @@
+"""Threads in tests: what they raise is raised again, and a test can wait for one to be waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from adaptor.control.door import Door
+
+LONG_S = 60.0  # a test that waits this long has failed
+
+
+class Watched(threading.Condition):
+    """A condition that tells when a thread has begun to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        # The lock is held until the thread really waits: who takes it afterwards finds the thread waiting.
+        self.waiting.release()
+        return super().wait(timeout)
+
+
+def watched(door: Door) -> Watched:
+    """Make `door` tell when somebody waits at it; before anybody does."""
+    door._changed = Watched()
+    return door._changed
+
+
+def wait_for_waiter(changed: Watched, count: int = 1) -> None:
+    """Return when `count` more threads wait, or have been woken and wait again."""
+    for _ in range(count):
+        assert changed.waiting.acquire(timeout=LONG_S), "nobody waits"
+    with changed:
+        pass
+
+
+class Thread:
+    """`with Thread(f, x) as thread:` runs f(x); leaving the block joins it and raises what it raised."""
+
+    def __init__(self, act: Callable[..., Any], *args: Any) -> None:
+        self._act, self._args = act, args
+        self._error: BaseException | None = None
+        self._result: Any = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._result = self._act(*self._args)
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self) -> Any:
+        self._thread.join(LONG_S)
+        assert not self._thread.is_alive(), "the thread hangs"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def __enter__(self) -> Thread:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.result()

@@ -1,0 +1,107 @@
+"""A training state small enough to check by hand, behind the interface of the control plane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adaptor.checkpoint.manifest import FileEntry
+from adaptor.control.messages import GroupOrder, Share
+from adaptor.control.session import DumpRun, Session
+
+BATCH = 4
+
+
+def nothing() -> None:
+    """A barrier of a job of one rank."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What belongs to a step besides tensors."""
+
+    step: int
+    samples: int
+    scale: float
+
+
+@dataclass
+class CountingTrainee:
+    """One number as the tensors, one as the counter, one as the loss scale.
+
+    weights  the step whose update they had last
+    samples  counted after each step, updated or skipped
+    scale    lowered by a step that is skipped, before the optimizer returns
+    """
+
+    save: str = ""
+    shares: tuple[Share, ...] = ()
+    barrier: Callable[[], None] = nothing
+    weights: int = 0
+    samples: int = 0
+    scale: float = 1024.0
+    updated_once: bool = True
+    on_record: Callable[[], Any] = nothing
+    derived: list[int] = field(default_factory=list)
+
+    def take_record(self, step: int) -> Record:
+        self.on_record()
+        return Record(step, self.samples, self.scale)
+
+    def take_door(self) -> float:
+        return self.scale
+
+    def derive(self, record: Record, door: float, updated: bool) -> Record:
+        self.derived.append(record.step + 1)
+        assert updated == (door == record.scale)
+        return Record(record.step + 1, record.samples + BATCH, door)
+
+    def has_state(self) -> bool:
+        return self.updated_once
+
+    def dump(self, record: Record, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
+        """The writer writes the weights and the record; ranks of a group need not meet."""
+        if order.writer != run.rank:
+            return ()
+        path = Path(run.folder) / f"{order.group}.txt.{run.attempt}"
+        text = f"{self.weights} {record.step} {record.samples} {record.scale}\n"
+        path.write_text(text)
+        run.progress(len(text))
+        return (FileEntry(f"{order.group}.txt", len(text), None, run.attempt),)
+
+
+class Loop:
+    """A training loop as a framework has it: the scheduler and the counters move after the optimizer."""
+
+    def __init__(self, session: Session, trainee: CountingTrainee, optimizers: int = 1) -> None:
+        self.session, self.trainee = session, trainee
+        self.inner = [object() for _ in range(optimizers)]
+
+    def begin(self, origin: int) -> None:
+        self.trainee.weights, self.trainee.samples = origin, origin * BATCH
+        self.session.begin_training(self.trainee, self.inner, origin)
+
+    def step(self, step: int) -> None:
+        self.session.begin_step(step)
+        self.update(step)
+        self.trainee.samples += BATCH
+
+    def update(self, step: int) -> None:
+        for optimizer in self.inner:
+            self.session.before_update(optimizer)
+            self.trainee.weights = step
+            self.trainee.updated_once = True
+            self.session.after_update(optimizer)
+        self.session.end_update(True, 1.5)
+
+    def skip(self, step: int) -> None:
+        """An overflow: the optimizer is not asked."""
+        self.session.begin_step(step)
+        self.overflow()
+        self.trainee.samples += BATCH
+
+    def overflow(self) -> None:
+        self.trainee.scale -= 1
+        self.session.end_update(False, None)
