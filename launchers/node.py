@@ -70,6 +70,7 @@ class Node:
         self._chronicle = Chronicle(config.log_path)
         _open_log(config)
         self._node = 0
+        self._began = 0.0
         self._hub: Hub | None = None
         self._boards: BoardMemory | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -102,6 +103,7 @@ class Node:
         os.environ[BOARD] = self._boards.path
         os.environ[BOARD_RANKS] = self._boards.slots
         self.verdict = None
+        self._began = time.time()
         self.settled.clear()
         self._alive = set(ranks)
         self._job_alive = set(range(world_size)) if node == 0 else set(ranks)
@@ -242,7 +244,13 @@ class Node:
         root = Path(order.save)
         try:
             await asyncio.to_thread(
-                publish.publish, root, order.step, order.files, order.writers, order.world_size
+                publish.publish,
+                root,
+                order.step,
+                order.files,
+                order.writers,
+                order.world_size,
+                self._began,
             )
             self._up(Published(order.incident, order.step, order.save))
         except CheckpointError as error:

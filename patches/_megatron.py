@@ -12,6 +12,7 @@ import torch
 
 from adaptor.checkpoint.megatron import FLOPS, TrainingState
 from adaptor.checkpoint.naming import TRACKER
+from adaptor.checkpoint.publish import tracked_step
 from adaptor.checkpoint.trainee import MegatronTrainee, shares_of
 from adaptor.errors import LayoutError
 
@@ -29,6 +30,16 @@ def require_save_folder(args: Any) -> None:
             pass
     except OSError as error:
         raise LayoutError(f"--save is {args.save}: it cannot be written ({error.strerror})") from None
+
+
+def require_newest(args: Any) -> None:
+    """Refuse a run whose save folder already holds a later step: a restart would resume from that one."""
+    saved = tracked_step(Path(args.save))
+    if saved is not None and saved > args.iteration:
+        raise LayoutError(
+            f"--save {args.save} holds step {saved}, but training begins at step {args.iteration}: "
+            "load from it, or choose another folder"
+        )
 
 
 def resume_after_restart(args: Any) -> None:

@@ -39,8 +39,7 @@ def regular(root: str, step: int) -> Iterator[None]:
         yield
         if save.draft is not None:
             draft = save.draft
-            session = runtime.get().session
-            session.publishing(lambda: draft.replace(save.root / naming.TRACKER))
+            runtime.get().session.publishing(lambda: publish.adopt_tracker(save.root, draft))
     finally:
         _save = None
 
@@ -65,6 +64,7 @@ def tracker(path: str) -> str:
     if save is None or runtime.get().rank != 0:
         return path
     if save.draft is None:
+        publish.sync_regular(save.root, save.step)
         runtime.get().session.publishing(lambda: publish.publish_regular(save.root, save.step))
         save.draft = Path(f"{path}.{save.step}.saving")
         if Path(path).exists():  # the framework reads the old one, too

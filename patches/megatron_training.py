@@ -42,6 +42,7 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     from adaptor.patches import _megatron
 
     patching.check("ttp")
+    _megatron.require_newest(get_args())
     names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     trainee = _megatron.trainee(given["model"], given["optimizer"], given["opt_param_scheduler"])

@@ -59,7 +59,7 @@ class Manifest:
         cls, step: int, files: Iterable[FileEntry], groups: Mapping[str, Any], world_size: int
     ) -> Manifest:
         """A manifest created now; files are sorted by path."""
-        created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         return cls(step, tuple(sorted(files, key=lambda f: f.path)), groups, world_size, created)
 
     def encode(self) -> bytes:

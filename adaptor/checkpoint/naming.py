@@ -3,7 +3,7 @@
 iter_0000012               a complete checkpoint; under this name nothing else ever lies
 iter_0000012_tmp           last words being written
 iter_0000012_saving        a regular save of the framework being written
-incomplete_iter_0000012.1  what lay under the final name and was not complete, kept for a person to look at
+aside_iter_0000012.1  what lay under the final name, incomplete or of an earlier run, kept for a person
 replaced_iter_0000012      a complete checkpoint whose newer version is just being moved in
 
 No name of ours that outlives a save starts with `iter_`: some tools parse whatever follows that prefix as a
@@ -39,9 +39,9 @@ def regular_name(step: int) -> str:
     return f"{final_name(step)}_saving"
 
 
-def incomplete_name(step: int, number: int) -> str:
-    """Where an incomplete folder that bore the final name is moved; `number` counts from 1."""
-    return f"incomplete_{final_name(step)}.{number}"
+def aside_name(step: int, number: int) -> str:
+    """Where an incomplete or older folder that bore the final name is moved; `number` counts from 1."""
+    return f"aside_{final_name(step)}.{number}"
 
 
 def replaced_name(step: int) -> str:

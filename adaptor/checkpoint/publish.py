@@ -16,6 +16,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,17 +55,23 @@ def prepare(root: Path, step: int) -> Path:
 
 @_one_line
 def publish(
-    root: Path, step: int, files: Iterable[FileEntry], groups: Mapping[str, Any], world_size: int
+    root: Path,
+    step: int,
+    files: Iterable[FileEntry],
+    groups: Mapping[str, Any],
+    world_size: int,
+    since: float = 0.0,
 ) -> bool:
     """Turns the temporary folder of `step` into its checkpoint and lets the tracker name it.
 
     Call it once every group has reported its `files` (paths relative to the folder). `groups` is what the
     manifest keeps about who wrote which group. Returns False when a complete checkpoint of this step was
-    there already: that one stays and ours is removed. Raises CheckpointError when a file is missing or has
-    another size, or when the disk refuses.
+    there already that was made `since` (Unix seconds, the start of the workers): that one stays and ours is
+    removed. An earlier one is of another run, which need not have come the same way: it is moved aside.
+    Raises CheckpointError when a file is missing or has another size, or when the disk refuses.
     """
     temporary, final = root / naming.temporary_name(step), root / naming.final_name(step)
-    if is_complete(root, step):
+    if is_complete(root, step) and _made(final) >= since:
         _remove(temporary)
         replace_tracker(root, step)
         return False
@@ -78,6 +85,21 @@ def publish(
     _move_in(root, step, temporary, final)
     replace_tracker(root, step)
     return True
+
+
+@_one_line
+def sync_regular(root: Path, step: int) -> None:
+    """Brings a regular save to disk, which may take long, so that `publish_regular` does not."""
+    for path in _files(root / naming.regular_name(step)):
+        _sync(path)
+
+
+@_one_line
+def adopt_tracker(root: Path, draft: Path) -> None:
+    """Puts the tracker that the framework wrote to `draft` in the place of the old one."""
+    _sync(draft)
+    draft.replace(root / naming.TRACKER)
+    _sync(root)
 
 
 @_one_line
@@ -148,6 +170,14 @@ def is_complete(root: Path, step: int) -> bool:
     return named is not None and named >= step
 
 
+def _made(folder: Path) -> float:
+    """When a checkpoint was made (Unix seconds); long ago, where the framework alone made it."""
+    try:
+        return datetime.fromisoformat(manifest.read(folder).created).timestamp()
+    except (CheckpointError, ValueError):
+        return 0.0
+
+
 def tracked_step(root: Path) -> int | None:
     """The step that the tracker names; None when it is missing, empty or damaged, or says `release`."""
     try:
@@ -203,10 +233,10 @@ def _drop_others(folder: Path, keep: set[str]) -> None:
 
 
 def _move_in(root: Path, step: int, source: Path, final: Path) -> None:
-    """Renames `source` to `final`; an incomplete folder that bears that name is moved aside."""
+    """Renames `source` to `final`; what bears that name is moved aside."""
     if os.path.lexists(final):
         number = 1
-        while os.path.lexists(aside := root / naming.incomplete_name(step, number)):
+        while os.path.lexists(aside := root / naming.aside_name(step, number)):
             number += 1
         final.rename(aside)
     source.rename(final)

@@ -84,7 +84,11 @@ class MegatronTrainee:
         if run.rank != order.writer:
             megatron.send_shards(self.state, ranks.index(order.writer), exchange)
             return ()
-        return megatron.write_files(self.state, record, exchange, Path(run.folder), run.attempt).files
+        written = megatron.write_files(self.state, record, exchange, Path(run.folder), run.attempt)
+        if written.not_finite:
+            some = ", ".join(written.not_finite[:3])
+            print(f"[ttp] rank {run.rank}: {len(written.not_finite)} saved weights are not finite: {some}")
+        return written.files
 
 
 def shares_of(optimizer: Any, tensor_rank: int, pipeline_rank: int) -> tuple[Share, ...]:

@@ -20,7 +20,7 @@ def test_names_are_those_of_megatron() -> None:
 def test_a_step_is_read_back_from_its_final_name_alone(step: int) -> None:
     assert naming.step_of(naming.final_name(step)) == step
     assert naming.step_of_replaced(naming.replaced_name(step)) == step
-    for name in (naming.temporary_name(step), naming.regular_name(step), naming.incomplete_name(step, 1)):
+    for name in (naming.temporary_name(step), naming.regular_name(step), naming.aside_name(step, 1)):
         assert naming.step_of(name) is None
         assert naming.step_of_replaced(name) is None
 
@@ -30,7 +30,7 @@ def test_only_folders_of_a_live_process_are_temporary() -> None:
     assert naming.is_temporary("iter_0000012_saving")
     for name in (
         "iter_0000012",
-        "incomplete_iter_0000012.1",
+        "aside_iter_0000012.1",
         "replaced_iter_0000012",
         "iter_12_tmp",
         "my_tmp",
@@ -39,7 +39,7 @@ def test_only_folders_of_a_live_process_are_temporary() -> None:
 
 
 def test_what_is_moved_aside_does_not_look_like_a_checkpoint() -> None:
-    assert not naming.incomplete_name(12, 1).startswith("iter_")
+    assert not naming.aside_name(12, 1).startswith("iter_")
     assert not naming.replaced_name(12).startswith("iter_")
 
 

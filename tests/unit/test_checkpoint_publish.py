@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -247,7 +248,7 @@ def test_no_crash_breaks_a_promise_beside_an_incomplete_folder(
 
     def recover(here: Path) -> None:
         recover_by_a_new_dump(here)
-        (aside,) = here.glob("incomplete*")
+        (aside,) = here.glob("aside*")
         shutil.rmtree(aside)
 
     def is_sound(root: Path) -> bool:
@@ -312,6 +313,19 @@ def test_a_complete_checkpoint_of_the_framework_wins(root: Path) -> None:
     assert left_over(root) == []
 
 
+def test_a_complete_checkpoint_of_an_earlier_run_is_moved_aside(root: Path) -> None:
+    assert dump(root, b"earlier")
+    started = time.time()
+    entries = write(publish.prepare(root, STEP), b"now")
+    (root / naming.TRACKER).write_text(str(OLDER))
+    assert publish.publish(root, STEP, entries, {}, 2, since=started)
+    assert content_of(root, STEP).startswith(b"now")
+    assert [path.name for path in root.glob("aside*")] == [naming.aside_name(STEP, 1)]
+    entries = write(publish.prepare(root, STEP), b"again")
+    assert not publish.publish(root, STEP, entries, {}, 2, since=started)
+    assert content_of(root, STEP).startswith(b"now")
+
+
 def test_an_incomplete_one_is_moved_aside_and_kept(root: Path) -> None:
     for _ in range(2):
         (root / naming.final_name(STEP) / "mp_rank_00").mkdir(parents=True)
@@ -321,9 +335,9 @@ def test_an_incomplete_one_is_moved_aside_and_kept(root: Path) -> None:
             path.unlink()
         (root / naming.TRACKER).write_text("10")
         shutil.rmtree(root / naming.final_name(STEP))
-    assert sorted(p.name for p in root.glob("incomplete*")) == [
-        "incomplete_iter_0000020.1",
-        "incomplete_iter_0000020.2",
+    assert sorted(p.name for p in root.glob("aside*")) == [
+        "aside_iter_0000020.1",
+        "aside_iter_0000020.2",
     ]
 
 
@@ -389,14 +403,14 @@ def test_clean_leaves_checkpoints_and_what_it_does_not_know(root: Path) -> None:
         "iter_0000021_tmp",
         "iter_0000022_saving",
         "iter_0000023",
-        "incomplete_iter_0000024.1",
+        "aside_iter_0000024.1",
         "mine_tmp",
     ):
         (root / name).mkdir()
         (root / name / "file").touch()
     assert publish.clean(root) == ["iter_0000021_tmp", "iter_0000022_saving"]
     assert sorted(path.name for path in root.iterdir()) == [
-        "incomplete_iter_0000024.1",
+        "aside_iter_0000024.1",
         "iter_0000010",
         "iter_0000023",
         naming.TRACKER,
