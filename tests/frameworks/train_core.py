@@ -1,7 +1,8 @@
 """A short training script of our own, the way megatron-core is used as a library: `train_core.py --iters 8`.
 
 A tiny GPT under DDP and the distributed optimizer in bf16, on random tokens. Each iteration is recorded with
-`record.Recorder`, in the same form as runs of Megatron-LM.
+`record.Recorder`, in the same form as runs of Megatron-LM. With `--save DIR` it resumes from the checkpoint
+there, if there is one, and has its last words there, where the adaptor is enabled; it saves nothing itself.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from record import Recorder
+
+import adaptor
 
 VOCABULARY = 256
 LENGTH = 32
@@ -61,11 +64,30 @@ def batch(iteration: int, rank: int) -> dict[str, torch.Tensor]:
     }
 
 
+def resume(root: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> int:
+    """Load the checkpoint that the tracker names, in Megatron's `torch` format; returns its step."""
+    tracker = root / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        return 0
+    step = int(tracker.read_text())
+    folder = root / f"iter_{step:07d}" / "mp_rank_00"
+    body = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+    model.module.load_state_dict(body["model"])
+    optimizer.load_state_dict(body["optimizer"])
+    optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
+    (rng,) = body["rng_state"]
+    torch.set_rng_state(rng["torch_rng_state"])
+    torch.cuda.set_rng_state(rng["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(rng["rng_tracker_states"])
+    return step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="train a tiny GPT with megatron-core as a library")
     parser.add_argument("--iters", type=int, default=8)
     parser.add_argument("--instances", type=int, default=1, help="copies of the optimizer state")
     parser.add_argument("--record", type=Path, required=True, help="directory for the record of the run")
+    parser.add_argument("--save", type=Path, help="directory of checkpoints")
     args = parser.parse_args()
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -80,7 +102,10 @@ def main() -> None:
     )
     config.grad_scale_func = optimizer.scale_loss
     recorder = Recorder(args.record)
-    for iteration in range(1, args.iters + 1):
+    step = resume(args.save, model, optimizer) if args.save else 0
+    protection = adaptor.protect(model=[model], optimizer=optimizer, save=args.save or "", step=step)
+    for iteration in range(step + 1, args.iters + 1):
+        protection.begin_step(iteration)
         model.zero_grad_buffer()
         optimizer.zero_grad()
         loss = model(**batch(iteration, parallel_state.get_data_parallel_rank())).mean()

@@ -1,0 +1,70 @@
+"""Megatron-core as a library, with a training loop of its own that `adaptor.protect` is told of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness, outcome
+from tests.faults.harness import DP4, ITERATIONS, Ended, Job
+from tests.frameworks import prepare
+
+SCRIPT = harness.ROOT / "tests/frameworks/train_core.py"
+
+
+def _train(
+    out: Path, *arguments: str, launcher: str = "ttprun", restarts: int = 0, faults: Sequence[str] = ()
+) -> Ended:
+    path = f"{prepare.megatron_core()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    instances = ("--instances", "2") if launcher == "torchrun" else ()
+    job = Job(
+        out,
+        DP4,
+        launcher=launcher,
+        restarts=restarts,
+        faults=faults,
+        script=SCRIPT,
+        arguments=[*arguments, "--iters", str(ITERATIONS), *instances],
+        environment={"PYTHONPATH": path},
+    )
+    return harness.run(job)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Without the adaptor."""
+    ended = _train(tmp_path_factory.mktemp("library") / "run", launcher="torchrun")
+    assert ended.code == 0, ended.log[-3000:]
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "step"),
+    [
+        ("rank=0,step=6,phase=backward,kind=sigkill", 137, 5),
+        ("rank=3,step=6,phase=update,kind=sigkill", 137, 6),
+        ("rank=1,step=6,phase=reduction,kind=exception", 1, 5),
+    ],
+    ids=["rank0-backward", "rank3-update", "rank1-exception"],
+)
+def test_a_fault(fault: str, code: int, step: int, tmp_path: Path, undisturbed: Ended) -> None:
+    save = tmp_path / "save"
+    ended = _train(tmp_path / "job", "--save", str(save), faults=[fault])
+    assert ended.code == code, ended.log[-3000:]
+    outcome.assert_saved(save, step)
+    outcome.assert_same_training(ended, undisturbed.records, steps=range(1, step))
+    resumed = _train(tmp_path / "resumed", "--save", str(save), launcher="torchrun")
+    assert resumed.code == 0, resumed.log[-3000:]
+    outcome.assert_same_training(resumed, undisturbed.records, steps=range(step + 1, ITERATIONS + 1))
+
+
+def test_a_killed_rank_and_the_job_goes_on_by_itself(tmp_path: Path, undisturbed: Ended) -> None:
+    save = tmp_path / "save"
+    fault = "rank=2,step=6,phase=backward,kind=sigkill"
+    ended = _train(tmp_path / "job", "--save", str(save), restarts=1, faults=[fault])
+    assert ended.code == 0, ended.log[-3000:]
+    outcome.assert_saved(save, 5)
+    outcome.assert_same_training(ended, undisturbed.records)
