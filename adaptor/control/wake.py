@@ -17,7 +17,7 @@ def shut_collectives(keep_ports: frozenset[int]) -> int:
     """Shut down this process's connected TCP sockets; returns how many.
 
     Args:
-        keep_ports: remote ports that are no collectives: the stores of the job.
+        keep_ports: ports that are no collectives: the stores of the job, at the other end or at this one.
     """
     count = 0
     for entry in Path("/proc/self/fd").iterdir():
@@ -31,7 +31,7 @@ def shut_collectives(keep_ports: frozenset[int]) -> int:
                     continue
                 if connection.type != socket.SOCK_STREAM:
                     continue
-                if connection.getpeername()[1] in keep_ports:
+                if not keep_ports.isdisjoint((connection.getpeername()[1], connection.getsockname()[1])):
                     continue
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
