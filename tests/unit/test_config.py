@@ -1,0 +1,118 @@
+"""Settings: a default, an environment variable, a flag, and one line for a value that makes no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptor import config
+from adaptor.config import SETTINGS, Config, Setting
+from adaptor.errors import ConfigError
+
+DEFAULTS = Config(
+    enabled=True,
+    timeout_s=120.0,
+    port=8000,
+    device="",
+    replica="auto",
+    log_path="logs",
+    log_level="INFO",
+    log_stdout=False,
+)
+
+GOOD: list[tuple[str, str, str, Any]] = [
+    ("ENABLE_TTP", "False", "enabled", False),
+    ("ENABLE_TTP", "0", "enabled", False),
+    ("ENABLE_TTP", "true", "enabled", True),
+    ("ENABLE_TTP", "1", "enabled", True),
+    ("TTP_OT", "10", "timeout_s", 10.0),
+    ("TTP_OT", "3600", "timeout_s", 3600.0),
+    ("TTP_OT", "12.5", "timeout_s", 12.5),
+    ("TTP_PORT", "1", "port", 1),
+    ("TTP_PORT", "65535", "port", 65535),
+    ("TTP_DEVICE", "cpu", "device", "cpu"),
+    ("TTP_DEVICE", "", "device", ""),
+    ("TTP_REPLICA", "none", "replica", "none"),
+    ("TTP_REPLICA", "split", "replica", "split"),
+    ("TTP_LOG_PATH", "/var/log/job", "log_path", "/var/log/job"),
+    ("TTP_LOG_LEVEL", "debug", "log_level", "DEBUG"),
+    ("TTP_LOG_LEVEL", "ERROR", "log_level", "ERROR"),
+    ("TTP_LOG_STDOUT", "True", "log_stdout", True),
+]
+
+BAD = [
+    ("ENABLE_TTP", "yes"),
+    ("ENABLE_TTP", ""),
+    ("ENABLE_TTP", "2"),
+    ("TTP_OT", "9.9"),
+    ("TTP_OT", "3601"),
+    ("TTP_OT", "nan"),
+    ("TTP_OT", "inf"),
+    ("TTP_OT", "-120"),
+    ("TTP_OT", "two minutes"),
+    ("TTP_OT", ""),
+    ("TTP_PORT", "0"),
+    ("TTP_PORT", "65536"),
+    ("TTP_PORT", "80.5"),
+    ("TTP_DEVICE", "gpu"),
+    ("TTP_REPLICA", "mirror"),
+    ("TTP_LOG_LEVEL", "LOUD"),
+    ("TTP_LOG_STDOUT", "maybe"),
+]
+
+
+def test_defaults() -> None:
+    assert config.load({}) == DEFAULTS
+    assert {setting.field for setting in SETTINGS} == set(Config.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(("variable", "text", "field", "value"), GOOD)
+def test_a_variable_sets_its_field_alone(variable: str, text: str, field: str, value: Any) -> None:
+    loaded = config.load({variable: text})
+    assert getattr(loaded, field) == value
+    assert {
+        name for name in Config.__dataclass_fields__ if getattr(loaded, name) != getattr(DEFAULTS, name)
+    } <= {field}
+
+
+@pytest.mark.parametrize(("variable", "text"), BAD)
+def test_a_value_that_makes_no_sense_is_one_line(variable: str, text: str) -> None:
+    setting = next(setting for setting in SETTINGS if setting.variable == variable)
+    with pytest.raises(ConfigError) as caught:
+        config.load({variable: text})
+    line = str(caught.value)
+    assert line == f"{variable} is {text!r}: it must be {setting.allowed}"
+    assert "\n" not in line
+
+
+@given(st.sampled_from(SETTINGS), st.text(st.characters(max_codepoint=0x3000), max_size=8))
+def test_any_text_is_a_value_or_one_line(setting: Setting, text: str) -> None:
+    try:
+        config.load({setting.variable: text})
+    except ConfigError as error:
+        line = str(error)
+    else:
+        return
+    assert line.startswith(f"{setting.variable} is ")
+    assert len(line.splitlines()) == 1
+
+
+def test_the_environment_is_read_when_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTP_OT", "77")
+    assert config.load().timeout_s == 77.0
+
+
+def test_flags_have_the_names_of_their_variables() -> None:
+    assert {setting.variable: setting.flag for setting in SETTINGS} == {
+        "ENABLE_TTP": "--ttp-enable",
+        "TTP_OT": "--ttp-ot",
+        "TTP_PORT": "--ttp-port",
+        "TTP_DEVICE": "--ttp-device",
+        "TTP_REPLICA": "--ttp-replica",
+        "TTP_LOG_PATH": "--ttp-log-path",
+        "TTP_LOG_LEVEL": "--ttp-log-level",
+        "TTP_LOG_STDOUT": "--ttp-log-stdout",
+    }
