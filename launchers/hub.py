@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import secrets
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from adaptor.control import wire
-from adaptor.control.controller import Controller
+from adaptor.control.controller import Controller, Orders
 from adaptor.control.messages import Addressed, AgentHello, AgentLost, ControllerToAgent, FromAgent
 from adaptor.launchers.chronicle import Chronicle
 
@@ -70,7 +72,7 @@ class Hub:
     def take(self, node: int, message: FromAgent) -> None:
         """One message of the agent of `node`."""
         self._chronicle.heard(node, message)
-        self._deliver(self.controller.handle(message, time.monotonic()))
+        self._let(functools.partial(self.controller.handle, message))
 
     async def close(self) -> None:
         tasks = [task for task in (self._ticker, *self._connections) if task is not None]
@@ -81,7 +83,7 @@ class Hub:
             self._server.close()
         del self._store
 
-    def _deliver(self, orders: list[tuple[int, ControllerToAgent]]) -> None:
+    def _deliver(self, orders: Orders) -> None:
         for node, order in orders:
             rank = order.rank if isinstance(order, Addressed) else None
             self._chronicle.ordered(node, rank, order.message if isinstance(order, Addressed) else order)
@@ -91,7 +93,16 @@ class Hub:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._deliver(self.controller.tick(time.monotonic()))
+            self._let(self.controller.tick)
+
+    def _let(self, decide: Callable[[float], Orders]) -> None:
+        """Let the controller decide; an error of its own ends the job, because nobody else would."""
+        try:
+            orders = decide(time.monotonic())
+        except Exception as error:
+            traceback.print_exc()
+            orders = self.controller.give_up(f"{type(error).__name__}: {error}")
+        self._deliver(orders)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

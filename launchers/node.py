@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -39,17 +37,16 @@ from adaptor.control.messages import (
     FromWorker,
     Hello,
     Prepare,
-    Prepared,
     Progress,
     Publish,
-    Published,
-    PublishFailed,
     Verdict,
 )
 from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS, GENERATION
 from adaptor.errors import CheckpointError
 from adaptor.launchers.chronicle import Chronicle
+from adaptor.launchers.filing import Filing
 from adaptor.launchers.hub import Hub, prove
+from adaptor.launchers.log import Log
 
 # While an incident is open the boards' progress counters are read this often; TTP_OT is at least 10 s.
 PROGRESS_S = 0.5
@@ -68,22 +65,24 @@ class Node:
         self._loop = asyncio.new_event_loop()
         self._address = f"ttp-{os.getpid()}-{secrets.token_hex(8)}"
         self._chronicle = Chronicle(config.log_path)
-        _open_log(config)
+        self._log = Log(config)
         self._node = 0
         self._began = 0.0
         self._hub: Hub | None = None
         self._boards: BoardMemory | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._deaths: dict[int, int] = {}  # ranks, and the descriptors that tell of their deaths
         self._alive: set[int] = set()
-        self._job_alive: set[int] = set()
+        self._filing = Filing()
         self._workers: dict[int, asyncio.StreamWriter] = {}
+        self._hearing: set[asyncio.StreamWriter] = set()
         self._up: Callable[[FromAgent], None] = lambda message: None
         self._tasks: set[asyncio.Task[Any]] = set()
         self.verdict: Verdict | None = None
         self.settled = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ttp-agent", daemon=True)
         self._thread.start()
-        self._await(self._serve_workers())
+        self._server = self._await(self._serve_workers())
 
     # the agent's main thread
 
@@ -106,7 +105,6 @@ class Node:
         self._began = time.time()
         self.settled.clear()
         self._alive = set(ranks)
-        self._job_alive = set(range(world_size)) if node == 0 else set(ranks)
         if node == 0:
             generation = secrets.token_hex(8)
             where = self._await(self._host(world_size, nodes, host))
@@ -128,17 +126,24 @@ class Node:
     def close(self) -> None:
         """Stop the control thread."""
         self._await(self._end())
+        self._await(self._stop_serving())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._log.close()
 
     def _await(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # the control thread
 
-    async def _serve_workers(self) -> None:
-        await asyncio.start_unix_server(self._hear_worker, "\0" + self._address)
+    async def _serve_workers(self) -> asyncio.AbstractServer:
+        return await asyncio.start_unix_server(self._hear_worker, "\0" + self._address)
+
+    async def _stop_serving(self) -> None:
+        self._server.close()
+        while self._hearing:
+            await asyncio.sleep(0)
 
     async def _host(self, world_size: int, nodes: int, host: str) -> str:
         self._chronicle.begin()
@@ -176,28 +181,30 @@ class Node:
     async def _watch(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
         self._processes = processes
         for rank, process in processes.items():
-            fd = os.pidfd_open(process.pid)
-            self._loop.add_reader(fd, self._on_death, rank, process, fd)
+            self._deaths[rank] = os.pidfd_open(process.pid)
+            self._loop.add_reader(self._deaths[rank], self._on_death, rank, process)
         self._spawn(self._report_progress())
 
-    def _on_death(self, rank: int, process: subprocess.Popen[bytes], fd: int) -> None:
+    def _on_death(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         at = time.time()
-        self._loop.remove_reader(fd)
-        os.close(fd)
-        status = process.poll()
+        self._forget(rank)
+        status = process.wait()  # at once; poll() knows nothing while torch's thread is in it
         _end_session(process.pid)  # children of the worker: data loaders and the like
-        board = self._boards.read(rank) if self._boards is not None else None
+        board = self._boards.read(rank) if self._boards is not None else BoardRecord(rank)
         self._alive.discard(rank)
-        self._up(Died(rank, -signal.SIGKILL if status is None else status, at, board or BoardRecord(rank)))
-        self._note_job_death(rank)
+        self._up(Died(rank, status, at, board))
 
-    def _note_job_death(self, rank: int) -> None:
-        self._job_alive.discard(rank)
-        if self.verdict is not None and not self._job_alive:
-            self._settle()
+    def _forget(self, rank: int) -> None:
+        descriptor = self._deaths.pop(rank)
+        self._loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+    def _job_is_over(self) -> bool:
+        return not self._alive and (self._hub is None or self._hub.controller.everyone_is_dead)
 
     async def _hear_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = -1
+        self._hearing.add(writer)
         try:
             if not _same_user(writer.get_extra_info("socket")):
                 return
@@ -216,6 +223,7 @@ class Node:
             if self._workers.get(rank) is writer:
                 del self._workers[rank]
             writer.close()
+            self._hearing.discard(writer)
 
     def _obey_soon(self, order: ControllerToAgent) -> None:
         self._loop.call_soon(self._obey, order)
@@ -226,42 +234,23 @@ class Node:
                 if rank in self._workers:
                     self._workers[rank].write(wire.frame(message))
             case Prepare():
-                self._spawn(self._prepare(order))
+                self._spawn(self._answer(self._filing.prepare(order)))
             case Publish():
-                self._spawn(self._publish(order))
+                self._spawn(self._answer(self._filing.publish(order, self._began)))
             case Verdict():
                 self.verdict = order
                 self._spawn(self._see_them_off())
 
-    async def _prepare(self, order: Prepare) -> None:
-        try:
-            folder = await asyncio.to_thread(publish.prepare, Path(order.save), order.step)
-            self._up(Prepared(order.incident, str(folder), ""))
-        except CheckpointError as error:
-            self._up(Prepared(order.incident, "", str(error)))
-
-    async def _publish(self, order: Publish) -> None:
-        root = Path(order.save)
-        try:
-            await asyncio.to_thread(
-                publish.publish,
-                root,
-                order.step,
-                order.files,
-                order.writers,
-                order.world_size,
-                self._began,
-            )
-            self._up(Published(order.incident, order.step, order.save))
-        except CheckpointError as error:
-            self._up(PublishFailed(order.incident, str(error)))
+    async def _answer(self, work: Coroutine[Any, Any, FromAgent]) -> None:
+        self._up(await work)
 
     async def _see_them_off(self) -> None:
         """Wait for the workers to go; end those that do not."""
         await self._until(lambda: not self._alive, EXIT_GRACE_S)
-        for rank in self._alive:
-            _end_session(self._processes[rank].pid)
-        await self._until(lambda: not self._job_alive, FAREWELL_S)
+        for rank, process in self._processes.items():
+            if rank in self._alive:
+                _end_session(process.pid)
+        await self._until(self._job_is_over, FAREWELL_S)
         self._settle()
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
@@ -270,9 +259,8 @@ class Node:
             await asyncio.sleep(0.01)
 
     def _settle(self) -> None:
-        if self.settled.is_set():
-            return
-        if self._node == 0 and self.verdict is not None and self.verdict.save:
+        # After a time-out a thread may still be at work there, and nothing may be removed under it.
+        if not self._filing.busy and self._node == 0 and self.verdict is not None and self.verdict.save:
             with contextlib.suppress(CheckpointError):
                 publish.clean(Path(self.verdict.save))
         self.settled.set()
@@ -291,9 +279,12 @@ class Node:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in list(self._workers.values()):
+        for writer in self._hearing:
             writer.close()
         self._workers.clear()
+        for rank in list(self._deaths):
+            self._forget(rank)
+        self._processes = {}
         if self._hub is not None:
             await self._hub.close()
             self._hub = None
@@ -305,22 +296,6 @@ class Node:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _open_log(config: Config) -> None:
-    """The agent's log: a file that is made when there is something to say, and stdout if asked for."""
-    log = logging.getLogger("adaptor")
-    log.setLevel(config.log_level)
-    log.propagate = False
-    folder = Path(config.log_path)
-    handlers: list[logging.Handler] = [
-        logging.FileHandler(folder / f"ttp-agent-{socket.gethostname()}-{os.getpid()}.log", delay=True)
-    ]
-    if config.log_stdout:
-        handlers.append(logging.StreamHandler(sys.stdout))
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(handler)
 
 
 def _same_user(connection: Any) -> bool:

@@ -63,6 +63,10 @@ class Controller:
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
 
+    @property
+    def everyone_is_dead(self) -> bool:
+        return len(self._dead) >= self._world_size
+
     def handle(self, message: FromAgent, now: float) -> Orders:
         """Take one message of an agent, or of a worker by way of its agent."""
         match message:
@@ -199,6 +203,14 @@ class Controller:
         save = next((layout.save for layout in self._layouts.values()), "")
         self.verdict = Verdict(incident.number, outcome.kind, outcome.step, line, rank, code, save)
         return self._farewell(incident.number)
+
+    def give_up(self, reason: str) -> Orders:
+        """End the job without a decision: what should decide has failed."""
+        if self.verdict is not None:
+            return []
+        number = self.incident.number if self.incident is not None else 0
+        self.verdict = Verdict(number, "lost", -1, f"the controller failed: {reason}", -1, 1, "")
+        return self._farewell(number)
 
     def _refuse(self, rank: int, reason: str) -> Orders:
         if self.verdict is not None:

@@ -1,0 +1,313 @@
+"""The control thread of an agent, with real workers: from a death to the verdict, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptor.checkpoint import publish
+from adaptor.control import wire
+from adaptor.control.messages import Hello, Raised, Verdict
+from adaptor.control.processor import EXIT_SURVIVOR
+from adaptor.launchers import node as node_module
+from tests.unit.nodes import Job, is_gone, job, state_of, wait_until
+from tests.unit.threads import LONG_S
+
+__all__ = ["job"]
+
+FIRST = 11  # the first step after the one that the script starts from
+
+
+def content(step: int, scale: float = 1024.0) -> dict[str, str]:
+    return {"g.txt": f"{step} {step} {step * 4} {scale}"}
+
+
+def report(job: Job) -> dict[str, Any]:
+    (path,) = job.logs.glob("incident-*.json")
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_costs_no_step(job: Job, victim: int) -> None:
+    job.begin(2)
+    job.train("step", "step", "step")
+    job.workers[victim].process.kill()
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.exit_code) == ("saved", FIRST + 2, 137)
+    assert verdict.line.startswith(f"rank {victim} was ended by SIGKILL; step {FIRST + 2} is saved")
+    assert job.saved() == content(FIRST + 2)
+    assert job.statuses() == {victim: -signal.SIGKILL, 1 - victim: EXIT_SURVIVOR}
+    told = [event["what"] for event in report(job)["events"]]
+    order = ["fault-noticed", "freeze", "frozen", "prepare", "dump-ordered", "written", "publish-ordered"]
+    assert [what for what in told if what in (*order, "published", "verdict")] == [
+        *order,
+        "published",
+        "verdict",
+    ]
+    assert sorted(path.name for path in job.save.iterdir()) == [
+        f"iter_{FIRST + 2:07d}",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_an_exception_costs_no_step(job: Job) -> None:
+    """The only holder is the one that raised."""
+    job.begin(1)
+    job.train("step", "skip")
+    job.workers[0].send("raise")
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.exit_code) == ("saved", FIRST + 1, 1)
+    assert verdict.line.startswith("rank 0 raised ValueError: told to raise; ")
+    # Its tensors are those of the step before the one that was skipped.
+    assert job.saved() == {"g.txt": f"{FIRST} {FIRST + 1} {(FIRST + 1) * 4} 1023.0"}
+    assert job.statuses() == {0: 1}
+
+
+def test_an_exit_code_is_the_job_s(job: Job) -> None:
+    job.begin(2)
+    job.train("step")
+    job.workers[1].send("exit 7")
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.exit_code, verdict.cause_rank) == ("saved", 7, 1)
+    assert job.statuses() == {0: EXIT_SURVIVOR, 1: 7}
+
+
+def test_a_rank_that_hangs_at_the_door_is_let_through(job: Job) -> None:
+    """Rank 0 hangs in the barrier, as on gloo when a rank dies that it has no connection to."""
+    job.begin(3)
+    job.train("step")
+    job.workers[0].stands_at_the_door()
+    job.workers[1].stands_at_the_door()
+    job.workers[2].process.kill()
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step) == ("saved", FIRST + 1)
+    assert job.saved() == content(FIRST + 1)
+    assert "through-the-door" in [event["what"] for event in report(job)["events"]]
+
+
+@pytest.mark.parametrize("job", [2], indirect=True)
+def test_without_a_second_copy_the_reason_names_the_shard(job: Job) -> None:
+    job.begin(2)
+    job.train("step")
+    job.workers[1].process.kill()
+    verdict = job.verdict()
+    assert verdict.outcome == "lost"
+    assert "shard 1 of 2 of group g has no live holder, it was on rank 1" in verdict.line
+    assert list(job.save.iterdir()) == []
+    assert job.statuses()[0] == EXIT_SURVIVOR
+
+
+def test_an_exception_inside_the_update_leaves_no_holder(job: Job) -> None:
+    job.begin(1)
+    job.train("step")
+    job.workers[0].send("raise-inside")
+    assert job.verdict().outcome == "lost"
+    assert list(job.save.iterdir()) == []
+
+
+def test_before_training_there_is_nothing_to_save(job: Job) -> None:
+    job.begin(2)
+    job.workers[0].does("begin")
+    job.workers[1].send("leave 3")
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.exit_code) == ("nothing", 3)
+    assert job.statuses() == {0: EXIT_SURVIVOR, 1: 3}
+
+
+def test_what_cannot_be_protected_is_refused(job: Job) -> None:
+    job.begin(2)
+    job.workers[1].send("refuse")
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.exit_code) == ("refused", 2)
+    assert verdict.line == "--optimizer is sgd: it cannot be protected yet"
+    assert job.statuses() == {0: EXIT_SURVIVOR, 1: EXIT_SURVIVOR}
+
+
+def test_workers_that_end_well_are_no_incident(job: Job) -> None:
+    job.begin(2)
+    job.train("step")
+    for worker in job.workers.values():
+        worker.send("exit 0")
+    assert job.statuses() == {0: 0, 1: 0}
+    job.end()
+    assert job.nodes[0].verdict is None
+    assert not job.nodes[0].settled.is_set()
+    assert list(job.logs.glob("incident-*")) == []
+
+
+def test_children_of_a_worker_go_with_it(job: Job) -> None:
+    job.begin(1)
+    job.workers[0].send("child")
+    child = int(job.workers[0].hears())
+    assert job.workers[0].hears() == "done child"
+    assert os.getpgid(child) == job.workers[0].process.pid
+    job.workers[0].process.kill()
+    job.verdict()
+    wait_until(lambda: is_gone(child), "the child of a dead worker is gone")
+
+
+def test_a_worker_that_does_not_go_is_ended(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.2)
+    job.begin(2)
+    stopped = job.workers[0].process
+    stopped.send_signal(signal.SIGSTOP)
+    wait_until(lambda: state_of(stopped.pid) == "T", "the worker is stopped")
+    job.workers[1].send("leave 3")
+    assert job.verdict().outcome == "nothing"
+    assert job.statuses() == {0: -signal.SIGKILL, 1: 3}
+
+
+def test_a_status_is_known_while_somebody_else_asks_for_it(job: Job) -> None:
+    """torch's thread polls the same process; Popen.poll() knows nothing while another thread is in it."""
+    job.begin(1)
+    process = job.workers[0].process
+    with process._waitpid_lock:  # type: ignore[attr-defined]
+        job.workers[0].send("leave 3")
+        wait_until(lambda: not job.nodes[0]._deaths, "the death is noticed")
+    assert job.verdict().exit_code == 3
+
+
+def test_strangers_on_the_workers_socket(job: Job) -> None:
+    job.begin(1)
+    job.train("step")
+    address = "\0" + os.environ["TTP_AGENT"]
+    strangers = []
+    for first in (b"", b"\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n", wire.frame(Raised(0, "a lie", 1))):
+        strangers.append(stranger := socket.socket(socket.AF_UNIX))
+        stranger.connect(address)
+        stranger.sendall(first)
+    strangers.append(unknown := socket.socket(socket.AF_UNIX))
+    unknown.connect(address)
+    unknown.sendall(wire.frame(Hello(99, 1)) + wire.frame(Raised(99, "a lie", 1)))
+    unknown.settimeout(LONG_S)
+    assert unknown.recv(1) == b"", "it is not listened to"
+    job.workers[0].does("step")
+    assert job.nodes[0].verdict is None
+    job.workers[0].send("raise")
+    assert job.verdict().outcome == "saved"
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_second_generation(job: Job) -> None:
+    """After an incident the workers are started again under the same agent."""
+    job.begin(2)
+    job.train("step")
+    job.workers[0].process.kill()
+    assert job.verdict().step == FIRST
+    job.end()
+    job.begin(2)
+    assert job.nodes[0].verdict is None
+    job.train("step", "step")
+    job.workers[1].process.kill()
+    verdict = job.verdict()
+    assert (verdict.incident, verdict.step) == (2, FIRST + 1)
+    assert job.saved() == content(FIRST + 1)
+
+
+def test_a_publish_that_fails_is_said(job: Job) -> None:
+    job.begin(2)
+    job.train("step")
+    (job.save / f"iter_{FIRST:07d}_tmp").write_text("a file where a folder has to be")
+    job.workers[0].process.kill()
+    verdict = job.verdict()
+    assert verdict.outcome == "lost"
+    assert f"iter_{FIRST:07d}_tmp: " in verdict.line
+
+
+def test_an_error_of_the_publisher_s_own_is_an_answer(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> Path:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(publish, "prepare", broken)
+    job.begin(2)
+    job.train("step")
+    job.workers[0].process.kill()
+    assert "the state cannot be saved: KeyError: 'a mistake'" in job.verdict().line
+
+
+def test_nothing_is_removed_under_a_publisher_at_work(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict comes from a time-out while a slow disk is still busy: the folder stays as it is."""
+    at_work, may_end = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        at_work.set()
+        assert may_end.wait(LONG_S)
+
+    monkeypatch.setattr(publish, "publish", slow)
+    job.begin(2)
+    job.train("step")
+    job.workers[0].process.kill()
+    assert at_work.wait(LONG_S)
+    node, line = job.nodes[0], "not done after 10 s (TTP_OT) in state publishing"
+    late = Verdict(1, "lost", -1, line, 0, 137, str(job.save))
+    node._loop.call_soon_threadsafe(node._obey, late)
+    job.workers[1].process.kill()
+    assert job.verdict() == late
+    assert [path.name for path in job.save.iterdir()] == [f"iter_{FIRST:07d}_tmp"]
+    may_end.set()
+
+
+def test_an_error_of_the_controller_s_own_ends_the_job(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.begin(2)
+    job.train("step")
+    hub = job.nodes[0]._hub
+    assert hub is not None
+
+    def broken(*_: object) -> None:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(hub.controller, "_on_deaths", broken)
+    monkeypatch.setattr(node_module, "FAREWELL_S", 0.1)  # it will not hear of the other deaths either
+    job.workers[0].process.kill()
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.exit_code) == ("lost", 1)
+    assert verdict.line == "the controller failed: KeyError: 'a mistake'"
+    assert "Traceback" in capsys.readouterr().err
+    assert job.statuses() == {0: -signal.SIGKILL, 1: EXIT_SURVIVOR}
+
+
+def test_nothing_is_left_behind(job: Job) -> None:
+    def open_descriptors() -> dict[str, str]:
+        found = {}
+        for path in Path("/proc/self/fd").iterdir():
+            try:
+                found[path.name] = str(path.readlink())
+            except FileNotFoundError:  # the one that reads the folder
+                continue
+        return found
+
+    job.begin(1)  # what the first use of torch's store opens for good is not counted
+    job.close()
+    job.nodes = []
+    before, threads = open_descriptors(), threading.active_count()
+    job.begin(2)
+    address = os.environ["TTP_AGENT"]
+    hub = job.nodes[0]._hub
+    assert hub is not None
+    store = hub.controller._store
+    assert address in Path("/proc/net/unix").read_text()
+    with socket.create_connection(store, LONG_S):
+        pass
+    job.train("step")
+    job.workers[0].process.kill()
+    job.verdict()
+    pids = [worker.process.pid for worker in job.workers.values()]
+    del hub
+    job.close()
+    job.nodes = []
+    assert all(is_gone(pid) for pid in pids)
+    wait_until(lambda: threading.active_count() == threads, "the threads have ended")
+    assert set(open_descriptors().items()) - set(before.items()) == set()
+    assert address not in Path("/proc/net/unix").read_text()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(store, LONG_S)
