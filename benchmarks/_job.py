@@ -1,0 +1,200 @@
+"""Training jobs for the benchmarks: Megatron-LM's own `pretrain_gpt.py`, with the adaptor or without."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import _bench  # puts the root on the path
+import psutil
+
+from demo.runs import end_tree
+from tests.faults import inject
+from tests.faults.fault import Fault
+from tests.frameworks import args, prepare, record
+
+RANKS = 4
+HERE = Path(__file__).resolve().parent
+# Of the user's shell: kept out of what is measured.
+_SETTINGS = ("ENABLE_TTP", "TTP_", "TORCHELASTIC_")
+_PR_SET_PDEATHSIG = 1
+
+
+class JobError(Exception):
+    """A job did not do what the benchmark needs; the message names its log."""
+
+
+def model(layers: int, hidden: int, sequence: int) -> list[str]:
+    """Arguments that come after those of the tiny model, and win."""
+    heads = max(4, hidden // 64)
+    sizes = {"num-layers": layers, "hidden-size": hidden, "num-attention-heads": heads}
+    sizes |= {"seq-length": sequence, "max-position-embeddings": sequence}
+    return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+
+
+class Job:
+    """One start of a launcher, in a folder of its own: `ckpt`, `records`, `logs` and `log`.
+
+    Used as a context: whatever happens, nothing of it runs on afterwards.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        adaptor: bool,
+        train_iters: int,
+        save_interval: int = 1_000_000,
+        instances: int = 2,
+        extra: Sequence[str] = (),
+        launcher: Sequence[str] = (),
+        watch: bool = False,
+        native: bool = False,
+        save: Path | None = None,
+        gate: str = "",
+        faults: Sequence[Fault] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
+        without the adaptor, which makes two itself; `watch`, `native` and `gate` are `_worker.py`'s."""
+        self.folder = folder
+        self.save = save or folder / "ckpt"
+        self.logs = folder / "logs"
+        self.stamps = folder / "stamps.jsonl"
+        self.log = folder / "log"
+        self._command = [sys.executable, "-m", "adaptor.launchers.ttprun", "--ttp-device", "cpu"]
+        if not adaptor:
+            self._command = [sys.executable, "-m", "torch.distributed.run"]
+            extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
+        self._command += ["--standalone", "--nproc-per-node", str(RANKS), *launcher]
+        if not adaptor:
+            self._command += ["-m", "adaptor.devices.cpu"]
+        self._command += [str(Path(record.__file__)), str(folder / "records")]
+        if watch or native or gate:
+            self._command += [str(HERE / "_worker.py"), "--out", str(folder / "watched")]
+            self._command += ["--watch"] if watch else []
+            self._command += ["--native", str(folder / "native")] if native else []
+            self._command += ["--gate", gate] if gate else []
+        if faults:
+            self._command += [str(Path(inject.__file__)), "--stamp", str(self.stamps)]
+            self._command += [word for fault in faults for word in ("--fault", str(fault))]
+        self._command += [str(prepare.megatron_lm() / "pretrain_gpt.py")]
+        self._command += args.tiny_gpt(
+            train_iters=train_iters, save=self.save, load=self.save, save_interval=save_interval, extra=extra
+        )
+        inherited = {k: v for k, v in args.environment().items() if not k.startswith(_SETTINGS)}
+        self._environment = inherited | {
+            "TTP_LOG_PATH": str(self.logs),
+            "PYTHONPATH": str(_bench.ROOT),
+            "PYTHONWARNINGS": "ignore",
+            **(environment or {}),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Job:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_end_with_the_benchmark,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            end_tree(psutil.Process(self._process.pid))
+        self._process.wait()
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
+    def wait(self, limit_s: float, tick: Callable[[], None] = lambda: None) -> int:
+        """The exit code; `tick` is called twenty times a second. Raises JobError after `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while self.returncode is None:
+            if time.monotonic() > deadline:
+                raise JobError(f"not done after {limit_s:g} s: see {self.log}")
+            tick()
+            time.sleep(0.05)
+        tick()
+        return self.returncode
+
+    def records(self) -> dict[int, list[dict[str, Any]]]:
+        """What every rank recorded in each iteration."""
+        return record.read(self.folder / "records")
+
+    def watched(self) -> list[dict[str, Any]]:
+        """What `_worker.py` wrote down, in the order of time."""
+        found = [line for path in self.folder.glob("watched/rank*.jsonl") for line in lines(path)]
+        return sorted(found, key=lambda line: float(line["time"]))
+
+    def struck(self) -> list[dict[str, Any]]:
+        """The faults that struck, in the order of time."""
+        return lines(self.stamps)
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """The incident reports, in the order of their numbers."""
+        reports = [json.loads(path.read_text()) for path in self.logs.glob("incident-*.json")]
+        return sorted(reports, key=lambda report: int(report["incident"]))
+
+
+def _end_with_the_benchmark() -> None:
+    """Between fork and exec: should the benchmark be killed, the launcher gets a SIGTERM."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file of JSON lines; none where there is no file."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def first(incident: Mapping[str, Any], what: str) -> float:
+    """When (Unix seconds) an incident's first event of that kind was. ValueError where there is none."""
+    return float(min(event["t"] for event in incident["events"] if event["what"] == what))
+
+
+def last(incident: Mapping[str, Any], what: str) -> float:
+    """When the last event of that kind was."""
+    return float(max(event["t"] for event in incident["events"] if event["what"] == what))
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a benchmark: a SIGTERM ends its jobs, too, and a job that fails is one line."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        main()
+    except JobError as error:
+        sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
+
+
+def new_folder(name: str) -> Path:
+    """An empty folder for the jobs of one run of a benchmark."""
+    folder = _bench.OUT / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder.mkdir(parents=True)
+    return folder

@@ -1,0 +1,169 @@
+"""Hooks what a benchmark wants to know into a worker, then runs its script: `_worker.py ... script args`.
+
+--watch   writes down how long the parts of a dump took
+--native  calls the framework's own save, unpatched and timed, after the second step of each start
+--gate    waits before every block of iterations until the benchmark says that it is this job's turn
+
+Lines of JSON go to OUT/rank<R>.jsonl: what, time (when it ended), seconds, restart. It hooks from outside,
+as the recorder does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import runpy
+import shutil
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+RANK = int(os.environ.get("RANK", "0"))
+# The parts of a dump: (what, module, function). Those of one dump never run at the same time.
+PARTS = (
+    ("freeze", "adaptor.control.session", "Session.freeze"),
+    ("door", "adaptor.control.session", "Session.bring_to"),
+    ("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump"),
+    ("connect", "adaptor.control.processor", "_connect"),
+    ("gather", "adaptor.checkpoint.shards", "gather"),
+    ("send", "adaptor.checkpoint.shards", "send"),
+    ("cast", "adaptor.checkpoint.weights", "Weights.add_sharded"),
+    ("rebuild", "adaptor.checkpoint.weights", "Weights.rebuild"),
+    ("write", "torch", "save"),
+    ("fsync", "adaptor.checkpoint.manifest", "HashingFile.close"),
+)
+
+
+class Notes:
+    """The file of this rank."""
+
+    def __init__(self, out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / f"rank{RANK}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    def add(self, what: str, seconds: float, **more: Any) -> None:
+        line = {"what": what, "time": time.time(), "seconds": seconds, "restart": self._restart, "rank": RANK}
+        os.write(self._file, (json.dumps(line | more) + "\n").encode())
+
+
+def hook(module: str, name: str, wrapper: Any) -> None:
+    """Wrap a function once its module is imported."""
+
+    def wrap(imported: ModuleType) -> None:
+        wrapt.wrap_function_wrapper(imported, name, wrapper)
+
+    wrapt.register_post_import_hook(wrap, module)
+
+
+def watch(notes: Notes) -> None:
+    main_thread = threading.main_thread()
+
+    def timed(what: str) -> Any:
+        def is_timed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            if threading.current_thread() is main_thread:
+                return wrapped(*args, **kwargs)
+            began = time.time()
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                notes.add(what, time.time() - began, began=began)
+
+        return is_timed
+
+    for what, module, name in PARTS:
+        hook(module, name, timed(what))
+
+
+class NativeSave:
+    """Saves once with the framework's own `save_checkpoint`, to a folder of its own that is removed then."""
+
+    def __init__(self, notes: Notes, folder: Path) -> None:
+        self._notes = notes
+        self._folder = folder
+        self._steps = 0
+
+    def after_step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        self._steps += 1
+        if self._steps == 2:
+            self._save(*args[2:5])
+        return result
+
+    def _save(self, model: Any, optimizer: Any, scheduler: Any) -> None:
+        import torch
+        from megatron.training import checkpointing
+        from megatron.training.global_vars import get_args
+
+        own = inspect.unwrap(checkpointing.save_checkpoint)
+        arguments = get_args()
+        save, arguments.save = arguments.save, str(self._folder)
+        torch.distributed.barrier()
+        began = time.time()
+        own(arguments.curr_iteration + 1, model, optimizer, scheduler, 0.0)
+        torch.distributed.barrier()
+        ended = time.time()
+        arguments.save = save
+        if RANK == 0:
+            os.sync()  # nothing of it is left to be written while the next save is timed
+            self._notes.add("durable", time.time() - began)
+            self._notes.add("native", ended - began, bytes=self._bytes())
+            shutil.rmtree(self._folder)
+        torch.distributed.barrier()
+
+    def _bytes(self) -> int:
+        return sum(path.stat().st_size for path in self._folder.rglob("*.pt"))
+
+
+class Gate:
+    """Stands in a queue with the other ranks of this job, before every block of iterations."""
+
+    def __init__(self, address: str) -> None:
+        name, arm, block = address.split(",")
+        self._block = int(block)
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.connect("\0" + name)
+        self._connection.sendall(f"{arm}\n".encode())
+
+    def wait(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        if get_args().curr_iteration % self._block == 0:
+            self._connection.sendall(b"?")
+            if not self._connection.recv(1):
+                os._exit(1)  # nobody is left who would say when it is our turn
+        return wrapped(*args, **kwargs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--watch", action="store_true")
+    parser.add_argument("--native", type=Path, metavar="FOLDER")
+    parser.add_argument("--gate", metavar="SOCKET,ARM,BLOCK")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parsed = parser.parse_args()
+    notes = Notes(parsed.out)
+    if parsed.watch:
+        watch(notes)
+    if parsed.native:
+        hook("megatron.training.training", "train_step", NativeSave(notes, parsed.native).after_step)
+    if parsed.gate:
+        hook("megatron.training.training", "train_step", Gate(parsed.gate).wait)
+    sys.argv = [parsed.script, *parsed.arguments]
+    sys.path[0] = str(Path(parsed.script).resolve().parent)
+    runpy.run_path(parsed.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

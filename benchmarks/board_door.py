@@ -1,0 +1,173 @@
+"""Cost of the board and the door per step, measured alone: `python benchmarks/board_door.py`.
+
+One process does what a worker does in a step (begin_step, before_update, after_update, end_update), with a
+trainee whose record, door and barrier do nothing, so that nothing but board and door is left. What the record
+of a step costs besides (counters, schedule, random states) is measured apart, on Megatron's own scheduler
+and RNG tracker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+from _bench import Benchmark, spread, table
+
+from adaptor.control.board import Board, BoardMemory
+from adaptor.control.door import Door
+from adaptor.control.session import Session
+
+TARGET_US = 10.0
+
+
+class _Idle:
+    """A trainee of which board and door alone are left."""
+
+    save = ""
+    shares = ()
+
+    def take_record(self, step: int) -> None: ...
+    def take_door(self) -> None: ...
+    def derive(self, record: Any, door: Any, updated: bool) -> None: ...
+    def barrier(self) -> None: ...
+    def has_state(self) -> bool:
+        return True
+
+    def dump(self, record: Any, order: Any, run: Any) -> tuple[Any, ...]:
+        return ()
+
+
+def session_step(board: Board) -> Callable[[], None]:
+    """A step of a worker, from which everything but board and door is taken away."""
+    session = Session(board, lambda trainee, origin: None, lambda error: None)
+    optimizer = object()
+    session.begin_training(_Idle(), [optimizer], 0)
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        number += 1
+        session.begin_step(number)
+        session.before_update(optimizer)
+        session.after_update(optimizer)
+        session.end_update(True, 1.25)
+
+    return step
+
+
+def door_step() -> Callable[[], None]:
+    """What the door alone costs in a step."""
+    door = Door()
+
+    def step() -> None:
+        door.enter(1)
+        door.leave()
+
+    return step
+
+
+def record_step() -> tuple[Callable[[], None], Callable[[], None]]:
+    """What a step takes down besides: at its beginning, and at the door."""
+    import sys
+    import warnings
+
+    import torch
+
+    from adaptor import devices
+    from adaptor.checkpoint.megatron import TrainingState
+    from adaptor.checkpoint.trainee import MegatronTrainee
+    from tests.frameworks import prepare
+
+    warnings.simplefilter("ignore")  # of the framework, which misses Transformer Engine and apex
+    devices.activate("cpu")
+    sys.path.insert(0, str(prepare.megatron_lm()))
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    tracker.add("model-parallel-rng", 1234)
+    scalars = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "max_lr": 1e-3}
+    groups = [
+        {"params": [], "wd_mult": wd, "min_lr": 1e-5, "lr": 0.0, "betas": (0.9, 0.999), "step": 1, **scalars}
+        for wd in (0.0, 1.0)
+    ]
+    inner = types.SimpleNamespace(
+        param_groups=groups, grad_scaler=None, optimizer=types.SimpleNamespace(state={0: {}})
+    )
+    optimizer = types.SimpleNamespace(chained_optimizers=[inner], param_groups=groups)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-3,
+        min_lr=1e-5,
+        lr_warmup_steps=16,
+        lr_decay_steps=1600,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=1600,
+        wd_incr_style="constant",
+    )
+    counters = {"consumed_train_samples": 800, "skipped_train_samples": 0, "floating_point": 1.5e12}
+    trainee = MegatronTrainee(
+        state=TrainingState(model=[torch.nn.Identity()], optimizer=optimizer, scheduler=scheduler, folder=""),
+        save="",
+        shares=(),
+        tracker=tracker,
+        counters=lambda: counters,
+        growth=lambda: counters,
+        increment=lambda: 8,
+        barrier=lambda: None,
+    )
+    return lambda: trainee.take_record(7), lambda: trainee.take_door()
+
+
+def measure(act: Callable[[], Any], batches: int, calls: int) -> dict[str, float]:
+    """Microseconds per call: over `batches` medians of `calls` each."""
+    for _ in range(calls):
+        act()
+    times = []
+    for _ in range(batches):
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            act()
+        times.append((time.perf_counter_ns() - start) / calls / 1000)
+    return spread(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batches", type=int, default=5000, help="the median is taken over so many batches")
+    parser.add_argument("--steps", type=int, default=20, help="steps in a batch")
+    parser.add_argument("--no-record", action="store_true", help="leave out the record, which needs Megatron")
+    given = parser.parse_args()
+    benchmark = Benchmark("board_door", {"batches": given.batches, "steps per batch": given.steps})
+
+    memory = BoardMemory([0])
+    board = Board(0, memory.path, memory.slots)
+    parts = {
+        "board and door, per step": session_step(board),
+        "one write of the board": board.write,
+        "the door, once through": door_step(),
+    }
+    if not given.no_record:
+        parts["the step's record"], parts["the record at the door"] = record_step()
+    found = {name: measure(act, given.batches, given.steps) for name, act in parts.items()}
+
+    rows = [[name, *(f"{found[name][key]:.2f}" for key in ("median", "min", "p90"))] for name in parts]
+    cost = found["board and door, per step"]["median"]
+    verdict = "reached" if cost <= TARGET_US else "MISSED"
+    benchmark.finish(
+        table(["µs", "median", "min", "p90"], rows)
+        + f"\n\nboard and door: {cost:.1f} µs per step; at most {TARGET_US:g} µs: {verdict}",
+        {"microseconds": found, "target_us": TARGET_US, "reached": cost <= TARGET_US},
+    )
+
+
+if __name__ == "__main__":
+    main()

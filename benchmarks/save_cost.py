@@ -1,0 +1,177 @@
+"""Fault to published checkpoint, against the framework's own save of the same state:
+`python benchmarks/save_cost.py`.
+
+One job per model. In every generation of its workers it makes two steps, saves with the framework's own
+`save_checkpoint` (its unpatched body, to another folder), and loses a rank to SIGKILL in the next step: the
+last words are then of the very state that was just saved, and both times are of the same minute. `durable` is
+the framework's save and a `sync` after it: the framework leaves the writing to the kernel, last words are on
+disk when they are published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from _bench import Benchmark, spread, table
+from _job import RANKS, Job, JobError, first, last, model, new_folder, run
+
+from adaptor.checkpoint.publish import tracked_step
+from tests.faults.fault import Fault
+
+TARGET = 1.5
+# name: layers, hidden size, sequence
+MODELS = {"small": (2, 64, 32), "large": (6, 1024, 32)}
+_START_S = 180.0
+# Of a dump on the rank that writes.
+PARTS = ("connect", "gather", "cast", "rebuild", "write", "fsync")
+
+
+def faults(repeats: int) -> list[Fault]:
+    """One for each start of the workers, in the third step that it makes; the ranks take turns."""
+    return [
+        Fault(rank=number % RANKS, phase="backward", kind="sigkill", step=2 * number + 3, restart=number)
+        for number in range(repeats)
+    ]
+
+
+def keep_the_newest(save: Path) -> None:
+    """Remove older checkpoints: the large model's are a gigabyte each."""
+    newest = tracked_step(save)
+    for folder in save.glob("iter_*"):
+        if newest is not None and folder.name[5:].isdigit() and int(folder.name[5:]) < newest:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def timeline(
+    stamp: Mapping[str, Any], incident: Mapping[str, Any], watched: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """How long each part of one incident took, in seconds, in the order in which they came."""
+    noticed, frozen = first(incident, "fault-noticed"), last(incident, "frozen")
+    ordered, written = first(incident, "dump-ordered"), last(incident, "written")
+    published = first(incident, "published")
+    (writer,) = {event["rank"] for event in incident["events"] if event["what"] == "written"}
+    parts = {
+        what: sum(
+            line["seconds"]
+            for line in watched
+            if line["what"] == what and line["rank"] == writer and ordered <= line["time"] <= published
+        )
+        for what in PARTS
+    }
+    whole = {
+        "notice": noticed - stamp["time"],
+        "freeze": frozen - noticed,
+        "plan, folder": ordered - frozen,
+        **parts,
+        "rest of the dump": written - ordered - sum(parts.values()),
+        "publish": published - written,
+    }
+    return {**whole, "fault to published": published - stamp["time"]}
+
+
+def measure(folder: Path, name: str, repeats: int) -> dict[str, Any]:
+    """Run the job of one model."""
+    layers, hidden, sequence = MODELS[name]
+    job = Job(
+        folder,
+        adaptor=True,
+        train_iters=2 * repeats + 1,
+        extra=[*model(layers, hidden, sequence), "--distributed-timeout-minutes", "5"],
+        launcher=["--max-restarts", str(repeats)],
+        watch=True,
+        native=True,
+        faults=faults(repeats),
+        # An incident of the large model writes a gigabyte on a disk that may be slow.
+        environment={"TTP_OT": "300"},
+    )
+    seen = 0
+
+    def tick() -> None:
+        nonlocal seen
+        keep_the_newest(job.save)
+        incidents = len(list(job.logs.glob("incident-*.json")))
+        if incidents > seen:
+            seen = incidents
+            print(f"  {name}: incident {seen} of {repeats}", flush=True)
+
+    with job:
+        code = job.wait(_START_S * (repeats + 2), tick)
+    if code != 0:
+        raise JobError(f"the job ended with exit code {code}: see {job.log}")
+    struck, incidents, watched = job.struck(), job.incidents(), job.watched()
+    if not len(struck) == len(incidents) == repeats:
+        raise JobError(f"{len(struck)} faults, {len(incidents)} incidents of {repeats}: see {job.log}")
+    for incident in incidents:
+        if incident["verdict"] != "saved":
+            raise JobError(f"incident {incident['incident']}: {incident['reason']}: see {job.log}")
+    lines = [timeline(*pair, watched) for pair in zip(struck, incidents, strict=True)]
+    own = {
+        what: {line["restart"]: line for line in watched if line["what"] == what}
+        for what in ("native", "durable")
+    }
+    return {
+        "lines": lines,
+        "native": [own["native"][number]["seconds"] for number in range(repeats)],
+        "durable": [own["durable"][number]["seconds"] for number in range(repeats)],
+        "bytes": own["native"][0]["bytes"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=8, help="incidents of each model")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    given = parser.parse_args()
+    benchmark = Benchmark("save_cost", {"repeats": given.repeats, **{m: MODELS[m] for m in given.models}})
+    folder = new_folder("save_cost")
+    found = {name: measure(folder / name, name, given.repeats) for name in given.models}
+    shutil.rmtree(folder)
+
+    rows, text, findings = [], [], {}
+    for name, one in found.items():
+        words = [line["fault to published"] for line in one["lines"]]
+        ratio, durable = (
+            statistics.median(w / o for w, o in zip(words, one[what], strict=True))
+            for what in ("native", "durable")
+        )
+        times = [f"{statistics.median(values):.3f}" for values in (one["native"], one["durable"], words)]
+        size = f"{one['bytes'] / 2**20:.1f}"
+        verdict = "reached" if ratio <= TARGET else "MISSED"
+        rows.append([name, size, *times, f"{ratio:.2f}", f"{durable:.2f}", verdict])
+        findings[name] = {
+            **one,
+            "ratio": ratio,
+            "ratio_durable": durable,
+            "fault_to_published": spread(words),
+            "reached": ratio <= TARGET,
+        }
+    head = ["median, s", "MiB", "native", "durable", "fault to published", "/ native", "/ durable"]
+    text.append(table([*head, f"≤ {TARGET:g} × native"], rows))
+    stages = list(next(iter(found.values()))["lines"][0])
+    text.append(
+        table(
+            ["median, ms", *found],
+            [
+                [
+                    stage,
+                    *(
+                        f"{1000 * statistics.median(line[stage] for line in one['lines']):.1f}"
+                        for one in found.values()
+                    ),
+                ]
+                for stage in stages
+            ],
+        )
+    )
+    benchmark.finish("\n\n".join(text), {"models": findings, "target": TARGET})
+
+
+if __name__ == "__main__":
+    run(main)
