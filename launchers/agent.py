@@ -64,8 +64,9 @@ class SurvivorsAgent(LocalElasticAgent):
             self._control.settled.wait()
             return self._conclude(worker_group, verdict)
         handlers = self._pcontext.subprocess_handlers.values()
-        if any(handler.proc.poll() not in (None, 0) for handler in handlers):
-            return RunResult(state=WorkerState.HEALTHY)  # torch would end the survivors now
+        if any(handler.proc.poll() != 0 for handler in handlers):
+            # Not only where one has failed: one that fails while torch looks at them would cost the others.
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _conclude(self, worker_group: WorkerGroup, verdict: Verdict) -> RunResult:

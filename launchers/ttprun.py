@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from adaptor import config
 from adaptor.errors import ConfigError
@@ -61,10 +60,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _run_plain(parsed: argparse.Namespace, device: str) -> int:
     """torch's own run; a device that the user chose needs its stand-ins in every worker all the same."""
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import record
 
     if device == "cpu":
         _insert_module(parsed, CPU_MODULE)
-    return _report_child_error(lambda: run.run(parsed), None)
+    record(run.run)(parsed)  # what torch's main does with what it has parsed
+    return 0
 
 
 def _require_folder(path: str) -> None:
@@ -87,6 +88,8 @@ def _insert_module(parsed: argparse.Namespace, module: str) -> None:
 
 def _run_with_survivors(parsed: argparse.Namespace) -> int:
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api
 
     from adaptor.launchers.agent import SurvivorsAgent
@@ -94,20 +97,13 @@ def _run_with_survivors(parsed: argparse.Namespace) -> int:
     _insert_module(parsed, WORKER_MODULE)
     # torch makes its agent by this name; in this process it is ours.
     api.LocalElasticAgent = SurvivorsAgent  # type: ignore[misc]
-    return _report_child_error(lambda: run.run(parsed), SurvivorsAgent)
-
-
-def _report_child_error(act: Any, agent: Any) -> int:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     try:
-        act()
+        run.run(parsed)
     except SignalException as error:
         print(f"[ttp] ended by {error.sigval.name}, and the workers with it", file=sys.stderr)
         return 128 + error.sigval
     except ChildFailedError as error:
-        verdict = agent.last_verdict if agent is not None else None
+        verdict = SurvivorsAgent.last_verdict
         if verdict is None:
             print(error, file=sys.stderr)
             code = error.get_first_failure()[1].exitcode

@@ -52,10 +52,12 @@ def _run(arguments: list[str], as_module: bool) -> None:
         if code == 0:
             _stay_while_needed(worker)
             return
-        worker.raised(f"SystemExit: {end.code}", code)
+        if not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)  # as Python does
+        worker.raised(_summary(end), code)
         worker.session.hold()
     except BaseException as error:
-        summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        summary = _summary(error)
         if worker.session.door.closed:
             print(f"[ttp] rank {worker.rank}, after the fault: {summary}", file=sys.stderr)
         else:
@@ -64,6 +66,11 @@ def _run(arguments: list[str], as_module: bool) -> None:
         worker.session.hold()
     else:
         _stay_while_needed(worker)
+
+
+def _summary(error: BaseException) -> str:
+    """What is said of an exception in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
 
 
 def _stay_while_needed(worker: Runtime) -> None:

@@ -1,0 +1,384 @@
+"""ttprun from the outside: its flags, what a script sees, exit codes. torch is imported once for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptor import config
+from adaptor.launchers import ttprun
+from tests.unit.nodes import ROOT, is_gone, wait_until
+from tests.unit.threads import LONG_S
+
+ONE = ["--standalone", "--monitor-interval", "0.05", "--nproc-per-node", "1"]
+TWO = [*ONE[:-1], "2"]
+
+# What a script sees, one JSON object for each rank.
+LOOK = """
+import json, os, sys
+from pathlib import Path
+seen = {
+    "argv": sys.argv,
+    "name": __name__,
+    "file": globals().get("__file__"),
+    "path": sys.path[0],
+    "modules": [name for name in sys.modules if name.partition(".")[0] in ("adaptor", "torch", "wrapt")],
+    "env": {name: value for name, value in os.environ.items() if "TTP" in name or name == "WORLD_SIZE"},
+    "main": sys.modules["__main__"].__dict__ is globals(),
+}
+Path(os.environ["SEEN"] + os.environ["RANK"]).write_text(json.dumps(seen))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    log: str
+
+    @property
+    def last_line(self) -> str:
+        return self.log.strip().splitlines()[-1]
+
+
+class Launcher:
+    """Runs ttprun in a folder, with nothing of ours in its environment."""
+
+    def __init__(self, zygote: subprocess.Popen[str], folder: Path) -> None:
+        self.folder = folder
+        self._zygote = zygote
+        self._log = folder / "log"
+        mine = ("TTP", "TORCHELASTIC", "RANK", "WORLD_SIZE", "MASTER_")
+        self._env = {k: v for k, v in os.environ.items() if not any(name in k for name in mine)}
+        self._env.update(PYTHONPATH=str(ROOT), SEEN=str(folder / "seen"), OMP_NUM_THREADS="1")
+
+    def _ask(self, **line: Any) -> int:
+        assert self._zygote.stdin is not None
+        assert self._zygote.stdout is not None
+        self._zygote.stdin.write(json.dumps(line) + "\n")
+        self._zygote.stdin.flush()
+        return int(self._zygote.stdout.readline())
+
+    def start(self, *argv: str, before: str = "", **env: str) -> int:
+        return self._ask(
+            argv=argv,
+            cwd=str(self.folder),
+            env={**self._env, **env},
+            log=str(self._log),
+            before=before,
+        )
+
+    def wait(self, pid: int) -> Ended:
+        return Ended(self._ask(wait=pid), self.log)
+
+    def run(self, *argv: str, before: str = "", **env: str) -> Ended:
+        return self.wait(self.start(*argv, before=before, **env))
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        (self.folder / name).write_text(text)
+        return name
+
+    def seen(self, rank: int = 0) -> dict[str, Any]:
+        return json.loads((self.folder / f"seen{rank}").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(Path(__file__).with_name("zygote.py"))]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def launcher(zygote: subprocess.Popen[str], tmp_path: Path) -> Launcher:
+    return Launcher(zygote, tmp_path)
+
+
+# flags
+
+
+@pytest.fixture
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ttprun writes into the environment is undone."""
+    for setting in config.SETTINGS:
+        monkeypatch.setenv(setting.variable, "")
+        monkeypatch.delenv(setting.variable)
+
+
+@pytest.mark.usefixtures("_clean")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["script.py"],
+        ["--nproc-per-node=4", "script.py", "--nproc-per-node", "8", "--ttp-ot", "20"],
+        [
+            "--nnodes",
+            "1:3",
+            "--nproc_per_node",
+            "2",
+            "--rdzv-backend=c10d",
+            "--max-restarts=3",
+            "script.py",
+            "-x",
+        ],
+        ["--standalone", "-m", "package.module", "--", "-h"],
+        ["--no-python", "./run.sh", "a b"],
+        ["-r", "3", "-t", "1", "--log-dir", "/tmp/x", "--role", "r", "script.py"],
+        ["--local-ranks-filter", "0,1", "--run-path", "script.py"],
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_every_flag_of_torchrun_means_the_same(arguments: list[str]) -> None:
+    from torch.distributed import run
+
+    mine = vars(ttprun._parse(arguments))
+    torchs = vars(run.get_args_parser().parse_args(arguments))
+    assert {name: mine[name] for name in torchs} == torchs
+    assert {name for name in mine if name not in torchs} == {f"ttp_{s.field}" for s in config.SETTINGS}
+
+
+@pytest.mark.usefixtures("_clean")
+def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting, text in zip(
+        config.SETTINGS, ["0", "77", "9001", "cpu", "none", "elsewhere", "ERROR", "1"], strict=True
+    ):
+        monkeypatch.setenv(setting.variable, setting.default)
+        ttprun._parse([setting.flag, text, "script.py"])
+        assert os.environ[setting.variable] == text, "workers read it there"
+        assert getattr(config.load(), setting.field) == setting.parse(text)
+
+
+@pytest.mark.usefixtures("_clean")
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--ttp-ot", "5"], "TTP_OT is '5': it must be a number of seconds from 10 to 3600"),
+        (["--ttp-enable", "maybe"], "ENABLE_TTP is 'maybe': it must be True, 1, False or 0"),
+        (["--ttp-log-path", "/dev/null/logs"], "TTP_LOG_PATH is '/dev/null/logs': the folder cannot be made"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_starts_nothing(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ttprun.main([*arguments, "script.py"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ttprun: error: {line}")
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("_clean")
+def test_a_flag_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ttprun.main(["--ttp-wings", "2", "script.py"])
+    assert ended.value.code == 2
+    assert "--ttp-wings" in capsys.readouterr().err
+
+
+# what a script sees
+
+
+def test_a_script_sees_what_python_would_show_it(launcher: Launcher) -> None:
+    (launcher.folder / "deep").mkdir()
+    arguments = ["--step=1", "-x", "--", "--nproc", "a b", ""]
+    ended = launcher.run(
+        *TWO, "--ttp-ot", "33", launcher.script(LOOK, "deep/look.py"), *arguments, TTP_OT="44"
+    )
+    assert ended.code == 0, ended.log
+    for rank in (0, 1):
+        seen = launcher.seen(rank)
+        assert seen["argv"] == ["deep/look.py", *arguments]
+        assert seen["name"] == "__main__"
+        assert seen["main"]
+        assert seen["file"] == "deep/look.py"
+        assert seen["path"] == str(launcher.folder / "deep")
+        assert seen["env"]["TTP_OT"] == "33"
+        assert seen["env"]["WORLD_SIZE"] == "2"
+        assert "adaptor.control.runtime" in seen["modules"]
+        assert "torch" not in seen["modules"], "that is for the script to import"
+    assert not (launcher.folder / "logs").exists() or list((launcher.folder / "logs").iterdir()) == []
+
+
+def test_a_module_as_the_script(launcher: Launcher) -> None:
+    (launcher.folder / "package").mkdir()
+    launcher.script("", "package/__init__.py")
+    launcher.script(LOOK, "package/look.py")
+    ended = launcher.run(*ONE, "-m", "package.look", "--module", "-m", PYTHONPATH=f"{ROOT}:{launcher.folder}")
+    assert ended.code == 0, ended.log
+    assert launcher.seen()["argv"] == [str(launcher.folder / "package" / "look.py"), "--module", "-m"]
+    assert launcher.seen()["name"] == "__main__"
+
+
+def test_a_program_that_is_not_python(launcher: Launcher) -> None:
+    program = launcher.folder / "run.sh"
+    program.write_text('#!/bin/sh\necho "arguments: $*, rank $RANK"\nexit ${2:-0}\n')
+    program.chmod(0o700)
+    ended = launcher.run(*ONE, "--no-python", "./run.sh", "--flag")
+    assert ended.code == 0, ended.log
+    assert "arguments: --flag, rank 0" in ended.log
+    ended = launcher.run(*ONE, "--no-python", "./run.sh", "--flag", "3")
+    assert ended.code == 3
+    assert "rank 0 exited with code 3; nothing to save" in ended.last_line
+
+
+# off
+
+
+def test_switched_off_it_is_torchrun(launcher: Launcher) -> None:
+    script = launcher.script(LOOK)
+    ended = launcher.run(*ONE, "--ttp-enable", "False", script, "-x")
+    assert ended.code == 0, ended.log
+    seen = launcher.seen()
+    assert seen["modules"] == [], "nothing of the adaptor is imported"
+    assert seen["argv"] == [script, "-x"]
+    assert set(seen["env"]) == {"ENABLE_TTP", "WORLD_SIZE"}
+
+
+def test_switched_off_a_failure_ends_as_under_torchrun(launcher: Launcher) -> None:
+    script = launcher.script("import sys\nsys.exit(3)\n")
+    ended = launcher.run(*ONE, script, ENABLE_TTP="0")
+    as_torch = "import adaptor.launchers.ttprun as t, torch.distributed.run as r\nt.main = r.main"
+    torchrun = launcher.run(*ONE, script, before=as_torch)
+    assert ended.code == torchrun.code == 1
+    assert ended.last_line == torchrun.last_line
+    assert "ChildFailedError" in ended.log
+
+
+def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> None:
+    ended = launcher.run(*ONE, launcher.script(LOOK), "-x", ENABLE_TTP="False", TTP_DEVICE="cpu")
+    assert ended.code == 0, ended.log
+    seen = launcher.seen()
+    assert "adaptor.devices.cpu" in seen["modules"]
+    others = ("adaptor.control", "adaptor.checkpoint", "adaptor.launchers", "adaptor.patches.megatron")
+    assert [name for name in seen["modules"] if name.startswith(others)] == []
+    assert seen["argv"] == ["script.py", "-x"]
+
+
+# exit codes
+
+BY_RANK = "import os, signal, sys\nif os.environ['RANK'] == '{rank}':\n    {what}\n{rest}\n"
+WAIT = "import time\ntime.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "rank 1 raised SystemExit: 3"),
+        ("os._exit(4)", 4, "rank 1 exited with code 4"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 was ended by SIGSEGV"),
+        ("sys.exit('two\\nlines')", 1, "rank 1 raised SystemExit: two"),
+        ("raise ValueError('two\\nlines')", 1, "rank 1 raised ValueError: two"),
+        ("raise ValueError", 1, "rank 1 raised ValueError"),
+    ],
+)
+def test_a_job_ends_with_the_code_of_the_worker_that_failed(
+    launcher: Launcher, what: str, code: int, words: str
+) -> None:
+    script = launcher.script(BY_RANK.format(rank=1, what=what, rest=WAIT))
+    ended = launcher.run(*TWO, script)
+    assert ended.code == code, ended.log
+    told = "nothing to save: no step has finished: training had not begun on every rank"
+    assert ended.last_line == f"[ttp] {words}; {told}"
+    if "two" in what:
+        assert "lines" in ended.log, "all of it is said before"
+
+
+def test_a_note_on_an_exception_is_not_the_exception(launcher: Launcher) -> None:
+    what = "e = ValueError('boom'); e.__notes__ = ['a note']; raise e"
+    ended = launcher.run(*ONE, launcher.script(BY_RANK.format(rank=0, what=what, rest="")))
+    assert ended.last_line.startswith("[ttp] rank 0 raised ValueError: boom; ")
+
+
+def test_a_restart(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os, sys\n"
+        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print(f'start {count} of {os.environ[\"TTP_GENERATION\"]}', flush=True)\n"
+        "sys.exit(0 if count == '2' else 5)\n"
+    )
+    ended = launcher.run(*ONE, "--max-restarts", "3", script)
+    assert ended.code == 0, ended.log
+    starts = [line for line in ended.log.splitlines() if line.startswith("start ")]
+    assert [line.split()[1] for line in starts] == ["0", "1", "2"]
+    assert len({line.split()[3] for line in starts}) == 3, "each generation has keys of its own"
+    assert ended.log.count("[ttp] rank 0 raised SystemExit: 5") == 2
+
+
+def test_a_death_while_torch_looks_at_its_workers(launcher: Launcher) -> None:
+    """In the moment between our look at them and torch's, which would end the survivors on the spot."""
+    before = """
+import os, signal
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+original = SubprocessContext._poll
+def poll(self):
+    if not all(handler.proc.poll() == 0 for handler in self.subprocess_handlers.values()):
+        os.kill(self.subprocess_handlers[1].proc.pid, signal.SIGKILL)
+        self.subprocess_handlers[1].proc.wait()
+    return original(self)
+SubprocessContext._poll = poll
+"""
+    script = launcher.script("import time\ntime.sleep(1)\n")
+    ended = launcher.run(*TWO, script, before=before)
+    assert ended.code == 0, ended.log
+
+
+# the end of ttprun itself
+
+
+def start_and_find_workers(launcher: Launcher) -> tuple[int, list[int]]:
+    script = launcher.script(
+        "import os, time\n"
+        "from pathlib import Path\n"
+        "Path(f'pid{os.environ[\"RANK\"]}').write_text(f'{os.getpid()} ')\n" + WAIT
+    )
+    pid = launcher.start(*TWO, script)
+    files = [launcher.folder / f"pid{rank}" for rank in (0, 1)]
+    wait_until(lambda: all(f.exists() and f.read_text().endswith(" ") for f in files), "the workers run")
+    return pid, [int(file.read_text()) for file in files]
+
+
+def test_a_terminated_ttprun_takes_its_workers_along(launcher: Launcher) -> None:
+    pid, workers = start_and_find_workers(launcher)
+    os.kill(pid, signal.SIGTERM)
+    ended = launcher.wait(pid)
+    assert ended.code == 128 + signal.SIGTERM, ended.log
+    assert ended.last_line == "[ttp] ended by SIGTERM, and the workers with it"
+    assert all(is_gone(worker) for worker in workers)
+
+
+def test_a_killed_ttprun_takes_its_workers_along(launcher: Launcher) -> None:
+    pid, workers = start_and_find_workers(launcher)
+    os.kill(pid, signal.SIGKILL)
+    assert launcher.wait(pid).code == -signal.SIGKILL
+    wait_until(lambda: all(is_gone(worker) for worker in workers), "the workers are gone")
+
+
+def test_an_orphan_of_the_test_would_be_seen() -> None:
+    """`is_gone` is what the two tests above stand on."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        assert not is_gone(process.pid)
+        process.kill()
+        process.wait(LONG_S)
+        assert is_gone(process.pid)

@@ -1,0 +1,49 @@
+"""Imports torch once, then runs ttprun in a fork of itself for each line of JSON on stdin.
+
+{"argv": [...], "cwd": "...", "env": {...}, "log": "...", "before": "..."}; the answer is the pid of the fork.
+`before` is Python that the fork runs first, `log` takes its output; a line {"wait": pid} asks for its exit
+status.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, NoReturn
+
+import torch.distributed.elastic.agent.server.local_elastic_agent
+import torch.distributed.launcher.api
+import torch.distributed.run  # noqa: F401
+
+import adaptor.launchers.ttprun as ttprun
+
+
+def run(job: dict[str, Any]) -> NoReturn:
+    os.setsid()
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for descriptor, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+        os.dup2(target, descriptor)
+    exec(job["before"], {})
+    sys.argv = ["ttprun", *job["argv"]]
+    sys.exit(ttprun.main())
+
+
+def main() -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        if "wait" in job:
+            _, status = os.waitpid(job["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            run(job)
+        print(pid, flush=True)
+
+
+main()
