@@ -3,6 +3,7 @@
 One event loop in one thread per `ttprun`. A generation is the time from one start of all workers to the next;
 `begin` and `watch` open it, `end` closes it. Nothing it makes has a name in a file system: the workers'
 socket is an abstract one, the boards are anonymous memory, so nothing is left behind however the agent ends.
+The exception is a folder for what multiprocessing makes in the workers, which end in no orderly way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -41,7 +43,7 @@ from adaptor.control.messages import (
     Publish,
     Verdict,
 )
-from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS, GENERATION
+from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS, GENERATION, SCRATCH
 from adaptor.errors import CheckpointError
 from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.filing import Filing
@@ -64,6 +66,7 @@ class Node:
         self._config = config
         self._loop = asyncio.new_event_loop()
         self._address = f"ttp-{os.getpid()}-{secrets.token_hex(8)}"
+        self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
         self._chronicle = Chronicle(config.log_path)
         self._log = Log(config)
         self._node = 0
@@ -101,6 +104,7 @@ class Node:
         os.environ[AGENT] = self._address
         os.environ[BOARD] = self._boards.path
         os.environ[BOARD_RANKS] = self._boards.slots
+        os.environ[SCRATCH] = self._scratch.name
         self.verdict = None
         self._began = time.time()
         self.settled.clear()
@@ -131,6 +135,7 @@ class Node:
         self._thread.join()
         self._loop.close()
         self._log.close()
+        self._scratch.cleanup()
 
     def _await(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

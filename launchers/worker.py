@@ -7,6 +7,7 @@ leaves the script is told to the agent, and the process stays: its state is inta
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import runpy
 import signal
@@ -38,6 +39,9 @@ def _run(arguments: list[str], as_module: bool) -> None:
     from adaptor.errors import ConfigError, DriftError, LayoutError, StartError
 
     worker = runtime.get()
+    # The sockets of managers and the like go with the job, however this process ends. Children inherit it;
+    # there is no public way, but the name is as old as the module.
+    multiprocessing.current_process()._config["tempdir"] = os.environ[runtime.SCRATCH]  # type: ignore
     try:
         patches.load("worker")
         patching.arm("worker")

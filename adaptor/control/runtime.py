@@ -16,6 +16,7 @@ from adaptor.errors import StartError
 AGENT = "TTP_AGENT"
 BOARD = "TTP_BOARD"
 BOARD_RANKS = "TTP_BOARD_RANKS"
+SCRATCH = "TTP_SCRATCH"
 GENERATION = "TTP_GENERATION"
 
 _runtime: Runtime | None = None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, ITERATIONS, Job
+from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf
 
 
@@ -27,5 +28,10 @@ def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:
     assert (save / "iter_0000004" / ".metadata").exists()
     assert (save / "iter_0000006" / "mp_rank_00" / "model_optim_rng.pt").exists()
     assert (save / f"iter_{ITERATIONS:07d}" / ".metadata").exists()
+    differing = differences(save / "iter_0000006", baseline.checkpoints / "iter_0000006")
+    assert differing == [
+        "mp_rank_00/model_optim_rng.pt/args./ckpt_format: 'torch_dist' and 'torch'",
+        "mp_rank_00/model_optim_rng.pt/args./use_dist_ckpt: True and False",
+    ]
     outcome.assert_saved(save, ITERATIONS)
     outcome.assert_same_training(ended, baseline.records)
