@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import DP4, Job
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2, DP4, ITERATIONS, Job
 from tests.faults.scenario import BaselineOf, restarts, survives
 
 
@@ -47,3 +48,17 @@ def test_two_ranks_of_different_shards_at_once(tmp_path: Path, baseline_of: Base
         faults=["rank=0,step=6,phase=backward,kind=sigkill,also=3"],
     )
     survives(job, baseline_of(DP4), code=137, saved={5})
+
+
+def test_one_fault_after_the_other(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Each start of the workers has an incident of its own."""
+    save = tmp_path / "save"
+    faults = [
+        "rank=1,step=3,phase=forward,kind=exception",
+        "rank=0,step=6,phase=backward,kind=sigkill,restart=1",
+    ]
+    ended = harness.run(Job(tmp_path / "job", DP2, save=save, restarts=2, faults=faults))
+    assert ended.code == 0, ended.log[-3000:]
+    assert outcome.steps_in(save) == [2, 5, ITERATIONS]
+    outcome.assert_saved(save, ITERATIONS)
+    outcome.assert_same_training(ended, baseline_of(DP2).records)

@@ -109,8 +109,9 @@ def test_a_framework_that_does_not_match(tmp_path: Path) -> None:
     _assert_refused(
         ended,
         "megatron.training.checkpointing:get_checkpoint_name",
-        "(checkpoints_path, iteration, release=, ...)",
-        "(root, checkpoints_path, iteration, release=False",
+        "expected (checkpoints_path, iteration, release=, ...)",
+        "found (root, checkpoints_path, iteration, release=, ",
+        "megatron-lm 0.15.0rc5",
     )
 
 
@@ -151,7 +152,7 @@ def test_off_is_plain_torchrun(tmp_path: Path) -> None:
         faults=["rank=1,step=2,phase=backward,kind=os._exit,code=7"],
     )
     ended = harness.run(job)
-    assert ended.code == 7
+    assert ended.code == 1  # torchrun's, whatever the worker's was
     assert list(tmp_path.joinpath("save").glob("*")) == []
     assert ended.said == []
 
