@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -265,10 +266,13 @@ class Node:
 
     def _settle(self) -> None:
         # After a time-out a thread may still be at work there, and nothing may be removed under it.
-        if not self._filing.busy and self._node == 0 and self.verdict is not None and self.verdict.save:
-            with contextlib.suppress(CheckpointError):
+        try:
+            if not self._filing.busy and self._node == 0 and self.verdict is not None and self.verdict.save:
                 publish.clean(Path(self.verdict.save))
-        self.settled.set()
+        except CheckpointError as error:
+            print(f"[ttp] {error}", file=sys.stderr)
+        finally:
+            self.settled.set()  # whatever happened: torch's thread waits for it
 
     async def _report_progress(self) -> None:
         last = 0
