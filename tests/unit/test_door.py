@@ -126,16 +126,16 @@ def test_waiting_until_a_window_has_ended() -> None:
 
 
 class Training:
-    """A main thread that takes step after step until it is told that it is enough."""
+    """A main thread that takes step after step, until `last`."""
 
     def __init__(self) -> None:
         self.door = Door()
         self.taken = 0
         self.inside = False
-        self.enough = False
+        self.last = -1
 
     def run(self) -> None:
-        while not self.enough:
+        while self.taken != self.last:
             self.door.enter(self.taken + 1)
             self.inside = True
             self.taken += 1
@@ -157,10 +157,10 @@ def test_no_window_opens_behind_a_closed_door_in_any_race() -> None:
                 pass
             assert job.door.close(LONG_S)
             stood_at = job.taken
+            job.last = stood_at + 3
             for step in range(stood_at + 1, stood_at + 4):
                 assert not job.inside
                 assert job.taken == step - 1, "a step that nobody let through"
-                job.enough = step == stood_at + 3
                 job.door.let_through(step)
                 assert job.door.wait_until(lambda job=job, step=step: job.taken == step, LONG_S)
                 assert job.door.close(LONG_S)
