@@ -34,6 +34,8 @@ PHASES = {
     "dump-write": "while this rank writes last words",
 }
 KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")
+# What is done to the agent of the rank.
+KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint")
 
 
 class InjectedError(Exception):
@@ -110,6 +112,12 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGTERM)
             case "sigsegv":
                 ctypes.string_at(0)
+            case "agent-sigkill":
+                os.kill(os.getppid(), signal.SIGKILL)
+            case "agent-sigterm":
+                os.kill(os.getppid(), signal.SIGTERM)
+            case "agent-sigint":
+                os.kill(os.getppid(), signal.SIGINT)
             case "os._exit":
                 os._exit(fault.code)
             case "sys.exit":
