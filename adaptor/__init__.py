@@ -9,14 +9,12 @@ Importing this package imports nothing else: no torch, no framework.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from adaptor.config import Config
     from adaptor.library import Protection
     from adaptor.patching import Outcome
 
@@ -24,40 +22,26 @@ __version__ = "0.1.0"
 
 __all__ = ["disable", "enable", "format_report", "protect", "report"]
 
-_enabled: Config | None = None
+_enabled = False
 
 
-def enable(**settings: Any) -> None:
+def enable() -> None:
     """Arm the patches on the framework, before it is imported. Enabling twice is enabling once.
 
-    `settings` are fields of `adaptor.config.Config` and win over the environment. With ENABLE_TTP=False
-    nothing is done and no module is touched. Raises ConfigError for a setting that makes no sense or comes
-    too late, StartError where a patched module of the framework has been imported already, or where the job
-    was not started by ttprun.
+    The settings are those of the environment, where ttprun has put its flags. With ENABLE_TTP=False nothing
+    is done and no module is touched. Raises ConfigError for a setting that makes no sense, StartError where a
+    patched module of the framework has been imported already, or where the job was not started by ttprun.
     """
     global _enabled
     from adaptor import config
-    from adaptor.errors import ConfigError
 
-    variables = {setting.field: setting.variable for setting in config.SETTINGS}
-    for name in settings:
-        if name not in variables:
-            raise ConfigError(f"adaptor.enable() has no setting {name}: it has {', '.join(variables)}")
-    chosen = {variables[name]: str(value) for name, value in settings.items()}
-    wanted = config.load({**os.environ, **chosen})
-    if _enabled is not None:
-        if settings and wanted != _enabled:
-            given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-            raise ConfigError(f"adaptor.enable({given}) is too late: it is enabled already, with {_enabled}")
-        return
-    if not wanted.enabled:
+    if _enabled or not config.load().enabled:
         return
 
     from adaptor import _start
 
     _start.arm_patches()
-    os.environ.update(chosen)  # whoever reads the settings from here on reads these
-    _enabled = wanted
+    _enabled = True
 
 
 def protect(
@@ -87,7 +71,7 @@ def protect(
     """
     from adaptor import library
 
-    if _enabled is None:
+    if not _enabled:
         return library.Protection(None)
     return library.protect(
         model=model,
@@ -103,12 +87,12 @@ def protect(
 def disable() -> None:
     """Undo every patch; names that others imported meanwhile do what the framework's own functions do."""
     global _enabled
-    if _enabled is None:
+    if not _enabled:
         return
     from adaptor import patching
 
     patching.disarm("ttp")
-    _enabled = None
+    _enabled = False
 
 
 def report() -> tuple[Outcome, ...]:

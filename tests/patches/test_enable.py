@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
+import adaptor
 from tests.patches.conftest import Run
 
 AGENT = {"TTP_AGENT": "somewhere"}
@@ -85,29 +87,15 @@ def test_outside_of_ttprun(python: Run) -> None:
     )
 
 
-def test_a_setting_wins_over_the_environment(holds: Callable[..., None]) -> None:
-    holds(
-        """
-import os, adaptor
-from adaptor import config
-from adaptor.errors import ConfigError
-def refused(**settings):
-    try:
-        adaptor.enable(**settings)
-    except ConfigError as error:
-        return str(error)
-    raise AssertionError("accepted")
-assert "adaptor.enable() has no setting colour" in refused(colour="red")
-assert "TTP_OT" in refused(timeout_s=1)
-assert os.environ["TTP_OT"] == "60"
-adaptor.enable(timeout_s=90)
-assert config.load().timeout_s == 90
-adaptor.enable(timeout_s=90)
-assert "too late" in refused(timeout_s=91)
-""",
-        TTP_OT="60",
-        **AGENT,
-    )
+def test_it_takes_no_settings() -> None:
+    """Under ttprun they would come too late: the adaptor is enabled before the script starts."""
+    assert not inspect.signature(adaptor.enable).parameters
+
+
+def test_a_setting_that_makes_no_sense(python: Run) -> None:
+    done = python("-c", "import adaptor\nadaptor.enable()", env={"TTP_OT": "1", **AGENT})
+    assert done.returncode == 1
+    assert "ConfigError: TTP_OT is '1': it must be" in done.stderr.splitlines()[-1]
 
 
 def test_the_patches_have_one_name(python: Run) -> None:
