@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Sequence
 
@@ -89,6 +90,7 @@ class Board:
         self.grad_norm = 0.0
         self._error = b""
         self._sequence = 0
+        self._writing = threading.Lock()  # a dump counts its progress beside the main thread
         self._pid = os.getpid()
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -101,23 +103,24 @@ class Board:
 
     def write(self) -> None:
         """Publish the fields."""
-        self._sequence += 2
-        self._sequence_there[0] = self._sequence - 1
-        _RECORD.pack_into(
-            self._memory,
-            _SEQUENCE_BYTES,
-            self.rank,
-            self._pid,
-            self.phase,
-            self.oldest,
-            self.finished,
-            self.ahead,
-            self.progress,
-            self.grad_norm,
-            time.time(),
-            self._error,
-        )
-        self._sequence_there[0] = self._sequence
+        with self._writing:
+            self._sequence += 2
+            self._sequence_there[0] = self._sequence - 1
+            _RECORD.pack_into(
+                self._memory,
+                _SEQUENCE_BYTES,
+                self.rank,
+                self._pid,
+                self.phase,
+                self.oldest,
+                self.finished,
+                self.ahead,
+                self.progress,
+                self.grad_norm,
+                time.time(),
+                self._error,
+            )
+            self._sequence_there[0] = self._sequence
 
     def start(self, origin: int) -> None:
         """The training state is that of step `origin`."""

@@ -101,10 +101,10 @@ class Controller:
         return self._route(self.incident.on_tick(now))
 
     def _on_layout(self, rank: int, layout: Layout, now: float) -> Orders:
-        others = [other for other in self._layouts.values() if other.fingerprint != layout.fingerprint]
-        if others:
+        first = next(iter(self._layouts.values()), layout)
+        if first.fingerprint != layout.fingerprint:
             return self._refuse(
-                rank, f"rank {rank} and rank {others[0].rank} do not run the same framework or patches"
+                rank, f"rank {rank} and rank {first.rank} do not run the same framework or patches"
             )
         self._layouts[rank] = layout
         return []

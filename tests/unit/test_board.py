@@ -17,6 +17,7 @@ import pytest
 from adaptor.control import board
 from adaptor.control.board import Board, BoardMemory
 from adaptor.control.messages import BoardRecord, Phase
+from tests.unit.threads import Thread
 
 # Every field of a record says the same number, and the next record says the next one.
 FAST_WRITER = """
@@ -114,6 +115,8 @@ def test_no_reading_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     with memory_of(0, 1) as memory, writer(FAST_WRITER, memory) as process:
         assert process.stdout is not None
         process.stdout.readline()
+        while memory.read(1).finished < 1:
+            time.sleep(0)
         end = time.monotonic() + 1
         while time.monotonic() < end:
             time.sleep(0)
@@ -121,9 +124,30 @@ def test_no_reading_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:
             n = read.finished
             assert n >= seen
             assert (read.oldest, read.ahead, read.progress, read.grad_norm) == (n, n, n, n)
-            assert read.error == (str(n) if n > 0 else "")
+            assert read.error == str(n)
             seen = n
     assert seen > 1000
+
+
+@pytest.mark.usefixtures("restless")
+def test_two_threads_of_a_worker_write() -> None:
+    """The main thread trains while a dump counts its progress."""
+    with memory_of(0) as memory:
+        one = Board(0, memory.path, memory.slots)
+        one.start(0)
+
+        def dump() -> None:
+            for _ in range(2000):
+                one.advance(1)
+
+        with Thread(dump):
+            for step in range(1, 1000):
+                one.ready(step)
+                one.updating()
+                one.finish(step, updated=True)
+        assert memory.read(0).finished == 999
+        assert memory.read(0).progress == 2000
+        assert one._sequence == 2 * (1 + 1 + 2000 + 3 * 999), "two writes at once"
 
 
 def test_a_killed_writer_leaves_something_to_read() -> None:
@@ -131,7 +155,7 @@ def test_a_killed_writer_leaves_something_to_read() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         while memory.read(1).finished < 100:
-            pass
+            time.sleep(0)
         process.kill()
         process.wait()
         read = memory.read(1)
