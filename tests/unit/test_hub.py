@@ -306,6 +306,23 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with_hub(act, tmp_path)
 
 
+def test_a_deadline_of_our_own() -> None:
+    """What stands in for asyncio.timeout on 3.10."""
+
+    async def act() -> None:
+        async with hub_module._Deadline(LONG_S):
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.TimeoutError):
+            async with hub_module._Deadline(0.01):
+                await asyncio.sleep(LONG_S)
+        with pytest.raises(KeyError):
+            async with hub_module._Deadline(LONG_S):
+                raise KeyError
+        await asyncio.sleep(0)  # nothing cancels us later
+
+    asyncio.run(act())
+
+
 def test_no_port_is_left(tmp_path: Path) -> None:
     async def act(hub: Hub, port: int, secret: str) -> None:
         other = Hub(2, 2, 10.0, "127.0.0.1", Chronicle(str(tmp_path)))
