@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from adaptor.control.session import Session
-from adaptor.errors import LayoutError
 
 
 class Protection:
@@ -37,20 +37,25 @@ def protect(
     from megatron.core import parallel_state, tensor_parallel
 
     from adaptor import patching
+    from adaptor.checkpoint import folder, publish
     from adaptor.checkpoint.megatron import TrainingState
     from adaptor.checkpoint.naming import model_parallel_folder
     from adaptor.checkpoint.records import chain
     from adaptor.checkpoint.trainee import MegatronTrainee, shares_of
     from adaptor.control import runtime
+    from adaptor.replica import layout
 
     patching.check("ttp")
-    for words, size in (
-        ("pipeline", parallel_state.get_pipeline_model_parallel_world_size()),
-        ("context", parallel_state.get_context_parallel_world_size()),
-        ("expert", parallel_state.get_expert_model_parallel_world_size()),
-    ):
-        if size > 1:
-            raise LayoutError(f"the {words} parallel size is {size}: only 1 can be protected yet")
+    sizes = SimpleNamespace(
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+    )
+    layout.require_protected(sizes, optimizer.config, model[0].config, model[0].ddp_config)
+    folder.require_writable(save)
+    folder.require_newest(save, step)
+    if torch.distributed.get_rank() == 0:
+        publish.clean(Path(save))
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     everyone = torch.distributed.new_group(backend="gloo")
     trainee = MegatronTrainee(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,34 +11,10 @@ import torch
 
 from adaptor.checkpoint.megatron import FLOPS, TrainingState
 from adaptor.checkpoint.naming import TRACKER
-from adaptor.checkpoint.publish import tracked_step
 from adaptor.checkpoint.trainee import MegatronTrainee, shares_of
-from adaptor.errors import LayoutError
 
 # Options that say how a run begins, not how a restart goes on.
 _START_ONLY = {"finetune": False, "no_load_optim": None, "no_load_rng": None, "ckpt_step": None}
-
-
-def require_save_folder(args: Any) -> None:
-    """Refuse a job that has no place for its last words."""
-    if not args.save:
-        raise LayoutError("--save is missing: last words need a folder, e.g. --save checkpoints")
-    try:
-        Path(args.save).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=args.save):
-            pass
-    except OSError as error:
-        raise LayoutError(f"--save is {args.save}: it cannot be written ({error.strerror})") from None
-
-
-def require_newest(args: Any) -> None:
-    """Refuse a run whose save folder already holds a later step: a restart would resume from that one."""
-    saved = tracked_step(Path(args.save))
-    if saved is not None and saved > args.iteration:
-        raise LayoutError(
-            f"--save {args.save} holds step {saved}, but training begins at step {args.iteration}: "
-            "load from it, or choose another folder"
-        )
 
 
 def resume_after_restart(args: Any) -> None:
@@ -94,8 +69,16 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         return {
             "consumed_train_samples": args.consumed_train_samples,
             "skipped_train_samples": args.skipped_train_samples,
+            "consumed_valid_samples": args.consumed_valid_samples,
             FLOPS: operations.total(args.curr_iteration),
         }
+
+    def evaluated(step: int) -> int:
+        """Samples of the evaluation that follows `step`: the framework saves after it."""
+        due = args.do_valid and args.eval_interval and step % args.eval_interval == 0
+        # With --full-validation the framework finds the number out, and keeps a list for several sets.
+        iters = sum(args.eval_iters) if isinstance(args.eval_iters, list) else args.eval_iters
+        return int(iters * args.global_batch_size) if due else 0
 
     def growth() -> dict[str, int | float]:
         done = num_floating_point_operations(args, batch())
@@ -104,6 +87,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
             "consumed_train_samples": batch(),
             "skipped_train_samples": get_current_global_batch_size()
             - get_current_running_global_batch_size(),
+            "consumed_valid_samples": evaluated(args.curr_iteration + 1),
             FLOPS: done,
         }
 

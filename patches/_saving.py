@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ class _Save:
     root: Path
     step: int
     thread: int
-    draft: Path | None = None  # of the tracker, on the rank that writes it
+    draft: Path | None = None  # on the rank that the framework lets write the tracker
 
 
 _save: _Save | None = None
@@ -37,11 +36,10 @@ def regular(root: str, step: int) -> Iterator[None]:
     save = _save = _Save(Path(root), step, threading.get_ident())
     try:
         yield
-        if save.draft is not None:
-            draft = save.draft
-            runtime.get().session.publishing(lambda: publish.adopt_tracker(save.root, draft))
     finally:
         _save = None
+        if save.draft is not None:
+            save.draft.unlink(missing_ok=True)
 
 
 def renamed(path: str) -> str:
@@ -49,24 +47,33 @@ def renamed(path: str) -> str:
     save = _current()
     if save is None:
         return path
-    final = str(save.root / naming.final_name(save.step))
-    if path != final and not path.startswith(final + os.sep):
+    try:
+        below = Path(path).relative_to(save.root / naming.final_name(save.step))
+    except ValueError:
         return path
-    return str(save.root / naming.regular_name(save.step)) + path[len(final) :]
+    return str(save.root / naming.regular_name(save.step) / below)
 
 
 def tracker(path: str) -> str:
-    """Where the running save writes its tracker: every rank has written, so its folder is published first.
+    """Where the running save writes its tracker: nowhere, since that is done here.
 
-    Rank 0 writes it; other ranks ask for its name in passing.
+    Every rank has written. Rank 0, which is to write the tracker, gives the folder its name and replaces the
+    tracker; what the framework writes after that goes to a draft that holds the old one, for it reads that,
+    too, and is removed. Other ranks ask for the name in passing.
     """
     save = _current()
     if save is None or runtime.get().rank != 0:
         return path
     if save.draft is None:
+        draft = Path(f"{path}.{save.step}.saving")
+        if Path(path).exists():
+            shutil.copyfile(path, draft)
         publish.sync_regular(save.root, save.step)
-        runtime.get().session.publishing(lambda: publish.publish_regular(save.root, save.step))
-        save.draft = Path(f"{path}.{save.step}.saving")
-        if Path(path).exists():  # the framework reads the old one, too
-            shutil.copyfile(path, save.draft)
+        runtime.get().session.publishing(lambda: _publish(save))
+        save.draft = draft
     return str(save.draft)
+
+
+def _publish(save: _Save) -> None:
+    publish.publish_regular(save.root, save.step)
+    publish.replace_tracker(save.root, save.step)

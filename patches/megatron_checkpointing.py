@@ -1,8 +1,7 @@
 """Megatron-LM's regular saves: complete under their own name, or not there at all.
 
 While `save_checkpoint` runs, its folder has a name of its own. The framework asks for the name of the tracker
-file when every rank has written, and only on the rank that is to write it: there the folder gets its final
-name, and the tracker is written beside the old one, which it replaces at the end.
+file when every rank has written: there rank 0 gives the folder its final name and replaces the tracker.
 """
 
 from __future__ import annotations

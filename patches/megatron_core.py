@@ -49,11 +49,12 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
 
     ddp_config = args[1] if len(args) > 1 else kwargs["ddp_config"]
     if ddp_config.use_distributed_optimizer:
-        ddp_config.num_distributed_optimizer_instances = parallel_state.get_data_parallel_world_size(
-            with_context_parallel=True
-        ) // parallel_state.get_data_parallel_world_size(
+        size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        instances = size // parallel_state.get_data_parallel_world_size(
             with_context_parallel=True, partial_data_parallel=True
         )
+        split.require_instances(size, instances)
+        ddp_config.num_distributed_optimizer_instances = instances
     return wrapped(*args, **kwargs)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from adaptor import config, patching
+from adaptor.checkpoint import folder, publish
 from adaptor.control import runtime
 from adaptor.patches.megatron_core import inner_optimizers
 from adaptor.replica import layout, split
@@ -23,10 +25,12 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     parsed = wrapped(*args, **kwargs)
     layout.require_protected(parsed)
     split.decide(parsed.use_distributed_optimizer)
-    size = layout.data_parallel_size(parsed)
-    if parsed.use_distributed_optimizer or size == 1:
-        layout.split_instances(size, config.load().replica)
-    _megatron.require_save_folder(parsed)
+    size, replica = layout.data_parallel_size(parsed), config.load().replica
+    if parsed.use_distributed_optimizer or size == 1 or replica == "split":
+        layout.split_instances(size, replica)
+    folder.require_writable(parsed.save)
+    if parsed.rank == 0:
+        publish.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
     _megatron.resume_after_restart(parsed)
     return parsed
 
@@ -42,7 +46,8 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     from adaptor.patches import _megatron
 
     patching.check("ttp")
-    _megatron.require_newest(get_args())
+    layout.require_protected(get_args())  # a checkpoint or a yaml file may have changed them
+    folder.require_newest(get_args().save, get_args().iteration)
     names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     trainee = _megatron.trainee(given["model"], given["optimizer"], given["opt_param_scheduler"])

@@ -21,6 +21,8 @@ FORMAT = 1
 # Small enough that a slice is still in the cache when it is written after it was hashed, and that progress is
 # reported several times a second on a slow disk.
 _SLICE = 4 << 20
+# What is written reaches the disk in steps of this size: one long fsync at the end would look like a halt.
+_SYNC = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,8 @@ class HashingFile:
     def _write_all(self, piece: memoryview) -> None:
         while piece:
             count = self._file.write(piece)
+            if (self.bytes + count) // _SYNC > self.bytes // _SYNC:
+                os.fdatasync(self._file.fileno())
             self.bytes += count
             piece = piece[count:]
 

@@ -73,7 +73,7 @@ def publish(
     temporary, final = root / naming.temporary_name(step), root / naming.final_name(step)
     if is_complete(root, step) and _made(final) >= since:
         _remove(temporary)
-        replace_tracker(root, step)
+        _announce(root, step)
         return False
     entries = tuple(files)
     if not entries:
@@ -83,8 +83,18 @@ def publish(
     _write(temporary / naming.MANIFEST, Manifest.now(step, entries, groups, world_size).encode())
     _sync_folders(temporary)
     _move_in(root, step, temporary, final)
-    replace_tracker(root, step)
+    _announce(root, step)
     return True
+
+
+def _announce(root: Path, step: int) -> None:
+    """Lets the tracker name `step`; a later one there is of another run, and a restart would follow it."""
+    named = tracked_step(root)
+    if named is not None and named > step:
+        raise CheckpointError(
+            f"{root}: the tracker names step {named}, so step {step} would not be resumed from"
+        )
+    replace_tracker(root, step)
 
 
 @_one_line
@@ -92,14 +102,6 @@ def sync_regular(root: Path, step: int) -> None:
     """Brings a regular save to disk, which may take long, so that `publish_regular` does not."""
     for path in _files(root / naming.regular_name(step)):
         _sync(path)
-
-
-@_one_line
-def adopt_tracker(root: Path, draft: Path) -> None:
-    """Puts the tracker that the framework wrote to `draft` in the place of the old one."""
-    _sync(draft)
-    draft.replace(root / naming.TRACKER)
-    _sync(root)
 
 
 @_one_line
@@ -149,8 +151,8 @@ def clean(root: Path) -> list[str]:
         elif step is not None or naming.is_temporary(path.name):
             _remove(path)
             removed.append(path.name)
-    for draft in root.glob(f"{naming.TRACKER}.*"):
-        draft.unlink()
+    for draft in (_draft(root), *root.glob(f"{naming.TRACKER}.*.saving")):
+        draft.unlink(missing_ok=True)
     return removed
 
 

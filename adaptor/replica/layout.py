@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from adaptor.errors import LayoutError
@@ -12,6 +13,7 @@ _PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("context_parallel_size", (1,), "context parallelism"),
     ("expert_model_parallel_size", (1,), "expert parallelism"),
     ("num_experts", (None,), "mixture of experts"),
+    ("num_moe_experts", (None,), "mixture of experts"),
     ("sequence_parallel", (False,), "sequence parallelism"),
     ("use_megatron_fsdp", (False,), "Megatron FSDP"),
     ("use_torch_fsdp2", (False,), "torch FSDP2"),
@@ -31,17 +33,17 @@ _PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 
-def require_protected(args: Any) -> None:
+def require_protected(*configs: Any) -> None:
     """Refuse what would be protected only in part.
 
     Args:
-        args: Megatron-LM's parsed arguments, before or after its own validation.
+        configs: Megatron-LM's parsed arguments, or Megatron-core's configs, which use the same names.
 
     Raises:
         LayoutError: names the argument, its value and what is protected.
     """
-    for name, allowed, words in _PROTECTED:
-        value = getattr(args, name, allowed[0])
+    for (name, allowed, words), config in product(_PROTECTED, configs):
+        value = getattr(config, name, allowed[0])
         if value not in allowed:
             flag = "--" + name.replace("_", "-")
             raise LayoutError(

@@ -31,4 +31,16 @@ def instances(size: int, asked: int) -> int:
     """
     if asked > 1 or _distributed_optimizer is False:
         return asked
+    if _distributed_optimizer is None and size % 2:
+        return 1  # a library user, who may not distribute the optimizer: `require_instances` will know
     return split_instances(size, config.load().replica)
+
+
+def require_instances(size: int, made: int) -> None:
+    """A distributed optimizer is built on `made` instances of a data-parallel group of `size`.
+
+    Raises:
+        LayoutError: one instance alone, where replicas were wanted.
+    """
+    if made == 1:
+        split_instances(size, config.load().replica)
