@@ -194,8 +194,9 @@ class Node:
     def _on_death(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         at = time.time()
         self._forget(rank)
+        # Children of the worker, data loaders and the like; before anyone else may get its number.
+        _end_session(process.pid)
         status = process.wait()  # at once; poll() knows nothing while torch's thread is in it
-        _end_session(process.pid)  # children of the worker: data loaders and the like
         board = self._boards.read(rank) if self._boards is not None else BoardRecord(rank)
         self._alive.discard(rank)
         self._up(Died(rank, status, at, board))
