@@ -10,6 +10,11 @@ import adaptor.patches as patches
 from adaptor import patching
 from adaptor.errors import StartError
 
+NOT_BY_TTPRUN = (
+    "the adaptor is enabled, but this process was not started by ttprun:"
+    " start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
+)
+
 
 def arm_patches() -> None:
     """Load and arm the patches of a worker. Raises StartError where it is too late, or ttprun is missing."""
@@ -23,10 +28,7 @@ def arm_patches() -> None:
             " call it before, e.g. as the first line of the script"
         )
     if "TTP_AGENT" not in os.environ:
-        raise StartError(
-            "the adaptor is enabled, but this process was not started by ttprun:"
-            " start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
-        )
+        raise StartError(NOT_BY_TTPRUN)
     patching.arm("ttp")
 
 

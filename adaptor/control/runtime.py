@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from adaptor import config
+from adaptor._start import NOT_BY_TTPRUN
 from adaptor.control.board import Board
 from adaptor.control.messages import Layout, Raised
 from adaptor.control.processor import Processor
@@ -18,6 +19,7 @@ BOARD = "TTP_BOARD"
 BOARD_RANKS = "TTP_BOARD_RANKS"
 SCRATCH = "TTP_SCRATCH"
 GENERATION = "TTP_GENERATION"
+RESUME = "TTP_RESUME"
 
 _runtime: Runtime | None = None
 
@@ -28,10 +30,7 @@ class Runtime:
     def __init__(self, environ: Mapping[str, str]) -> None:
         for name in (AGENT, BOARD, BOARD_RANKS, "RANK"):
             if name not in environ:
-                raise StartError(
-                    "the adaptor is enabled, but this process was not started by ttprun: "
-                    "start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
-                )
+                raise StartError(NOT_BY_TTPRUN)
         self.rank = int(environ["RANK"])
         self.processor = Processor(
             self.rank, environ[AGENT], config.load(environ).timeout_s, int(environ.get("MASTER_PORT", "0"))

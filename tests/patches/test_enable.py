@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
+import pytest
+
 import adaptor
 from tests.patches.conftest import Run
 
@@ -78,8 +80,13 @@ def test_after_the_framework_was_imported(python: Run) -> None:
     )
 
 
-def test_outside_of_ttprun(python: Run) -> None:
-    done = python("-c", "import adaptor, units\nadaptor.enable()")
+@pytest.mark.parametrize(
+    "script",
+    ["import adaptor, units\nadaptor.enable()", "from adaptor.control import runtime\nruntime.get()"],
+    ids=["enable", "session"],
+)
+def test_outside_of_ttprun(python: Run, script: str) -> None:
+    done = python("-c", script)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
         "adaptor.errors.StartError: the adaptor is enabled, but this process was not started by ttprun:"
