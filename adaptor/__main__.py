@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from adaptor import _script
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 0 where every unit is whole or not needed, 1 where not, 2 for bad usage."""
@@ -20,12 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
     if script:
-        path = Path(script[0])
-        if not path.is_file():
+        if not Path(script[0]).is_file():
             print(f"python -m adaptor: there is no script {script[0]}", file=sys.stderr)
             return 2
-        sys.argv = script
-        sys.path[0] = str(path.resolve().parent)
+        _script.take_over(script)
     if os.environ.get("TTP_DEVICE") == "cpu":
         from adaptor.devices import activate
 

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from adaptor import config
+from adaptor import _script, config
 from adaptor.errors import ConfigError
 
 USAGE_EXIT_CODE = 2
@@ -79,7 +79,7 @@ def _insert_module(parsed: argparse.Namespace, module: str) -> None:
     """Let each worker run `module`, which then runs the script."""
     if parsed.no_python:
         return  # the script is a program of its own: it must call adaptor.enable() itself
-    marker = ["--module"] if parsed.module else []
+    marker = [_script.MODULE_FLAG] if parsed.module else []
     parsed.training_script_args = [*marker, parsed.training_script, *parsed.training_script_args]
     parsed.training_script = module
     parsed.module = True

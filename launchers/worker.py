@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import runpy
 import signal
 import sys
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,16 +22,12 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     _die_with_the_agent()
-    arguments = sys.argv[1:]
-    as_module = arguments[0] == "--module"
-    if as_module:
-        del arguments[0]
-    _run(arguments, as_module)
+    _run(sys.argv[1:])
 
 
-def _run(arguments: list[str], as_module: bool) -> None:
+def _run(arguments: list[str]) -> None:
     import adaptor
-    from adaptor import config, devices, patches, patching
+    from adaptor import _script, config, devices, patches, patching
     from adaptor.control import runtime
     from adaptor.control.messages import Refused
     from adaptor.errors import ConfigError, DriftError, LayoutError, StartError
@@ -47,7 +41,7 @@ def _run(arguments: list[str], as_module: bool) -> None:
         patching.arm("worker")
         devices.activate(config.load().device)
         adaptor.enable()
-        _run_script(arguments, as_module)
+        _script.run(arguments)
     except (ConfigError, DriftError, LayoutError, StartError) as error:
         worker.processor.say(Refused(worker.rank, str(error)))
         worker.session.hold()
@@ -81,16 +75,6 @@ def _stay_while_needed(worker: Runtime) -> None:
     """A script that ends while an incident is open: this rank may be a holder."""
     if worker.session.door.closed:
         worker.session.hold()
-
-
-def _run_script(arguments: list[str], as_module: bool) -> None:
-    script = arguments[0]
-    sys.argv = arguments
-    if as_module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(script).resolve().parent)
-        runpy.run_path(script, run_name="__main__")
 
 
 def _die_with_the_agent() -> None:

@@ -31,6 +31,7 @@ seen = {
     "name": __name__,
     "file": globals().get("__file__"),
     "path": sys.path[0],
+    "paths": sys.path,
     "modules": [name for name in sys.modules if name.partition(".")[0] in ("adaptor", "torch", "wrapt")],
     "env": {name: value for name, value in os.environ.items() if "TTP" in name or name == "WORLD_SIZE"},
     "main": sys.modules["__main__"].__dict__ is globals(),
@@ -220,14 +221,29 @@ def test_a_script_sees_what_python_would_show_it(launcher: Launcher) -> None:
     assert not (launcher.folder / "logs").exists() or list((launcher.folder / "logs").iterdir()) == []
 
 
-def test_a_module_as_the_script(launcher: Launcher) -> None:
+@pytest.mark.parametrize(
+    "env", [{}, {"ENABLE_TTP": "False", "TTP_DEVICE": "cpu"}], ids=["on", "the device alone"]
+)
+def test_a_module_as_the_script(launcher: Launcher, env: dict[str, str]) -> None:
     (launcher.folder / "package").mkdir()
     launcher.script("", "package/__init__.py")
     launcher.script(LOOK, "package/look.py")
-    ended = launcher.run(*ONE, "-m", "package.look", "--module", "-m", PYTHONPATH=f"{ROOT}:{launcher.folder}")
+    ended = launcher.run(*ONE, "-m", "package.look", "--module", "-m", **env)
     assert ended.code == 0, ended.log
-    assert launcher.seen()["argv"] == [str(launcher.folder / "package" / "look.py"), "--module", "-m"]
-    assert launcher.seen()["name"] == "__main__"
+    seen = launcher.seen()
+    assert seen["argv"] == [str(launcher.folder / "package" / "look.py"), "--module", "-m"]
+    assert seen["name"] == "__main__"
+    assert seen["path"] == str(launcher.folder)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of 3.11")
+def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
+    """What stands first on it then is PYTHONPATH's, not the folder that `python -m` puts there."""
+    ended = launcher.run(*ONE, launcher.script(LOOK, "look.py"), PYTHONSAFEPATH="1")
+    assert ended.code == 0, ended.log
+    seen = launcher.seen()
+    assert seen["path"] == str(launcher.folder)
+    assert str(ROOT) in seen["paths"]
 
 
 def test_a_program_that_is_not_python(launcher: Launcher) -> None:
