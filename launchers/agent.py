@@ -53,6 +53,10 @@ class SurvivorsAgent(LocalElasticAgent):
         self._generations += 1
         return PrefixStore(f"ttp/{self._generations}", worker_group.store)
 
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self._control.dismiss()  # the deaths that follow are torch's doing, and no failures
+        super()._shutdown(*args, **kwargs)
+
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(worker_group, *args, **kwargs)
         self._control.end()

@@ -40,7 +40,7 @@ _ORDERS = {
 
 
 class Chronicle:
-    """Collects what is heard and ordered, with wall-clock times, and writes `incident-<n>.json`."""
+    """Collects what is heard and ordered, with wall-clock times, and writes `incident-<time>-<n>.json`."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -104,6 +104,7 @@ class Chronicle:
             "incident": verdict.incident,
             "fault": fault,
             "step": verdict.step,
+            "cause_rank": verdict.cause_rank,
             "ranks": sorted({e["rank"] for e in self._events if e["rank"] is not None}),
             "events": sorted(self._events, key=lambda event: event["t"]),
             "verdict": {"nothing": "nothing-to-save"}.get(verdict.outcome, verdict.outcome),

@@ -19,7 +19,14 @@ from typing import Any
 
 from adaptor.control import wire
 from adaptor.control.controller import Controller, Orders
-from adaptor.control.messages import Addressed, AgentHello, AgentLost, ControllerToAgent, FromAgent
+from adaptor.control.messages import (
+    Addressed,
+    AgentHello,
+    AgentLost,
+    ControllerToAgent,
+    Dismissed,
+    FromAgent,
+)
 from adaptor.launchers.chronicle import Chronicle
 
 Send = Callable[[ControllerToAgent], None]
@@ -75,6 +82,9 @@ class Hub:
         self._let(functools.partial(self.controller.handle, message))
 
     async def close(self) -> None:
+        for node, send in self._sends.items():
+            if node != 0 and self.controller.verdict is None:
+                send(Dismissed())
         tasks = [task for task in (self._ticker, *self._connections) if task is not None]
         for task in tasks:
             task.cancel()

@@ -36,15 +36,17 @@ from adaptor.control.messages import (
     BoardRecord,
     ControllerToAgent,
     Died,
+    Dismissed,
     FromAgent,
     FromWorker,
     Hello,
     Prepare,
     Progress,
     Publish,
+    Raised,
     Verdict,
 )
-from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS, GENERATION, SCRATCH
+from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS, GENERATION, RESUME, SCRATCH
 from adaptor.errors import CheckpointError
 from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.filing import Filing
@@ -71,6 +73,8 @@ class Node:
         self._chronicle = Chronicle(config.log_path)
         self._log = Log(config)
         self._node = 0
+        self._nodes = 1
+        self._begun = 0  # generations
         self._began = 0.0
         self._hub: Hub | None = None
         self._boards: BoardMemory | None = None
@@ -82,6 +86,7 @@ class Node:
         self._hearing: set[asyncio.StreamWriter] = set()
         self._up: Callable[[FromAgent], None] = lambda message: None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._dismissed = False
         self.verdict: Verdict | None = None
         self.settled = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ttp-agent", daemon=True)
@@ -101,28 +106,36 @@ class Node:
             host: the address of node rank 0.
         """
         self._node = node
+        self._nodes = nodes
+        self._begun += 1
         self._boards = BoardMemory(ranks)
         os.environ[AGENT] = self._address
         os.environ[BOARD] = self._boards.path
         os.environ[BOARD_RANKS] = self._boards.slots
         os.environ[SCRATCH] = self._scratch.name
         self.verdict = None
+        self._dismissed = False
         self._began = time.time()
         self.settled.clear()
         self._alive = set(ranks)
         if node == 0:
-            generation = secrets.token_hex(8)
+            generation, resume = secrets.token_hex(8), str(int(self._begun > 1))
             where = self._await(self._host(world_size, nodes, host))
-            store.set("ttp/controller", f"{generation} {where}")
+            store.set("ttp/controller", f"{generation} {resume} {where}")
         else:
-            generation, where = store.get("ttp/controller").decode().split(maxsplit=1)
+            generation, resume, where = store.get("ttp/controller").decode().split(maxsplit=2)
             self._await(self._join(host, where))
         os.environ[GENERATION] = generation
+        os.environ[RESUME] = resume
         self._await(self._say(AgentHello(node, tuple(ranks))))
 
     def watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
         """The workers have been started; `processes` by rank."""
         self._await(self._watch(dict(processes)))
+
+    def dismiss(self) -> None:
+        """The workers are about to be ended from here: their deaths are nobody's failures."""
+        self._await(self._hold_tongue())
 
     def end(self) -> None:
         """Every worker of the generation is dead."""
@@ -175,11 +188,27 @@ class Node:
             while True:
                 self._obey(await wire.read(reader, wire.to_agent))
         except (EOFError, OSError, msgspec.DecodeError):
-            if self.verdict is None:
-                line = "the controller's node is lost; nothing more can be saved from this one"
-                self._obey(Verdict(0, "lost", -1, line, -1, 1, ""))
+            if not self._dismissed:
+                self._judge("the controller's node is lost")
         finally:
             writer.close()
+
+    def _judge(self, what: str) -> None:
+        """The verdict where no controller gives one."""
+        if self.verdict is None:
+            line = f"{what}; nothing more can be saved from node {self._node}"
+            self._obey(Verdict(0, "lost", -1, line, -1, 1, ""))
+
+    def _judge_alone(self, message: FromAgent) -> None:
+        """Hears what the controller would have heard, after it has left."""
+        match message:
+            case Died(rank=rank, status=status) if status != 0:
+                self._judge(f"rank {rank} ended with status {status} after node 0 had finished")
+            case Raised(rank=rank, error=error):
+                self._judge(f"rank {rank} raised {error} after node 0 had finished")
+
+    async def _hold_tongue(self) -> None:
+        self._up = lambda message: None
 
     async def _say(self, message: FromAgent) -> None:
         self._up(message)
@@ -221,7 +250,7 @@ class Node:
             rank = hello.rank
             self._workers[rank] = writer
             message: FromWorker = hello
-            while True:
+            while message.rank == rank:
                 self._up(message)
                 message = await wire.read(reader, wire.from_worker)
         except (EOFError, OSError, msgspec.DecodeError):
@@ -244,6 +273,9 @@ class Node:
                 self._spawn(self._answer(self._filing.prepare(order)))
             case Publish():
                 self._spawn(self._answer(self._filing.publish(order, self._began)))
+            case Dismissed():
+                self._dismissed = True
+                self._up = self._judge_alone
             case Verdict():
                 self.verdict = order
                 self._spawn(self._see_them_off())
@@ -296,6 +328,10 @@ class Node:
             self._forget(rank)
         self._processes = {}
         if self._hub is not None:
+            # Other nodes may still be at work in the folder; the next job's first rank cleans it, too.
+            if self._nodes == 1 and self._hub.controller.save and not self._filing.busy:
+                with contextlib.suppress(CheckpointError):
+                    publish.clean(Path(self._hub.controller.save))
             await self._hub.close()
             self._hub = None
         if self._boards is not None:

@@ -12,6 +12,7 @@ import torch
 from adaptor.checkpoint.megatron import FLOPS, TrainingState
 from adaptor.checkpoint.naming import TRACKER
 from adaptor.checkpoint.trainee import MegatronTrainee, shares_of
+from adaptor.control.runtime import RESUME
 
 # Options that say how a run begins, not how a restart goes on.
 _START_ONLY = {"finetune": False, "no_load_optim": None, "no_load_rng": None, "ckpt_step": None}
@@ -19,7 +20,7 @@ _START_ONLY = {"finetune": False, "no_load_optim": None, "no_load_rng": None, "c
 
 def resume_after_restart(args: Any) -> None:
     """A restarted job goes on from the newest checkpoint in its --save folder, whatever it began from."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not (Path(args.save) / TRACKER).is_file():
+    if os.environ.get(RESUME) != "1" or not (Path(args.save) / TRACKER).is_file():
         return
     changed = {
         name: value for name, value in _START_ONLY.items() if getattr(args, name, value) not in (value, False)

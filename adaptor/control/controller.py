@@ -200,8 +200,7 @@ class Controller:
                 line = f"{cause}; the state cannot be saved: {outcome.reason}"
                 if outcome.unheld:
                     line += f"; {self._advice()}"
-        save = next((layout.save for layout in self._layouts.values()), "")
-        self.verdict = Verdict(incident.number, outcome.kind, outcome.step, line, rank, code, save)
+        self.verdict = Verdict(incident.number, outcome.kind, outcome.step, line, rank, code, self.save)
         return self._farewell(incident.number)
 
     def give_up(self, reason: str) -> Orders:
@@ -217,6 +216,11 @@ class Controller:
             return []
         self.verdict = Verdict(0, "refused", -1, reason, rank, REFUSED_EXIT_CODE, "")
         return self._farewell(0)
+
+    @property
+    def save(self) -> str:
+        """The folder of checkpoints; empty until a rank has told it."""
+        return next((layout.save for layout in self._layouts.values()), "")
 
     def _farewell(self, number: int) -> Orders:
         assert self.verdict is not None

@@ -267,10 +267,14 @@ class Verdict(Message, frozen=True):
     save: str
 
 
+class Dismissed(Message, frozen=True):
+    """The controller's node has done its work and leaves; what fails from now on cannot be saved."""
+
+
 FromWorker = Hello | Layout | Refused | Raised | Frozen | Written | WriteFailed | Noted
 ToWorker = Freeze | Dump | Exit
 FromAgent = FromWorker | AgentHello | Died | AgentLost | Progress | Prepared | Published | PublishFailed
-ToAgent = Prepare | Publish | Verdict
+ToAgent = Prepare | Publish | Verdict | Dismissed
 
 
 class Addressed(Message, frozen=True):

@@ -87,11 +87,23 @@ def test_the_loss_of_the_controller_ends_the_others(two_nodes: Job, monkeypatch:
     job = two_nodes
     job.train("step")
     lost = job.nodes.pop(0)
+    assert lost._hub is not None
+    lost._hub._sends.clear()  # a node that is lost takes no leave
     lost.close()
     verdict = job.verdict()
     assert verdict.outcome == "lost"
     assert verdict.line.startswith("the controller's node is lost")
     assert job.workers[1].status() == -signal.SIGKILL
+
+
+def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> None:
+    job = two_nodes
+    job.train("step")
+    job.nodes.pop(0).close()
+    job.workers[1].process.kill()
+    verdict = job.verdict()
+    assert verdict.outcome == "lost"
+    assert verdict.line.startswith("rank 1 ended with status -9 after node 0 had finished")
 
 
 def test_a_second_generation_finds_the_new_controller(two_nodes: Job) -> None:
