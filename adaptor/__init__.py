@@ -85,12 +85,19 @@ def protect(
 
 
 def disable() -> None:
-    """Undo every patch; names that others imported meanwhile do what the framework's own functions do."""
+    """Undo every patch; names that others imported meanwhile do what the framework's own functions do.
+
+    Raises StartError once training has begun: its steps would no longer be counted, and saved under a wrong one.
+    """
     global _enabled
     if not _enabled:
         return
     from adaptor import patching
+    from adaptor.control import runtime
+    from adaptor.errors import StartError
 
+    if runtime.training():
+        raise StartError("adaptor.disable() was called while training runs; call it before, or not at all")
     patching.disarm("ttp")
     _enabled = False
 

@@ -56,6 +56,11 @@ class Runtime:
         self.processor.say(Raised(self.rank, error, 1))
 
 
+def training() -> bool:
+    """Whether training has begun in this process."""
+    return _runtime is not None and _runtime.session.trainee is not None
+
+
 def get() -> Runtime:
     """The runtime of this worker.
 
