@@ -7,12 +7,12 @@ torch's own main and nothing of the adaptor is active in a worker.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from adaptor import _script, config
 from adaptor.errors import ConfigError
+from adaptor.launchers import flags
 
 USAGE_EXIT_CODE = 2
 WORKER_MODULE = "adaptor.launchers.worker"
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a job; the exit code is that of the worker that failed first, or 0."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        parsed = _parse(arguments)
+        parsed = flags.parse(arguments)
         settings = config.load()
         if settings.enabled:
             _require_folder(settings.log_path)
@@ -33,28 +33,6 @@ def main(argv: list[str] | None = None) -> int:
     if settings.enabled:
         return _run_with_survivors(parsed)
     return _run_plain(parsed, settings.device)
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    """torchrun's own parser with our flags; a flag goes into the environment, where workers find it."""
-    from torch.distributed.run import get_args_parser
-
-    parser = get_args_parser()
-    parser.prog = "ttprun"
-    group = parser.add_argument_group("ttp", "fault tolerance; each flag wins over its environment variable")
-    for setting in config.SETTINGS:
-        group.add_argument(
-            setting.flag,
-            dest=f"ttp_{setting.field}",
-            metavar=setting.variable,
-            help=f"{setting.help}; {setting.allowed} (default {setting.default or 'none'})",
-        )
-    parsed = parser.parse_args(arguments)
-    for setting in config.SETTINGS:
-        value = getattr(parsed, f"ttp_{setting.field}")
-        if value is not None:
-            os.environ[setting.variable] = value
-    return parsed
 
 
 def _run_plain(parsed: argparse.Namespace, device: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from adaptor import config
-from adaptor.launchers import ttprun
+from adaptor.launchers import flags, ttprun
 from tests.unit.nodes import ROOT, is_gone, wait_until
 from tests.unit.threads import LONG_S
 
@@ -147,6 +147,9 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--standalone", "-m", "package.module", "--", "-h"],
         ["--no-python", "./run.sh", "a b"],
         ["-r", "3", "-t", "1", "--log-dir", "/tmp/x", "--role", "r", "script.py"],
+        ["--t", "3", "--stan", "--max-r=2", "script.py", "--t", "1", "--ttp-ot=20"],
+        ["--standalone", "--", "script.py", "--ttp-ot", "20"],
+        ["--standalone", "script.py", "--ttp-wings"],
         ["--local-ranks-filter", "0,1", "--run-path", "script.py"],
     ],
     ids=lambda arguments: " ".join(arguments),
@@ -154,10 +157,30 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_flag_of_torchrun_means_the_same(arguments: list[str]) -> None:
     from torch.distributed import run
 
-    mine = vars(ttprun._parse(arguments))
-    torchs = vars(run.get_args_parser().parse_args(arguments))
-    assert {name: mine[name] for name in torchs} == torchs
-    assert {name for name in mine if name not in torchs} == {f"ttp_{s.field}" for s in config.SETTINGS}
+    torchs = run.get_args_parser().parse_args(arguments)
+    assert flags.parse(arguments) == torchs
+    assert not any(setting.variable in os.environ for setting in config.SETTINGS)
+    assert flags.parse(["--ttp-ot", "20", "--ttp-port=9001", *arguments]) == torchs
+    assert (os.environ["TTP_OT"], os.environ["TTP_PORT"]) == ("20", "9001")
+
+
+@pytest.mark.usefixtures("_clean")
+def test_our_flags_stand_anywhere_before_the_script() -> None:
+    text = "--t 3 --ttp-ot 20 --standalone --ttp-port=9001 -m --ttp-device cpu package --ttp-ot 30 --t"
+    parsed = flags.parse(text.split())
+    assert (parsed.tee, parsed.standalone, parsed.module) == ("3", True, True)
+    assert parsed.training_script == "package"
+    assert parsed.training_script_args == ["--ttp-ot", "30", "--t"]
+    assert [os.environ[name] for name in ("TTP_OT", "TTP_PORT", "TTP_DEVICE")] == ["20", "9001", "cpu"]
+
+
+def test_help_shows_the_flags_of_both(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ttprun.main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "usage: ttprun" in shown
+    assert all(f"  {flag}" in shown for flag in ("--nproc-per-node", *(s.flag for s in config.SETTINGS)))
 
 
 @pytest.mark.usefixtures("_clean")
@@ -166,7 +189,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         config.SETTINGS, ["0", "77", "9001", "cpu", "none", "elsewhere", "ERROR", "1"], strict=True
     ):
         monkeypatch.setenv(setting.variable, setting.default)
-        ttprun._parse([setting.flag, text, "script.py"])
+        flags.parse([setting.flag, text, "script.py"])
         assert os.environ[setting.variable] == text, "workers read it there"
         assert getattr(config.load(), setting.field) == setting.parse(text)
 
@@ -178,23 +201,25 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--ttp-ot", "5"], "TTP_OT is '5': it must be a number of seconds from 10 to 3600"),
         (["--ttp-enable", "maybe"], "ENABLE_TTP is 'maybe': it must be True, 1, False or 0"),
         (["--ttp-log-path", "/dev/null/logs"], "TTP_LOG_PATH is '/dev/null/logs': the folder cannot be made"),
+        (["--ttp-wings", "2"], "there is no flag --ttp-wings: there are --ttp-enable, --ttp-ot,"),
+        (["--ttp-wings=2"], "there is no flag --ttp-wings: "),
+        (["--ttp-en", "0"], "there is no flag --ttp-en: "),
+        (["--ttp-ot", "--standalone"], "argument --ttp-ot: expected one argument"),
     ],
 )
-def test_a_setting_that_makes_no_sense_starts_nothing(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+def test_what_makes_no_sense_starts_nothing(
+    arguments: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
     assert ttprun.main([*arguments, "script.py"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"ttprun: error: {line}")
     assert len(error.splitlines()) == 1
-
-
-@pytest.mark.usefixtures("_clean")
-def test_a_flag_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        ttprun.main(["--ttp-wings", "2", "script.py"])
-    assert ended.value.code == 2
-    assert "--ttp-wings" in capsys.readouterr().err
 
 
 # what a script sees
@@ -246,18 +271,6 @@ def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
     assert str(ROOT) in seen["paths"]
 
 
-def test_a_program_that_is_not_python(launcher: Launcher) -> None:
-    program = launcher.folder / "run.sh"
-    program.write_text('#!/bin/sh\necho "arguments: $*, rank $RANK"\nexit ${2:-0}\n')
-    program.chmod(0o700)
-    ended = launcher.run(*ONE, "--no-python", "./run.sh", "--flag")
-    assert ended.code == 0, ended.log
-    assert "arguments: --flag, rank 0" in ended.log
-    ended = launcher.run(*ONE, "--no-python", "./run.sh", "--flag", "3")
-    assert ended.code == 3
-    assert "rank 0 exited with code 3; nothing to save" in ended.last_line
-
-
 # off
 
 
@@ -279,6 +292,15 @@ def test_switched_off_a_failure_ends_as_under_torchrun(launcher: Launcher) -> No
     assert ended.code == torchrun.code == 1
     assert ended.last_line == torchrun.last_line
     assert "ChildFailedError" in ended.log
+
+
+def test_switched_off_a_program_need_not_be_python(launcher: Launcher) -> None:
+    program = launcher.folder / "run.sh"
+    program.write_text('#!/bin/sh\necho "arguments: $*, rank $RANK"\n')
+    program.chmod(0o700)
+    ended = launcher.run(*ONE, "--no-python", "./run.sh", "--flag", ENABLE_TTP="False")
+    assert ended.code == 0, ended.log
+    assert "arguments: --flag, rank 0" in ended.log
 
 
 def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> None:
