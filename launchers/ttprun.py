@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 from adaptor import _script, config
@@ -25,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         parsed = flags.parse(arguments)
         settings = config.load()
+        if settings.enabled or settings.device:
+            _require_script(parsed, settings)
         if settings.enabled:
             _require_folder(settings.log_path)
     except ConfigError as error:
@@ -33,6 +36,24 @@ def main(argv: list[str] | None = None) -> int:
     if settings.enabled:
         return _run_with_survivors(parsed)
     return _run_plain(parsed, settings.device)
+
+
+def _require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
+    """We start it in Python ourselves: it has to be there, and Python."""
+    if parsed.no_python:
+        raise ConfigError(
+            "--no-python: only a Python script that ttprun starts itself can be protected:"
+            " give ttprun the script without --no-python, or set ENABLE_TTP=False"
+            if settings.enabled
+            else f"--no-python: TTP_DEVICE={settings.device} only reaches a Python script that ttprun starts"
+            " itself: give ttprun the script without --no-python, or leave TTP_DEVICE empty"
+        )
+    if parsed.module:
+        return  # where it is only the worker's path tells
+    try:
+        Path(parsed.training_script).stat()
+    except OSError as error:
+        raise ConfigError(f"the script {parsed.training_script} cannot be run ({error.strerror})") from None
 
 
 def _run_plain(parsed: argparse.Namespace, device: str) -> int:
@@ -47,16 +68,17 @@ def _run_plain(parsed: argparse.Namespace, device: str) -> int:
 
 
 def _require_folder(path: str) -> None:
+    what = "the folder cannot be made"
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
+        what = "the folder cannot be written"
+        tempfile.TemporaryFile(dir=path).close()  # permissions do not tell of file systems and quotas
     except OSError as error:
-        raise ConfigError(f"TTP_LOG_PATH is {path!r}: the folder cannot be made ({error.strerror})") from None
+        raise ConfigError(f"TTP_LOG_PATH is {path!r}: {what} ({error.strerror})") from None
 
 
 def _insert_module(parsed: argparse.Namespace, module: str) -> None:
     """Let each worker run `module`, which then runs the script."""
-    if parsed.no_python:
-        return  # the script is a program of its own: it must call adaptor.enable() itself
     marker = [_script.MODULE_FLAG] if parsed.module else []
     parsed.training_script_args = [*marker, parsed.training_script, *parsed.training_script_args]
     parsed.training_script = module

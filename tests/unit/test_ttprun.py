@@ -201,10 +201,15 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--ttp-ot", "5"], "TTP_OT is '5': it must be a number of seconds from 10 to 3600"),
         (["--ttp-enable", "maybe"], "ENABLE_TTP is 'maybe': it must be True, 1, False or 0"),
         (["--ttp-log-path", "/dev/null/logs"], "TTP_LOG_PATH is '/dev/null/logs': the folder cannot be made"),
+        (["--ttp-log-path", "/proc"], "TTP_LOG_PATH is '/proc': the folder cannot be written"),
         (["--ttp-wings", "2"], "there is no flag --ttp-wings: there are --ttp-enable, --ttp-ot,"),
         (["--ttp-wings=2"], "there is no flag --ttp-wings: "),
         (["--ttp-en", "0"], "there is no flag --ttp-en: "),
         (["--ttp-ot", "--standalone"], "argument --ttp-ot: expected one argument"),
+        ([], "the script absent.py cannot be run (No such file or directory)"),
+        (["--ttp-device", "cpu", "--ttp-enable", "0"], "the script absent.py cannot be run"),
+        (["--no-python"], "--no-python: only a Python script that ttprun starts itself can be protected"),
+        (["--no-python", "--ttp-enable=0", "--ttp-device=cpu"], "--no-python: TTP_DEVICE=cpu only reaches"),
     ],
 )
 def test_what_makes_no_sense_starts_nothing(
@@ -216,7 +221,8 @@ def test_what_makes_no_sense_starts_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").touch()
-    assert ttprun.main([*arguments, "script.py"]) == 2
+    script = "absent.py" if "absent.py" in line else "script.py"
+    assert ttprun.main([*arguments, script]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"ttprun: error: {line}")
     assert len(error.splitlines()) == 1
