@@ -87,7 +87,7 @@ def protect(
 def disable() -> None:
     """Undo every patch; names that others imported meanwhile do what the framework's own functions do.
 
-    Raises StartError once training has begun: its steps would no longer be counted, and saved under a wrong one.
+    Raises StartError once training has begun: its steps would be saved under a wrong number.
     """
     global _enabled
     if not _enabled:

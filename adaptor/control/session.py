@@ -90,7 +90,6 @@ class Session:
         self._step = -1
         self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
         self._inner: frozenset[int] = frozenset()
-        self._origin = -1
 
     # main thread
 
@@ -98,7 +97,6 @@ class Session:
         """The state of `trainee` is that of step `origin`, from which training now goes on."""
         self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
         self._history = _History()
-        self._origin = origin
         self.trainee = trainee
         self.board.start(origin)
         self._say(trainee, origin)
