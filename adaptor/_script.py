@@ -25,8 +25,5 @@ def run(arguments: list[str]) -> None:
 def take_over(arguments: list[str]) -> None:
     """Make `sys.argv` and `sys.path` those of `python script [its arguments]`."""
     sys.argv = arguments
-    beside = str(Path(arguments[0]).resolve().parent)
-    if getattr(sys.flags, "safe_path", False):  # since 3.11
-        sys.path.insert(0, beside)  # no folder of `python -m` stands there, but an entry that is needed
-    else:
-        sys.path[0] = beside
+    if not getattr(sys.flags, "safe_path", False):  # since 3.11: then nothing stands there
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
