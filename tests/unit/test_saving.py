@@ -16,7 +16,7 @@ FILE = "iter_0000003/mp_rank_00/model_optim_rng.pt"
 @pytest.mark.parametrize("root", ["ckpt", "./ckpt", "ckpt/", "ckpt//", "/x/./ckpt", "/x/ckpt"])
 def test_a_save_has_a_folder_of_its_own(root: str) -> None:
     with _saving.regular(root, 3):
-        named = Path(_saving.renamed(os.path.join(root, FILE)))  # noqa: PTH118: as the framework does
+        named = Path(_saving.renamed(os.path.join(root, FILE)))  # noqa: PTH118
         base = Path(_saving.renamed(os.path.join(root, "iter_0000003")))  # noqa: PTH118
     assert named == Path(root) / FILE.replace("iter_0000003", "iter_0000003_saving")
     assert base == Path(root) / "iter_0000003_saving"
