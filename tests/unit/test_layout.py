@@ -17,6 +17,7 @@ PROTECTED = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "num_experts": None,
+    "num_moe_experts": None,
     "sequence_parallel": False,
     "use_megatron_fsdp": False,
     "use_torch_fsdp2": False,
@@ -41,6 +42,7 @@ REFUSED = [
     ("context_parallel_size", 2),
     ("expert_model_parallel_size", 2),
     ("num_experts", 8),
+    ("num_moe_experts", 8),
     ("sequence_parallel", True),
     ("use_megatron_fsdp", True),
     ("use_torch_fsdp2", True),
@@ -84,6 +86,12 @@ def test_what_is_not_protected_is_one_line_that_names_it(name: str, value: Any) 
     assert "\n" not in line
 
 
+def test_one_of_several_configs_is_enough_to_refuse() -> None:
+    layout.require_protected(args(), SimpleNamespace(overlap_grad_reduce=False))
+    with pytest.raises(LayoutError, match="--overlap-grad-reduce is True"):
+        layout.require_protected(args(), SimpleNamespace(overlap_grad_reduce=True))
+
+
 def test_every_refusal_is_tested() -> None:
     assert [name for name, _ in REFUSED] == [name for name, _, _ in layout._PROTECTED]
 
@@ -122,11 +130,18 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     assert split.instances(4, asked=1) == 2
     assert split.instances(8, asked=4) == 4, "the user asked the framework for more"
+    assert split.instances(3, asked=1) == 1, "nobody has said whether the optimizer is distributed"
     with pytest.raises(LayoutError, match="odd"):
-        split.instances(3, asked=1)
+        split.require_instances(3, made=1)
+    with pytest.raises(LayoutError, match="is 1"):
+        split.require_instances(1, made=1)
+    split.require_instances(4, made=2)
     split.decide(False)
     assert split.instances(3, asked=1) == 1, "without a distributed optimizer every rank is a copy"
     split.decide(True)
     assert split.instances(4, asked=1) == 2
+    with pytest.raises(LayoutError, match="odd"):
+        split.instances(3, asked=1)
     monkeypatch.setenv("TTP_REPLICA", "none")
     assert split.instances(4, asked=1) == 1
+    split.require_instances(3, made=1)
