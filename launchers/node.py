@@ -37,6 +37,7 @@ from adaptor.control.messages import (
     ControllerToAgent,
     Died,
     Dismissed,
+    Exit,
     FromAgent,
     FromWorker,
     Hello,
@@ -208,7 +209,12 @@ class Node:
                 self._judge(f"rank {rank} raised {error} after node 0 had finished")
 
     async def _hold_tongue(self) -> None:
-        self._up = lambda message: None
+        self._up = self._let_go
+
+    def _let_go(self, message: FromAgent) -> None:
+        """A worker that an interrupt reached waits to be a holder; nobody will ask for its state."""
+        if isinstance(message, Raised):
+            self._obey(Addressed(message.rank, Exit(0)))
 
     async def _say(self, message: FromAgent) -> None:
         self._up(message)

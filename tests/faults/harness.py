@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -84,13 +85,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has ended: exit code and log of each agent."""
+    """A job that has ended: exit code and log of each agent, records of each rank, a stamp of each fault."""
 
     job: Job
     codes: tuple[int, ...]
     logs: tuple[str, ...]
     records: dict[int, list[dict[str, Any]]]
-    stamps: list[str]
+    stamps: list[dict[str, Any]]
+    at: float
+
+    @property
+    def seconds_after_the_fault(self) -> float:
+        """From the last fault to the end of the job."""
+        return float(self.at - self.stamps[-1]["time"])
 
     @property
     def code(self) -> int:
@@ -147,6 +154,7 @@ def run(job: Job) -> Ended:
         leftovers.end(mark)
         tail = "".join(log.read_text(errors="replace")[-3000:] for log in logs)
         pytest.fail(f"the job had not ended after {job.timeout_s:g} s:\n{tail}")
+    at = time.time()
     leftovers.assert_nothing_left(mark, ports, scratch, shared_before)
     stamps = job.out / "stamps"
     ended = Ended(
@@ -154,7 +162,8 @@ def run(job: Job) -> Ended:
         codes,
         tuple(log.read_text(errors="replace") for log in logs),
         record.read(job.out / "record"),
-        stamps.read_text().splitlines() if stamps.exists() else [],
+        [json.loads(line) for line in stamps.read_text().splitlines()] if stamps.exists() else [],
+        at,
     )
     assert len(ended.stamps) == len(job.faults), f"a fault did not strike:\n{ended.log[-3000:]}"
     return ended

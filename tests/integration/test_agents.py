@@ -8,15 +8,15 @@ import pytest
 
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, DP4, Job
-from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf, assert_last_words
 
+# torch's agent waits 30 s for workers that do not go.
+AT_ONCE_S = 20.0
 
-@pytest.mark.parametrize(
-    ("kind", "newest"), [("agent-sigterm", 3), ("agent-sigkill", 3), ("agent-sigint", 4)]
-)
-def test_the_agent_is_ended(kind: str, newest: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The workers are killed with it; only an interrupt is an exception in them, with last words."""
+
+@pytest.mark.parametrize("kind", ["agent-sigterm", "agent-sigint", "agent-sigkill"])
+def test_the_agent_is_ended(kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The workers end with it, at once: this is no failure, and nothing is saved."""
     baseline = baseline_of(DP2)
     save = tmp_path / "save"
     job = Job(
@@ -29,9 +29,9 @@ def test_the_agent_is_ended(kind: str, newest: int, tmp_path: Path, baseline_of:
     ended = harness.run(job)
     assert ended.code != 0
     assert "Traceback" not in ended.last_line
-    assert_last_words(save, newest, baseline)
-    assert outcome.steps_in(save)[0] == 3
-    assert differences(save / "iter_0000003", baseline.checkpoints / "iter_0000003") == []
+    assert_last_words(save, 3, baseline)
+    assert outcome.steps_in(save) == [3]
+    assert ended.seconds_after_the_fault < AT_ONCE_S
 
 
 def test_the_agent_of_another_node_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
