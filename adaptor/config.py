@@ -111,7 +111,7 @@ SETTINGS = (
         "auto",
         "auto, split or none",
         _one_of("auto", "split", "none"),
-        "where second copies of optimizer shards live; auto takes what the layout allows",
+        "where second copies of optimizer shards live; auto is split where the optimizer is distributed",
     ),
     Setting("log_path", "TTP_LOG_PATH", "logs", "a folder", str, "where logs and incident reports go"),
     Setting(
