@@ -53,6 +53,7 @@ class Job:
         *,
         adaptor: bool,
         train_iters: int,
+        ranks: int = RANKS,
         save_interval: int = 1_000_000,
         instances: int = 2,
         extra: Sequence[str] = (),
@@ -75,7 +76,7 @@ class Job:
         if not adaptor:
             self._command = [sys.executable, "-m", "torch.distributed.run"]
             extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
-        self._command += ["--standalone", "--nproc-per-node", str(RANKS), *launcher]
+        self._command += ["--standalone", "--nproc-per-node", str(ranks), *launcher]
         if not adaptor:
             self._command += ["-m", "adaptor.devices.cpu"]
         self._command += [str(Path(record.__file__)), str(folder / "records")]

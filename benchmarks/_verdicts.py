@@ -147,7 +147,7 @@ def fault_table(incidents: Sequence[Incident]) -> str:
 def page(where: str, command: str, text: str, summary: Sequence[str]) -> str:
     """The page for docs/."""
     what = (
-        "Four data-parallel processes train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun`.\n"
+        "Data-parallel processes train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun`.\n"
         "Each generation of them is hit by one fault, at a random rank, step and phase, and the next goes on."
     )
     parts = [

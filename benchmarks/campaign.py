@@ -33,14 +33,14 @@ SILENCE_S = 180.0
 KEEP = 2
 
 
-def schedule(seed: int, count: int, kinds: Sequence[str]) -> list[Fault]:
+def schedule(seed: int, count: int, kinds: Sequence[str], ranks: int) -> list[Fault]:
     """The faults; each leaves the generation before it at least one step to finish."""
     source = random.Random(seed)
     step = 1
     faults = []
     for _ in range(count):
         phase = source.choice(CHOICE)
-        rank = 0 if phase in ON_RANK_0 else source.randrange(RANKS)
+        rank = 0 if phase in ON_RANK_0 else source.randrange(ranks)
         step += source.randint(2, 4)
         if phase.startswith("save"):
             step += -step % SAVE_INTERVAL
@@ -51,8 +51,9 @@ def schedule(seed: int, count: int, kinds: Sequence[str]) -> list[Fault]:
 class Campaign:
     """The folder of one seed: `state.json`, the checkpoints, and a folder for each job."""
 
-    def __init__(self, folder: Path, faults: Sequence[Fault]) -> None:
+    def __init__(self, folder: Path, faults: Sequence[Fault], ranks: int) -> None:
         self.folder = folder
+        self.ranks = ranks
         self.save = folder / "ckpt"
         self.faults = list(faults)
         self.last_step = max(fault.step or 0 for fault in faults) + 3
@@ -177,6 +178,7 @@ def new_job(campaign: Campaign, planned: Sequence[tuple[int, Fault]]) -> Job:
         campaign.folder / f"job-{len(campaign.jobs)}",
         adaptor=True,
         train_iters=campaign.last_step,
+        ranks=campaign.ranks,
         save_interval=SAVE_INTERVAL,
         launcher=["--max-restarts", str(len(faults))],
         faults=faults,
@@ -186,7 +188,9 @@ def new_job(campaign: Campaign, planned: Sequence[tuple[int, Fault]]) -> Job:
 
 def reference(campaign: Campaign) -> Job:
     """The run of the unmodified framework over all the steps; made once."""
-    job = Job(campaign.folder / "reference", adaptor=False, train_iters=campaign.last_step)
+    job = Job(
+        campaign.folder / "reference", adaptor=False, train_iters=campaign.last_step, ranks=campaign.ranks
+    )
     done = job.folder / "done"
     if not done.exists():
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -206,13 +210,19 @@ def main() -> None:
     parser.add_argument("--incidents", type=int, default=200)
     parser.add_argument("--seed", type=int, default=20250101)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["sigkill"])
+    parser.add_argument("--ranks", type=int, default=RANKS, help="data-parallel processes, an even number")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table as a page")
     parser.add_argument("--tries", type=int, default=3, help="starts of ttprun in a row without an incident")
     given = parser.parse_args()
-    settings = {"seed": given.seed, "incidents": given.incidents, "kinds": " ".join(given.kinds)}
+    settings = {
+        "seed": given.seed,
+        "incidents": given.incidents,
+        "kinds": " ".join(given.kinds),
+        "ranks": given.ranks,
+    }
     benchmark = Benchmark("campaign", settings)
-    folder = OUT / f"campaign-{given.seed}-{given.incidents}"
-    campaign = Campaign(folder, schedule(given.seed, given.incidents, given.kinds))
+    folder = OUT / f"campaign-{given.seed}-{given.incidents}-{given.ranks}"
+    campaign = Campaign(folder, schedule(given.seed, given.incidents, given.kinds, given.ranks), given.ranks)
     if campaign.incidents:
         print(f"going on after {len(campaign.incidents)} incidents in {folder.relative_to(ROOT)}", flush=True)
     undisturbed = reference(campaign)
@@ -226,7 +236,7 @@ def main() -> None:
     minutes, each = campaign.seconds / 60, campaign.seconds / max(1, len(campaign.incidents))
     summary = [
         f"{len(good)} of {given.incidents} faults survived, the newest finished step saved each time.",
-        f"{equal} records (losses and grad norm) of {campaign.last_step} steps × {RANKS} ranks are {same}.",
+        f"{equal} records (losses and grad norm) of {campaign.last_step} steps × {given.ranks} ranks are {same}.",
         f"{minutes:.0f} minutes, {each:.1f} s per incident with its restart; starts of ttprun: {len(jobs)}.",
     ]
     summary += [f"PROBLEM: {problem}" for problem in problems]
@@ -242,6 +252,7 @@ def main() -> None:
     )
     if given.write:
         words = f"--incidents {given.incidents} --seed {given.seed} --kinds {' '.join(given.kinds)}"
+        words += f" --ranks {given.ranks}"
         command = f"python benchmarks/campaign.py {words} --write {given.write}"
         given.write.write_text(page(benchmark.where, command, text, summary))
     if not succeeded:
