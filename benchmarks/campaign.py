@@ -236,7 +236,7 @@ def main() -> None:
     minutes, each = campaign.seconds / 60, campaign.seconds / max(1, len(campaign.incidents))
     summary = [
         f"{len(good)} of {given.incidents} faults survived, the newest finished step saved each time.",
-        f"{equal} records (losses, grad norm) of {campaign.last_step} steps on {given.ranks} ranks are {same}.",
+        f"{equal} records (loss, grad norm) of {campaign.last_step} steps on {given.ranks} ranks are {same}.",
         f"{minutes:.0f} minutes, {each:.1f} s per incident with its restart; starts of ttprun: {len(jobs)}.",
     ]
     summary += [f"PROBLEM: {problem}" for problem in problems]
