@@ -85,7 +85,7 @@ class Controller:
                 return self._refuse(rank, reason)
             case Raised(rank=rank):
                 self._raised.setdefault(rank, message)
-                return self._fault(now)
+                return self._fault(now, by_death=False)
             case Died(rank=rank, status=status):
                 return self._on_deaths({rank: status}, now)
             case AgentLost(node=node):
@@ -113,7 +113,7 @@ class Controller:
         new = {rank: status for rank, status in statuses.items() if rank not in self._dead}
         self._dead.update(new)
         if self.incident is None:
-            return self._fault(now) if any(new.values()) else []
+            return self._fault(now, by_death=True) if any(new.values()) else []
         for rank in new:
             self.incident.nodes.pop(rank, None)
         return self._route(self.incident.on_deaths(new.keys()))
@@ -127,7 +127,7 @@ class Controller:
             orders += self._route(self.incident.on_agent_lost(node))
         return orders
 
-    def _fault(self, now: float) -> Orders:
+    def _fault(self, now: float, *, by_death: bool) -> Orders:
         if self.incident is not None or self.verdict is not None:
             return []
         alive = {
@@ -146,7 +146,7 @@ class Controller:
             self._store,
         )
         self._number += 1
-        return self._route(self.incident.open())
+        return self._route(self.incident.open(by_death))
 
     def _on_incident_message(self, message: FromAgent, now: float) -> Orders:
         incident = self.incident

@@ -35,6 +35,8 @@ from adaptor.control.plan import NoPlan, plan
 
 # A dump that fails this often although nobody died in between will not succeed by trying again.
 MAX_ATTEMPTS = 5
+# A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
+EXPLANATION_S = 2.0
 
 
 class State(Enum):
@@ -97,14 +99,18 @@ class Incident:
     publisher: int = -1
     deadline: float = 0.0
     freeze_deadline: float = 0.0
+    explained_by: float = 0.0
 
-    def open(self) -> list[Directive]:
-        """Ask every live rank to freeze."""
+    def open(self, by_death: bool) -> list[Directive]:
+        """Ask every live rank to freeze. An exception may be the echo of a death that is not known yet."""
         self.deadline = self.opened_at + self.timeout_s
         # Half of the time is left for the dump: a rank that has not closed its door by then is no holder.
         self.freeze_deadline = self.opened_at + self.timeout_s / 2
         if len(self.layouts) < self.world_size:
-            return self._end("nothing", -1, "no step has finished: training had not begun on every rank")
+            if by_death:
+                return self._end_before_training()
+            self.explained_by = self.opened_at + EXPLANATION_S
+            return []
         return [Directive(Freeze(self.number), rank=rank) for rank in self.nodes] + self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
@@ -115,6 +121,8 @@ class Incident:
 
     def on_deaths(self, ranks: Collection[int]) -> list[Directive]:
         """`ranks` are no longer in `nodes`."""
+        if self.explained_by:
+            return self._end_before_training()
         for rank in ranks:
             self.frozen.pop(rank, None)
         if self.state is State.FREEZING:
@@ -182,6 +190,8 @@ class Incident:
     def on_tick(self, now: float) -> list[Directive]:
         if self.state is State.ENDED:
             return []
+        if self.explained_by:
+            return self._end_before_training() if now >= self.explained_by else []
         if now >= self.deadline:
             waiting = f"in state {self.state.name.lower()}"
             return self._end("lost", -1, f"not done after {self.timeout_s:g} s (TTP_OT) {waiting}")
@@ -265,6 +275,9 @@ class Incident:
             rank: tuple(s for s in layout.shares if groups is None or s.group in groups)
             for rank, layout in self.layouts.items()
         }
+
+    def _end_before_training(self) -> list[Directive]:
+        return self._end("nothing", -1, "no step has finished: training had not begun on every rank")
 
     def _end(self, kind: str, step: int, reason: str, *, unheld: bool = False) -> list[Directive]:
         self.state = State.ENDED
