@@ -1,9 +1,10 @@
 """The board: one fixed-size record of shared memory per rank, written by the worker, read by its agent.
 
-Invariant: the worker alone writes; the sequence number is odd while a write is under way, and a reader that
-sees an odd or a changed number reads again. The memory belongs to the agent (an anonymous memory file, so
-nothing has a name that could be left behind), hence it outlives the worker: after a SIGKILL the agent still
-reads how far the rank had come.
+Invariant: the worker alone writes. There is room for two records; a write goes to the one that the sequence
+number does not point to, and counts it up at the end. So the last complete record is always there, even after
+a death in the middle of a write; a reader that sees the number changed reads again. The memory belongs to the
+agent (an anonymous memory file, so nothing has a name that could be left behind), hence it outlives the worker:
+after a SIGKILL the agent still reads how far the rank had come.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ SLOT = 4096  # a page each, so that a worker maps its own alone
 # target first: a writer that is put off its core in between would show a number that it never had.
 _SEQUENCE_BYTES = 8
 _RECORD = struct.Struct("<qqqqqqqdd256s")
-# A write takes about a microsecond, and longer where its process is put off the core in the middle. A reader
-# that meets an odd number for this long meets a writer that died.
-_PATIENCE_S = 0.05
+
+
+def _place(sequence: int) -> int:
+    """Where in a slot the record with this number is."""
+    return _SEQUENCE_BYTES + sequence % 2 * _RECORD.size
 
 
 class BoardMemory:
@@ -48,20 +51,13 @@ class BoardMemory:
         return ",".join(map(str, self._slots))
 
     def read(self, rank: int) -> BoardRecord:
-        """The last complete record; after a death in the middle of a write, what is there."""
+        """The last complete record."""
         start = self._slots[rank]
-        deadline = 0.0
-        while True:
-            before = self._sequences[start // _SEQUENCE_BYTES]
-            fields = _RECORD.unpack_from(self._memory, start + _SEQUENCE_BYTES)
-            after = self._sequences[start // _SEQUENCE_BYTES]
-            if before == after and before % 2 == 0:
-                break
-            deadline = deadline or time.monotonic() + _PATIENCE_S
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0)  # the writer may be waiting for this very core
-        if before == 0:
+        sequence = -1
+        while sequence != self._sequences[start // _SEQUENCE_BYTES]:
+            sequence = self._sequences[start // _SEQUENCE_BYTES]
+            fields = _RECORD.unpack_from(self._memory, start + _place(sequence))
+        if sequence == 0:
             return BoardRecord(rank=rank)
         rank, pid, phase, oldest, finished, ahead, progress, grad_norm, written_at, error = fields
         text = error.rstrip(b"\0").decode("utf-8", "replace")
@@ -104,11 +100,10 @@ class Board:
     def write(self) -> None:
         """Publish the fields."""
         with self._writing:
-            self._sequence += 2
-            self._sequence_there[0] = self._sequence - 1
+            self._sequence += 1
             _RECORD.pack_into(
                 self._memory,
-                _SEQUENCE_BYTES,
+                _place(self._sequence),
                 self.rank,
                 self._pid,
                 self.phase,
