@@ -3,7 +3,7 @@
 Invariant: the worker alone writes. There is room for two records; a write goes to the one that the sequence
 number does not point to, and counts it up at the end. So the last complete record is always there, even after
 a death in the middle of a write; a reader that sees the number changed reads again. The memory belongs to the
-agent (an anonymous memory file, so nothing has a name that could be left behind), hence it outlives the worker:
+agent (an anonymous memory file, so nothing has a name that could be left behind), so it outlives the worker:
 after a SIGKILL the agent still reads how far the rank had come.
 """
 
