@@ -33,11 +33,17 @@ def enable() -> None:
     patched module of the framework has been imported already, or where the job was not started by ttprun.
     """
     global _enabled
-    from adaptor import config
-
-    if _enabled or not config.load().enabled:
+    if _enabled:
         return
+    from adaptor import config, errors
 
+    try:
+        if not config.load().enabled:
+            return
+    except errors.ConfigError:
+        errors.say_in_one_line()
+        raise
+    errors.say_in_one_line()
     from adaptor import _start
 
     _start.arm_patches()

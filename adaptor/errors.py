@@ -11,6 +11,9 @@ AdaptorError
 
 from __future__ import annotations
 
+import sys
+from types import TracebackType
+
 
 class AdaptorError(Exception):
     """Base of all errors that a user of the adaptor can cause or meet."""
@@ -34,3 +37,16 @@ class LayoutError(AdaptorError):
 
 class CheckpointError(AdaptorError):
     """A checkpoint cannot be written, published or trusted."""
+
+
+def say_in_one_line() -> None:
+    """A user never reads a traceback for a mistake of their own: one that leaves the script is one line."""
+    previous = sys.excepthook
+
+    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, AdaptorError):
+            print(f"adaptor: error: {error}", file=sys.stderr)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = say

@@ -74,8 +74,8 @@ assert "f is doubled" in adaptor.format_report()
 def test_after_the_framework_was_imported(python: Run) -> None:
     done = python("-c", "import fake.user, adaptor, units\nadaptor.enable()", env=AGENT)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == (
-        "adaptor.errors.StartError: adaptor.enable() was called after fake.core was imported (by __main__);"
+    assert done.stderr.strip() == (
+        "adaptor: error: adaptor.enable() was called after fake.core was imported (by __main__);"
         " call it before, e.g. as the first line of the script"
     )
 
@@ -88,10 +88,11 @@ def test_after_the_framework_was_imported(python: Run) -> None:
 def test_outside_of_ttprun(python: Run, script: str) -> None:
     done = python("-c", script)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == (
-        "adaptor.errors.StartError: the adaptor is enabled, but this process was not started by ttprun:"
+    assert done.stderr.strip().splitlines()[-1].partition("rror: ")[2] == (
+        "the adaptor is enabled, but this process was not started by ttprun:"
         " start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
     )
+    assert "enable" not in script or len(done.stderr.splitlines()) == 1
 
 
 def test_it_takes_no_settings() -> None:
@@ -102,7 +103,8 @@ def test_it_takes_no_settings() -> None:
 def test_a_setting_that_makes_no_sense(python: Run) -> None:
     done = python("-c", "import adaptor\nadaptor.enable()", env={"TTP_OT": "1", **AGENT})
     assert done.returncode == 1
-    assert "ConfigError: TTP_OT is '1': it must be" in done.stderr.splitlines()[-1]
+    assert done.stderr.startswith("adaptor: error: TTP_OT is '1': it must be")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_the_patches_have_one_name(python: Run) -> None:
