@@ -14,6 +14,7 @@ from adaptor.control.messages import (
     AgentLost,
     Died,
     Dump,
+    Dying,
     Exit,
     Freeze,
     FromAgent,
@@ -51,9 +52,12 @@ class Chronicle:
     def heard(self, node: int, message: FromAgent) -> None:
         """A message of the agent of `node`, or of a worker by way of it."""
         match message:
+            case Dying(rank=rank, at=at, board=board) if not self._ended:
+                self._add("fault-noticed", at, rank, node, f"{board.phase_name} after step {board.finished}")
             case Died(rank=rank, status=status, at=at, board=board) if not self._ended and status != 0:
                 where = f"status {status}, {board.phase_name} after step {board.finished}"
-                self._add("fault-noticed", at, rank, node, where)
+                known = any(e["what"] == "fault-noticed" and e["rank"] == rank for e in self._events)
+                self._add("died" if known else "fault-noticed", at, rank, node, where)
             case Raised(rank=rank, error=error) if not self._ended:
                 self._add("fault-noticed", time.time(), rank, node, error)
             case AgentLost():

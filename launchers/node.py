@@ -1,9 +1,8 @@
 """The control thread of an agent: hears its workers, sees them die, and speaks with the controller.
 
 One event loop in one thread per `ttprun`. A generation is the time from one start of all workers to the next;
-`begin` and `watch` open it, `end` closes it. Nothing it makes has a name in a file system: the workers'
-socket is an abstract one, the boards are anonymous memory, so nothing is left behind however the agent ends.
-The exception is a folder for what multiprocessing makes in the workers, which end in no orderly way.
+`begin` and `watch` open it, `end` closes it. All it makes in a file system is a folder for what
+multiprocessing makes in the workers, which end in no orderly way.
 """
 
 from __future__ import annotations
@@ -12,9 +11,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -29,18 +25,14 @@ import msgspec
 from adaptor.checkpoint import publish
 from adaptor.config import Config
 from adaptor.control import wire
-from adaptor.control.board import BoardMemory
 from adaptor.control.messages import (
     Addressed,
     AgentHello,
-    BoardRecord,
     ControllerToAgent,
     Died,
     Dismissed,
     Exit,
     FromAgent,
-    FromWorker,
-    Hello,
     Prepare,
     Progress,
     Publish,
@@ -53,6 +45,7 @@ from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.filing import Filing
 from adaptor.launchers.hub import Hub, prove
 from adaptor.launchers.log import Log
+from adaptor.launchers.workers import Workers
 
 # While an incident is open the boards' progress counters are read this often; TTP_OT is at least 10 s.
 PROGRESS_S = 0.5
@@ -69,7 +62,7 @@ class Node:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._loop = asyncio.new_event_loop()
-        self._address = f"ttp-{os.getpid()}-{secrets.token_hex(8)}"
+        self._workers = Workers(self._loop, lambda message: self._up(message))
         self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
         self._chronicle = Chronicle(config.log_path)
         self._log = Log(config)
@@ -78,13 +71,7 @@ class Node:
         self._begun = 0  # generations
         self._began = 0.0
         self._hub: Hub | None = None
-        self._boards: BoardMemory | None = None
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._deaths: dict[int, int] = {}  # ranks, and the descriptors that tell of their deaths
-        self._alive: set[int] = set()
         self._filing = Filing()
-        self._workers: dict[int, asyncio.StreamWriter] = {}
-        self._hearing: set[asyncio.StreamWriter] = set()
         self._up: Callable[[FromAgent], None] = lambda message: None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._dismissed = False
@@ -92,7 +79,7 @@ class Node:
         self.settled = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ttp-agent", daemon=True)
         self._thread.start()
-        self._server = self._await(self._serve_workers())
+        self._await(self._workers.serve())
 
     # the agent's main thread
 
@@ -109,16 +96,15 @@ class Node:
         self._node = node
         self._nodes = nodes
         self._begun += 1
-        self._boards = BoardMemory(ranks)
-        os.environ[AGENT] = self._address
-        os.environ[BOARD] = self._boards.path
-        os.environ[BOARD_RANKS] = self._boards.slots
+        boards = self._workers.begin(ranks)
+        os.environ[AGENT] = self._workers.address
+        os.environ[BOARD] = boards.path
+        os.environ[BOARD_RANKS] = boards.slots
         os.environ[SCRATCH] = self._scratch.name
         self.verdict = None
         self._dismissed = False
         self._began = time.time()
         self.settled.clear()
-        self._alive = set(ranks)
         if node == 0:
             generation, resume = secrets.token_hex(8), str(int(self._begun > 1))
             where = self._await(self._host(world_size, nodes, host))
@@ -132,7 +118,7 @@ class Node:
 
     def watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
         """The workers have been started; `processes` by rank."""
-        self._await(self._watch(dict(processes)))
+        self._await(self._watch(processes))
 
     def dismiss(self) -> None:
         """The workers are about to be ended from here: their deaths are nobody's failures."""
@@ -145,7 +131,7 @@ class Node:
     def close(self) -> None:
         """Stop the control thread."""
         self._await(self._end())
-        self._await(self._stop_serving())
+        self._await(self._workers.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -156,14 +142,6 @@ class Node:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # the control thread
-
-    async def _serve_workers(self) -> asyncio.AbstractServer:
-        return await asyncio.start_unix_server(self._hear_worker, "\0" + self._address)
-
-    async def _stop_serving(self) -> None:
-        self._server.close()
-        while self._hearing:
-            await asyncio.sleep(0)
 
     async def _host(self, world_size: int, nodes: int, host: str) -> str:
         self._chronicle.begin()
@@ -219,53 +197,12 @@ class Node:
     async def _say(self, message: FromAgent) -> None:
         self._up(message)
 
-    async def _watch(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
-        self._processes = processes
-        for rank, process in processes.items():
-            self._deaths[rank] = os.pidfd_open(process.pid)
-            self._loop.add_reader(self._deaths[rank], self._on_death, rank, process)
+    async def _watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        self._workers.watch(processes)
         self._spawn(self._report_progress())
 
-    def _on_death(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        at = time.time()
-        self._forget(rank)
-        # Children of the worker, data loaders and the like; before anyone else may get its number.
-        _end_session(process.pid)
-        status = process.wait()  # at once; poll() knows nothing while torch's thread is in it
-        board = self._boards.read(rank) if self._boards is not None else BoardRecord(rank)
-        self._alive.discard(rank)
-        self._up(Died(rank, status, at, board))
-
-    def _forget(self, rank: int) -> None:
-        descriptor = self._deaths.pop(rank)
-        self._loop.remove_reader(descriptor)
-        os.close(descriptor)
-
     def _job_is_over(self) -> bool:
-        return not self._alive and (self._hub is None or self._hub.controller.everyone_is_dead)
-
-    async def _hear_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank = -1
-        self._hearing.add(writer)
-        try:
-            if not _same_user(writer.get_extra_info("socket")):
-                return
-            hello = await wire.read(reader, wire.from_worker)
-            if not isinstance(hello, Hello) or hello.rank not in self._alive:
-                return
-            rank = hello.rank
-            self._workers[rank] = writer
-            message: FromWorker = hello
-            while message.rank == rank:
-                self._up(message)
-                message = await wire.read(reader, wire.from_worker)
-        except (EOFError, OSError, msgspec.DecodeError):
-            pass  # the death of the worker is learnt from the operating system
-        finally:
-            if self._workers.get(rank) is writer:
-                del self._workers[rank]
-            writer.close()
-            self._hearing.discard(writer)
+        return not self._workers.alive and (self._hub is None or self._hub.controller.everyone_is_dead)
 
     def _obey_soon(self, order: ControllerToAgent) -> None:
         self._loop.call_soon(self._obey, order)
@@ -273,8 +210,7 @@ class Node:
     def _obey(self, order: ControllerToAgent) -> None:
         match order:
             case Addressed(rank=rank, message=message):
-                if rank in self._workers:
-                    self._workers[rank].write(wire.frame(message))
+                self._workers.order(rank, message)
             case Prepare():
                 self._spawn(self._answer(self._filing.prepare(order)))
             case Publish():
@@ -291,10 +227,8 @@ class Node:
 
     async def _see_them_off(self) -> None:
         """Wait for the workers to go; end those that do not."""
-        await self._until(lambda: not self._alive, EXIT_GRACE_S)
-        for rank, process in self._processes.items():
-            if rank in self._alive:
-                _end_session(process.pid)
+        await self._until(lambda: not self._workers.alive, EXIT_GRACE_S)
+        self._workers.end_the_living()
         await self._until(self._job_is_over, FAREWELL_S)
         self._settle()
 
@@ -315,9 +249,9 @@ class Node:
 
     async def _report_progress(self) -> None:
         last = 0
-        while self._boards is not None:
+        while self._workers.boards is not None:
             await asyncio.sleep(PROGRESS_S)
-            total = self._boards.progress() if self._boards is not None else last
+            total = self._workers.boards.progress() if self._workers.boards is not None else last
             if total != last:
                 last = total
                 self._up(Progress(self._node, total))
@@ -327,12 +261,7 @@ class Node:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in self._hearing:
-            writer.close()
-        self._workers.clear()
-        for rank in list(self._deaths):
-            self._forget(rank)
-        self._processes = {}
+        await self._workers.end()
         if self._hub is not None:
             # Other nodes may still be at work in the folder; the next job's first rank cleans it, too.
             if self._nodes == 1 and self._hub.controller.save and not self._filing.busy:
@@ -340,23 +269,8 @@ class Node:
                     publish.clean(Path(self._hub.controller.save))
             await self._hub.close()
             self._hub = None
-        if self._boards is not None:
-            self._boards.close()
-            self._boards = None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _same_user(connection: Any) -> bool:
-    """Abstract sockets have no permissions, so the kernel is asked who is on the other side."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
-
-
-def _end_session(leader: int) -> None:
-    """End every process of the session that a worker leads (torch elastic starts each in its own)."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)

@@ -75,6 +75,7 @@ def _stay_while_needed(worker: Runtime) -> None:
     """A script that ends while an incident is open: this rank may be a holder."""
     if worker.session.door.closed:
         worker.session.hold()
+    worker.session.board.end()
 
 
 def _die_with_the_agent() -> None:

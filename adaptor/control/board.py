@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from adaptor.control.lifeline import Lifeline
 from adaptor.control.messages import BoardRecord, Phase
 
 SLOT = 4096  # a page each, so that a worker maps its own alone
@@ -23,6 +24,7 @@ SLOT = 4096  # a page each, so that a worker maps its own alone
 # target first: a writer that is put off its core in between would show a number that it never had.
 _SEQUENCE_BYTES = 8
 _RECORD = struct.Struct("<qqqqqqqdd256s")
+_LIFELINE = 2048  # in a slot, behind the records
 
 
 def _place(sequence: int) -> int:
@@ -39,6 +41,11 @@ class BoardMemory:
         os.ftruncate(self._fd, SLOT * len(ranks))
         self._memory = mmap.mmap(self._fd, SLOT * len(ranks))
         self._sequences = memoryview(self._memory).cast("Q")
+        self.lifelines = {
+            rank: Lifeline(self._memory, start + _LIFELINE) for rank, start in self._slots.items()
+        }
+        for lifeline in self.lifelines.values():
+            lifeline.prepare()
 
     @property
     def path(self) -> str:
@@ -69,6 +76,7 @@ class BoardMemory:
 
     def close(self) -> None:
         self._sequences.release()
+        self.lifelines.clear()
         self._memory.close()
         os.close(self._fd)
 
@@ -117,6 +125,10 @@ class Board:
             )
             self._sequence_there[0] = self._sequence
 
+    def hold_lifeline(self) -> None:
+        """On the main thread of a worker: from now on its agent learns of its end at once."""
+        Lifeline(self._memory, _LIFELINE).hold()
+
     def start(self, origin: int) -> None:
         """The training state is that of step `origin`."""
         self.oldest = self.finished = origin
@@ -155,6 +167,11 @@ class Board:
     def advance(self, amount: int) -> None:
         """Count progress of a save, in bytes."""
         self.progress += amount
+        self.write()
+
+    def end(self) -> None:
+        """The script has come to its end: this process goes, and that is no fault."""
+        self.phase = Phase.ENDED
         self.write()
 
     def fail(self, error: str) -> None:

@@ -7,6 +7,7 @@ as return values. It keeps nothing that the agents could not tell it again.
 from __future__ import annotations
 
 import signal
+from collections.abc import Set
 
 from adaptor.control.incident import Directive, Incident
 from adaptor.control.messages import (
@@ -15,6 +16,7 @@ from adaptor.control.messages import (
     AgentLost,
     ControllerToAgent,
     Died,
+    Dying,
     Exit,
     FromAgent,
     Frozen,
@@ -58,6 +60,8 @@ class Controller:
         self._connected: set[int] = set()
         self._layouts: dict[int, Layout] = {}
         self._dead: dict[int, int] = {}
+        self._dying: set[int] = set()  # their statuses are not known yet
+        self._unannounced: set[int] = set()  # whoever ends without a word has failed, whatever the status
         self._lost: dict[int, list[int]] = {}  # nodes, and the ranks that were lost with them
         self._raised: dict[int, Raised] = {}
         self.incident: Incident | None = None
@@ -86,6 +90,8 @@ class Controller:
             case Raised(rank=rank):
                 self._raised.setdefault(rank, message)
                 return self._fault(now, by_death=False)
+            case Dying(rank=rank):
+                return self._on_dying(rank, now)
             case Died(rank=rank, status=status):
                 return self._on_deaths({rank: status}, now)
             case AgentLost(node=node):
@@ -96,9 +102,14 @@ class Controller:
 
     def tick(self, now: float) -> Orders:
         """Let time pass."""
-        if self.incident is None:
+        incident = self.incident
+        if incident is None:
             return []
-        return self._route(self.incident.on_tick(now))
+        if (
+            incident.outcome is not None and now >= incident.deadline
+        ):  # all is done but to learn how they ended
+            return self._on_deaths(dict.fromkeys(self._dying, -signal.SIGKILL), now)
+        return self._route(incident.on_tick(now))
 
     def _on_layout(self, rank: int, layout: Layout, now: float) -> Orders:
         first = next(iter(self._layouts.values()), layout)
@@ -109,14 +120,29 @@ class Controller:
         self._layouts[rank] = layout
         return []
 
+    def _on_dying(self, rank: int, now: float) -> Orders:
+        if rank in self._dead or rank in self._dying:
+            return []
+        self._dying.add(rank)
+        if self.verdict is None:
+            self._unannounced.add(rank)
+        return self._bury({rank}, now)
+
     def _on_deaths(self, statuses: dict[int, int], now: float) -> Orders:
         new = {rank: status for rank, status in statuses.items() if rank not in self._dead}
         self._dead.update(new)
+        known = new.keys() & self._dying
+        self._dying -= known
+        if self.incident is None and not any(new.values()):
+            return []
+        return self._bury(new.keys() - known, now)
+
+    def _bury(self, ranks: Set[int], now: float) -> Orders:
         if self.incident is None:
-            return self._fault(now, by_death=True) if any(new.values()) else []
-        for rank in new:
+            return self._fault(now, by_death=True)
+        for rank in ranks:
             self.incident.nodes.pop(rank, None)
-        return self._route(self.incident.on_deaths(new.keys()))
+        return self._route(self.incident.on_deaths(ranks) if ranks else [])
 
     def _on_agent_lost(self, node: int, now: float) -> Orders:
         self._agents.discard(node)
@@ -133,7 +159,7 @@ class Controller:
         alive = {
             rank: node
             for rank, node in sorted(self._node_of.items())
-            if rank not in self._dead and rank in self._connected
+            if rank not in self._dead and rank not in self._dying and rank in self._connected
         }
         self.incident = Incident(
             self._number,
@@ -181,7 +207,7 @@ class Controller:
                 orders.append((node, Addressed(directive.rank, directive.message)))  # type: ignore[arg-type]
             elif directive.node is not None:
                 orders.append((directive.node, directive.message))  # type: ignore[arg-type]
-        if self.incident.outcome is not None:
+        if self.incident.outcome is not None and not self._dying:
             orders += self._pronounce()
         return orders
 
@@ -233,10 +259,12 @@ class Controller:
 
     def _cause(self) -> tuple[int, int, str]:
         """Rank, exit code and words for the first cause; a death explains the exceptions of the others."""
-        failed = [(rank, status) for rank, status in self._dead.items() if status != 0]
+        failed = [
+            (rank, status) for rank, status in self._dead.items() if status != 0 or rank in self._unannounced
+        ]
         if failed:
             rank, status = failed[0]
-            code = status if status > 0 else _SIGNAL_BASE - status
+            code = status or 1 if status >= 0 else _SIGNAL_BASE - status
             away = {r for ranks in self._lost.values() for r in ranks}
             words = [f"rank {r} {_ending(s)}" for r, s in failed if r not in away]
             words += [f"node {node} is lost" for node, ranks in self._lost.items() if ranks]
@@ -255,7 +283,9 @@ class Controller:
 
 
 def _ending(status: int) -> str:
-    if status >= 0:
+    if status == 0:
+        return "exited with code 0 before its script had ended"
+    if status > 0:
         return f"exited with code {status}"
     try:
         return f"was ended by {signal.Signals(-status).name}"

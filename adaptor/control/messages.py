@@ -22,6 +22,7 @@ class Phase(IntEnum):
     READY = 2  # at the door: gradients reduced and clipped; the update needs nobody else
     UPDATING = 3  # inside the update window
     BROKEN = 4  # an exception left the update window: part of the state is old, part is new
+    ENDED = 5  # the script is at its end: that this process ends is no fault
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -52,7 +53,7 @@ class BoardRecord(Message, frozen=True):
 
     def provides(self, step: int) -> bool:
         """Whether this rank can give the state of `step`; READY counts for the step behind the door, too."""
-        if self.phase in (Phase.STARTING, Phase.BROKEN):
+        if self.phase in (Phase.STARTING, Phase.BROKEN, Phase.ENDED):
             return False
         if self.phase == Phase.UPDATING:
             return step == self.ahead
@@ -157,6 +158,14 @@ class Died(Message, frozen=True):
 
     rank: int
     status: int
+    at: float
+    board: BoardRecord
+
+
+class Dying(Message, frozen=True):
+    """A worker's main thread is gone, seen `at`; how the process ended is told by `Died`, which follows."""
+
+    rank: int
     at: float
     board: BoardRecord
 
@@ -273,7 +282,9 @@ class Dismissed(Message, frozen=True):
 
 FromWorker = Hello | Layout | Refused | Raised | Frozen | Written | WriteFailed | Noted
 ToWorker = Freeze | Dump | Exit
-FromAgent = FromWorker | AgentHello | Died | AgentLost | Progress | Prepared | Published | PublishFailed
+FromAgent = (
+    FromWorker | AgentHello | Dying | Died | AgentLost | Progress | Prepared | Published | PublishFailed
+)
 ToAgent = Prepare | Publish | Verdict | Dismissed
 
 

@@ -36,6 +36,7 @@ class Runtime:
             self.rank, environ[AGENT], config.load(environ).timeout_s, int(environ.get("MASTER_PORT", "0"))
         )
         board = Board(self.rank, environ[BOARD], environ[BOARD_RANKS])
+        board.hold_lifeline()
         self.session = Session(board, self._say_layout, self._say_broken)
         self.processor.start(self.session)
 

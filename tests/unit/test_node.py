@@ -34,6 +34,31 @@ def report(job: Job) -> dict[str, Any]:
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
+def test_a_worker_that_leaves_without_a_word_has_failed(job: Job) -> None:
+    """os._exit(0) in the middle of the script: nothing else tells that from a good end."""
+    job.begin(2)
+    job.train("step")
+    job.workers[1].send("leave 0")
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.exit_code, verdict.cause_rank) == ("saved", 1, 1)
+    assert verdict.line.startswith("rank 1 exited with code 0 before its script had ended; ")
+    assert job.statuses() == {0: EXIT_SURVIVOR, 1: 0}
+
+
+def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
+    """Its lifeline is cut all the same; when the new program ends, that is seen by the operating system."""
+    job.begin(2)
+    job.workers[0].does("begin")
+    job.workers[1].send("replace")
+    assert job.workers[1].hears() == "replaced"
+    job.workers[1].send("3")
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.exit_code) == ("nothing", 3)
+    assert [event["detail"] for event in report(job)["events"] if event["what"] == "fault-noticed"] == [
+        "status 3, STARTING after step -1"
+    ]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_worker_costs_no_step(job: Job, victim: int) -> None:
     job.begin(2)
@@ -170,7 +195,7 @@ def test_a_status_is_known_while_somebody_else_asks_for_it(job: Job) -> None:
     process = job.workers[0].process
     with process._waitpid_lock:  # type: ignore[attr-defined]
         job.workers[0].send("leave 3")
-        wait_until(lambda: not job.nodes[0]._deaths, "the death is noticed")
+        wait_until(lambda: not job.nodes[0]._workers._deaths, "the death is noticed")
     assert job.verdict().exit_code == 3
 
 

@@ -51,7 +51,7 @@ def boards(draw: st.DrawFn, rank: int) -> tuple[BoardRecord, frozenset[int]]:
     skipped = draw(st.integers(0, min(2, finished)))
     still_here = frozenset(range(finished - skipped, finished + 1))
     record = BoardRecord(rank, 1, phase, finished - skipped, finished, finished + 1)
-    if phase is Phase.BROKEN:
+    if phase in (Phase.BROKEN, Phase.ENDED):
         return record, frozenset()
     if phase is Phase.RUNNING:
         return record, still_here

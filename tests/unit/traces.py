@@ -5,6 +5,7 @@ what the controller then orders. The first line says what the job is like:
 
     > job nodes=2 shards=2 origin=0   two nodes with two ranks each; rank r holds shard r % 2 of group `g`
     > died 3 -9                       a process ended, with this status
+    > dying 3                         its lifeline is cut: how it ends is not known yet
     > raised 1 0 boom                 an exception left the script of rank 1, exit code 1 if not said
     > frozen 0 running 4              the board that comes with it: running 4, ready 5, updating 5, broken 5
     > prepared [reason...]            with a reason it failed; published and publish-failed likewise
@@ -29,6 +30,7 @@ from adaptor.control.messages import (
     BoardRecord,
     Died,
     Dump,
+    Dying,
     Exit,
     Freeze,
     FromAgent,
@@ -111,6 +113,8 @@ class Trace:
         match name:
             case "died":
                 return Died(rank, int(words[1]), 0.0, BoardRecord(rank))
+            case "dying":
+                return Dying(rank, 0.0, BoardRecord(rank))
             case "raised":
                 return Raised(rank, text, int(settings.get("code", 1)))
             case "refused":
