@@ -109,9 +109,10 @@ SETTINGS = (
         "replica",
         "TTP_REPLICA",
         "auto",
-        "auto, split or none",
-        _one_of("auto", "split", "none"),
-        "where second copies of optimizer shards live; auto is split where the optimizer is distributed",
+        "auto, split, mirror or none",
+        _one_of("auto", "split", "mirror", "none"),
+        "where second copies of optimizer shards live; auto is split where the data-parallel size is even, "
+        "else mirror",
     ),
     Setting("log_path", "TTP_LOG_PATH", "logs", "a folder", str, "where logs and incident reports go"),
     Setting(

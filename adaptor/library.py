@@ -41,13 +41,12 @@ def protect(
     from adaptor.checkpoint.megatron import TrainingState
     from adaptor.checkpoint.naming import model_parallel_folder
     from adaptor.checkpoint.records import chain
-    from adaptor.checkpoint.trainee import MegatronTrainee, shares_of
+    from adaptor.checkpoint.trainee import MegatronTrainee, replicas_of, shares_of
     from adaptor.control import runtime
     from adaptor.replica import layout
 
     patching.check("ttp")
     sizes = SimpleNamespace(
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
     )
@@ -57,22 +56,26 @@ def protect(
     if torch.distributed.get_rank() == 0:
         publish.clean(Path(save))
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+    staged = parallel_state.get_pipeline_model_parallel_world_size() > 1
     everyone = torch.distributed.new_group(backend="gloo")
+    mirrors = replicas_of(optimizer, parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     trainee = MegatronTrainee(
         state=TrainingState(
             model=[_unwrapped(chunk) for chunk in model],
             optimizer=optimizer,
             scheduler=scheduler,
-            folder=model_parallel_folder(tensor_rank),
+            folder=model_parallel_folder(tensor_rank, pipeline_rank if staged else None),
             extra=extra or {},
         ),
         save=str(Path(save).resolve()),
-        shares=shares_of(optimizer, tensor_rank, 0),
+        shares=shares_of(optimizer, mirrors, tensor_rank, pipeline_rank),
         tracker=tensor_parallel.get_cuda_rng_tracker(),
         counters=dict,
         growth=dict,
         increment=lambda: samples_per_step,
         barrier=lambda: torch.distributed.barrier(group=everyone),
+        mirrors=mirrors,
     )
     session = runtime.get().session
     session.begin_training(trainee, [item.optimizer for item in chain(optimizer)], step)

@@ -11,7 +11,7 @@ import torch
 
 from adaptor.checkpoint.megatron import FLOPS, TrainingState
 from adaptor.checkpoint.naming import TRACKER
-from adaptor.checkpoint.trainee import MegatronTrainee, shares_of
+from adaptor.checkpoint.trainee import MegatronTrainee, replicas_of, shares_of
 from adaptor.control.runtime import RESUME
 
 # Options that say how a run begins, not how a restart goes on.
@@ -93,6 +93,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         }
 
     everyone = torch.distributed.new_group(backend="gloo")
+    mirrors = replicas_of(optimizer, mpu.get_data_parallel_world_size(with_context_parallel=True))
     return MegatronTrainee(
         state=TrainingState(
             model=_unwrapped(model),
@@ -107,13 +108,14 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         ),
         save=str(Path(args.save).resolve()),
         shares=shares_of(
-            optimizer, mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+            optimizer, mirrors, mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
         ),
         tracker=tensor_parallel.get_cuda_rng_tracker(),
         counters=counters,
         growth=growth,
         increment=batch,
         barrier=lambda: torch.distributed.barrier(group=everyone),
+        mirrors=mirrors,
     )
 
 

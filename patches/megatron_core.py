@@ -1,4 +1,4 @@
-"""Megatron-core: two optimizer instances, and the optimizer's own step hooks as the door.
+"""Megatron-core: second copies of optimizer shards, and the optimizer's own step hooks as the door.
 
 Both in one unit: replicas without the door, or the door without replicas, would promise what is not kept.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from adaptor import patching
 from adaptor.control import runtime
-from adaptor.replica import split
+from adaptor.replica import choice
 
 optimizer = patching.Unit(
     "optimizer",
@@ -21,7 +21,7 @@ optimizer = patching.Unit(
 
 @optimizer.patch(
     "megatron.core.parallel_state:initialize_model_parallel",
-    why="the data-parallel group is cut in two, and each half holds the whole optimizer state",
+    why="with split replicas the data-parallel group is cut in two, each half with the whole optimizer state",
     accepts="(tensor_model_parallel_size=, pipeline_model_parallel_size=, ...)",
 )
 def data_parallel_groups_are_split(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def data_parallel_groups_are_split(wrapped: Any, instance: Any, args: Any, kwarg
     call.apply_defaults()
     given = call.arguments
     model_parallel = given["tensor_model_parallel_size"] * given["pipeline_model_parallel_size"]
-    given["num_distributed_optimizer_instances"] = split.instances(
+    given["num_distributed_optimizer_instances"] = choice.instances(
         torch.distributed.get_world_size() // model_parallel, given["num_distributed_optimizer_instances"]
     )
     return wrapped(*call.args, **call.kwargs)
@@ -53,7 +53,7 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
         instances = size // parallel_state.get_data_parallel_world_size(
             with_context_parallel=True, partial_data_parallel=True
         )
-        split.require_instances(size, instances)
+        choice.require_instances(size, instances)
         ddp_config.num_distributed_optimizer_instances = instances
     return wrapped(*args, **kwargs)
 

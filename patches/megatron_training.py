@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adaptor import config, patching
+from adaptor import patching
 from adaptor.checkpoint import folder, publish
 from adaptor.control import runtime
 from adaptor.patches.megatron_core import inner_optimizers
-from adaptor.replica import layout, split
+from adaptor.replica import choice, layout
 
 training = patching.Unit("training", framework="megatron-lm", tested=">=0.15.0rc5,<0.17")
 
@@ -24,10 +24,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
     parsed = wrapped(*args, **kwargs)
     layout.require_protected(parsed)
-    split.decide(parsed.use_distributed_optimizer)
-    size, replica = layout.data_parallel_size(parsed), config.load().replica
-    if parsed.use_distributed_optimizer or size == 1 or replica == "split":
-        layout.split_instances(size, replica)
+    choice.decide(parsed.use_distributed_optimizer, layout.data_parallel_size(parsed))
     folder.require_writable(parsed.save)
     if parsed.rank == 0:
         publish.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left

@@ -109,10 +109,10 @@ def _contents(
     """The objects to save, by file name, and the names of the weights that are not finite."""
     weights = Weights(exchange.to_host)
     worlds: list[Any] = []
-    for optimizer, sources in zip(chain(state.optimizer), exchange.sources, strict=True):
+    for position, optimizer in enumerate(chain(state.optimizer)):
         world = None
         if shards.is_sharded(optimizer):
-            world = shards.gather(optimizer, sources, exchange)
+            world = shards.gather(optimizer, position, exchange)
             weights.add_sharded(optimizer, world)
         elif not optimizer.is_stub_optimizer:
             weights.add_whole(optimizer)

@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from adaptor.errors import CheckpointError
+from adaptor.replica.mirror import Mirror, Piece
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 
@@ -40,6 +41,7 @@ class Exchange:
     group      `torch.distributed.ProcessGroup` of CPU tensors; None where this rank has everything
     rank       this rank in it
     sources    per optimizer of the chain, per shard: the rank of its chosen holder (one entry without shards)
+    mirrors    per optimizer of the chain: this rank's copy of another shard, None where it has none; or empty
     tag        of all messages
     progress   is called with the number of bytes that were sent, received or written
     cancelled  is asked between tensors
@@ -49,6 +51,7 @@ class Exchange:
     group: torch.distributed.ProcessGroup | None
     rank: int
     sources: Sequence[Sequence[int]]
+    mirrors: Sequence[Mirror | None] = ()
     tag: int = 0
     progress: Callable[[int], None] = field(default=lambda count: None)
     cancelled: Callable[[], bool] = field(default=lambda: False)
@@ -119,20 +122,24 @@ def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
     Raises CheckpointError when there is no optimizer state, DumpCancelled, and what the process group raises.
     """
     chosen = False
-    for optimizer, sources in zip(optimizers, exchange.sources, strict=True):
+    for position, (optimizer, sources) in enumerate(zip(optimizers, exchange.sources, strict=True)):
         if not is_sharded(optimizer) or exchange.rank not in sources:
             continue
-        index = _own_shard(optimizer, sources, exchange)
+        own = _own_shards(optimizer, position, exchange)
         chosen = True
         for number, buffer in enumerate(optimizer.buffers):
             for bucket in buckets_of(optimizer, buffer):
-                start, end = bucket.extent(index)
-                own = {key: torch.zeros(end - start, dtype=torch.float32, device="cpu") for key in KEYS}
-                _copy_own(optimizer, number, bucket, own, exchange)
-                for key in KEYS:
-                    for piece in _messages(own[key]):
-                        _group(exchange).send([piece], writer, exchange.tag).wait()
-                        exchange.advanced(4 * piece.numel())
+                parts = []
+                for index, shard in own.items():
+                    start, end = bucket.extent(index)
+                    part = {key: torch.zeros(end - start, dtype=torch.float32, device="cpu") for key in KEYS}
+                    _copy_own(shard(number, bucket.index), part, exchange)
+                    parts.append(part)
+                for key in KEYS:  # in the order of `_receive`
+                    for row in zip_longest(*(_messages(part[key]) for part in parts)):
+                        for piece in filter(_is_there, row):
+                            _group(exchange).send([piece], writer, exchange.tag).wait()
+                            exchange.advanced(4 * piece.numel())
     if chosen:
         # A message counts as sent while it is still in a socket: a group that is dropped now would lose it.
         _group(exchange).recv([torch.empty(1)], writer, exchange.tag).wait()
@@ -150,37 +157,53 @@ def acknowledge(optimizers: Sequence[Any], exchange: Exchange) -> None:
         _group(exchange).send([torch.zeros(1)], source, exchange.tag).wait()
 
 
-def gather(optimizer: Any, sources: Sequence[int], exchange: Exchange) -> dict[Any, Any]:
-    """The whole parameter state of a distributed optimizer, as its `get_parameter_state_dp_zero` returns it.
+def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:
+    """The whole parameter state of the distributed optimizer at `position` of the chain, as its
+    `get_parameter_state_dp_zero` returns it.
 
-    float32 on the CPU. Own shards are copied, the others received in place from `sources`. Raises like
+    float32 on the CPU. Own shards are copied, the others received in place from their sources. Raises like
     `send`.
     """
     state: dict[Any, Any] = {"buckets_coalesced": True}
-    index = _own_shard(optimizer, sources, exchange)
+    own = _own_shards(optimizer, position, exchange)
     for number, buffer in enumerate(optimizer.buffers):
         numel = buffer.numel_unpadded
         world = {key: torch.zeros((numel,), dtype=torch.float32, device="cpu") for key in KEYS}
         for bucket in buckets_of(optimizer, buffer):
-            start, end = bucket.extent(index)
-            if sources[index] == exchange.rank:
-                _copy_own(optimizer, number, bucket, {key: world[key][start:end] for key in KEYS}, exchange)
+            for index, shard in own.items():
+                start, end = bucket.extent(index)
+                part = {key: world[key][start:end] for key in KEYS}
+                _copy_own(shard(number, bucket.index), part, exchange)
             for key in KEYS:
-                _receive(world[key], bucket, sources, exchange)
+                _receive(world[key], bucket, exchange.sources[position], exchange)
         dtypes = (buffer.param_dtype, buffer.grad_dtype)
         state[number] = {dtypes: {**world, "numel_unpadded": numel}}
     return state
 
 
-def _own_shard(optimizer: Any, sources: Sequence[int], exchange: Exchange) -> int:
-    """The shard held here; CheckpointError where the sources do not fit, which would leave a hole."""
+# A shard's part of a bucket: for each param start and end in the shard, and its tensors by key.
+Part = Iterator[tuple[int, int, Mapping[str, torch.Tensor]]]
+
+
+def _own_shards(optimizer: Any, position: int, exchange: Exchange) -> dict[int, Callable[[int, int], Part]]:
+    """The shards that this rank was chosen to provide, its own or the copy of another one, in their order.
+
+    Each is called with the numbers of a buffer and of a bucket. CheckpointError where the sources do not fit,
+    which would leave a hole.
+    """
+    sources = exchange.sources[position]
     index, count = shard_of(optimizer)
-    wrong = [shard for shard, source in enumerate(sources) if source == exchange.rank and shard != index]
-    if wrong or len(sources) != count:
+    held = {index: lambda buffer, bucket: _part(optimizer, buffer, bucket)}
+    mirror = exchange.mirrors[position] if exchange.mirrors else None
+    if mirror is not None:
+        held[mirror.index] = mirror.shard
+    wanted = [shard for shard, source in enumerate(sources) if source == exchange.rank]
+    if len(sources) != count or not held.keys() >= set(wanted):
         raise CheckpointError(
-            f"rank {exchange.rank} of the dump holds shard {index} of {count}; sources: {list(sources)}"
+            f"rank {exchange.rank} of the dump holds shard {' and '.join(map(str, held))} of {count}; "
+            f"sources: {list(sources)}"
         )
-    return index
+    return {shard: held[shard] for shard in wanted}
 
 
 def _receive(world: torch.Tensor, bucket: Bucket, sources: Sequence[int], exchange: Exchange) -> None:
@@ -200,19 +223,38 @@ def _receive(world: torch.Tensor, bucket: Bucket, sources: Sequence[int], exchan
             exchange.advanced(4 * piece.numel())
 
 
-def _copy_own(
-    optimizer: Any, number: int, bucket: Bucket, targets: Mapping[str, torch.Tensor], exchange: Exchange
-) -> None:
-    """Copies this rank's shard of a bucket into `targets`, which begin where the shard does."""
+def _part(optimizer: Any, number: int, bucket: int) -> Part:
     (ranges,) = optimizer.gbuf_ranges[number].values()
-    for param, where in ranges[bucket.index]["param_map"].items():
-        exchange.check()
-        tensors = optimizer._get_main_param_and_optimizer_states(param)
+    for param, where in ranges[bucket]["param_map"].items():
         local = where["gbuf_local"]
+        yield local.start, local.end, optimizer._get_main_param_and_optimizer_states(param)
+
+
+def places(optimizer: Any) -> list[Piece]:
+    """Where each param of a distributed optimizer's inner one lies, in the order of its param groups."""
+    found = {}
+    for number, buffers in enumerate(optimizer.gbuf_ranges):
+        (ranges,) = buffers.values()
+        for index, bucket in enumerate(ranges):
+            for param, where in bucket["param_map"].items():
+                local = where["gbuf_local"]
+                order = tuple(optimizer.model_param_group_index_map[param])
+                found[order] = Piece(number, index, local.start, local.end)
+    return [found[order] for order in sorted(found)]
+
+
+def _copy_own(part: Part, targets: Mapping[str, torch.Tensor], exchange: Exchange) -> None:
+    """Copies one shard's part of a bucket into `targets`, which begin where the shard does."""
+    for start, end, tensors in part:
+        exchange.check()
         for key, target in targets.items():
             if key not in tensors:
                 raise CheckpointError(f"the optimizer has no {key} yet: no update has been made")
-            target[local.start : local.end].copy_(exchange.to_host(tensors[key]).view(-1))
+            target[start:end].copy_(exchange.to_host(tensors[key]).view(-1))
+
+
+def _is_there(piece: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return piece is not None
 
 
 def _messages(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

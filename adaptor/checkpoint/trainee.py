@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from adaptor.checkpoint import megatron, records, shards
 from adaptor.checkpoint.manifest import FileEntry
@@ -15,6 +18,9 @@ from adaptor.checkpoint.shards import Exchange
 from adaptor.control.messages import GroupOrder, Share
 from adaptor.control.session import DumpRun
 from adaptor.errors import LayoutError
+from adaptor.replica import choice
+from adaptor.replica.mirror import Mirror
+from adaptor.replica.ring import Ring, stride
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class MegatronTrainee:
     growth     by how much the step that runs now moves each counter
     increment  by how many samples it moves the scheduler
     barrier    a barrier of all ranks of the job
+    mirrors    per optimizer of the chain: the copy of a neighbour's shard, None where there is none
     """
 
     state: TrainingState
@@ -49,6 +56,15 @@ class MegatronTrainee:
     growth: Callable[[], Mapping[str, int | float]]
     increment: Callable[[], int]
     barrier: Callable[[], None]
+    mirrors: tuple[Mirror | None, ...] = ()
+
+    def exchange(self) -> None:
+        for mirror in filter(None, self.mirrors):
+            mirror.exchange()
+
+    def update_replicas(self) -> None:
+        for mirror in filter(None, self.mirrors):
+            mirror.update()
 
     def take_record(self, step: int) -> StepRecord:
         state = self.state
@@ -78,6 +94,7 @@ class MegatronTrainee:
             group=run.connect(ranks) if len(ranks) > 1 else None,
             rank=ranks.index(run.rank),
             sources=[[ranks.index(holder) for holder in order.holders]],
+            mirrors=self.mirrors,
             progress=run.progress,
             cancelled=run.cancelled,
         )
@@ -91,7 +108,45 @@ class MegatronTrainee:
         return written.files
 
 
-def shares_of(optimizer: Any, tensor_rank: int, pipeline_rank: int) -> tuple[Share, ...]:
+def replicas_of(optimizer: Any, size: int) -> tuple[Mirror | None, ...]:
+    """The copies of neighbours' shards, one per optimizer of the chain, None where there are none.
+
+    On every rank at the same time, the state loaded. Rank 0 tells the user which replicas the job has.
+
+    Args:
+        size: of the data-parallel group, context parallel included.
+
+    Raises:
+        LayoutError: a shard cannot be mirrored.
+    """
+    inner = records.chain(optimizer)
+    sharded = [one for one in inner if shards.is_sharded(one)]
+    made = size // sharded[0].data_parallel_group.size() if sharded else 1
+    if sharded and choice.wants_mirrors(size, made):
+        mirrors = tuple(_mirror(one) if one in sharded else None for one in inner)
+    else:
+        mirrors = (None,) * len(inner)
+    if dist.get_rank() == 0:
+        elements = sum(
+            param.numel()
+            for one in sharded
+            for group in one.optimizer.param_groups
+            for param in group["params"]
+        )
+        taken = sum(mirror.nbytes for mirror in mirrors if mirror is not None)
+        print(f"[ttp] {choice.words(size, made, bool(sharded), elements, taken)}", flush=True)
+    return mirrors
+
+
+def _mirror(optimizer: Any) -> Mirror:
+    group, local = optimizer.data_parallel_group, int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = [rank // local for rank in dist.get_process_group_ranks(group)]
+    return Mirror(optimizer.optimizer, shards.places(optimizer), Ring(group, stride(nodes)))
+
+
+def shares_of(
+    optimizer: Any, mirrors: Sequence[Mirror | None], tensor_rank: int, pipeline_rank: int
+) -> tuple[Share, ...]:
     """What this rank holds: each model-parallel rank has one group, cut into the shards of an instance.
 
     Raises:
@@ -101,4 +156,6 @@ def shares_of(optimizer: Any, tensor_rank: int, pipeline_rank: int) -> tuple[Sha
     if len(inner) != 1:
         raise LayoutError(f"the optimizer is a chain of {len(inner)}: one alone can be protected yet")
     index, count = shards.shard_of(inner[0])
-    return (Share(f"tp{tensor_rank}-pp{pipeline_rank}", index, count),)
+    held = {index, *(mirror.index for mirror in mirrors if mirror is not None)}
+    group = f"tp{tensor_rank}-pp{pipeline_rank}"
+    return tuple(Share(group, shard, count) for shard in sorted(held))

@@ -278,7 +278,7 @@ class Controller:
             for share in layout.shares:
                 owners.setdefault((share.group, share.index), []).append(rank)
         if any(len(ranks) == 1 for ranks in owners.values()):
-            return "a second copy of each shard (TTP_REPLICA=split) would have helped"
+            return "a second copy of each shard (TTP_REPLICA=auto) would have helped"
         return "second copies of each shard on other nodes, or a shorter --save-interval, would have helped"
 
 

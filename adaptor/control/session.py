@@ -42,8 +42,14 @@ class Trainee(Protocol):
     def derive(self, record: Any, door: Any, updated: bool) -> Any:
         """The record of the step after `record`, which the main thread has not come to take."""
 
+    def exchange(self) -> None:
+        """On the main thread, gradients ready: fetch what copies of other ranks' shards need of this step."""
+
     def barrier(self) -> None:
         """Return when every rank of the job has called it; raise when that is no longer possible."""
+
+    def update_replicas(self) -> None:
+        """On the main thread, in the update window, own shards done: update the copies; needs nobody else."""
 
     def has_state(self) -> bool:
         """Whether the optimizer has state: before the first update there is nothing to save."""
@@ -120,6 +126,7 @@ class Session:
         """An inner optimizer is about to change its state; the first of them opens the update window."""
         if self.trainee is None or self._step < 0 or self._waiting or id(optimizer) not in self._inner:
             return
+        self.trainee.exchange()  # where it breaks, this rank has not come to the door
         self._take_door(updated=True)
         self.board.ready(self._step)
         try:
@@ -135,6 +142,9 @@ class Session:
         """An inner optimizer has changed its state; the last of them closes the update window."""
         if not self._waiting:
             return
+        if self._waiting == {id(optimizer)}:
+            assert self.trainee is not None
+            self.trainee.update_replicas()
         self._waiting.discard(id(optimizer))
         if not self._waiting:
             self.board.finish(self._step, updated=True)

@@ -9,12 +9,10 @@ from adaptor.errors import LayoutError
 
 # (argument, the values that are protected, what to say of others)
 _PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("pipeline_model_parallel_size", (1,), "pipeline parallelism"),
     ("context_parallel_size", (1,), "context parallelism"),
     ("expert_model_parallel_size", (1,), "expert parallelism"),
     ("num_experts", (None,), "mixture of experts"),
     ("num_moe_experts", (None,), "mixture of experts"),
-    ("sequence_parallel", (False,), "sequence parallelism"),
     ("use_megatron_fsdp", (False,), "Megatron FSDP"),
     ("use_torch_fsdp2", (False,), "torch FSDP2"),
     ("use_precision_aware_optimizer", (False,), "the precision-aware optimizer"),
@@ -23,8 +21,6 @@ _PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("fp4", (None,), "fp4"),
     ("optimizer", ("adam",), "an optimizer other than adam"),
     ("data_parallel_random_init", (False,), "--data-parallel-random-init"),
-    ("overlap_grad_reduce", (False,), "--overlap-grad-reduce"),
-    ("overlap_param_gather", (False,), "--overlap-param-gather"),
     ("async_save", (False, None), "--async-save"),
     ("non_persistent_save_interval", (None,), "non-persistent checkpoints"),
     ("no_save_optim", (False, None), "--no-save-optim, without which nothing can go on from a checkpoint,"),
@@ -56,28 +52,3 @@ def data_parallel_size(args: Any) -> int:
     """Data-parallel size from world size and model-parallel sizes, as Megatron-LM computes it."""
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     return int(args.world_size // (model_parallel * args.context_parallel_size))
-
-
-def split_instances(size: int, replica: str) -> int:
-    """How many optimizer instances the data-parallel group is cut into.
-
-    Args:
-        size: data-parallel size.
-        replica: the setting TTP_REPLICA.
-
-    Raises:
-        LayoutError: the size cannot be split.
-    """
-    if replica == "none":
-        return 1
-    if size == 1:
-        raise LayoutError(
-            "the data-parallel size is 1: there is no second rank for a replica; "
-            "set TTP_REPLICA=none to survive exceptions alone, or ENABLE_TTP=False"
-        )
-    if size % 2:
-        raise LayoutError(
-            f"the data-parallel size is {size}, which is odd: split replicas need an even one; "
-            "set TTP_REPLICA=none to survive exceptions alone, or ENABLE_TTP=False"
-        )
-    return 2

@@ -37,17 +37,44 @@ class Layout:
     tp: int = 1
     distributed_optimizer: bool = True
     extra: tuple[str, ...] = ()
+    replica: str = "auto"
+    pp: int = 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.processes // (self.tp * self.pp)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What the script is told of it, besides what `args.tiny_gpt` takes."""
+        stages = ("--pipeline-model-parallel-size", str(self.pp)) if self.pp > 1 else ()
+        return (*stages, *self.extra)
 
     @property
     def reference(self) -> tuple[str, ...]:
         """For a run without the adaptor: the norm of the gradients is summed in the order of instances."""
-        return ("--num-distributed-optimizer-instances", "2") if self.distributed_optimizer else ()
+        split = self.replica == "auto" and self.data_parallel_size % 2 == 0
+        return ("--num-distributed-optimizer-instances", "2") if self.distributed_optimizer and split else ()
 
 
 DP4 = Layout("dp4", 4)
 DP2 = Layout("dp2", 2)
 DP2_WHOLE = Layout("dp2-whole-optimizer", 2, distributed_optimizer=False)
 TP2_DP2 = Layout("tp2-dp2", 4, tp=2)
+DP2_MIRROR = Layout("dp2-mirror", 2, replica="mirror")
+DP3 = Layout("dp3", 3, extra=("--global-batch-size", "9"))
+TP2_DP3 = Layout("tp2-dp3", 6, tp=2, extra=("--global-batch-size", "9"))
+DP3_FP32 = Layout("dp3-fp32", 3, precision="fp32", extra=("--global-batch-size", "9"))
+TP2_DP1 = Layout("tp2-dp1", 2, tp=2)
+TP2_DP2_SP = Layout("tp2-dp2-sequence", 4, tp=2, extra=("--sequence-parallel",))
+PP2_DP2 = Layout("pp2-dp2", 4, pp=2)
+PP2_TP2_DP2 = Layout("pp2-tp2-dp2", 8, tp=2, pp=2)
+VPP2_DP2 = Layout(
+    "vpp2-dp2", 4, pp=2, extra=("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
+)
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3")
+DP2_OVERLAP = Layout("dp2-overlap", 2, extra=OVERLAP)
+DP3_OVERLAP = Layout("dp3-overlap", 3, extra=(*OVERLAP, "--global-batch-size", "9"))
 DP2_FP32 = Layout("dp2-fp32", 2, precision="fp32")
 # Its fifth step is skipped.
 DP2_FP16 = Layout("dp2-fp16", 2, precision="fp16")
@@ -180,6 +207,8 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     if job.nodes > 1:
         command += ["--nnodes", str(job.nodes), "--node-rank", str(node)]
     command += ["--ttp-device", "cpu"] if job.launcher == "ttprun" else []
+    if job.launcher == "ttprun" and layout.replica != "auto":
+        command += ["--ttp-replica", layout.replica]
     command += job.options
     command += ["-m", "adaptor.devices.cpu"] if job.launcher == "torchrun" else []
     if job.script is None:
@@ -204,7 +233,7 @@ def _training(job: Job) -> list[str]:
         tp=layout.tp,
         distributed_optimizer=layout.distributed_optimizer,
         extra=(
-            *layout.extra,
+            *layout.arguments,
             *(layout.reference if job.launcher == "torchrun" else ()),
             *job.arguments,
         ),

@@ -49,7 +49,7 @@ def test_no_replica_was_asked_for(tmp_path: Path) -> None:
     assert job.save is not None
     assert list(job.save.iterdir()) == []
     assert "shard 1 of 2 of group tp0-pp0 has no live holder, it was on rank 1" in ended.last_line
-    assert "TTP_REPLICA=split" in ended.last_line
+    assert "TTP_REPLICA=auto" in ended.last_line
     assert ended.last_line.endswith(f"no checkpoint is in {job.save}")
 
 

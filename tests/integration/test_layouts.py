@@ -10,9 +10,16 @@ from tests.faults.harness import (
     DP2,
     DP2_FP16,
     DP2_FP32,
+    DP2_OVERLAP,
     DP2_WHOLE,
+    DP3_OVERLAP,
     FP16_SKIPS,
+    PP2_DP2,
+    PP2_TP2_DP2,
+    TP2_DP1,
     TP2_DP2,
+    TP2_DP2_SP,
+    VPP2_DP2,
     Job,
     Layout,
 )
@@ -32,6 +39,17 @@ from tests.faults.scenario import BaselineOf, survives
             (TP2_DP2, 1, "backward", {5}),
             (TP2_DP2, 2, "update", {6}),
             (TP2_DP2, 3, "reduction", {5}),
+            (TP2_DP2_SP, 1, "backward", {5}),
+            (TP2_DP2_SP, 2, "update", {6}),
+            (PP2_DP2, 0, "backward", {5}),
+            (PP2_DP2, 3, "update", {6}),
+            (PP2_DP2, 1, "door-after", {6}),
+            (PP2_TP2_DP2, 5, "reduction", {5}),
+            (VPP2_DP2, 2, "gather", {6}),
+            (VPP2_DP2, 1, "backward", {5}),
+            (DP2_OVERLAP, 0, "backward", {5}),
+            (DP2_OVERLAP, 1, "update", {6}),
+            (DP3_OVERLAP, 1, "between", {6}),
             (DP2_FP32, 0, "gather", {6}),
             (DP2_FP32, 1, "backward", {5}),
         ]
@@ -73,3 +91,16 @@ def test_a_rank_is_killed_around_a_skipped_step(
         faults=[f"rank=1,step={step},phase={phase},kind=sigkill"],
     )
     survives(job, baseline, code=137, saved=saved)
+
+
+def test_a_data_parallel_size_of_one_survives_an_exception(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """There is no second rank for a copy, and the user is told so at the start."""
+    job = Job(
+        tmp_path / "job",
+        TP2_DP1,
+        save=tmp_path / "save",
+        faults=["rank=1,step=6,phase=backward,kind=exception"],
+    )
+    ended = survives(job, baseline_of(TP2_DP1), code=1, saved={5})
+    (said,) = [line for line in ended.said if "the data-parallel size is 1" in line]
+    assert "exceptions are survived, the death of a process is not" in said

@@ -65,26 +65,25 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Layout("dp1", 1), "the data-parallel size is 1: there is no second rank for a replica"),
-        (Layout("dp3", 3, extra=("--global-batch-size", "9")), "the data-parallel size is 3, which is odd"),
-        (Layout("tp2-dp1", 2, tp=2), "the data-parallel size is 1"),
+        (Layout("dp1", 1, replica="split"), "the data-parallel size is 1: there is no second rank"),
+        (Layout("dp3", 3, replica="split"), "the data-parallel size is 3, which is odd"),
+        (Layout("tp2-dp1", 2, tp=2, replica="mirror"), "the data-parallel size is 1"),
     ],
     ids=["size-1", "size-3", "size-1-of-2"],
 )
-def test_nothing_to_split(layout: Layout, words: str, tmp_path: Path) -> None:
+def test_a_replica_that_the_size_does_not_allow(layout: Layout, words: str, tmp_path: Path) -> None:
     ended = harness.run(Job(tmp_path / "job", layout, save=tmp_path / "save"))
-    _assert_refused(ended, words, "TTP_REPLICA=none", "ENABLE_TTP=False")
+    _assert_refused(ended, words, f"TTP_REPLICA is {layout.replica}", "use auto")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--sequence-parallel"], "--sequence-parallel is True"),
-        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size is 2"),
         (["--num-experts", "4", "--disable-bias-linear"], "--num-experts is 4"),
-        (["--overlap-grad-reduce"], "--overlap-grad-reduce is True"),
+        (["--optimizer", "sgd"], "--optimizer is sgd"),
+        (["--data-parallel-random-init"], "--data-parallel-random-init is True"),
     ],
-    ids=["sequence-parallel", "pipeline", "experts", "overlap"],
+    ids=["experts", "sgd", "random-init"],
 )
 def test_a_layout_that_is_not_protected_yet(arguments: list[str], words: str, tmp_path: Path) -> None:
     layout = Layout("refused", 4, tp=2)

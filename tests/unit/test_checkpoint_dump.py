@@ -192,6 +192,35 @@ def test_shards_make_a_whole_wherever_they_come_from(
         assert torch.equal(world[key], without_padding(whole))
 
 
+def test_a_rank_gives_its_own_shard_and_the_copy_of_another(tmp_path: Path) -> None:
+    """Four shards on two ranks: rank 0 has shard 1 and a copy of 0, rank 1 has shard 2 and a copy of 3."""
+    root = tmp_path / "iter_0000012_tmp"
+    root.mkdir()
+
+    def part(rank: int) -> Callable[[Any], Any]:
+        def act(group: Any) -> Any:
+            own, copied = Rank((1, 2)[rank], 4), Rank((0, 3)[rank], 4)
+
+            def shard(buffer: int, bucket: int) -> Any:
+                (ranges,) = copied.optimizer.gbuf_ranges[buffer].values()
+                for param, where in ranges[bucket]["param_map"].items():
+                    yield where["gbuf_local"].start, where["gbuf_local"].end, copied.states[param]
+
+            mirror: Any = types.SimpleNamespace(index=(0, 3)[rank], shard=shard)
+            exchange = Exchange(group, rank, [[0, 0, 1, 1]], (mirror,), tag=5)
+            if rank == 0:
+                return megatron.write_files(own.state, RECORD, exchange, root, 3)
+            return megatron.send_shards(own.state, 0, exchange)
+
+        return act
+
+    results = together(tmp_path, [part(0), part(1)])
+    publish.publish(tmp_path, 12, results[0].files, {}, 2)
+    state = load(tmp_path / "iter_0000012/mp_rank_00/distrib_optim.pt")
+    for key, whole in whole_state().items():
+        assert torch.equal(state[0][(torch.bfloat16, torch.float32)][key], without_padding(whole))
+
+
 def test_weights_come_from_the_main_params_and_the_rest_from_the_model(tmp_path: Path) -> None:
     _, root = dump(tmp_path, 2, writer=0)
     model = load(root / "mp_rank_00/model_optim_rng.pt")["model"]

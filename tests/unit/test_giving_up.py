@@ -22,6 +22,8 @@ def _session(barrier: Any = lambda: None) -> Session:
         take_record=lambda step: None,
         take_door=lambda: None,
         barrier=barrier,
+        exchange=lambda: None,
+        update_replicas=lambda: None,
         has_state=lambda: True,
     )
     session = Session(Board(0, memory.path, memory.slots), lambda *_: None, lambda *_: None)

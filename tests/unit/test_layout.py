@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adaptor.errors import LayoutError
-from adaptor.replica import layout, split
+from adaptor.replica import choice, layout
 
 # Megatron-LM's own defaults, and what the tests here are about.
 PROTECTED = {
@@ -38,12 +38,10 @@ PROTECTED = {
 }
 
 REFUSED = [
-    ("pipeline_model_parallel_size", 2),
     ("context_parallel_size", 2),
     ("expert_model_parallel_size", 2),
     ("num_experts", 8),
     ("num_moe_experts", 8),
-    ("sequence_parallel", True),
     ("use_megatron_fsdp", True),
     ("use_torch_fsdp2", True),
     ("use_precision_aware_optimizer", True),
@@ -52,8 +50,6 @@ REFUSED = [
     ("fp4", "e2m1"),
     ("optimizer", "sgd"),
     ("data_parallel_random_init", True),
-    ("overlap_grad_reduce", True),
-    ("overlap_param_gather", True),
     ("async_save", True),
     ("non_persistent_save_interval", 100),
     ("no_save_optim", True),
@@ -70,6 +66,7 @@ def test_what_is_protected_is_accepted() -> None:
     layout.require_protected(args())
     layout.require_protected(args(ckpt_format="torch_dist", tensor_model_parallel_size=2))
     layout.require_protected(args(async_save=False, no_save_rng=False))
+    layout.require_protected(args(pipeline_model_parallel_size=2, sequence_parallel=True))
 
 
 def test_an_argument_that_this_version_does_not_have_is_no_obstacle() -> None:
@@ -87,9 +84,9 @@ def test_what_is_not_protected_is_one_line_that_names_it(name: str, value: Any) 
 
 
 def test_one_of_several_configs_is_enough_to_refuse() -> None:
-    layout.require_protected(args(), SimpleNamespace(overlap_grad_reduce=False))
-    with pytest.raises(LayoutError, match="--overlap-grad-reduce is True"):
-        layout.require_protected(args(), SimpleNamespace(overlap_grad_reduce=True))
+    layout.require_protected(args(), SimpleNamespace(optimizer_cpu_offload=False))
+    with pytest.raises(LayoutError, match="--optimizer-cpu-offload is True"):
+        layout.require_protected(args(), SimpleNamespace(optimizer_cpu_offload=True))
 
 
 def test_every_refusal_is_tested() -> None:
@@ -101,47 +98,83 @@ def test_the_data_parallel_size(world: int, tensor: int, size: int) -> None:
     assert layout.data_parallel_size(args(world_size=world, tensor_model_parallel_size=tensor)) == size
 
 
-@pytest.mark.parametrize("size", [2, 4, 64])
-@pytest.mark.parametrize("replica", ["auto", "split"])
-def test_an_even_size_is_split_in_two(size: int, replica: str) -> None:
-    assert layout.split_instances(size, replica) == 2
+@pytest.mark.parametrize(
+    ("size", "setting", "expected"),
+    [
+        (2, "auto", "split"),
+        (64, "auto", "split"),
+        (3, "auto", "mirror"),
+        (1, "auto", "none"),
+        (4, "split", "split"),
+        (2, "mirror", "mirror"),
+        (3, "mirror", "mirror"),
+        (1, "none", "none"),
+        (4, "none", "none"),
+    ],
+)
+def test_the_replica(size: int, setting: str, expected: str) -> None:
+    assert choice.replica(size, setting) == expected
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_none_leaves_the_group_as_it_is(size: int) -> None:
-    assert layout.split_instances(size, "none") == 1
-
-
-@pytest.mark.parametrize("replica", ["auto", "split"])
-@pytest.mark.parametrize(("size", "words"), [(1, "the data-parallel size is 1"), (3, "is 3, which is odd")])
-def test_a_size_that_cannot_be_split_is_refused(size: int, words: str, replica: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "setting", "words"),
+    [
+        (1, "split", "TTP_REPLICA is split, but the data-parallel size is 1"),
+        (1, "mirror", "TTP_REPLICA is mirror, but the data-parallel size is 1"),
+        (3, "split", "TTP_REPLICA is split, but the data-parallel size is 3, which is odd"),
+    ],
+)
+def test_a_size_that_does_not_allow_it_is_refused(size: int, setting: str, words: str) -> None:
     with pytest.raises(LayoutError, match=words) as caught:
-        layout.split_instances(size, replica)
-    assert "TTP_REPLICA=none" in str(caught.value)
+        choice.replica(size, setting)
+    assert "use auto" in str(caught.value)
 
 
 @pytest.fixture
 def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "_distributed_optimizer", None)
+    monkeypatch.setattr(choice, "_distributed_optimizer", None)
     monkeypatch.delenv("TTP_REPLICA", raising=False)
 
 
 @pytest.mark.usefixtures("_undecided")
 def test_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert split.instances(4, asked=1) == 2
-    assert split.instances(8, asked=4) == 4, "the user asked the framework for more"
-    assert split.instances(3, asked=1) == 1, "nobody has said whether the optimizer is distributed"
-    with pytest.raises(LayoutError, match="odd"):
-        split.require_instances(3, made=1)
-    with pytest.raises(LayoutError, match="is 1"):
-        split.require_instances(1, made=1)
-    split.require_instances(4, made=2)
-    split.decide(False)
-    assert split.instances(3, asked=1) == 1, "without a distributed optimizer every rank is a copy"
-    split.decide(True)
-    assert split.instances(4, asked=1) == 2
-    with pytest.raises(LayoutError, match="odd"):
-        split.instances(3, asked=1)
+    assert choice.instances(4, asked=1) == 2
+    assert choice.instances(8, asked=4) == 4, "the user asked the framework for more"
+    assert choice.instances(3, asked=1) == 1
+    choice.decide(False, 4)
+    assert choice.instances(4, asked=1) == 1, "without a distributed optimizer every rank is a copy"
+    choice.decide(True, 4)
+    assert choice.instances(4, asked=1) == 2
+    monkeypatch.setenv("TTP_REPLICA", "mirror")
+    assert choice.instances(4, asked=1) == 1
+    assert choice.wants_mirrors(4, made=1)
+    assert not choice.wants_mirrors(4, made=4)
     monkeypatch.setenv("TTP_REPLICA", "none")
-    assert split.instances(4, asked=1) == 1
-    split.require_instances(3, made=1)
+    assert choice.instances(4, asked=1) == 1
+    assert not choice.wants_mirrors(3, made=1)
+    choice.require_instances(3, made=1)
+
+
+@pytest.mark.usefixtures("_undecided")
+def test_split_of_an_odd_size_is_refused_once_the_optimizer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTP_REPLICA", "split")
+    assert choice.instances(3, asked=1) == 1, "nobody has said whether the optimizer is distributed"
+    with pytest.raises(LayoutError, match="odd"):
+        choice.require_instances(3, made=1)
+    choice.decide(False, 3)
+    with pytest.raises(LayoutError, match="odd"):
+        choice.decide(True, 3)
+
+
+@pytest.mark.parametrize(
+    ("size", "made", "sharded", "mirrored", "words"),
+    [
+        (1, 1, True, 0, "the death of a process is not"),
+        (2, 1, False, 0, "nothing is added"),
+        (4, 2, True, 0, "by split, 2 instances: 6.0 MiB more on rank 0"),
+        (3, 1, True, 3 << 20, "by mirror: 3.0 MiB more on rank 0"),
+        (4, 1, True, 0, "(TTP_REPLICA=none)"),
+    ],
+)
+def test_the_user_is_told(size: int, made: int, sharded: bool, mirrored: int, words: str) -> None:
+    assert words in choice.words(size, made, sharded, 1 << 20, mirrored)

@@ -46,6 +46,12 @@ class CountingTrainee:
     on_record: Callable[[], Any] = nothing
     derived: list[int] = field(default_factory=list)
 
+    def exchange(self) -> None:
+        """No other rank's shard is copied here."""
+
+    def update_replicas(self) -> None:
+        """Nor updated."""
+
     def take_record(self, step: int) -> Record:
         self.on_record()
         return Record(step, self.samples, self.scale)

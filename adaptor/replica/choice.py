@@ -1,0 +1,115 @@
+"""Which replicas a job has: what its layout allows, and what the user asked for.
+
+`split`   the data-parallel group is cut in two, and each half holds the whole optimizer state: Megatron's own
+          `num_distributed_optimizer_instances`, which is correct since Megatron-core 0.13 (0.10 to 0.12
+          compute the gradient norm too large by the square root of the number of instances)
+`mirror`  each rank keeps a copy of its neighbour's shard; the groups of the framework stay what they are
+`none`    nothing is added
+"""
+
+from __future__ import annotations
+
+from adaptor import config
+from adaptor.errors import LayoutError
+
+# Megatron-LM's arguments say before anything is built whether the optimizer is distributed; None: nobody
+# said.
+_distributed_optimizer: bool | None = None
+
+
+def replica(size: int, setting: str) -> str:
+    """`split`, `mirror` or `none`.
+
+    Args:
+        size: of the data-parallel group, context parallel included.
+        setting: TTP_REPLICA.
+
+    Raises:
+        LayoutError: the size does not allow what was asked for.
+    """
+    if setting == "none" or (size == 1 and setting == "auto"):
+        return "none"
+    if size == 1:
+        raise LayoutError(
+            f"TTP_REPLICA is {setting}, but the data-parallel size is 1: there is no second rank for a "
+            "replica; use auto or none to survive exceptions alone"
+        )
+    if setting == "auto":
+        return "mirror" if size % 2 else "split"
+    if setting == "split" and size % 2:
+        raise LayoutError(
+            f"TTP_REPLICA is split, but the data-parallel size is {size}, which is odd: "
+            "use auto or mirror, which any size from 2 allows"
+        )
+    return setting
+
+
+def decide(distributed_optimizer: bool, size: int) -> None:
+    """What the framework's arguments say, before anything is built. Raises LayoutError like `replica`."""
+    global _distributed_optimizer
+    _distributed_optimizer = distributed_optimizer
+    if distributed_optimizer:
+        replica(size, config.load().replica)
+
+
+def instances(size: int, asked: int) -> int:
+    """How many optimizer instances to make for a data-parallel group of `size` (context parallel included).
+
+    Args:
+        asked: what the user asked the framework for; more than one is left as it is.
+
+    Raises:
+        LayoutError: the size cannot be split.
+    """
+    if asked > 1 or _distributed_optimizer is False:
+        return asked
+    setting = config.load().replica
+    if _distributed_optimizer is None and setting == "split" and size % 2:
+        return 1  # a library user, who may not distribute the optimizer: `require_instances` will know
+    return 2 if replica(size, setting) == "split" else 1
+
+
+def require_instances(size: int, made: int) -> None:
+    """A distributed optimizer is built on `made` instances of a data-parallel group of `size`.
+
+    Raises:
+        LayoutError: one instance alone, where `split` was asked for.
+    """
+    if made == 1:
+        replica(size, config.load().replica)
+
+
+def wants_mirrors(size: int, made: int) -> bool:
+    """Whether `mirror` replicas are to be made where the group of `size` has `made` optimizer instances."""
+    return made == 1 and replica(size, config.load().replica) == "mirror"
+
+
+def words(size: int, made: int, sharded: bool, elements: int, mirrored: int) -> str:
+    """What a user is told at the start, in one line.
+
+    Args:
+        made: optimizer instances.
+        sharded: whether the optimizer is distributed.
+        elements: of the main params that rank 0 updates.
+        mirrored: bytes that its mirrors take.
+    """
+    if size == 1:
+        return (
+            "no second copies of the optimizer state, the data-parallel size is 1: "
+            "exceptions are survived, the death of a process is not"
+        )
+    if not sharded:
+        return "every data-parallel rank has the whole optimizer state: nothing is added"
+    if made > 1:
+        more = 12 * elements * (made - 1) // made
+        return f"second copies of optimizer shards by split, {made} instances: {_mib(more)} more on rank 0"
+    if mirrored:
+        return f"second copies of optimizer shards by mirror: {_mib(mirrored)} more on rank 0"
+    return (
+        "no second copies of optimizer shards (TTP_REPLICA=none): "
+        "exceptions are survived, the death of a process is not"
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,205 @@
+"""`mirror` replicas: each rank keeps a second copy of its neighbour's optimizer shard, and updates it itself.
+
+Nothing of the framework is changed: its shards and groups stay what they are. Before an update each rank
+gives its reduced and clipped gradients, and what its param groups say, to the next rank of the ring, which
+applies the same update to its copy with an optimizer of the same class. The copy has a tensor for each of the
+owner's, of the same shape, so the arithmetic is the same, bit for bit.
+
+Invariant: the gradients are taken before the door, the copy is updated inside the update window. So a rank's
+own shard and its copy are of the same step whenever no update is in flight.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from adaptor.errors import LayoutError
+from adaptor.replica.ring import Ring, chunks, pieces
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Where a param of an inner optimizer lies: elements `start` to `end` of its rank's shard of a bucket."""
+
+    buffer: int
+    bucket: int
+    start: int
+    end: int
+
+
+class _Held(msgspec.Struct, frozen=True):
+    """An entry of a param's state: a tensor of `shape` and `dtype`, or, without a dtype, `value`."""
+
+    key: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    value: Any = None
+
+
+class _Shard(msgspec.Struct, frozen=True):
+    """An owner's shard in words: param groups without params, their sizes, and the state of each param."""
+
+    groups: list[dict[str, Any]]
+    sizes: list[list[int]]
+    pieces: list[Piece]
+    states: list[list[_Held]]
+
+
+class _Update(msgspec.Struct, frozen=True):
+    """What an update needs besides gradients; `present` has a 1 for each param that has one."""
+
+    groups: list[dict[str, Any]]
+    present: bytes
+
+
+class Mirror:
+    """The copy of the shard of the rank before this one.
+
+    Args:
+        owner: this rank's own inner optimizer, a torch one.
+        where: where each of its params lies, in the order of its param groups.
+        ring: of the group whose ranks share the optimizer state.
+
+    Every rank of the group makes one at the same time, its state loaded. Raises LayoutError for an optimizer
+    that cannot be mirrored, and what the process group raises.
+    """
+
+    def __init__(self, owner: torch.optim.Optimizer, where: Sequence[Piece], ring: Ring) -> None:
+        self._owner = owner
+        self._ring = ring
+        theirs = msgspec.msgpack.decode(ring.swap_bytes(_encoded(_described(owner, where))), type=_Shard)
+        self.index = ring.previous
+        self._pieces = theirs.pieces
+        device = next((param.device for param in _params(owner)), torch.device("cpu"))
+        made = [
+            [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
+            for sizes in theirs.sizes
+        ]
+        self.optimizer = _twin(owner, made, theirs.groups)
+        self._params = _params(self.optimizer)
+        self._grads = torch.zeros(sum(p.numel() for p in self._params), dtype=torch.float32, device=device)
+        self._fill(theirs)
+
+    @property
+    def nbytes(self) -> int:
+        """What the copy takes, gradients included, once it has all of Adam's state."""
+        return 16 * self._grads.numel()
+
+    def exchange(self) -> None:
+        """Before the door: give this rank's gradients to the next, take those of the one before."""
+        own = _params(self._owner)
+        present = bytes(param.grad is not None for param in own)
+        update = _encoded(_Update(_scalars(self._owner), present))
+        theirs = msgspec.msgpack.decode(self._ring.swap_bytes(update), type=_Update)
+        given = (torch.zeros_like(param) if param.grad is None else param.grad for param in own)
+        self._ring.swap(chunks(given), pieces(self._grads))
+        for group, scalars in zip(self.optimizer.param_groups, theirs.groups, strict=True):
+            group.update(scalars)
+        sizes = [param.numel() for param in self._params]
+        for param, grad, there in zip(
+            self._params, torch.split(self._grads, sizes), theirs.present, strict=True
+        ):
+            param.grad = grad if there else None
+
+    def update(self) -> None:
+        """Inside the update window: the owner's update, on the copy."""
+        self.optimizer.step()
+
+    def shard(self, buffer: int, bucket: int) -> Iterator[tuple[int, int, Mapping[str, torch.Tensor]]]:
+        """The copy's part of a bucket: start and end in the shard, and the tensors by their names."""
+        for piece, param in zip(self._pieces, self._params, strict=True):
+            if (piece.buffer, piece.bucket) == (buffer, bucket):
+                yield piece.start, piece.end, {"param": param, **self.optimizer.state.get(param, {})}
+
+    def _fill(self, theirs: _Shard) -> None:
+        """Take the params and their state, once."""
+        own = [param.detach().reshape(-1) for param in _params(self._owner)]
+        sizes = [param.numel() for param in self._params]
+        taken = torch.empty(self._grads.numel(), dtype=torch.float32)
+        self._ring.swap(chunks(own), pieces(taken))
+        for param, part in zip(self._params, torch.split(taken, sizes), strict=True):
+            param.copy_(part)
+        given = [
+            value.detach().reshape(-1)
+            for param in _params(self._owner)
+            for value in self._owner.state.get(param, {}).values()
+            if isinstance(value, torch.Tensor)
+        ]
+        landed: list[torch.Tensor] = []
+        for param, entries in zip(self._params, theirs.states, strict=True):
+            for entry in entries:
+                value: Any = entry.value
+                if entry.dtype:
+                    # A count of updates is on the host, as the class has it; moments lie beside their param.
+                    device = param.device if entry.shape else torch.device("cpu")
+                    value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
+                    landed.append(value.view(-1))
+                self.optimizer.state[param][entry.key] = value
+        self._ring.swap(
+            (part for tensor in given for part in pieces(tensor)),
+            (part for tensor in landed for part in pieces(tensor)),
+        )
+
+
+def _described(owner: torch.optim.Optimizer, where: Sequence[Piece]) -> _Shard:
+    params = _params(owner)
+    for param in params:
+        if param.dtype != torch.float32 or param.dim() != 1:
+            raise LayoutError(
+                f"{type(owner).__name__} updates a tensor of {param.dtype} and shape {tuple(param.shape)}: "
+                "mirror replicas need flat float32 main params; set TTP_REPLICA=split or none"
+            )
+    states = [
+        [
+            _Held(key, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+            if isinstance(value, torch.Tensor)
+            else _Held(key, value=value)
+            for key, value in owner.state.get(param, {}).items()
+        ]
+        for param in params
+    ]
+    sizes = [[param.numel() for param in group["params"]] for group in owner.param_groups]
+    return _Shard(_scalars(owner), sizes, list(where), states)
+
+
+def _scalars(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _encoded(message: _Shard | _Update) -> bytes:
+    try:
+        return msgspec.msgpack.encode(message)
+    except TypeError as error:
+        raise LayoutError(
+            f"mirror replicas cannot pass on what the optimizer's param groups or its state hold: {error}; "
+            "set TTP_REPLICA=split or none"
+        ) from error
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _twin(
+    owner: torch.optim.Optimizer, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """An optimizer that is like `owner` in all but its params, without state and without hooks.
+
+    It is not constructed: what a class was constructed with is not always among its `defaults`.
+    """
+    twin: torch.optim.Optimizer = object.__new__(type(owner))
+    # A scheduler of torch counts the steps by a `step` of the object's own.
+    twin.__dict__.update({key: value for key, value in vars(owner).items() if key != "step"})
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {"params": tensors, **scalars} for tensors, scalars in zip(params, groups, strict=True)
+    ]
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    return twin

@@ -1,0 +1,80 @@
+"""`mirror` replicas: the framework's groups stay as they are, any data-parallel size from 2 will do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2_MIRROR, DP3, DP3_FP32, TP2_DP3, Job, Layout
+from tests.faults.scenario import BaselineOf, restarts, survives
+
+SAVED = {"backward": {5}, "reduction": {5}, "norm": {5}, "door-after": {6}, "update": {6}, "gather": {6}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "phase"),
+    [
+        pytest.param(layout, rank, phase, id=f"{layout.name}-rank{rank}-{phase}")
+        for layout, rank, phase in [
+            (DP3, 0, "backward"),
+            (DP3, 1, "update"),
+            (DP3, 2, "door-after"),
+            (DP3, 1, "norm"),
+            (DP2_MIRROR, 0, "gather"),
+            (DP2_MIRROR, 1, "reduction"),
+            (DP3_FP32, 2, "update"),
+            (TP2_DP3, 3, "backward"),
+        ]
+    ],
+)
+def test_a_rank_is_killed(
+    layout: Layout, rank: int, phase: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    job = Job(
+        tmp_path / "job",
+        layout,
+        save=tmp_path / "save",
+        faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
+    )
+    ended = survives(job, baseline_of(layout), code=137, saved=SAVED[phase])
+    assert "[ttp] second copies of optimizer shards by mirror: " in ended.log
+
+
+def test_it_goes_on_by_itself(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """After the restart the copies are made of the state that was loaded."""
+    job = Job(
+        tmp_path / "job",
+        DP3,
+        save=tmp_path / "save",
+        restarts=2,
+        faults=[
+            "rank=2,step=4,phase=backward,kind=sigkill",
+            "rank=0,step=6,phase=backward,kind=sigkill,restart=1",
+        ],
+    )
+    assert job.save is not None
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    assert outcome.steps_in(job.save) == [3, 5, harness.ITERATIONS]
+    outcome.assert_same_training(ended, baseline_of(DP3).records)
+
+
+def test_an_exception_needs_no_copy(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    job = Job(
+        tmp_path / "job",
+        DP3,
+        save=tmp_path / "save",
+        restarts=1,
+        faults=["rank=1,step=6,phase=backward,kind=exception"],
+    )
+    restarts(job, baseline_of(DP3), saved={5})
+
+
+def test_nothing_else_changes(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Without a fault: the losses and the checkpoint are those of the unmodified framework, bit for bit."""
+    job = Job(tmp_path / "job", DP2_MIRROR, save=tmp_path / "save")
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    outcome.assert_same_training(ended, baseline_of(DP2_MIRROR).records)

@@ -1,0 +1,103 @@
+"""One rank of a group whose ranks mirror each other: `mirror_script.py STORE RANK SIZE CLASS STRIDE`.
+
+The shards are uneven, one is empty. After every step the copy is compared with what its owner has, bit for
+bit, over another way than the one that is tested: all ranks tell everything to all.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptor.devices.cpu.fused_adam import FusedAdam
+from adaptor.replica import ring
+from adaptor.replica.mirror import Mirror, Piece
+from adaptor.replica.ring import Ring
+
+SIZES = ((7, 1), (), (1030, 3, 64), (513,), (5, 5))
+OPTIMIZERS = {
+    "adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, weight_decay=0.1),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95)),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    "fused": lambda groups: FusedAdam(groups, lr=1e-2, weight_decay=0.1),
+    "fused-l2": lambda groups: FusedAdam(groups, lr=1e-2, weight_decay=0.1, adam_w_mode=False),
+}
+
+
+def owner(rank: int, kind: str) -> torch.optim.Optimizer:
+    sizes = SIZES[rank % len(SIZES)]
+    params = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+    half = len(params) // 2
+    groups = [{"params": params[:half], "weight_decay": 0.0, "is_expert": False}, {"params": params[half:]}]
+    return OPTIMIZERS[kind](groups)
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    out: list[Any] = []
+    for group in optimizer.param_groups:
+        out.append({key: value for key, value in sorted(group.items()) if key not in ("params", "betas")})
+        for param in group["params"]:
+            out.append(param.detach().clone())
+            out.append(dict(optimizer.state.get(param, {})))
+    return out
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return bool(one.dtype == other.dtype and torch.equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def step(optimizer: torch.optim.Optimizer, mirror: Mirror | None, number: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 / (number + 1)
+        for index, param in enumerate(group["params"]):
+            # Now and then a param has no gradient.
+            param.grad = None if number == 2 and index == 0 else torch.randn(param.numel())
+    if mirror is not None:
+        mirror.exchange()
+    optimizer.step()
+    if mirror is not None:
+        mirror.update()
+
+
+def main() -> None:
+    store, rank, size, kind, stride = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5])
+    ring.CHUNK = 100  # several messages for a shard
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    torch.manual_seed(rank)
+    optimizer = owner(rank, kind)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    where = [Piece(0, number % 2, number, number + param.numel()) for number, param in enumerate(params)]
+    mirror = Mirror(optimizer, where, Ring(dist.group.WORLD, stride))
+    compared = 0
+    for number in range(8):
+        if number == 4:  # as after a load: a new copy of a state that is there
+            mirror = Mirror(optimizer, where, Ring(dist.group.WORLD, stride))
+        if number != 5:  # a step that is skipped
+            step(optimizer, mirror, number)
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, (tensors_of(optimizer), where, params))
+        theirs, places, values = everyone[mirror.index]
+        assert same(tensors_of(mirror.optimizer), theirs), (rank, number)
+        for bucket in (0, 1):
+            held = [(start, end, parts["param"]) for start, end, parts in mirror.shard(0, bucket)]
+            there = [
+                (p.start, p.end, value) for p, value in zip(places, values, strict=True) if p.bucket == bucket
+            ]
+            assert [part[:2] for part in held] == [part[:2] for part in there]
+            assert all(torch.equal(a[2], b[2]) for a, b in zip(held, there, strict=True))
+        compared += 1
+    assert mirror.nbytes == 16 * sum(SIZES[mirror.index % len(SIZES)])
+    print(f"compared {compared}", flush=True)
+    dist.barrier()
+
+
+main()

@@ -1,0 +1,60 @@
+"""`mirror` replicas: the copy is what its owner has, bit for bit, at every step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptor.replica.ring import stride
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("mirror_script.py")
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "step"),
+    [(2, "adamw", 1), (3, "adam", 1), (3, "sgd", 2), (5, "adamw", 2), (4, "fused", 3), (3, "fused-l2", 1)],
+)
+def test_the_copy_is_what_its_owner_has(size: int, kind: str, step: int, tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(tmp_path / "store"), str(rank), str(size), kind, str(step)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in ranks]
+    assert [text.splitlines()[-1] for text in said] == ["compared 8"] * size, "\n".join(said)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([0, 0], 1),
+        ([0, 1], 1),
+        ([0, 0, 1, 1], 2),
+        ([0, 1, 0, 1], 1),
+        ([0, 0, 0, 1, 1, 1, 2, 2, 2], 3),
+        ([0, 0, 0, 1, 1, 1, 2], 3),
+        ([0] * 8 + [1] * 8, 8),
+    ],
+)
+def test_neighbours_are_on_different_nodes(nodes: list[int], expected: int) -> None:
+    assert stride(nodes) == expected
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=12))
+def test_no_other_stride_separates_more_neighbours(nodes: list[int]) -> None:
+    def apart(step: int) -> int:
+        return sum(nodes[rank] != nodes[(rank + step) % len(nodes)] for rank in range(len(nodes)))
+
+    assert apart(stride(nodes)) == max(apart(step) for step in range(1, len(nodes)))
