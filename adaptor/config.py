@@ -20,6 +20,7 @@ class Config:
 
     enabled: bool
     timeout_s: float
+    grace_s: float
     port: int
     device: str
     replica: str
@@ -88,6 +89,14 @@ SETTINGS = (
         "a number of seconds from 10 to 3600",
         _number(10, 3600, float),
         "how long an incident may last, besides the time in which the save makes progress",
+    ),
+    Setting(
+        "grace_s",
+        "TTP_GRACE",
+        "25",
+        "a number of seconds from 1 to 3600",
+        _number(1, 3600, float),
+        "how long a save may take when ttprun is told to end (SIGTERM, Ctrl-C), before it ends all the same",
     ),
     Setting(
         "port",

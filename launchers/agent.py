@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any
 
@@ -22,7 +23,8 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._control = Node(config.load())
+        self._config = config.load()
+        self._control = Node(self._config)
         self._generations = 0
 
     def run(self, role: str = "default") -> RunResult:
@@ -54,8 +56,18 @@ class SurvivorsAgent(LocalElasticAgent):
         return PrefixStore(f"ttp/{self._generations}", worker_group.store)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        if args:  # the signal that this process got; a second one interrupts, and comes here without it
+            self._save_first(args[0])
         self._control.dismiss()  # the deaths that follow are torch's doing, and no failures
         super()._shutdown(*args, **kwargs)
+
+    def _save_first(self, death_signal: signal.Signals) -> None:
+        if not self._control.leave(death_signal.name, self._config.grace_s):
+            print(
+                f"[ttp] not saved within {self._config.grace_s:g} s (TTP_GRACE) of {death_signal.name}",
+                file=sys.stderr,
+            )
+        SurvivorsAgent.last_verdict = self._control.verdict
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(worker_group, *args, **kwargs)

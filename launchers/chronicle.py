@@ -19,12 +19,14 @@ from adaptor.control.messages import (
     Freeze,
     FromAgent,
     Frozen,
+    Leave,
     Noted,
     Prepare,
     Publish,
     Published,
     PublishFailed,
     Raised,
+    Told,
     Verdict,
     WriteFailed,
 )
@@ -60,6 +62,10 @@ class Chronicle:
                 self._add("died" if known else "fault-noticed", at, rank, node, where)
             case Raised(rank=rank, error=error) if not self._ended:
                 self._add("fault-noticed", time.time(), rank, node, error)
+            case Told(rank=rank, signal=name) if not self._ended:
+                self._add("fault-noticed", time.time(), rank, node, f"told to end by {name}")
+            case Leave(signal=name) if not self._ended:
+                self._add("fault-noticed", time.time(), None, node, f"told to end by {name}")
             case AgentLost():
                 self._add("fault-noticed", time.time(), None, node, "the connection to the agent is gone")
             case Frozen(rank=rank, board=board):

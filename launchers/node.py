@@ -33,10 +33,12 @@ from adaptor.control.messages import (
     Dismissed,
     Exit,
     FromAgent,
+    Leave,
     Prepare,
     Progress,
     Publish,
     Raised,
+    Told,
     Verdict,
 )
 from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS, GENERATION, RESUME, SCRATCH
@@ -120,6 +122,13 @@ class Node:
         """The workers have been started; `processes` by rank."""
         self._await(self._watch(processes))
 
+    def leave(self, signal: str, grace_s: float) -> bool:
+        """Somebody wants this agent to end, by `signal`: save first; whether that was done in `grace_s`."""
+        if not self._workers.alive:
+            return True
+        self._await(self._say(Leave(self._node, signal)))
+        return self.settled.wait(grace_s)
+
     def dismiss(self) -> None:
         """The workers are about to be ended from here: their deaths are nobody's failures."""
         self._await(self._hold_tongue())
@@ -183,6 +192,8 @@ class Node:
         match message:
             case Died(rank=rank, status=status) if status != 0:
                 self._judge(f"rank {rank} ended with status {status} after node 0 had finished")
+            case Told(rank=rank, signal=name):
+                self._judge(f"rank {rank} was told to end by {name} after node 0 had finished")
             case Raised(rank=rank, error=error):
                 self._judge(f"rank {rank} raised {error} after node 0 had finished")
 
@@ -190,8 +201,8 @@ class Node:
         self._up = self._let_go
 
     def _let_go(self, message: FromAgent) -> None:
-        """A worker that an interrupt reached waits to be a holder; nobody will ask for its state."""
-        if isinstance(message, Raised):
+        """A worker that is to end waits to be a holder; nobody will ask for its state."""
+        if isinstance(message, Raised | Told):
             self._obey(Addressed(message.rank, Exit(0)))
 
     async def _say(self, message: FromAgent) -> None:

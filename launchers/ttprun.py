@@ -100,7 +100,13 @@ def _run_with_survivors(parsed: argparse.Namespace) -> int:
     try:
         run.run(parsed)
     except SignalException as error:
-        print(f"[ttp] ended by {error.sigval.name}, and the workers with it", file=sys.stderr)
+        verdict = SurvivorsAgent.last_verdict
+        said = (
+            f"ended by {error.sigval.name}, and the workers with it"
+            if verdict is None
+            else f"{verdict.line}{_newest(verdict.save)}"
+        )
+        print(f"[ttp] {said}", file=sys.stderr)
         return 128 + error.sigval
     except ChildFailedError as error:
         verdict = SurvivorsAgent.last_verdict

@@ -33,6 +33,7 @@ def _run(arguments: list[str]) -> None:
     from adaptor.errors import ConfigError, DriftError, LayoutError, StartError
 
     worker = runtime.get()
+    worker.processor.hear_signals()
     # The sockets of managers and the like go with the job, however this process ends. Children inherit it;
     # there is no public way, but the name is as old as the module.
     multiprocessing.current_process()._config["tempdir"] = os.environ[runtime.SCRATCH]  # type: ignore

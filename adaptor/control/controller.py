@@ -22,12 +22,14 @@ from adaptor.control.messages import (
     Frozen,
     Hello,
     Layout,
+    Leave,
     Prepared,
     Progress,
     Published,
     PublishFailed,
     Raised,
     Refused,
+    Told,
     Verdict,
     WriteFailed,
     Written,
@@ -64,6 +66,7 @@ class Controller:
         self._unannounced: set[int] = set()  # whoever ends without a word has failed, whatever the status
         self._lost: dict[int, list[int]] = {}  # nodes, and the ranks that were lost with them
         self._raised: dict[int, Raised] = {}
+        self._asked: tuple[int, int, str] | None = None  # to end, and nothing had failed: see `_cause`
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
 
@@ -90,6 +93,11 @@ class Controller:
             case Raised(rank=rank):
                 self._raised.setdefault(rank, message)
                 return self._fault(now, by_death=False)
+            case Told(rank=rank, signal=name):
+                return self._on_asked(rank, name, f"rank {rank}", now)
+            case Leave(node=node, signal=name):
+                who = "ttprun" if len(self._agents) == 1 else f"ttprun on node {node}"
+                return self._on_asked(-1, name, who, now)
             case Dying(rank=rank):
                 return self._on_dying(rank, now)
             case Died(rank=rank, status=status):
@@ -119,6 +127,11 @@ class Controller:
             )
         self._layouts[rank] = layout
         return []
+
+    def _on_asked(self, rank: int, name: str, who: str, now: float) -> Orders:
+        if self.incident is None and self.verdict is None:
+            self._asked = rank, _SIGNAL_BASE + signal.Signals[name], f"{who} was told to end by {name}"
+        return self._fault(now, by_death=True)  # nothing else explains it
 
     def _on_dying(self, rank: int, now: float) -> Orders:
         if rank in self._dead or rank in self._dying:
@@ -259,6 +272,8 @@ class Controller:
 
     def _cause(self) -> tuple[int, int, str]:
         """Rank, exit code and words for the first cause; a death explains the exceptions of the others."""
+        if self._asked is not None:
+            return self._asked
         failed = [
             (rank, status) for rank, status in self._dead.items() if status != 0 or rank in self._unannounced
         ]

@@ -105,6 +105,13 @@ class Raised(Message, frozen=True):
     exit_code: int
 
 
+class Told(Message, frozen=True):
+    """Somebody wants this process to end (`signal`: SIGTERM); its state is intact."""
+
+    rank: int
+    signal: str
+
+
 class Frozen(Message, frozen=True):
     """The door is closed and no update is in flight."""
 
@@ -168,6 +175,13 @@ class Dying(Message, frozen=True):
     rank: int
     at: float
     board: BoardRecord
+
+
+class Leave(Message, frozen=True):
+    """Somebody wants the agent of `node` to end (`signal`): save first."""
+
+    node: int
+    signal: str
 
 
 class AgentLost(Message, frozen=True):
@@ -280,10 +294,19 @@ class Dismissed(Message, frozen=True):
     """The controller's node has done its work and leaves; what fails from now on cannot be saved."""
 
 
-FromWorker = Hello | Layout | Refused | Raised | Frozen | Written | WriteFailed | Noted
+FromWorker = Hello | Layout | Refused | Raised | Told | Frozen | Written | WriteFailed | Noted
 ToWorker = Freeze | Dump | Exit
 FromAgent = (
-    FromWorker | AgentHello | Dying | Died | AgentLost | Progress | Prepared | Published | PublishFailed
+    FromWorker
+    | AgentHello
+    | Leave
+    | Dying
+    | Died
+    | AgentLost
+    | Progress
+    | Prepared
+    | Published
+    | PublishFailed
 )
 ToAgent = Prepare | Publish | Verdict | Dismissed
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -27,6 +28,7 @@ from adaptor.control.messages import (
     GroupOrder,
     Hello,
     Noted,
+    Told,
     ToWorker,
     WriteFailed,
     Written,
@@ -59,6 +61,18 @@ class Processor:
         self.say(Hello(self._rank, os.getpid()))
         threading.Thread(target=self._serve, name="ttp-processor", daemon=True).start()
 
+    def hear_signals(self) -> None:
+        """On the main thread: from now on SIGTERM does not end this process, the agent is told of it.
+
+        It may be a holder, and whoever ends a whole job by signals would end all holders. The main thread may
+        hang, where no handler of Python's runs; so what counts is what the interpreter writes into a pipe at
+        once. A script that sets a handler of its own has its way. Children end as they ever did.
+        """
+        signal.signal(signal.SIGTERM, _told)
+        signal.siginterrupt(signal.SIGTERM, False)
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_hear_no_signals)
+
     def say(self, message: FromWorker) -> None:
         """Queue a message for the agent; from any thread."""
         self._outbox.put(message)
@@ -72,7 +86,9 @@ class Processor:
             while True:
                 ready = {key.fileobj for key, _ in selector.select()}
                 if self._wake_reader in ready:
-                    os.read(self._wake_reader, 4096)
+                    woken_by = os.read(self._wake_reader, 4096)
+                    if signal.SIGTERM in woken_by and signal.getsignal(signal.SIGTERM) is _told:
+                        self._outbox.put(Told(self._rank, "SIGTERM"))
                     self._send_queued()
                 if self._connection in ready:
                     self._obey(wire.receive(self._connection, wire.to_worker))
@@ -139,6 +155,16 @@ class Processor:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 self._note("failed", reason)
                 self.say(WriteFailed(self._rank, order.incident, order.attempt, group.group, reason))
+
+
+def _told(number: int, frame: Any) -> None:
+    """The handler of SIGTERM; what is to be done is done by the processor."""
+
+
+def _hear_no_signals() -> None:
+    if signal.getsignal(signal.SIGTERM) is _told:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _connect(order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...]) -> Any:

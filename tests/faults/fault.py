@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -36,6 +37,8 @@ PHASES = {
 KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")
 # What is done to the agent of the rank.
 KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint")
+# SIGTERM to the agent and to every process below it, the children of workers included.
+KINDS += ("tree-sigterm",)
 
 
 class InjectedError(Exception):
@@ -118,12 +121,28 @@ class Injector:
                 os.kill(os.getppid(), signal.SIGTERM)
             case "agent-sigint":
                 os.kill(os.getppid(), signal.SIGINT)
+            case "tree-sigterm":
+                for process in _tree(os.getppid()):
+                    os.kill(process, signal.SIGTERM)
             case "os._exit":
                 os._exit(fault.code)
             case "sys.exit":
                 sys.exit(fault.code)
             case "exception":
                 raise InjectedError(str(fault))
+
+
+def _tree(root: int) -> list[int]:
+    """A process and all below it, the leaves first."""
+    children: dict[int, list[int]] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(process.name))
+    found = [root]
+    for process in found:
+        found += children.get(process, [])
+    return found[::-1]
 
 
 def _sibling(rank: int) -> int:

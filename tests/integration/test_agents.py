@@ -8,15 +8,37 @@ import pytest
 
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, DP4, Job
-from tests.faults.scenario import BaselineOf, assert_last_words
+from tests.faults.scenario import BaselineOf, assert_last_words, survives
 
 # torch's agent waits 30 s for workers that do not go.
 AT_ONCE_S = 20.0
 
 
-@pytest.mark.parametrize("kind", ["agent-sigterm", "agent-sigint", "agent-sigkill"])
-def test_the_agent_is_ended(kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The workers end with it, at once: this is no failure, and nothing is saved."""
+@pytest.mark.parametrize(
+    ("kind", "code", "workers"),
+    [("agent-sigterm", 143, "0"), ("agent-sigint", 130, "0"), ("tree-sigterm", 143, "2")],
+    ids=["sigterm", "ctrl-c", "sigterm-to-all"],
+)
+def test_the_job_is_told_to_end(
+    kind: str, code: int, workers: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """It saves and ends, restarts or no; data loaders have processes of their own."""
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        restarts=1,
+        faults=[f"rank=1,step=5,phase=forward,kind={kind}"],
+        arguments=["--num-workers", workers],
+    )
+    ended = survives(job, baseline_of(DP2), code=code, saved={4, 5, 6, 7})
+    assert "was told to end by SIG" in ended.last_line
+    assert all(line["restart"] == 0 for lines in ended.records.values() for line in lines)
+    assert ended.seconds_after_the_fault < AT_ONCE_S
+
+
+def test_the_agent_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The workers end with it, at once."""
     baseline = baseline_of(DP2)
     save = tmp_path / "save"
     job = Job(
@@ -24,7 +46,7 @@ def test_the_agent_is_ended(kind: str, tmp_path: Path, baseline_of: BaselineOf) 
         DP2,
         save=save,
         save_interval=3,
-        faults=[f"rank=1,step=5,phase=forward,kind={kind}"],
+        faults=["rank=1,step=5,phase=forward,kind=agent-sigkill"],
     )
     ended = harness.run(job)
     assert ended.code != 0

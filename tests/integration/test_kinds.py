@@ -15,10 +15,10 @@ from tests.faults.scenario import BaselineOf, survives
     [
         ("os._exit,code=7", 7),
         ("sys.exit,code=3", 3),
+        ("os._exit,code=0", 1),
         ("sigsegv", 139),
-        ("sigterm", 143),
     ],
-    ids=["_exit", "sys.exit", "sigsegv", "sigterm"],
+    ids=["_exit", "sys.exit", "_exit-0", "sigsegv"],
 )
 def test_the_end_of_a_process(kind: str, code: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
     job = Job(
@@ -28,3 +28,15 @@ def test_the_end_of_a_process(kind: str, code: int, tmp_path: Path, baseline_of:
         faults=[f"rank=2,step=6,phase=backward,kind={kind}"],
     )
     survives(job, baseline_of(DP4), code=code, saved={5})
+
+
+def test_a_process_that_is_told_to_end(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Until its agent has decided, it goes on."""
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        faults=["rank=2,step=5,phase=backward,kind=sigterm"],
+    )
+    ended = survives(job, baseline_of(DP4), code=143, saved={4, 5, 6, 7})
+    assert "rank 2 was told to end by SIGTERM" in ended.last_line

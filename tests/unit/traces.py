@@ -4,6 +4,7 @@ A line that starts with `>` is heard by the controller, or lets time pass; the i
 what the controller then orders. The first line says what the job is like:
 
     > job nodes=2 shards=2 origin=0   two nodes with two ranks each; rank r holds shard r % 2 of group `g`
+    > told 3                          SIGTERM has reached rank 3; `leave 1` the agent of node 1
     > died 3 -9                       a process ended, with this status
     > dying 3                         its lifeline is cut: how it ends is not known yet
     > raised 1 0 boom                 an exception left the script of rank 1, exit code 1 if not said
@@ -37,6 +38,7 @@ from adaptor.control.messages import (
     Frozen,
     Hello,
     Layout,
+    Leave,
     Message,
     Phase,
     Prepare,
@@ -48,6 +50,7 @@ from adaptor.control.messages import (
     Raised,
     Refused,
     Share,
+    Told,
     Verdict,
     WriteFailed,
     Written,
@@ -113,6 +116,10 @@ class Trace:
         match name:
             case "died":
                 return Died(rank, int(words[1]), 0.0, BoardRecord(rank))
+            case "told":
+                return Told(rank, "SIGTERM")
+            case "leave":
+                return Leave(rank, "SIGTERM")
             case "dying":
                 return Dying(rank, 0.0, BoardRecord(rank))
             case "raised":
