@@ -21,6 +21,7 @@ class Config:
     enabled: bool
     timeout_s: float
     grace_s: float
+    hang_s: float
     port: int
     device: str
     replica: str
@@ -64,6 +65,10 @@ def _number(low: float, high: float, kind: Callable[[str], Any]) -> Callable[[st
     return parse
 
 
+def _zero_or(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: 0.0 if text.strip() == "0" else parse(text)
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -97,6 +102,14 @@ SETTINGS = (
         "a number of seconds from 1 to 3600",
         _number(1, 3600, float),
         "how long a save may take when ttprun is told to end (SIGTERM, Ctrl-C), before it ends all the same",
+    ),
+    Setting(
+        "hang_s",
+        "TTP_HANG",
+        "60",
+        "0, or a number of seconds from 1 to 86400",
+        _zero_or(_number(1, 86400, float)),
+        "a step that takes longer than this and than three of the slowest recent ones is a hang; 0: none is",
     ),
     Setting(
         "port",

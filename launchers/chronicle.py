@@ -26,6 +26,7 @@ from adaptor.control.messages import (
     Published,
     PublishFailed,
     Raised,
+    Still,
     Told,
     Verdict,
     WriteFailed,
@@ -66,6 +67,10 @@ class Chronicle:
                 self._add("fault-noticed", time.time(), rank, node, f"told to end by {name}")
             case Leave(signal=name) if not self._ended:
                 self._add("fault-noticed", time.time(), None, node, f"told to end by {name}")
+            case Still(seconds=seconds) if not self._events:
+                self._add(
+                    "fault-noticed", time.time(), None, node, f"no worker has moved for {seconds:.0f} s"
+                )
             case AgentLost():
                 self._add("fault-noticed", time.time(), None, node, "the connection to the agent is gone")
             case Frozen(rank=rank, board=board):

@@ -34,14 +34,17 @@ from adaptor.control.messages import (
     Exit,
     FromAgent,
     Leave,
+    Moving,
     Prepare,
     Progress,
     Publish,
     Raised,
+    Still,
     Told,
     Verdict,
 )
 from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS, GENERATION, RESUME, SCRATCH
+from adaptor.control.stillness import Stillness
 from adaptor.errors import CheckpointError
 from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.filing import Filing
@@ -49,7 +52,7 @@ from adaptor.launchers.hub import Hub, prove
 from adaptor.launchers.log import Log
 from adaptor.launchers.workers import Workers
 
-# While an incident is open the boards' progress counters are read this often; TTP_OT is at least 10 s.
+# The boards are read this often, for progress (TTP_OT is at least 10 s) and for workers that stand still.
 PROGRESS_S = 0.5
 # A worker that was told to exit and has not done so by then hangs in the kernel or holds the interpreter
 # lock.
@@ -210,7 +213,7 @@ class Node:
 
     async def _watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
         self._workers.watch(processes)
-        self._spawn(self._report_progress())
+        self._spawn(self._watch_boards())
 
     def _job_is_over(self) -> bool:
         return not self._workers.alive and (self._hub is None or self._hub.controller.everyone_is_dead)
@@ -258,11 +261,19 @@ class Node:
         finally:
             self.settled.set()  # whatever happened: torch's thread waits for it
 
-    async def _report_progress(self) -> None:
+    async def _watch_boards(self) -> None:
         last = 0
+        stillness, still = Stillness(self._config.hang_s), False
         while self._workers.boards is not None:
             await asyncio.sleep(PROGRESS_S)
-            total = self._workers.boards.progress() if self._workers.boards is not None else last
+            boards = self._workers.read()
+            seconds = stillness.look(boards, self._loop.time(), traced=self._workers.traced)
+            if seconds is not None:
+                self._up(Still(self._node, seconds))
+            elif still:
+                self._up(Moving(self._node))
+            still = seconds is not None
+            total = sum(board.progress for board in boards)
             if total != last:
                 last = total
                 self._up(Progress(self._node, total))

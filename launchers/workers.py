@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -25,7 +26,7 @@ import msgspec
 
 from adaptor.control import wire
 from adaptor.control.board import BoardMemory
-from adaptor.control.messages import Died, Dying, FromAgent, FromWorker, Hello, Phase, ToWorker
+from adaptor.control.messages import BoardRecord, Died, Dying, FromAgent, FromWorker, Hello, Phase, ToWorker
 
 # In /proc/PID/stat: the process is on its way out (PF_EXITING of the kernel), and where the flags stand.
 _EXITING = 0x4
@@ -75,6 +76,15 @@ class Workers:
         for rank, process in processes.items():
             self._deaths[rank] = os.pidfd_open(process.pid)
             self._loop.add_reader(self._deaths[rank], self._on_death, rank, process)
+
+    def read(self) -> list[BoardRecord]:
+        """The boards of the workers that are alive."""
+        return [self.boards.read(rank) for rank in sorted(self.alive)] if self.boards is not None else []
+
+    @property
+    def traced(self) -> bool:
+        """Whether a debugger holds one of the workers."""
+        return any(_traced(process.pid) for rank, process in self._processes.items() if rank in self.alive)
 
     def order(self, rank: int, message: ToWorker) -> None:
         """Say `message` to the worker of `rank`, where there is one that listens."""
@@ -175,6 +185,14 @@ def _exiting(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return bool(int(fields[_FLAGS_FIELD]) & _EXITING)
+
+
+def _traced(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return not re.search(r"^TracerPid:\t0$", status, re.MULTILINE)
 
 
 def _end_session(leader: int) -> None:

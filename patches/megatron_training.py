@@ -60,5 +60,8 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    runtime.get().session.begin_step(get_args().curr_iteration + 1)
-    return wrapped(*args, **kwargs)
+    session = runtime.get().session
+    session.begin_step(get_args().curr_iteration + 1, watched=True)
+    result = wrapped(*args, **kwargs)
+    session.end_step()
+    return result

@@ -13,7 +13,6 @@ import mmap
 import os
 import struct
 import threading
-import time
 from collections.abc import Sequence
 
 from adaptor.control.lifeline import Lifeline
@@ -23,7 +22,7 @@ SLOT = 4096  # a page each, so that a worker maps its own alone
 # The sequence number is written through a view of 64-bit integers, at once. struct.pack_into clears its
 # target first: a writer that is put off its core in between would show a number that it never had.
 _SEQUENCE_BYTES = 8
-_RECORD = struct.Struct("<qqqqqqqdd256s")
+_RECORD = struct.Struct("<qqqqqqqqdd256s")
 _LIFELINE = 2048  # in a slot, behind the records
 
 
@@ -66,13 +65,11 @@ class BoardMemory:
             fields = _RECORD.unpack_from(self._memory, start + _place(sequence))
         if sequence == 0:
             return BoardRecord(rank=rank)
-        rank, pid, phase, oldest, finished, ahead, progress, grad_norm, written_at, error = fields
+        rank, pid, phase, oldest, finished, ahead, inside, progress, grad_norm, slowest, error = fields
         text = error.rstrip(b"\0").decode("utf-8", "replace")
-        return BoardRecord(rank, pid, phase, oldest, finished, ahead, progress, grad_norm, written_at, text)
-
-    def progress(self) -> int:
-        """The sum of the progress counters."""
-        return sum(self.read(rank).progress for rank in self._slots)
+        return BoardRecord(
+            rank, pid, phase, oldest, finished, ahead, progress, grad_norm, text, inside, slowest
+        )
 
     def close(self) -> None:
         self._sequences.release()
@@ -90,6 +87,8 @@ class Board:
         self.oldest = -1
         self.finished = -1
         self.ahead = -1
+        self.inside = -1
+        self.slowest = 0.0
         self.progress = 0
         self.grad_norm = 0.0
         self._error = b""
@@ -118,9 +117,10 @@ class Board:
                 self.oldest,
                 self.finished,
                 self.ahead,
+                self.inside,
                 self.progress,
                 self.grad_norm,
-                time.time(),
+                self.slowest,
                 self._error,
             )
             self._sequence_there[0] = self._sequence
@@ -133,6 +133,17 @@ class Board:
         """The training state is that of step `origin`."""
         self.oldest = self.finished = origin
         self.phase = Phase.RUNNING
+        self.write()
+
+    def enter(self, step: int) -> None:
+        """`step` begins."""
+        self.inside = step
+        self.write()
+
+    def leave(self, slowest: float) -> None:
+        """The step has ended; `slowest` of the recent ones took so many seconds."""
+        self.inside = -1
+        self.slowest = slowest
         self.write()
 
     def ready(self, step: int) -> None:
@@ -188,6 +199,7 @@ class Board:
             self.ahead,
             self.progress,
             self.grad_norm,
-            time.time(),
             self._error.decode("utf-8", "replace"),
+            self.inside,
+            self.slowest,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Set
 
+from adaptor.control.causes import Causes
 from adaptor.control.incident import Directive, Incident
 from adaptor.control.messages import (
     Addressed,
@@ -23,12 +24,14 @@ from adaptor.control.messages import (
     Hello,
     Layout,
     Leave,
+    Moving,
     Prepared,
     Progress,
     Published,
     PublishFailed,
     Raised,
     Refused,
+    Still,
     Told,
     Verdict,
     WriteFailed,
@@ -37,8 +40,6 @@ from adaptor.control.messages import (
 
 Orders = list[tuple[int, ControllerToAgent]]  # (node, order)
 
-# What a shell reports for a process that a signal ended.
-_SIGNAL_BASE = 128
 REFUSED_EXIT_CODE = 2
 
 
@@ -61,12 +62,10 @@ class Controller:
         self._agents: set[int] = set()
         self._connected: set[int] = set()
         self._layouts: dict[int, Layout] = {}
-        self._dead: dict[int, int] = {}
+        self._causes = Causes()
+        self._dead = self._causes.dead
         self._dying: set[int] = set()  # their statuses are not known yet
-        self._unannounced: set[int] = set()  # whoever ends without a word has failed, whatever the status
-        self._lost: dict[int, list[int]] = {}  # nodes, and the ranks that were lost with them
-        self._raised: dict[int, Raised] = {}
-        self._asked: tuple[int, int, str] | None = None  # to end, and nothing had failed: see `_cause`
+        self._still: set[int] = set()  # nodes whose workers all stand still
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
 
@@ -91,13 +90,17 @@ class Controller:
             case Refused(rank=rank, reason=reason):
                 return self._refuse(rank, reason)
             case Raised(rank=rank):
-                self._raised.setdefault(rank, message)
+                self._causes.raised.setdefault(rank, message)
                 return self._fault(now, by_death=False)
             case Told(rank=rank, signal=name):
                 return self._on_asked(rank, name, f"rank {rank}", now)
             case Leave(node=node, signal=name):
                 who = "ttprun" if len(self._agents) == 1 else f"ttprun on node {node}"
                 return self._on_asked(-1, name, who, now)
+            case Still(node=node, seconds=seconds):
+                return self._on_still(node, seconds, now)
+            case Moving(node=node):
+                self._still.discard(node)
             case Dying(rank=rank):
                 return self._on_dying(rank, now)
             case Died(rank=rank, status=status):
@@ -130,15 +133,23 @@ class Controller:
 
     def _on_asked(self, rank: int, name: str, who: str, now: float) -> Orders:
         if self.incident is None and self.verdict is None:
-            self._asked = rank, _SIGNAL_BASE + signal.Signals[name], f"{who} was told to end by {name}"
+            self._causes.ask(rank, who, name)
         return self._fault(now, by_death=True)  # nothing else explains it
+
+    def _on_still(self, node: int, seconds: float, now: float) -> Orders:
+        """A rank that hangs makes all others wait: it is a hang when every node stands still."""
+        self._still.add(node)
+        if not self._agents <= self._still or self.incident is not None or self.verdict is not None:
+            return []
+        self._causes.hang_s = seconds
+        return self._fault(now, by_death=True)
 
     def _on_dying(self, rank: int, now: float) -> Orders:
         if rank in self._dead or rank in self._dying:
             return []
         self._dying.add(rank)
         if self.verdict is None:
-            self._unannounced.add(rank)
+            self._causes.unannounced.add(rank)
         return self._bury({rank}, now)
 
     def _on_deaths(self, statuses: dict[int, int], now: float) -> Orders:
@@ -160,7 +171,7 @@ class Controller:
     def _on_agent_lost(self, node: int, now: float) -> Orders:
         self._agents.discard(node)
         ranks = [rank for rank, home in self._node_of.items() if home == node and rank not in self._dead]
-        self._lost[node] = ranks
+        self._causes.lost[node] = ranks
         orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), now)
         if self.incident is not None:
             orders += self._route(self.incident.on_agent_lost(node))
@@ -183,6 +194,7 @@ class Controller:
             now,
             self._timeout_s,
             self._store,
+            hang=self._causes.hang_s > 0,
         )
         self._number += 1
         return self._route(self.incident.open(by_death))
@@ -195,7 +207,9 @@ class Controller:
         match message:
             case Progress():
                 incident.on_progress(now)
-            case Frozen(rank=rank, incident=incident.number, board=board):
+            case Frozen(rank=rank, incident=incident.number, board=board, standing=standing):
+                if standing is not None:
+                    self._causes.standing[rank] = standing
                 directives = incident.on_frozen(rank, board)
             case Prepared(incident=incident.number, folder=folder, reason=reason):
                 directives = incident.on_prepared(folder, reason)
@@ -229,7 +243,7 @@ class Controller:
         assert incident is not None
         assert incident.outcome is not None
         outcome = incident.outcome
-        rank, code, cause = self._cause()
+        rank, code, cause = self._causes.first(incident.silent)
         match outcome.kind:
             case "saved":
                 line = f"{cause}; step {outcome.step} is saved, no finished step is lost"
@@ -270,23 +284,6 @@ class Controller:
         ]
         return exits + [(node, self.verdict) for node in sorted(self._agents)]
 
-    def _cause(self) -> tuple[int, int, str]:
-        """Rank, exit code and words for the first cause; a death explains the exceptions of the others."""
-        if self._asked is not None:
-            return self._asked
-        failed = [
-            (rank, status) for rank, status in self._dead.items() if status != 0 or rank in self._unannounced
-        ]
-        if failed:
-            rank, status = failed[0]
-            code = status or 1 if status >= 0 else _SIGNAL_BASE - status
-            away = {r for ranks in self._lost.values() for r in ranks}
-            words = [f"rank {r} {_ending(s)}" for r, s in failed if r not in away]
-            words += [f"node {node} is lost" for node, ranks in self._lost.items() if ranks]
-            return rank, code, ", ".join(words)
-        rank, raised = next(iter(self._raised.items()))
-        return rank, raised.exit_code, f"rank {rank} raised {raised.error}"
-
     def _advice(self) -> str:
         owners: dict[tuple[str, int], list[int]] = {}
         for rank, layout in self._layouts.items():
@@ -295,14 +292,3 @@ class Controller:
         if any(len(ranks) == 1 for ranks in owners.values()):
             return "a second copy of each shard (TTP_REPLICA=auto) would have helped"
         return "second copies of each shard on other nodes, or a shorter --save-interval, would have helped"
-
-
-def _ending(status: int) -> str:
-    if status == 0:
-        return "exited with code 0 before its script had ended"
-    if status > 0:
-        return f"exited with code {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"

@@ -32,6 +32,9 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class BoardRecord(Message, frozen=True):
     """One reading of a rank's board.
 
+    `inside` is the step that it is in, -1 between steps (evaluation, saves); `slowest` how many seconds the
+    longest of its recent steps took, 0 before there were enough of them.
+
     `oldest` to `finished` are the steps whose state this rank still has; more than one only where steps were
     skipped (no update) since the last update. `ahead` is the step of the update that it is READY for or in.
     """
@@ -44,8 +47,9 @@ class BoardRecord(Message, frozen=True):
     ahead: int = -1
     progress: int = 0
     grad_norm: float = 0.0
-    written_at: float = 0.0
     error: str = ""
+    inside: int = -1
+    slowest: float = 0.0
 
     @property
     def phase_name(self) -> str:
@@ -68,6 +72,13 @@ class Share(msgspec.Struct, frozen=True):
     group: str
     index: int
     count: int
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """Where a main thread stands: whether it `waits` for other ranks, and the innermost calls."""
+
+    waits: bool
+    where: str
 
 
 # worker -> agent
@@ -113,11 +124,12 @@ class Told(Message, frozen=True):
 
 
 class Frozen(Message, frozen=True):
-    """The door is closed and no update is in flight."""
+    """The door is closed and no update is in flight; `standing`: where the main thread was, if asked for."""
 
     rank: int
     incident: int
     board: BoardRecord
+    standing: Standing | None = None
 
 
 class Written(Message, frozen=True):
@@ -184,6 +196,19 @@ class Leave(Message, frozen=True):
     signal: str
 
 
+class Still(Message, frozen=True):
+    """No worker of this node has moved for `seconds`, in the middle of a step, which is too long."""
+
+    node: int
+    seconds: float
+
+
+class Moving(Message, frozen=True):
+    """`Still` is over."""
+
+    node: int
+
+
 class AgentLost(Message, frozen=True):
     """The connection to an agent is gone, and its workers with it."""
 
@@ -216,9 +241,13 @@ class PublishFailed(Message, frozen=True):
 
 
 class Freeze(Message, frozen=True):
-    """Close the door, wait for an update in flight, answer `Frozen`."""
+    """Close the door, wait for an update in flight, answer `Frozen`.
+
+    `stacks`: the job hangs; write down where every thread is, and tell where the main thread stands.
+    """
 
     incident: int
+    stacks: bool = False
 
 
 class GroupOrder(msgspec.Struct, frozen=True):
@@ -300,6 +329,8 @@ FromAgent = (
     FromWorker
     | AgentHello
     | Leave
+    | Still
+    | Moving
     | Dying
     | Died
     | AgentLost

@@ -7,6 +7,7 @@ to hear that a newer attempt has replaced it, or that it is time to exit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import selectors
@@ -16,9 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from adaptor.control import wake, wire
+from adaptor.control import stacks, wake, wire
 from adaptor.control.messages import (
     Dump,
     Exit,
@@ -43,9 +45,12 @@ EXIT_ORPHAN = 76
 class Processor:
     """Connects to the agent at `address` (an abstract unix socket) and serves it until the process ends."""
 
-    def __init__(self, rank: int, address: str, timeout_s: float, store_port: int) -> None:
+    def __init__(
+        self, rank: int, address: str, timeout_s: float, store_port: int, stacks_folder: Path
+    ) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
+        self._stacks_folder = stacks_folder
         self._store_port = store_port
         self._outbox: queue.SimpleQueue[FromWorker] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -120,9 +125,16 @@ class Processor:
 
     def _freeze(self, order: Freeze) -> None:
         assert self._session is not None
+        standing = None
+        if order.stacks:
+            standing = stacks.standing()
+            path = self._stacks_folder / f"rank{self._rank}.txt"
+            with contextlib.suppress(OSError):  # they are for people; the save goes on without them
+                stacks.write(path)
+                self._note("stacks", str(path))
         board = self._session.freeze(self._timeout_s / 2)
         if board is not None:  # else this rank is no holder: the controller does not wait longer than that
-            self.say(Frozen(self._rank, order.incident, board))
+            self.say(Frozen(self._rank, order.incident, board, standing))
 
     def _dump(self, order: Dump) -> None:
         session = self._session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from adaptor import config
 from adaptor._start import NOT_BY_TTPRUN
@@ -32,8 +33,13 @@ class Runtime:
             if name not in environ:
                 raise StartError(NOT_BY_TTPRUN)
         self.rank = int(environ["RANK"])
+        settings = config.load(environ)
         self.processor = Processor(
-            self.rank, environ[AGENT], config.load(environ).timeout_s, int(environ.get("MASTER_PORT", "0"))
+            self.rank,
+            environ[AGENT],
+            settings.timeout_s,
+            int(environ.get("MASTER_PORT", "0")),
+            Path(settings.log_path).resolve() / f"stacks-{environ.get(GENERATION, '')[:8]}",
         )
         board = Board(self.rank, environ[BOARD], environ[BOARD_RANKS])
         board.hold_lifeline()

@@ -9,6 +9,8 @@ the framework.
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +19,11 @@ from adaptor.checkpoint.manifest import FileEntry
 from adaptor.control.board import Board
 from adaptor.control.door import PUBLISH, Door
 from adaptor.control.messages import BoardRecord, GroupOrder, Phase, Share
+
+# A step that takes much longer than the longest of so many is taken for a hang.
+RECENT = 20
+# The first steps of a process, in which kernels are compiled and memory is found, are no measure.
+UNUSUAL = 2
 
 
 class Trainee(Protocol):
@@ -96,6 +103,9 @@ class Session:
         self._step = -1
         self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
         self._inner: frozenset[int] = frozenset()
+        self._begun = 0.0
+        self._took: deque[float] = deque(maxlen=RECENT)
+        self._unusual = UNUSUAL
 
     # main thread
 
@@ -107,8 +117,11 @@ class Session:
         self.board.start(origin)
         self._say(trainee, origin)
 
-    def begin_step(self, step: int) -> None:
-        """`step` begins; everything of step - 1 is done."""
+    def begin_step(self, step: int, *, watched: bool = False) -> None:
+        """`step` begins; everything of step - 1 is done.
+
+        watched  `end_step` will be called, so that a step that does not end is known
+        """
         if self.trainee is None:
             return
         history = self._history
@@ -121,6 +134,19 @@ class Session:
         self._step = step
         if left_out:  # the framework skipped steps as a whole (Megatron's --iterations-to-skip)
             self.board.finish(step - 1, updated=False)
+        if watched:
+            self._begun = time.monotonic()
+            self.board.enter(step)
+
+    def end_step(self) -> None:
+        """The step that was begun has ended: what comes until the next one may take any time."""
+        if self.board.inside < 0:
+            return
+        if self._unusual:
+            self._unusual -= 1
+        else:
+            self._took.append(time.monotonic() - self._begun)
+        self.board.leave(max(self._took, default=0.0))
 
     def before_update(self, optimizer: object) -> None:
         """An inner optimizer is about to change its state; the first of them opens the update window."""

@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,11 @@ KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")
 KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint")
 # SIGTERM to the agent and to every process below it, the children of workers included.
 KINDS += ("tree-sigterm",)
+# Hangs: a lock that nobody gives back, a process that is stopped, an interpreter lock that is never let go.
+KINDS += ("deadlock", "sigstop", "holds-the-gil")
+# No fault: something that takes long.
+KINDS += ("pause",)
+PAUSE_S = 8.0
 
 
 class InjectedError(Exception):
@@ -124,6 +131,14 @@ class Injector:
             case "tree-sigterm":
                 for process in _tree(os.getppid()):
                     os.kill(process, signal.SIGTERM)
+            case "pause":
+                time.sleep(PAUSE_S)
+            case "deadlock":
+                threading.Event().wait()
+            case "sigstop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "holds-the-gil":
+                re.match(r"(a+)+$", "a" * 64 + "b")
             case "os._exit":
                 os._exit(fault.code)
             case "sys.exit":

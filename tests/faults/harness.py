@@ -75,6 +75,7 @@ VPP2_DP2 = Layout(
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3")
 DP2_OVERLAP = Layout("dp2-overlap", 2, extra=OVERLAP)
 DP3_OVERLAP = Layout("dp3-overlap", 3, extra=(*OVERLAP, "--global-batch-size", "9"))
+DP2_LOADERS = Layout("dp2-loaders", 2, extra=("--num-workers", "2"))
 DP2_FP32 = Layout("dp2-fp32", 2, precision="fp32")
 # Its fifth step is skipped.
 DP2_FP16 = Layout("dp2-fp16", 2, precision="fp16")

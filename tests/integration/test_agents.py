@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP4, Job
+from tests.faults.harness import DP2, DP2_LOADERS, DP4, Job, Layout
 from tests.faults.scenario import BaselineOf, assert_last_words, survives
 
 # torch's agent waits 30 s for workers that do not go.
@@ -15,23 +15,22 @@ AT_ONCE_S = 20.0
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "workers"),
-    [("agent-sigterm", 143, "0"), ("agent-sigint", 130, "0"), ("tree-sigterm", 143, "2")],
+    ("kind", "code", "layout"),
+    [("agent-sigterm", 143, DP2), ("agent-sigint", 130, DP2), ("tree-sigterm", 143, DP2_LOADERS)],
     ids=["sigterm", "ctrl-c", "sigterm-to-all"],
 )
 def test_the_job_is_told_to_end(
-    kind: str, code: int, workers: str, tmp_path: Path, baseline_of: BaselineOf
+    kind: str, code: int, layout: Layout, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """It saves and ends, restarts or no; data loaders have processes of their own."""
     job = Job(
         tmp_path / "job",
-        DP2,
+        layout,
         save=tmp_path / "save",
         restarts=1,
         faults=[f"rank=1,step=5,phase=forward,kind={kind}"],
-        arguments=["--num-workers", workers],
     )
-    ended = survives(job, baseline_of(DP2), code=code, saved={4, 5, 6, 7})
+    ended = survives(job, baseline_of(layout), code=code, saved={4, 5, 6, 7})
     assert "was told to end by SIG" in ended.last_line
     assert all(line["restart"] == 0 for lines in ended.records.values() for line in lines)
     assert ended.seconds_after_the_fault < AT_ONCE_S

@@ -92,10 +92,15 @@ def test_what_the_worker_writes_is_what_the_agent_reads() -> None:
         read = memory.read(1)
         assert (read.phase, read.oldest, read.finished, read.progress) == (Phase.RUNNING, 5, 6, 1000)
         assert read.error.startswith("é" * 127)
-        assert read.written_at == pytest.approx(time.time(), abs=60)
+        assert (read.inside, read.slowest) == (-1, 0.0)
+        one.enter(7)
+        assert memory.read(1).inside == 7
+        one.leave(1.5)
+        read = memory.read(1)
+        assert (read.inside, read.slowest) == (-1, 1.5)
         other = Board(3, memory.path, memory.slots)
         other.advance(24)
-        assert memory.progress() == 1024
+        assert memory.read(3).progress == 24
         assert memory.read(1) == read, "one rank's board is not another's"
 
 

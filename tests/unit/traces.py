@@ -4,6 +4,8 @@ A line that starts with `>` is heard by the controller, or lets time pass; the i
 what the controller then orders. The first line says what the job is like:
 
     > job nodes=2 shards=2 origin=0   two nodes with two ranks each; rank r holds shard r % 2 of group `g`
+    > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again
+    > frozen 0 running 4 waits        a job that hangs: the main thread waits for others, or `apart` does not
     > told 3                          SIGTERM has reached rank 3; `leave 1` the agent of node 1
     > died 3 -9                       a process ended, with this status
     > dying 3                         its lifeline is cut: how it ends is not known yet
@@ -40,6 +42,7 @@ from adaptor.control.messages import (
     Layout,
     Leave,
     Message,
+    Moving,
     Phase,
     Prepare,
     Prepared,
@@ -50,6 +53,8 @@ from adaptor.control.messages import (
     Raised,
     Refused,
     Share,
+    Standing,
+    Still,
     Told,
     Verdict,
     WriteFailed,
@@ -137,7 +142,12 @@ class Trace:
             case "progress":
                 return Progress(rank, 1)
             case "frozen":
-                return Frozen(rank, number, board(rank, words[1], int(words[2])))
+                standing = Standing(words[3] == "waits", f"wait (script.py:{rank})") if words[3:] else None
+                return Frozen(rank, number, board(rank, words[1], int(words[2])), standing)
+            case "still":
+                return Still(rank, float(words[1]))
+            case "moving":
+                return Moving(rank)
             case "prepared":
                 return Prepared(number, "" if words else "/save/tmp", " ".join(words))
             case "written":
@@ -162,8 +172,8 @@ def _lines(orders: Orders) -> Iterator[str]:
 
 def _words(order: Message) -> str:
     match order:
-        case Freeze(incident=incident):
-            return f"freeze for incident {incident}"
+        case Freeze(incident=incident, stacks=stacks):
+            return f"freeze for incident {incident}" + (", tell where you stand" if stacks else "")
         case Dump(attempt=attempt, step=step, groups=groups):
             parts = [f"{g.group} from {','.join(map(str, g.holders))} by {g.writer}" for g in groups]
             return f"dump step {step}, attempt {attempt}: {'; '.join(parts)}"

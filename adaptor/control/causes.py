@@ -1,0 +1,98 @@
+"""What has gone wrong in a job, and which of it came first: the words of the verdict."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from adaptor.control.messages import Raised, Standing
+
+# What a shell reports for a process that a signal ended.
+SIGNAL_BASE = 128
+# So many ranks are named.
+_NAMED = 4
+
+
+class Cause(NamedTuple):
+    """The rank that is to blame (-1: none), the exit code of the job, and what to say."""
+
+    rank: int
+    exit_code: int
+    words: str
+
+
+@dataclass
+class Causes:
+    """Collected as the controller hears of it.
+
+    dead         status of every process that has ended
+    unannounced  ranks that ended without a word: they have failed, whatever the status
+    lost         nodes, and the ranks that were lost with them
+    raised       the first exception of each rank
+    asked        somebody wanted the job to end, and nothing had failed
+    hang_s       for so long nothing had moved, when that was too long
+    standing     where the main threads stood then
+    """
+
+    dead: dict[int, int] = field(default_factory=dict)
+    unannounced: set[int] = field(default_factory=set)
+    lost: dict[int, list[int]] = field(default_factory=dict)
+    raised: dict[int, Raised] = field(default_factory=dict)
+    asked: Cause | None = None
+    hang_s: float = 0.0
+    standing: dict[int, Standing] = field(default_factory=dict)
+
+    def ask(self, rank: int, who: str, name: str) -> None:
+        """Somebody wants `who` to end, by the signal `name`."""
+        code = SIGNAL_BASE + signal.Signals[name]
+        self.asked = Cause(rank, code, f"{who} was told to end by {name}")
+
+    def first(self, silent: Collection[int]) -> Cause:
+        """The first cause; a death explains the exceptions of the others.
+
+        Args:
+            silent: ranks that have not answered.
+        """
+        if self.asked is not None:
+            return self.asked
+        if self.hang_s:
+            return self._hang(sorted({*silent, *self.dead}))
+        failed = [(rank, status) for rank, status in self.dead.items() if status or rank in self.unannounced]
+        if failed:
+            rank, status = failed[0]
+            code = status or 1 if status >= 0 else SIGNAL_BASE - status
+            away = {r for ranks in self.lost.values() for r in ranks}
+            words = [f"rank {r} {_ending(s)}" for r, s in failed if r not in away]
+            words += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
+            return Cause(rank, code, ", ".join(words))
+        rank, raised = next(iter(self.raised.items()))
+        return Cause(rank, raised.exit_code, f"rank {rank} raised {raised.error}")
+
+    def _hang(self, silent: list[int]) -> Cause:
+        """Whom everyone waits for: who does not answer, else who stands anywhere but in a collective."""
+        lost = f"nothing has moved for {self.hang_s:.0f} s"
+        if silent:
+            return Cause(silent[0], 1, f"{lost}: {_ranks(silent)} does not answer")
+        apart = {rank: there.where for rank, there in sorted(self.standing.items()) if not there.waits}
+        if 0 < len(apart) < len(self.standing):
+            first = min(apart)
+            return Cause(first, 1, f"{lost}: {_ranks(list(apart))} stands still, others wait; {apart[first]}")
+        return Cause(-1, 1, f"{lost}, and no rank stands out")
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = len(ranks) - _NAMED
+    return f"rank {', '.join(map(str, ranks[:_NAMED]))}" + (f" and {more} more" if more > 0 else "")
+
+
+def _ending(status: int) -> str:
+    if status == 0:
+        return "exited with code 0 before its script had ended"
+    if status > 0:
+        return f"exited with code {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"

@@ -1,0 +1,68 @@
+"""A job that hangs: noticed by boards that stand still, named, saved, ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2, DP4, Job
+from tests.faults.scenario import BaselineOf, restarts, survives
+
+# Steps take a tenth of a second here; a machine with much other work must not make a hang of one.
+HANG = ["--ttp-hang", "8"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "kind", "saved", "words"),
+    [
+        (1, "data", "deadlock", {5}, "rank 1 stands still, others wait; wait (threading.py:"),
+        (2, "backward", "sigstop", {5}, "rank 2 does not answer"),
+        (0, "forward", "holds-the-gil", {5}, "rank 0 does not answer"),
+        (3, "door-after", "deadlock", {6}, "rank 3 "),
+    ],
+    ids=["data loader", "stopped", "interpreter lock", "inside the update"],
+)
+def test_a_rank_hangs(
+    rank: int, phase: str, kind: str, saved: set[int], words: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        options=HANG,
+        faults=[f"rank={rank},step=6,phase={phase},kind={kind}"],
+    )
+    ended = survives(job, baseline_of(DP4), code=1, saved=saved)
+    assert "nothing has moved for " in ended.last_line
+    assert words in ended.last_line
+    stacks = {path.name for path in (job.out / "logs").glob("stacks-*/*")}
+    assert stacks >= {f"rank{other}.txt" for other in range(4) if other != rank}
+
+
+def test_a_job_that_hangs_goes_on(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        restarts=1,
+        options=HANG,
+        faults=["rank=1,step=6,phase=backward,kind=deadlock"],
+    )
+    restarts(job, baseline_of(DP2), saved={5})
+
+
+def test_what_takes_long_and_is_no_hang(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Start-up, and a pause between two steps, are longer than the limit."""
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        options=["--ttp-hang", "3"],
+        faults=["rank=1,step=5,phase=between,kind=pause"],
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    assert not list((job.out / "logs").glob("incident-*"))
+    outcome.assert_same_training(ended, baseline_of(DP2).records)

@@ -1,0 +1,116 @@
+"""A hang is a step that does not end: never what comes before the first steps, or between two."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from adaptor.control import stacks
+from adaptor.control.messages import BoardRecord, Phase
+from adaptor.control.stillness import ABSENT_S, FACTOR, Stillness
+
+IN_A_STEP = BoardRecord(0, 1, Phase.RUNNING, 4, 4, 4, inside=5, slowest=1.0)
+OTHER = msgspec.structs.replace(IN_A_STEP, rank=1)
+
+
+def _changed(**fields: Any) -> BoardRecord:
+    return msgspec.structs.replace(OTHER, **fields)
+
+
+def _still_for(watch: Stillness, seconds: int, boards: list[BoardRecord], start: int = 0) -> float | None:
+    """Looks every second; what the last look said."""
+    said = [watch.look(boards, float(now)) for now in range(start, start + seconds + 1)]
+    return said[-1]
+
+
+def test_a_step_that_does_not_end_is_a_hang() -> None:
+    watch = Stillness(10.0)
+    assert _still_for(watch, 9, [IN_A_STEP, OTHER]) is None
+    assert watch.look([IN_A_STEP, OTHER], 10.0) == 10.0
+    assert watch.look([IN_A_STEP, OTHER], 11.0) == 11.0
+
+
+def test_a_job_with_slow_steps_has_more_time() -> None:
+    watch = Stillness(10.0)
+    boards = [IN_A_STEP, _changed(slowest=20.0)]
+    assert _still_for(watch, int(20 * FACTOR) - 1, boards) is None
+    assert watch.look(boards, 20 * FACTOR) == 20 * FACTOR
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"phase": Phase.READY}, {"finished": 5}, {"inside": 6}, {"progress": 1}, {"ahead": 5}],
+    ids=lambda change: next(iter(change)),
+)
+def test_one_that_moves_is_enough(change: dict[str, Any]) -> None:
+    watch = Stillness(10.0)
+    _still_for(watch, 9, [IN_A_STEP, OTHER])
+    assert _still_for(watch, 9, [IN_A_STEP, _changed(**change)], start=10) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _changed(slowest=0.0),
+        _changed(inside=-1),
+        _changed(phase=Phase.STARTING),
+        _changed(phase=Phase.ENDED),
+    ],
+    ids=["first steps", "between steps", "start-up", "end"],
+)
+def test_where_any_time_may_pass(other: BoardRecord) -> None:
+    assert _still_for(Stillness(10.0), 1000, [IN_A_STEP, other]) is None
+
+
+def test_it_can_be_switched_off() -> None:
+    assert _still_for(Stillness(0.0), 100_000, [IN_A_STEP]) is None
+
+
+def test_a_debugger_takes_its_time() -> None:
+    watch = Stillness(10.0)
+    for now in range(100):
+        assert watch.look([IN_A_STEP], float(now), traced=True) is None
+    assert _still_for(watch, 9, [IN_A_STEP], start=100) is None
+    assert watch.look([IN_A_STEP], 110.0) is not None
+
+
+def test_a_watch_that_was_stopped_itself_starts_anew() -> None:
+    """As when the whole job is suspended, and goes on."""
+    watch = Stillness(30.0)
+    _still_for(watch, 20, [IN_A_STEP])
+    assert watch.look([IN_A_STEP], 20.5 + ABSENT_S + 1000) is None
+
+
+def _standing_in(act: Callable[[], Any]) -> Any:
+    """What is told of this thread while it is in `act`; a timer asks."""
+    told: list[Any] = []
+    timer = threading.Timer(0.1, lambda: told.append(stacks.standing()))
+    timer.start()
+    act()
+    timer.join()
+    return told[0]
+
+
+def test_a_lock_is_no_collective() -> None:
+    there = _standing_in(lambda: threading.Event().wait(0.5))
+    assert not there.waits
+    assert there.where.startswith("wait (threading.py:")
+
+
+@pytest.mark.parametrize(
+    ("line", "waits"),
+    [
+        ("self.grad_reduce_handle.wait()", True),
+        ("torch.cuda.synchronize()", True),
+        ("torch.distributed.all_reduce(tensor, group=group)", True),
+        ("self._cond.wait(timeout)", False),
+        ("waiter.acquire()", False),
+        ("data = self._data_queue.get(timeout=timeout)", False),
+    ],
+)
+def test_a_collective_is_known_by_its_call(line: str, waits: bool) -> None:
+    assert bool(stacks._WAITS.search(line)) is waits
