@@ -41,35 +41,44 @@ def protect(
     from adaptor.checkpoint.megatron import TrainingState
     from adaptor.checkpoint.naming import model_parallel_folder
     from adaptor.checkpoint.records import chain
-    from adaptor.checkpoint.trainee import MegatronTrainee, replicas_of, shares_of
+    from adaptor.checkpoint.trainee import MegatronTrainee, place_of, replicas_of
     from adaptor.control import runtime
     from adaptor.replica import layout
 
     patching.check("ttp")
-    sizes = SimpleNamespace(
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
-    )
+    sizes = SimpleNamespace(context_parallel_size=parallel_state.get_context_parallel_world_size())
     layout.require_protected(sizes, optimizer.config, model[0].config, model[0].ddp_config)
     folder.require_writable(save)
     folder.require_newest(save, step)
     if torch.distributed.get_rank() == 0:
         publish.clean(Path(save))
-    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-    pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-    staged = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    where = model_parallel_folder(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank()
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1
+        else None,
+        parallel_state.get_expert_model_parallel_rank()
+        if parallel_state.get_expert_model_parallel_world_size() > 1
+        else None,
+    )
     everyone = torch.distributed.new_group(backend="gloo")
-    mirrors = replicas_of(optimizer, parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    mirrors = replicas_of(
+        optimizer,
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_world_size(),
+    )
+    place = place_of(optimizer, mirrors, where, everyone)
     trainee = MegatronTrainee(
         state=TrainingState(
             model=[_unwrapped(chunk) for chunk in model],
             optimizer=optimizer,
             scheduler=scheduler,
-            folder=model_parallel_folder(tensor_rank, pipeline_rank if staged else None),
+            folder=where,
             extra=extra or {},
+            stored=place.stored,
         ),
         save=str(Path(save).resolve()),
-        shares=shares_of(optimizer, mirrors, tensor_rank, pipeline_rank),
+        shares=place.shares,
         tracker=tensor_parallel.get_cuda_rng_tracker(),
         counters=dict,
         growth=dict,

@@ -11,7 +11,7 @@ import torch
 
 from adaptor.checkpoint.megatron import FLOPS, TrainingState
 from adaptor.checkpoint.naming import TRACKER
-from adaptor.checkpoint.trainee import MegatronTrainee, replicas_of, shares_of
+from adaptor.checkpoint.trainee import MegatronTrainee, place_of, replicas_of
 from adaptor.control.runtime import RESUME
 
 # Options that say how a run begins, not how a restart goes on.
@@ -59,7 +59,6 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
     from megatron.training.training import num_floating_point_operations
 
     args = get_args()
-    ranks = torch.distributed.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
     folder = Path(get_checkpoint_name("", 0)).parent.name
     operations = _Operations(args.num_floating_point_operations_so_far)
 
@@ -93,7 +92,12 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         }
 
     everyone = torch.distributed.new_group(backend="gloo")
-    mirrors = replicas_of(optimizer, mpu.get_data_parallel_world_size(with_context_parallel=True))
+    mirrors = replicas_of(
+        optimizer,
+        mpu.get_data_parallel_world_size(with_context_parallel=True),
+        mpu.get_expert_data_parallel_world_size(),
+    )
+    place = place_of(optimizer, mirrors, folder, everyone)
     return MegatronTrainee(
         state=TrainingState(
             model=_unwrapped(model),
@@ -102,14 +106,13 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
             folder=folder,
             args=args,
             args_overrides={
-                "rank": ranks[0],
-                "local_rank": ranks[0] % int(os.environ["LOCAL_WORLD_SIZE"]),
+                "rank": place.first,
+                "local_rank": place.first % int(os.environ["LOCAL_WORLD_SIZE"]),
             },
+            stored=place.stored,
         ),
         save=str(Path(args.save).resolve()),
-        shares=shares_of(
-            optimizer, mirrors, mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
-        ),
+        shares=place.shares,
         tracker=tensor_parallel.get_cuda_rng_tracker(),
         counters=counters,
         growth=growth,

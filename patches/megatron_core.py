@@ -32,9 +32,13 @@ def data_parallel_groups_are_split(wrapped: Any, instance: Any, args: Any, kwarg
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    model_parallel = given["tensor_model_parallel_size"] * given["pipeline_model_parallel_size"]
+    world, stages = torch.distributed.get_world_size(), given["pipeline_model_parallel_size"]
+    tensor = given["tensor_model_parallel_size"]
+    experts = given["expert_model_parallel_size"] * (given["expert_tensor_parallel_size"] or tensor)
     given["num_distributed_optimizer_instances"] = choice.instances(
-        torch.distributed.get_world_size() // model_parallel, given["num_distributed_optimizer_instances"]
+        world // (tensor * stages),
+        given["num_distributed_optimizer_instances"],
+        world // (experts * stages),
     )
     return wrapped(*call.args, **call.kwargs)
 
@@ -56,6 +60,16 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
         choice.require_instances(size, instances)
         ddp_config.num_distributed_optimizer_instances = instances
     return wrapped(*args, **kwargs)
+
+
+@optimizer.patch(
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.start_param_sync",
+    why="the update of a chain of optimizers needs no other rank until all of them are done",
+    accepts="(*unused, force_sync=, ...)",
+)
+def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    # The last optimizer of the chain gathers all of them again.
+    return None if runtime.get().session.updating else wrapped(*args, **kwargs)
 
 
 @optimizer.patch(

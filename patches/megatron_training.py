@@ -24,7 +24,11 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
     parsed = wrapped(*args, **kwargs)
     layout.require_protected(parsed)
-    choice.decide(parsed.use_distributed_optimizer, layout.data_parallel_size(parsed))
+    choice.decide(
+        parsed.use_distributed_optimizer,
+        layout.data_parallel_size(parsed),
+        layout.expert_data_parallel_size(parsed),
+    )
     folder.require_writable(parsed.save)
     if parsed.rank == 0:
         publish.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left

@@ -41,6 +41,7 @@ class TrainingState:
     args            the framework's namespace of arguments; None for a library user, who has none
     args_overrides  what the namespace would say on data-parallel rank 0 without the adaptor (`rank`, ...)
     extra           further entries of model_optim_rng.pt
+    stored          per optimizer of the chain: whether the optimizer file holds its state; empty: it does
     """
 
     model: Sequence[Any]
@@ -50,6 +51,7 @@ class TrainingState:
     args: Any = None
     args_overrides: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    stored: tuple[bool, ...] = ()
 
     def saves(self, what: str) -> bool:
         """Whether the framework was asked to save `what`: `optim` or `rng`."""
@@ -116,7 +118,7 @@ def _contents(
             weights.add_sharded(optimizer, world)
         elif not optimizer.is_stub_optimizer:
             weights.add_whole(optimizer)
-        worlds.append(world)
+        worlds.append(world if not state.stored or state.stored[position] else None)
     shards.acknowledge(chain(state.optimizer), exchange)
     contents: dict[str, Any] = {}
     if any(world is not None for world in worlds) and state.saves("optim"):

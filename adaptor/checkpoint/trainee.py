@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from adaptor.checkpoint.records import StepRecord
 from adaptor.checkpoint.shards import Exchange
 from adaptor.control.messages import GroupOrder, Share
 from adaptor.control.session import DumpRun
-from adaptor.errors import LayoutError
 from adaptor.replica import choice
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
@@ -86,14 +86,16 @@ class MegatronTrainee:
         )
 
     def has_state(self) -> bool:
-        return any(inner.optimizer.state for inner in records.chain(self.state.optimizer))
+        return any(getattr(inner.optimizer, "state", None) for inner in records.chain(self.state.optimizer))
 
     def dump(self, record: StepRecord, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
-        ranks = tuple(sorted(set(order.holders)))
+        ranks = order.ranks
+        holders = iter([ranks.index(holder) for holder in order.holders])
+        counts = [shards.shard_of(inner)[1] for inner in records.chain(self.state.optimizer)]
         exchange = Exchange(
             group=run.connect(ranks) if len(ranks) > 1 else None,
             rank=ranks.index(run.rank),
-            sources=[[ranks.index(holder) for holder in order.holders]],
+            sources=[list(islice(holders, count)) for count in counts],
             mirrors=self.mirrors,
             progress=run.progress,
             cancelled=run.cancelled,
@@ -108,13 +110,14 @@ class MegatronTrainee:
         return written.files
 
 
-def replicas_of(optimizer: Any, size: int) -> tuple[Mirror | None, ...]:
+def replicas_of(optimizer: Any, size: int, experts: int) -> tuple[Mirror | None, ...]:
     """The copies of neighbours' shards, one per optimizer of the chain, None where there are none.
 
     On every rank at the same time, the state loaded. Rank 0 tells the user which replicas the job has.
 
     Args:
         size: of the data-parallel group, context parallel included.
+        experts: ranks that have the same experts.
 
     Raises:
         LayoutError: a shard cannot be mirrored.
@@ -122,8 +125,11 @@ def replicas_of(optimizer: Any, size: int) -> tuple[Mirror | None, ...]:
     inner = records.chain(optimizer)
     sharded = [one for one in inner if shards.is_sharded(one)]
     made = size // sharded[0].data_parallel_group.size() if sharded else 1
-    if sharded and choice.wants_mirrors(size, made):
-        mirrors = tuple(_mirror(one) if one in sharded else None for one in inner)
+    sizes = [one.data_parallel_group.size() for one in sharded]
+    if sharded and choice.wants_mirrors(size, made, experts):
+        mirrors = tuple(
+            _mirror(one) if one in sharded and one.data_parallel_group.size() > 1 else None for one in inner
+        )
     else:
         mirrors = (None,) * len(inner)
     if dist.get_rank() == 0:
@@ -134,7 +140,7 @@ def replicas_of(optimizer: Any, size: int) -> tuple[Mirror | None, ...]:
             for param in group["params"]
         )
         taken = sum(mirror.nbytes for mirror in mirrors if mirror is not None)
-        print(f"[ttp] {choice.words(size, made, bool(sharded), elements, taken)}", flush=True)
+        print(f"[ttp] {choice.words(size, made, bool(sharded), elements, taken, 1 in sizes)}", flush=True)
     return mirrors
 
 
@@ -144,18 +150,49 @@ def _mirror(optimizer: Any) -> Mirror:
     return Mirror(optimizer.optimizer, shards.places(optimizer), Ring(group, stride(nodes)))
 
 
-def shares_of(
-    optimizer: Any, mirrors: Sequence[Mirror | None], tensor_rank: int, pipeline_rank: int
-) -> tuple[Share, ...]:
-    """What this rank holds: each model-parallel rank has one group, cut into the shards of an instance.
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands in the checkpoints of a job.
 
-    Raises:
-        LayoutError: the optimizer is a chain of several.
+    group   the name of the files that it could write: ranks of one group write the same
+    first   the lowest rank of the group, which the framework lets write
+    stored  per optimizer of the chain: whether the group's optimizer file holds its state
+    shares  what this rank holds, of its own group and of others
+    """
+
+    group: str
+    first: int
+    stored: tuple[bool, ...]
+    shares: tuple[Share, ...]
+
+
+def place_of(
+    optimizer: Any, mirrors: Sequence[Mirror | None], group: str, everyone: dist.ProcessGroup
+) -> Place:
+    """On every rank at the same time: what it holds of which group.
+
+    The shards of a group are those of the first optimizer of the chain, then those of the second, ... With
+    experts, ranks of different groups share the state of the dense optimizer: each needs all of it to write
+    its weights.
+
+    Args:
+        optimizer: the chain.
+        mirrors: one per optimizer of the chain.
+        group: the folder of this rank's files; ranks whose model is the same have the same.
+        everyone: all ranks of the job.
     """
     inner = records.chain(optimizer)
-    if len(inner) != 1:
-        raise LayoutError(f"the optimizer is a chain of {len(inner)}: one alone can be protected yet")
-    index, count = shards.shard_of(inner[0])
-    held = {index, *(mirror.index for mirror in mirrors if mirror is not None)}
-    group = f"tp{tensor_rank}-pp{pipeline_rank}"
-    return tuple(Share(group, shard, count) for shard in sorted(held))
+    own = [shards.shard_of(one) for one in inner]
+    told: list[Any] = [None] * everyone.size()
+    dist.all_gather_object(told, (group, [index for index, _ in own]), group=everyone)
+    groups = [name for name, _ in told]
+    first = groups.index(group)
+    shares: list[Share] = []
+    offset, total = 0, sum(count for _, count in own)
+    for one, mirror, (index, count) in zip(inner, mirrors, own, strict=True):
+        held = {index, mirror.index} if mirror is not None else {index}
+        sharing = dist.get_process_group_ranks(one.data_parallel_group) if shards.is_sharded(one) else []
+        for name in sorted({group, *(groups[rank] for rank in sharing)}):
+            shares += [Share(name, offset + shard, total, name != group) for shard in sorted(held)]
+        offset += count
+    return Place(group, first, tuple(index == 0 for index in told[first][1]), tuple(shares))

@@ -135,8 +135,8 @@ class Incident:
             self.frozen.pop(rank, None)
         if self.state is State.FREEZING:
             return self._decide_when_frozen()
-        holders = {holder for order in self.pending.values() for holder in order.holders}
-        if self.state is State.DUMPING and not holders.isdisjoint(ranks):
+        taking_part = {rank for order in self.pending.values() for rank in order.ranks}
+        if self.state is State.DUMPING and not taking_part.isdisjoint(ranks):
             self.failures = 0
             return self._dump_again()
         return []
@@ -244,7 +244,7 @@ class Incident:
         self.attempt += 1
         orders: dict[int, list[GroupOrder]] = {}
         for order in again.groups:
-            for rank in sorted(set(order.holders)):
+            for rank in order.ranks:
                 orders.setdefault(rank, []).append(order)
         for rank in orders:
             board = self.frozen[rank]

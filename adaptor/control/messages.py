@@ -67,11 +67,15 @@ class BoardRecord(Message, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """This rank holds shard `index` of `count` of the optimizer state of `group`."""
+    """This rank holds shard `index` of `count` of the optimizer state of `group`.
+
+    `foreign`: it can give the shard, but not write the group's files (it has other experts).
+    """
 
     group: str
     index: int
     count: int
+    foreign: bool = False
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -256,6 +260,11 @@ class GroupOrder(msgspec.Struct, frozen=True):
     group: str
     holders: tuple[int, ...]
     writer: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All who take part, in order."""
+        return tuple(sorted({*self.holders, self.writer}))
 
 
 class Dump(Message, frozen=True):

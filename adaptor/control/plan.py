@@ -43,6 +43,7 @@ def plan(
     possible = _owners(shares)
     if not possible:
         return NoPlan("no rank has told what it holds")
+    writers = _writers(shares)
     steps = {s for board in alive.values() for s in _steps(board)} if only is None else {only}
     for step in sorted(steps, reverse=True):
         able = {
@@ -53,9 +54,22 @@ def plan(
             shard: min(ranks, key=lambda rank: (rank in avoid, rank), default=None)
             for shard, ranks in able.items()
         }
-        if None not in chosen.values():
-            return Plan(step, _orders({shard: rank for shard, rank in chosen.items() if rank is not None}))
-    return NoPlan(_missing(possible, alive))
+        if None in chosen.values():
+            continue
+        holders = _holders({shard: rank for shard, rank in chosen.items() if rank is not None})
+        able_to_write = {
+            group: [rank for rank in ranks if rank in alive and alive[rank].provides(step)]
+            for group, ranks in writers.items()
+        }
+        if all(able_to_write.values()):
+            return Plan(
+                step,
+                tuple(
+                    GroupOrder(group, ranks, _writer(ranks, able_to_write[group], avoid))
+                    for group, ranks in holders.items()
+                ),
+            )
+    return NoPlan(_missing(possible, writers, alive))
 
 
 def _owners(shares: Shares) -> dict[Share, list[int]]:
@@ -64,22 +78,39 @@ def _owners(shares: Shares) -> dict[Share, list[int]]:
         for share in shares[rank]:
             for index in range(share.count):
                 owners.setdefault(Share(share.group, index, share.count), [])
-            owners[share].append(rank)
+            owners[Share(share.group, share.index, share.count)].append(rank)
     return owners
+
+
+def _writers(shares: Shares) -> dict[str, list[int]]:
+    writers: dict[str, list[int]] = {}
+    for rank in sorted(shares):
+        for share in shares[rank]:
+            ranks = writers.setdefault(share.group, [])
+            if not share.foreign and rank not in ranks[-1:]:
+                ranks.append(rank)
+    return writers
 
 
 def _steps(board: BoardRecord) -> list[int]:
     return [s for s in (*range(board.oldest, board.finished + 1), board.ahead) if board.provides(s)]
 
 
-def _orders(chosen: Mapping[Share, int]) -> tuple[GroupOrder, ...]:
+def _holders(chosen: Mapping[Share, int]) -> dict[str, tuple[int, ...]]:
     groups: dict[str, list[int]] = {}
     for shard in sorted(chosen, key=lambda s: (s.group, s.index)):
         groups.setdefault(shard.group, []).append(chosen[shard])
-    return tuple(GroupOrder(name, tuple(ranks), min(ranks)) for name, ranks in groups.items())
+    return {group: tuple(ranks) for group, ranks in groups.items()}
 
 
-def _missing(possible: Mapping[Share, list[int]], alive: Mapping[int, BoardRecord]) -> str:
+def _writer(holders: Collection[int], able: list[int], avoid: Collection[int]) -> int:
+    """One who takes part anyway, if there is one."""
+    return min(able, key=lambda rank: (rank in avoid, rank not in holders, rank))
+
+
+def _missing(
+    possible: Mapping[Share, list[int]], writers: Mapping[str, list[int]], alive: Mapping[int, BoardRecord]
+) -> str:
     for shard, owners in sorted(possible.items(), key=lambda item: (item[0].group, item[0].index)):
         if not any(rank in alive and _steps(alive[rank]) for rank in owners):
             ranks = " and ".join(str(rank) for rank in owners) or "nobody"
@@ -87,4 +118,7 @@ def _missing(possible: Mapping[Share, list[int]], alive: Mapping[int, BoardRecor
                 f"shard {shard.index} of {shard.count} of group {shard.group} has no live holder, "
                 f"it was on rank {ranks}"
             )
+    for group, able in sorted(writers.items()):
+        if not any(rank in alive and _steps(alive[rank]) for rank in able):
+            return f"nobody is left who can write group {group}, that was rank {' and '.join(map(str, able))}"
     return "every shard has a live holder, but there is no step that all of them hold"

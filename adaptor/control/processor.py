@@ -73,10 +73,29 @@ class Processor:
         hang, where no handler of Python's runs; so what counts is what the interpreter writes into a pipe at
         once. A script that sets a handler of its own has its way. Children end as they ever did.
         """
-        signal.signal(signal.SIGTERM, _told)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.siginterrupt(signal.SIGTERM, False)
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_hear_no_signals)
+        # What is sent to a child before it has put its own handler in place waits for that.
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
+            after_in_child=self._hear_no_signals,
+        )
+
+    @property
+    def _hears_sigterm(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) == self._on_sigterm
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        """For a script that has taken the pipe away; whoever is told twice hears it once."""
+        self.say(Told(self._rank, "SIGTERM"))
+
+    def _hear_no_signals(self) -> None:
+        if self._hears_sigterm:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def say(self, message: FromWorker) -> None:
         """Queue a message for the agent; from any thread."""
@@ -92,7 +111,7 @@ class Processor:
                 ready = {key.fileobj for key, _ in selector.select()}
                 if self._wake_reader in ready:
                     woken_by = os.read(self._wake_reader, 4096)
-                    if signal.SIGTERM in woken_by and signal.getsignal(signal.SIGTERM) is _told:
+                    if signal.SIGTERM in woken_by and self._hears_sigterm:
                         self._outbox.put(Told(self._rank, "SIGTERM"))
                     self._send_queued()
                 if self._connection in ready:
@@ -167,16 +186,6 @@ class Processor:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 self._note("failed", reason)
                 self.say(WriteFailed(self._rank, order.incident, order.attempt, group.group, reason))
-
-
-def _told(number: int, frame: Any) -> None:
-    """The handler of SIGTERM; what is to be done is done by the processor."""
-
-
-def _hear_no_signals() -> None:
-    if signal.getsignal(signal.SIGTERM) is _told:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _connect(order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...]) -> Any:

@@ -107,6 +107,11 @@ class Session:
         self._took: deque[float] = deque(maxlen=RECENT)
         self._unusual = UNUSUAL
 
+    @property
+    def updating(self) -> bool:
+        """Whether some inner optimizers have yet to make this update."""
+        return bool(self._waiting)
+
     # main thread
 
     def begin_training(self, trainee: Trainee, inner_optimizers: Iterable[object], origin: int) -> None:

@@ -17,12 +17,13 @@ from adaptor.errors import LayoutError
 _distributed_optimizer: bool | None = None
 
 
-def replica(size: int, setting: str) -> str:
+def replica(size: int, setting: str, experts: int = 0) -> str:
     """`split`, `mirror` or `none`.
 
     Args:
         size: of the data-parallel group, context parallel included.
         setting: TTP_REPLICA.
+        experts: ranks that have the same experts, where that is another number.
 
     Raises:
         LayoutError: the size does not allow what was asked for.
@@ -35,7 +36,12 @@ def replica(size: int, setting: str) -> str:
             "replica; use auto or none to survive exceptions alone"
         )
     if setting == "auto":
-        return "mirror" if size % 2 else "split"
+        return "mirror" if size % 2 or experts % 2 else "split"
+    if setting == "split" and experts % 2:
+        raise LayoutError(
+            f"TTP_REPLICA is split, but {experts} ranks have the same experts, which is odd: "
+            "use auto or mirror"
+        )
     if setting == "split" and size % 2:
         raise LayoutError(
             f"TTP_REPLICA is split, but the data-parallel size is {size}, which is odd: "
@@ -44,18 +50,19 @@ def replica(size: int, setting: str) -> str:
     return setting
 
 
-def decide(distributed_optimizer: bool, size: int) -> None:
+def decide(distributed_optimizer: bool, size: int, experts: int = 0) -> None:
     """What the framework's arguments say, before anything is built. Raises LayoutError like `replica`."""
     global _distributed_optimizer
     _distributed_optimizer = distributed_optimizer
     if distributed_optimizer:
-        replica(size, config.load().replica)
+        replica(size, config.load().replica, experts)
 
 
-def instances(size: int, asked: int) -> int:
+def instances(size: int, asked: int, experts: int = 0) -> int:
     """How many optimizer instances to make for a data-parallel group of `size` (context parallel included).
 
     Args:
+        experts: ranks that have the same experts, where that is another number.
         asked: what the user asked the framework for; more than one is left as it is.
 
     Raises:
@@ -66,7 +73,7 @@ def instances(size: int, asked: int) -> int:
     setting = config.load().replica
     if _distributed_optimizer is None and setting == "split" and size % 2:
         return 1  # a library user, who may not distribute the optimizer: `require_instances` will know
-    return 2 if replica(size, setting) == "split" else 1
+    return 2 if replica(size, setting, experts) == "split" else 1
 
 
 def require_instances(size: int, made: int) -> None:
@@ -79,12 +86,12 @@ def require_instances(size: int, made: int) -> None:
         replica(size, config.load().replica)
 
 
-def wants_mirrors(size: int, made: int) -> bool:
+def wants_mirrors(size: int, made: int, experts: int = 0) -> bool:
     """Whether `mirror` replicas are to be made where the group of `size` has `made` optimizer instances."""
-    return made == 1 and replica(size, config.load().replica) == "mirror"
+    return made == 1 and replica(size, config.load().replica, experts) == "mirror"
 
 
-def words(size: int, made: int, sharded: bool, elements: int, mirrored: int) -> str:
+def words(size: int, made: int, sharded: bool, elements: int, mirrored: int, alone: bool = False) -> str:
     """What a user is told at the start, in one line.
 
     Args:
@@ -92,6 +99,7 @@ def words(size: int, made: int, sharded: bool, elements: int, mirrored: int) -> 
         sharded: whether the optimizer is distributed.
         elements: of the main params that rank 0 updates.
         mirrored: bytes that its mirrors take.
+        alone: whether experts have no second copy, because no other rank has the same.
     """
     if size == 1:
         return (
@@ -104,7 +112,8 @@ def words(size: int, made: int, sharded: bool, elements: int, mirrored: int) -> 
         more = 12 * elements * (made - 1) // made
         return f"second copies of optimizer shards by split, {made} instances: {_mib(more)} more on rank 0"
     if mirrored:
-        return f"second copies of optimizer shards by mirror: {_mib(mirrored)} more on rank 0"
+        only = ", but none of experts, which no two ranks share: a death loses those" if alone else ""
+        return f"second copies of optimizer shards by mirror: {_mib(mirrored)} more on rank 0{only}"
     return (
         "no second copies of optimizer shards (TTP_REPLICA=none): "
         "exceptions are survived, the death of a process is not"

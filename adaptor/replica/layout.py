@@ -10,9 +10,12 @@ from adaptor.errors import LayoutError
 # (argument, the values that are protected, what to say of others)
 _PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("context_parallel_size", (1,), "context parallelism"),
-    ("expert_model_parallel_size", (1,), "expert parallelism"),
-    ("num_experts", (None,), "mixture of experts"),
-    ("num_moe_experts", (None,), "mixture of experts"),
+    ("moe_router_enable_expert_bias", (False,), "the router's expert bias, no matter of the optimizer,"),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        (False,),
+        "a parameter gathering inside the update, which needs other ranks,",
+    ),
     ("use_megatron_fsdp", (False,), "Megatron FSDP"),
     ("use_torch_fsdp2", (False,), "torch FSDP2"),
     ("use_precision_aware_optimizer", (False,), "the precision-aware optimizer"),
@@ -46,6 +49,15 @@ def require_protected(*configs: Any) -> None:
                 f"{flag} is {value}: {words} cannot be protected yet; "
                 f"use {' or '.join(map(str, allowed))}, or set ENABLE_TTP=False"
             )
+
+
+def expert_data_parallel_size(args: Any) -> int:
+    """Ranks that have the same experts; the data-parallel size where there are none."""
+    if getattr(args, "num_experts", None) is None:
+        return data_parallel_size(args)
+    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    experts = args.expert_model_parallel_size
+    return int(args.world_size // (tensor * experts * args.pipeline_model_parallel_size))
 
 
 def data_parallel_size(args: Any) -> int:

@@ -75,6 +75,12 @@ VPP2_DP2 = Layout(
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3")
 DP2_OVERLAP = Layout("dp2-overlap", 2, extra=OVERLAP)
 DP3_OVERLAP = Layout("dp3-overlap", 3, extra=(*OVERLAP, "--global-batch-size", "9"))
+_EXPERTS = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2")
+MOE_DP2 = Layout("moe-dp2", 2, extra=_EXPERTS)
+MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*_EXPERTS, "--expert-model-parallel-size", "2"))
+MOE_EP2_MIRROR = Layout("moe-dp4-ep2-mirror", 4, extra=MOE_EP2.extra, replica="mirror")
+# No two ranks have the same experts.
+MOE_EP2_DP2 = Layout("moe-dp2-ep2", 2, extra=MOE_EP2.extra, replica="mirror")
 DP2_LOADERS = Layout("dp2-loaders", 2, extra=("--num-workers", "2"))
 DP2_FP32 = Layout("dp2-fp32", 2, precision="fp32")
 # Its fifth step is skipped.

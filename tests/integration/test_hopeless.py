@@ -31,7 +31,7 @@ def test_both_holders_of_a_shard_are_killed(tmp_path: Path, baseline_of: Baselin
     assert outcome.steps_in(job.save) == [4]
     line = ended.last_line
     assert re.match(r"\[ttp\] rank [13] was ended by SIGKILL, rank [13] was ended by SIGKILL;", line)
-    assert "shard 1 of 2 of group tp0-pp0 has no live holder, it was on rank 1 and 3" in line
+    assert "shard 1 of 2 of group mp_rank_00 has no live holder, it was on rank 1 and 3" in line
     assert "would have helped" in line
     assert line.endswith(f"the newest checkpoint in {job.save} is step 4")
 
@@ -48,7 +48,7 @@ def test_no_replica_was_asked_for(tmp_path: Path) -> None:
     assert ended.code == 137
     assert job.save is not None
     assert list(job.save.iterdir()) == []
-    assert "shard 1 of 2 of group tp0-pp0 has no live holder, it was on rank 1" in ended.last_line
+    assert "shard 1 of 2 of group mp_rank_00 has no live holder, it was on rank 1" in ended.last_line
     assert "TTP_REPLICA=auto" in ended.last_line
     assert ended.last_line.endswith(f"no checkpoint is in {job.save}")
 

@@ -79,11 +79,10 @@ def test_a_replica_that_the_size_does_not_allow(layout: Layout, words: str, tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--num-experts", "4", "--disable-bias-linear"], "--num-experts is 4"),
         (["--optimizer", "sgd"], "--optimizer is sgd"),
         (["--data-parallel-random-init"], "--data-parallel-random-init is True"),
     ],
-    ids=["experts", "sgd", "random-init"],
+    ids=["sgd", "random-init"],
 )
 def test_a_layout_that_is_not_protected_yet(arguments: list[str], words: str, tmp_path: Path) -> None:
     layout = Layout("refused", 4, tp=2)

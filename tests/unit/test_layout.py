@@ -17,7 +17,9 @@ PROTECTED = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "num_experts": None,
-    "num_moe_experts": None,
+    "expert_tensor_parallel_size": None,
+    "moe_router_enable_expert_bias": False,
+    "overlap_param_gather_with_optimizer_step": False,
     "sequence_parallel": False,
     "use_megatron_fsdp": False,
     "use_torch_fsdp2": False,
@@ -39,9 +41,8 @@ PROTECTED = {
 
 REFUSED = [
     ("context_parallel_size", 2),
-    ("expert_model_parallel_size", 2),
-    ("num_experts", 8),
-    ("num_moe_experts", 8),
+    ("moe_router_enable_expert_bias", True),
+    ("overlap_param_gather_with_optimizer_step", True),
     ("use_megatron_fsdp", True),
     ("use_torch_fsdp2", True),
     ("use_precision_aware_optimizer", True),
@@ -114,6 +115,36 @@ def test_the_data_parallel_size(world: int, tensor: int, size: int) -> None:
 )
 def test_the_replica(size: int, setting: str, expected: str) -> None:
     assert choice.replica(size, setting) == expected
+
+
+def test_ranks_with_the_same_experts_are_split_as_well() -> None:
+    assert choice.replica(4, "auto", experts=2) == "split"
+    assert choice.replica(4, "auto", experts=1) == "mirror"
+    assert choice.replica(6, "auto", experts=3) == "mirror"
+    with pytest.raises(LayoutError, match="3 ranks have the same experts, which is odd"):
+        choice.replica(6, "split", experts=3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "size"),
+    [
+        ({}, 4),
+        ({"num_experts": 4, "expert_model_parallel_size": 2}, 2),
+        ({"num_experts": 4, "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 1}, 1),
+        ({"num_experts": 4, "tensor_model_parallel_size": 2}, 2),
+        (
+            {
+                "num_experts": 4,
+                "tensor_model_parallel_size": 2,
+                "expert_tensor_parallel_size": 1,
+                "expert_model_parallel_size": 2,
+            },
+            2,
+        ),
+    ],
+)
+def test_the_data_parallel_size_of_experts(changed: dict[str, Any], size: int) -> None:
+    assert layout.expert_data_parallel_size(args(**changed)) == size
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,40 @@ def test_a_worker_that_leaves_without_a_word_has_failed(job: Job) -> None:
     assert job.statuses() == {0: EXIT_SURVIVOR, 1: 0}
 
 
+def test_a_worker_that_is_told_to_end_is_a_holder(job: Job) -> None:
+    """Although its main thread hangs where no signal handler of Python's runs."""
+    job.begin(2)
+    job.train("step")
+    job.workers[0].stands_at_the_door()
+    job.workers[1].stands_at_the_door()
+    job.workers[1].process.terminate()
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.exit_code) == ("saved", FIRST + 1, 143)
+    assert verdict.line.startswith("rank 1 was told to end by SIGTERM; ")
+    assert job.saved() == content(FIRST + 1)
+    assert job.statuses() == {0: EXIT_SURVIVOR, 1: EXIT_SURVIVOR}
+
+
+def test_an_agent_that_is_told_to_end_saves_first(job: Job) -> None:
+    job.begin(2)
+    job.train("step", "step")
+    assert job.nodes[0].leave("SIGTERM", LONG_S)
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.exit_code) == ("saved", FIRST + 1, 143)
+    assert verdict.line.startswith("ttprun was told to end by SIGTERM; ")
+    assert job.statuses() == {0: EXIT_SURVIVOR, 1: EXIT_SURVIVOR}
+
+
+def test_a_child_of_a_worker_ends_by_sigterm_as_ever(job: Job) -> None:
+    job.begin(1)
+    job.workers[0].send("fork")
+    child = int(job.workers[0].hears())
+    assert job.workers[0].hears() == "done fork"
+    os.kill(child, signal.SIGTERM)
+    wait_until(lambda: is_gone(child), "the child has ended")
+    assert job.nodes[0].verdict is None
+
+
 def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
     """Its lifeline is cut all the same; when the new program ends, that is seen by the operating system."""
     job.begin(2)

@@ -23,6 +23,28 @@ class Job:
     shares: dict[int, tuple[Share, ...]]
     alive: dict[int, BoardRecord]
     gives: dict[int, frozenset[int]]
+    foreign: dict[int, frozenset[str]]  # groups that a rank can give shards of, and not write
+
+    @property
+    def told(self) -> dict[int, tuple[Share, ...]]:
+        """The shares as the ranks tell them."""
+        return {
+            rank: tuple(Share(s.group, s.index, s.count, s.group in self.foreign[rank]) for s in shares)
+            for rank, shares in self.shares.items()
+        }
+
+    def writers(self, group: str, step: int) -> set[int]:
+        """Who can write the group's files."""
+        return {
+            rank
+            for rank, shares in self.shares.items()
+            if any(share.group == group for share in shares)
+            and group not in self.foreign[rank]
+            and step in self.gives.get(rank, ())
+        }
+
+    def possible(self, step: int) -> bool:
+        return all(self.holders(shard, step) and self.writers(shard.group, step) for shard in self.shards)
 
     def holders(self, shard: Share, step: int) -> set[int]:
         return {r for r in self.alive if shard in self.shares[r] and step in self.gives[r]}
@@ -33,11 +55,7 @@ class Job:
         return {Share(share.group, index, share.count) for share in named for index in range(share.count)}
 
     def best_step(self) -> int | None:
-        steps = [
-            step
-            for step in range(LAST_STEP + 2)
-            if self.shards and all(self.holders(shard, step) for shard in self.shards)
-        ]
+        steps = [step for step in range(LAST_STEP + 2) if self.shards and self.possible(step)]
         return max(steps, default=None)
 
 
@@ -72,6 +90,10 @@ def jobs(draw: st.DrawFn) -> Job:
         shares,
         {rank: board for rank, (board, _) in drawn.items()},
         {r: given for r, (_, given) in drawn.items()},
+        {
+            rank: draw(st.frozensets(st.sampled_from(["dense", "expert", "tp1-pp0"]), max_size=1))
+            for rank in ranks
+        },
     )
 
 
@@ -82,12 +104,15 @@ def check_orders(job: Job, made: Plan) -> None:
         assert {s.count for s in job.shards if s.group == order.group} == {count}
         for index, holder in enumerate(order.holders):
             assert holder in job.holders(Share(order.group, index, count), made.step)
-        assert order.writer in order.holders
+        able = job.writers(order.group, made.step)
+        assert order.writer in able
+        assert order.writer in order.holders or not able & set(order.holders)
+        assert set(order.ranks) == {*order.holders, order.writer}
 
 
 @given(jobs())
 def test_the_largest_consistent_step_is_found(job: Job) -> None:
-    made = plan(job.shares, job.alive)
+    made = plan(job.told, job.alive)
     best = job.best_step()
     if isinstance(made, NoPlan):
         assert best is None, made.reason
@@ -98,9 +123,9 @@ def test_the_largest_consistent_step_is_found(job: Job) -> None:
 
 @given(jobs(), st.integers(0, LAST_STEP + 1))
 def test_one_step_alone(job: Job, step: int) -> None:
-    made = plan(job.shares, job.alive, only=step)
+    made = plan(job.told, job.alive, only=step)
     if isinstance(made, NoPlan):
-        assert not job.shards or any(not job.holders(shard, step) for shard in job.shards)
+        assert not job.shards or not job.possible(step)
     else:
         assert made.step == step
         check_orders(job, made)
@@ -108,7 +133,7 @@ def test_one_step_alone(job: Job, step: int) -> None:
 
 @given(jobs())
 def test_the_reason_is_true(job: Job) -> None:
-    made = plan(job.shares, job.alive)
+    made = plan(job.told, job.alive)
     if isinstance(made, Plan):
         return
     abandoned = {
@@ -127,6 +152,9 @@ def test_the_reason_is_true(job: Job) -> None:
         assert shard in abandoned
         owners = [str(rank) for rank in job.shares if shard in job.shares[rank]]
         assert named[4] == (" and ".join(owners) or "nobody")
+    elif made.reason.startswith("nobody is left"):
+        group = made.reason.partition("group ")[2].partition(",")[0]
+        assert not any(job.writers(group, step) for step in range(LAST_STEP + 2))
     else:
         assert made.reason == "every shard has a live holder, but there is no step that all of them hold"
 

@@ -5,8 +5,8 @@
 `step`, `skip` take the next step; `door` begins it and stands in the barrier, which waits on a TCP connection
 as a collective does; `raise`, `raise-inside` raise between steps, or inside of the update window; `refuse`
 says that this cannot be protected; `exit N` leaves by sys.exit; `leave N` ends the process on the spot;
-`child` starts a process of this worker's own; `replace` becomes another program, which ends with the code
-that it reads. Each is answered on stdout.
+`child` starts a process of this worker's own, `fork` one that is a copy of it; `replace` becomes another
+program, which ends with the code that it reads. Each is answered on stdout.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 from adaptor.control import runtime
 from adaptor.control.messages import Share
@@ -70,6 +71,11 @@ def main() -> None:
             case ["replace"]:
                 program = "print('replaced', flush=True); raise SystemExit(int(input()))"
                 os.execv(sys.executable, [sys.executable, "-c", program])
+            case ["fork"]:
+                child = os.fork()
+                if child == 0:
+                    threading.Event().wait()
+                print(child, flush=True)
             case ["child"]:
                 print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL).pid, flush=True)
         print("done", line.strip(), flush=True)

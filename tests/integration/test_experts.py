@@ -1,0 +1,60 @@
+"""Mixtures of experts: a chain of optimizers, whose groups have different sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness, outcome
+from tests.faults.harness import MOE_DP2, MOE_EP2, MOE_EP2_DP2, MOE_EP2_MIRROR, Job, Layout
+from tests.faults.scenario import BaselineOf, survives
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "phase", "saved"),
+    [
+        pytest.param(layout, rank, phase, saved, id=f"{layout.name}-rank{rank}-{phase}")
+        for layout, rank, phase, saved in [
+            (MOE_DP2, 1, "backward", {5}),
+            (MOE_EP2, 0, "backward", {5}),
+            (MOE_EP2, 1, "update", {6}),
+            (MOE_EP2, 3, "door-after", {6}),
+            (MOE_EP2, 2, "gather", {6}),
+            (MOE_EP2_MIRROR, 0, "update", {6}),
+            (MOE_EP2_MIRROR, 3, "reduction", {5}),
+        ]
+    ],
+)
+def test_a_rank_is_killed(
+    layout: Layout, rank: int, phase: str, saved: set[int], tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    job = Job(
+        tmp_path / "job",
+        layout,
+        save=tmp_path / "save",
+        faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
+    )
+    survives(job, baseline_of(layout), code=137, saved=saved)
+
+
+def test_experts_that_no_two_ranks_share(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """An exception is survived, a death is not, and the user is told so at the start."""
+    job = Job(
+        tmp_path / "job",
+        MOE_EP2_DP2,
+        save=tmp_path / "save",
+        faults=["rank=1,step=6,phase=backward,kind=exception"],
+    )
+    ended = survives(job, baseline_of(MOE_EP2_DP2), code=1, saved={5})
+    assert "but none of experts, which no two ranks share: a death loses those" in ended.log
+    job = Job(
+        tmp_path / "killed",
+        MOE_EP2_DP2,
+        save=tmp_path / "nothing",
+        faults=["rank=1,step=3,phase=backward,kind=sigkill"],
+    )
+    lost = harness.run(job)
+    assert lost.code == 137
+    assert "of group mp_rank_00_001 has no live holder, it was on rank 1" in lost.last_line
+    assert outcome.steps_in(tmp_path / "nothing") == []
