@@ -106,7 +106,7 @@ SETTINGS = (
     Setting(
         "hang_s",
         "TTP_HANG",
-        "60",
+        "120",
         "0, or a number of seconds from 1 to 86400",
         _zero_or(_number(1, 86400, float)),
         "a step that takes longer than this and than three of the slowest recent ones is a hang; 0: none is",

@@ -119,6 +119,7 @@ class Hub:
         assert task is not None
         self._connections.add(task)
         node = -1
+        wire.notice_silence(writer.get_extra_info("socket"))
         try:
             async with _deadline(HANDSHAKE_S):
                 await prove(reader, writer, self._secret, first=False)

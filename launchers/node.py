@@ -170,6 +170,7 @@ class Node:
     async def _join(self, host: str, where: str) -> None:
         port, secret = where.split()
         reader, writer = await asyncio.open_connection(host, int(port))
+        wire.notice_silence(writer.get_extra_info("socket"))
         await prove(reader, writer, bytes.fromhex(secret), first=True)
         self._up = lambda message: writer.write(wire.frame(message))
         self._spawn(self._hear_controller(reader, writer))

@@ -13,6 +13,7 @@ from adaptor.control.messages import ControllerToAgent, FromAgent, FromWorker, M
 # The largest messages are lists of files: some hundred bytes each, thousands of them.
 MAX_SIZE = 16 * 1024 * 1024
 _LENGTH_BYTES = 4
+_SILENT_S = 5
 
 T = TypeVar("T")
 
@@ -33,6 +34,20 @@ from_worker: Decoder[FromWorker] = Decoder(msgspec.msgpack.Decoder(FromWorker))
 to_worker: Decoder[ToWorker] = Decoder(msgspec.msgpack.Decoder(ToWorker))
 from_agent: Decoder[FromAgent] = Decoder(msgspec.msgpack.Decoder(FromAgent))
 to_agent: Decoder[ControllerToAgent] = Decoder(msgspec.msgpack.Decoder(ControllerToAgent))
+
+
+def notice_silence(connection: socket.socket) -> None:
+    """Let the kernel end a TCP connection whose other side has fallen silent: powered off, or cut off.
+
+    A node that only computes answers: the kernel does it. The time is longer than a hiccup of a switch, and
+    shorter than anyone would wait.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENT_S)
+    # The same for what has been sent and is not acknowledged: no probes are sent then.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S)
 
 
 def frame(message: Message) -> bytes:

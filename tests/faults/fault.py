@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.faults import namespaces
+
 # Where a fault strikes in the step that it names.
 PHASES = {
     "start": "before the model is built",
@@ -43,6 +45,8 @@ KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint")
 KINDS += ("tree-sigterm",)
 # Hangs: a lock that nobody gives back, a process that is stopped, an interpreter lock that is never let go.
 KINDS += ("deadlock", "sigstop", "holds-the-gil")
+# The network between the nodes is cut, without a word to anyone.
+KINDS += ("cut",)
 # No fault: something that takes long.
 KINDS += ("pause",)
 PAUSE_S = 8.0
@@ -131,6 +135,8 @@ class Injector:
             case "tree-sigterm":
                 for process in _tree(os.getppid()):
                     os.kill(process, signal.SIGTERM)
+            case "cut":
+                namespaces.cut()
             case "pause":
                 time.sleep(PAUSE_S)
             case "deadlock":

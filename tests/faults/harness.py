@@ -17,6 +17,7 @@ import pytest
 
 from tests.faults import leftovers
 from tests.faults.fault import Fault
+from tests.faults.namespaces import Namespaces
 from tests.frameworks import args, prepare, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +97,7 @@ class Job:
     options    of the launcher
     arguments  of the training script, besides those of the layout
     nodes      how many agents, all on this machine; the processes are divided among them
+    network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
     """
@@ -112,6 +114,7 @@ class Job:
     arguments: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     nodes: int = 1
+    network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
     timeout_s: float = JOB_TIMEOUT_S
@@ -171,6 +174,8 @@ def run(job: Job) -> Ended:
     # The bytecode of a framework is worth seconds in every process.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment.update(job.environment)
+    if job.network is not None:
+        environment.update(job.network.environment)
     shared_before = leftovers.shared_memory()
     logs = [job.out / f"agent{node}.log" for node in range(job.nodes)]
     agents = []
@@ -209,8 +214,10 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         str(Path(sys.executable).with_name(job.launcher)),
         *("--nproc-per-node", str(layout.processes // job.nodes)),
         *("--max-restarts", str(job.restarts)),
-        *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+        *("--master-addr", job.network.address if job.network else "127.0.0.1", "--master-port", str(port)),
     ]
+    if job.network is not None:
+        command = [*job.network.command(node), *command]
     if job.nodes > 1:
         command += ["--nnodes", str(job.nodes), "--node-rank", str(node)]
     command += ["--ttp-device", "cpu"] if job.launcher == "ttprun" else []

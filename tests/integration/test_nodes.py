@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP4, Job
-from tests.faults.scenario import BaselineOf, ends, restarts
+from tests.faults.scenario import BaselineOf, assert_last_words, ends, restarts
 
 RANKS = pytest.mark.parametrize("rank", [1, 2], ids=["node0", "node1"])
 
@@ -37,3 +38,24 @@ def test_both_agents_restart_together(rank: int, tmp_path: Path, baseline_of: Ba
         faults=[f"rank={rank},step=6,phase=backward,kind=sigkill"],
     )
     restarts(job, baseline_of(DP4), saved={5})
+
+
+@pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
+def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """No connection is closed, no packet arrives. The side with the controller saves, the other one ends."""
+    save = tmp_path / "save"
+    with namespaces.two() as network:
+        job = Job(
+            tmp_path / "job",
+            DP4,
+            save=save,
+            nodes=2,
+            network=network,
+            faults=["rank=3,step=6,phase=forward,kind=cut"],
+        )
+        ended = harness.run(job)
+    assert ended.codes == (137, 1), ended.log[-3000:]
+    assert "node 1 is lost; step 5 is saved, no finished step is lost" in ended.logs[0]
+    assert "the controller's node is lost; nothing more can be saved from node 1" in ended.logs[1]
+    assert outcome.steps_in(save) == [5]
+    assert_last_words(save, 5, baseline_of(DP4))

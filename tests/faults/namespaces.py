@@ -1,0 +1,78 @@
+"""Two nodes with a network between them: network namespaces on this machine, joined by a pair of links."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+# For the fault `cut`: the namespaces whose links are to fall silent.
+VARIABLE = "TTP_TEST_NAMESPACES"
+LINK = "ttp0"
+# Every packet is longer than this bucket and is dropped without a word: nobody is told, no link is down.
+_SILENCE = ("root", "tbf", "rate", "1kbit", "burst", "10", "limit", "10")
+
+
+@dataclass(frozen=True)
+class Namespaces:
+    """Their names, and the address of the first."""
+
+    names: tuple[str, str]
+    address: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {VARIABLE: " ".join(self.names), "GLOO_SOCKET_IFNAME": LINK}
+
+    def command(self, node: int) -> list[str]:
+        """What goes before a command that is to run on `node`."""
+        return ["ip", "netns", "exec", self.names[node]]
+
+
+def permitted() -> bool:
+    """Whether this user, on this machine, may make namespaces."""
+    try:
+        name = f"ttp-{uuid.uuid4().hex[:8]}"
+        _run("ip", "netns", "add", name)
+        _run("ip", "netns", "del", name)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+@contextmanager
+def two() -> Iterator[Namespaces]:
+    """Two namespaces, each with an address that the other reaches; gone afterwards."""
+    mark = uuid.uuid4().hex[:8]
+    names = (f"ttp-{mark}-0", f"ttp-{mark}-1")
+    addresses = ("10.231.77.1", "10.231.77.2")
+    made: list[str] = []
+    try:
+        for name in names:
+            _run("ip", "netns", "add", name)
+            made.append(name)
+        _run(
+            *("ip", "link", "add", LINK, "netns", names[0], "type", "veth"),
+            *("peer", "name", LINK, "netns", names[1]),
+        )
+        for name, address in zip(names, addresses, strict=True):
+            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", LINK)
+            for device in ("lo", LINK):
+                _run("ip", "-n", name, "link", "set", device, "up")
+        yield Namespaces(names, addresses[0])
+    finally:
+        for name in made:
+            _run("ip", "netns", "del", name)
+
+
+def cut() -> None:
+    """From inside: nothing gets through from now on, in either direction."""
+    for name in os.environ[VARIABLE].split():
+        _run("tc", "-n", name, "qdisc", "add", "dev", LINK, *_SILENCE)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
