@@ -48,6 +48,11 @@ def protect(
     patching.check("ttp")
     sizes = SimpleNamespace(context_parallel_size=parallel_state.get_context_parallel_world_size())
     layout.require_protected(sizes, optimizer.config, model[0].config, model[0].ddp_config)
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        layout.require_experts_cut_alike(
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        )
     folder.require_writable(save)
     folder.require_newest(save, step)
     if torch.distributed.get_rank() == 0:

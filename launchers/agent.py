@@ -62,7 +62,8 @@ class SurvivorsAgent(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     def _save_first(self, death_signal: signal.Signals) -> None:
-        if not self._control.leave(death_signal.name, self._config.grace_s):
+        self._control.leave(death_signal.name, self._config.grace_s)
+        if self._control.verdict is None and self._control.running:
             print(
                 f"[ttp] not saved within {self._config.grace_s:g} s (TTP_GRACE) of {death_signal.name}",
                 file=sys.stderr,
@@ -85,10 +86,16 @@ class SurvivorsAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
+    def _goes_on_without(self, node: int, worker_group: WorkerGroup) -> bool:
+        """Whether the job can start again without a node: -1 is none, and on 0 the store is."""
+        settings = getattr(worker_group.spec.rdzv_handler, "settings", None)
+        fewest = getattr(settings, "min_nodes", worker_group.group_world_size)
+        return node < 0 or (node > 0 and worker_group.group_world_size > fewest)
+
     def _conclude(self, worker_group: WorkerGroup, verdict: Verdict) -> RunResult:
         if SurvivorsAgent.last_verdict is not verdict:
             SurvivorsAgent.last_verdict = verdict
-            if verdict.outcome == "refused":
+            if verdict.outcome == "refused" or not self._goes_on_without(verdict.leaves, worker_group):
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
                 print(f"[ttp] {verdict.line}", file=sys.stderr, flush=True)

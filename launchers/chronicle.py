@@ -49,7 +49,7 @@ class Chronicle:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._events: list[dict[str, Any]] = []
-        self._ranks: dict[int, int] = {}
+        self._still_s = 0.0
         self.next_incident = 1
 
     def heard(self, node: int, message: FromAgent) -> None:
@@ -67,10 +67,8 @@ class Chronicle:
                 self._add("fault-noticed", time.time(), rank, node, f"told to end by {name}")
             case Leave(signal=name) if not self._ended:
                 self._add("fault-noticed", time.time(), None, node, f"told to end by {name}")
-            case Still(seconds=seconds) if not self._events:
-                self._add(
-                    "fault-noticed", time.time(), None, node, f"no worker has moved for {seconds:.0f} s"
-                )
+            case Still(seconds=seconds):
+                self._still_s = seconds
             case AgentLost():
                 self._add("fault-noticed", time.time(), None, node, "the connection to the agent is gone")
             case Frozen(rank=rank, board=board):
@@ -97,6 +95,10 @@ class Chronicle:
                 self._add("verdict", time.time(), None, None, order.outcome)
                 self._write(order)
             return
+        if isinstance(order, Freeze) and order.stacks and not self._events:
+            self._add(
+                "fault-noticed", time.time(), None, None, f"nothing has moved for {self._still_s:.0f} s"
+            )
         what = _ORDERS.get(type(order), "")
         if what:
             detail = f"step {order.step}" if isinstance(order, Dump | Prepare | Publish) else ""

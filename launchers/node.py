@@ -125,12 +125,16 @@ class Node:
         """The workers have been started; `processes` by rank."""
         self._await(self._watch(processes))
 
-    def leave(self, signal: str, grace_s: float) -> bool:
-        """Somebody wants this agent to end, by `signal`: save first; whether that was done in `grace_s`."""
-        if not self._workers.alive:
-            return True
-        self._await(self._say(Leave(self._node, signal)))
-        return self.settled.wait(grace_s)
+    @property
+    def running(self) -> bool:
+        """Whether workers have been started and are alive."""
+        return self._workers.running
+
+    def leave(self, signal: str, grace_s: float) -> None:
+        """Somebody wants this agent to end, by `signal`: save first; a verdict says that it was in time."""
+        if self.running:
+            self._await(self._say(Leave(self._node, signal)))
+            self.settled.wait(grace_s)
 
     def dismiss(self) -> None:
         """The workers are about to be ended from here: their deaths are nobody's failures."""
@@ -196,6 +200,8 @@ class Node:
         match message:
             case Died(rank=rank, status=status) if status != 0:
                 self._judge(f"rank {rank} ended with status {status} after node 0 had finished")
+            case Leave(signal=name):
+                self._judge(f"ttprun was told to end by {name} after node 0 had finished")
             case Told(rank=rank, signal=name):
                 self._judge(f"rank {rank} was told to end by {name} after node 0 had finished")
             case Raised(rank=rank, error=error):

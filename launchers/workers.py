@@ -77,6 +77,11 @@ class Workers:
             self._deaths[rank] = os.pidfd_open(process.pid)
             self._loop.add_reader(self._deaths[rank], self._on_death, rank, process)
 
+    @property
+    def running(self) -> bool:
+        """Whether workers have been started and are alive."""
+        return bool(self._processes and self.alive)
+
     def read(self) -> list[BoardRecord]:
         """The boards of the workers that are alive."""
         return [self.boards.read(rank) for rank in sorted(self.alive)] if self.boards is not None else []
@@ -105,6 +110,7 @@ class Workers:
         for rank in list(self._deaths):
             self._forget(rank)
         self._processes = {}
+        self.alive = set()
         boards, self.boards = self.boards, None
         for thread in self._lifelines:
             await asyncio.to_thread(thread.join)
@@ -189,10 +195,10 @@ def _exiting(pid: int) -> bool:
 
 def _traced(pid: int) -> bool:
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        status = Path(f"/proc/{pid}/status").read_bytes()
+    except OSError:
         return False
-    return not re.search(r"^TracerPid:\t0$", status, re.MULTILINE)
+    return bool(re.search(rb"^TracerPid:\t[1-9]", status, re.MULTILINE))
 
 
 def _end_session(leader: int) -> None:

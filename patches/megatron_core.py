@@ -80,6 +80,10 @@ def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, k
 def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     made = wrapped(*args, **kwargs)
     session = runtime.get().session
+    chain = getattr(made, "chained_optimizers", [made])
+    for one in chain if len(chain) > 1 else ():
+        # Of timing alone: a barrier of all ranks between the updates of a chain, inside the update window.
+        one.config.barrier_with_L1_time = False
     for inner in inner_optimizers(made):
         inner.register_step_pre_hook(lambda which, *_: session.before_update(which))
         inner.register_step_post_hook(lambda which, *_: session.after_update(which))

@@ -147,7 +147,12 @@ def replicas_of(optimizer: Any, size: int, experts: int) -> tuple[Mirror | None,
 def _mirror(optimizer: Any) -> Mirror:
     group, local = optimizer.data_parallel_group, int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = [rank // local for rank in dist.get_process_group_ranks(group)]
-    return Mirror(optimizer.optimizer, shards.places(optimizer), Ring(group, stride(nodes)))
+    return Mirror(
+        optimizer.optimizer,
+        shards.places(optimizer),
+        Ring(group, stride(nodes)),
+        optimizer.buffers[0].grad_data.device,
+    )
 
 
 @dataclass(frozen=True)

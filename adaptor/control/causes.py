@@ -16,11 +16,12 @@ _NAMED = 4
 
 
 class Cause(NamedTuple):
-    """The rank that is to blame (-1: none), the exit code of the job, and what to say."""
+    """The rank to blame, the exit code of the job, what to say, the node that leaves; -1 is none."""
 
     rank: int
     exit_code: int
     words: str
+    leaves: int = -1
 
 
 @dataclass
@@ -44,10 +45,10 @@ class Causes:
     hang_s: float = 0.0
     standing: dict[int, Standing] = field(default_factory=dict)
 
-    def ask(self, rank: int, who: str, name: str) -> None:
-        """Somebody wants `who` to end, by the signal `name`."""
+    def ask(self, rank: int, who: str, name: str, leaves: int) -> None:
+        """Somebody wants `who` to end, by the signal `name`; with it, node `leaves` the job, if not -1."""
         code = SIGNAL_BASE + signal.Signals[name]
-        self.asked = Cause(rank, code, f"{who} was told to end by {name}")
+        self.asked = Cause(rank, code, f"{who} was told to end by {name}", leaves)
 
     def first(self, silent: Collection[int]) -> Cause:
         """The first cause; a death explains the exceptions of the others.
@@ -58,7 +59,7 @@ class Causes:
         if self.asked is not None:
             return self.asked
         if self.hang_s:
-            return self._hang(sorted({*silent, *self.dead}))
+            return self._hang(sorted(silent))
         failed = [(rank, status) for rank, status in self.dead.items() if status or rank in self.unannounced]
         if failed:
             rank, status = failed[0]

@@ -41,6 +41,9 @@ from adaptor.control.messages import (
 Orders = list[tuple[int, ControllerToAgent]]  # (node, order)
 
 REFUSED_EXIT_CODE = 2
+# A rank that has stood still for long is in no update that will end soon: it answers at once, or never. And
+# who is told to end has no time to wait for one that does not answer.
+ANSWER_S = 5.0
 
 
 class Controller:
@@ -93,10 +96,10 @@ class Controller:
                 self._causes.raised.setdefault(rank, message)
                 return self._fault(now, by_death=False)
             case Told(rank=rank, signal=name):
-                return self._on_asked(rank, name, f"rank {rank}", now)
+                return self._on_asked(rank, name, f"rank {rank}", -1, now)
             case Leave(node=node, signal=name):
                 who = "ttprun" if len(self._agents) == 1 else f"ttprun on node {node}"
-                return self._on_asked(-1, name, who, now)
+                return self._on_asked(-1, name, who, node, now)
             case Still(node=node, seconds=seconds):
                 return self._on_still(node, seconds, now)
             case Moving(node=node):
@@ -131,9 +134,9 @@ class Controller:
         self._layouts[rank] = layout
         return []
 
-    def _on_asked(self, rank: int, name: str, who: str, now: float) -> Orders:
+    def _on_asked(self, rank: int, name: str, who: str, leaves: int, now: float) -> Orders:
         if self.incident is None and self.verdict is None:
-            self._causes.ask(rank, who, name)
+            self._causes.ask(rank, who, name, leaves)
         return self._fault(now, by_death=True)  # nothing else explains it
 
     def _on_still(self, node: int, seconds: float, now: float) -> Orders:
@@ -194,7 +197,8 @@ class Controller:
             now,
             self._timeout_s,
             self._store,
-            hang=self._causes.hang_s > 0,
+            stacks=self._causes.hang_s > 0,
+            answer_s=ANSWER_S if self._causes.hang_s or self._causes.asked else 0.0,
         )
         self._number += 1
         return self._route(self.incident.open(by_death))
@@ -243,17 +247,26 @@ class Controller:
         assert incident is not None
         assert incident.outcome is not None
         outcome = incident.outcome
-        rank, code, cause = self._causes.first(incident.silent)
+        cause = self._causes.first(incident.silent)
         match outcome.kind:
             case "saved":
-                line = f"{cause}; step {outcome.step} is saved, no finished step is lost"
+                line = f"{cause.words}; step {outcome.step} is saved, no finished step is lost"
             case "nothing":
-                line = f"{cause}; nothing to save: {outcome.reason}"
+                line = f"{cause.words}; nothing to save: {outcome.reason}"
             case _:
-                line = f"{cause}; the state cannot be saved: {outcome.reason}"
+                line = f"{cause.words}; the state cannot be saved: {outcome.reason}"
                 if outcome.unheld:
                     line += f"; {self._advice()}"
-        self.verdict = Verdict(incident.number, outcome.kind, outcome.step, line, rank, code, self.save)
+        self.verdict = Verdict(
+            incident.number,
+            outcome.kind,
+            outcome.step,
+            line,
+            cause.rank,
+            cause.exit_code,
+            self.save,
+            cause.leaves,
+        )
         return self._farewell(incident.number)
 
     def give_up(self, reason: str) -> Orders:
@@ -290,5 +303,7 @@ class Controller:
             for share in layout.shares:
                 owners.setdefault((share.group, share.index), []).append(rank)
         if any(len(ranks) == 1 for ranks in owners.values()):
-            return "a second copy of each shard (TTP_REPLICA=auto) would have helped"
+            experts = any(share.foreign for layout in self._layouts.values() for share in layout.shares)
+            fewer = "; of experts, a smaller --expert-model-parallel-size" if experts else ""
+            return f"a second copy of each shard (TTP_REPLICA=auto{fewer}) would have helped"
         return "second copies of each shard on other nodes, or a shorter --save-interval, would have helped"

@@ -39,10 +39,6 @@ MAX_ATTEMPTS = 5
 EXPLANATION_S = 2.0
 
 
-# A rank that has stood still for long is in no update that will end soon: it answers at once, or never.
-ANSWER_S = 5.0
-
-
 class State(Enum):
     FREEZING = auto()
     PREPARING = auto()
@@ -77,7 +73,8 @@ class Directive:
 class Incident:
     """`nodes` maps the ranks that are alive to their nodes, `agents` are the nodes with an agent.
 
-    The owner takes out what is gone.
+    The owner takes out what is gone. `stacks`: the ranks are to tell where they stand; `answer_s`: how long
+    they have for an answer, half of the time where it is not said.
     """
 
     number: int
@@ -104,21 +101,22 @@ class Incident:
     deadline: float = 0.0
     freeze_deadline: float = 0.0
     explained_by: float = 0.0
-    hang: bool = False
+    stacks: bool = False
+    answer_s: float = 0.0
 
     def open(self, by_death: bool) -> list[Directive]:
         """Ask every live rank to freeze. An exception may be the echo of a death that is not known yet."""
         self.deadline = self.opened_at + self.timeout_s
-        # Half of the time is left for the dump: a rank that has not closed its door by then is no holder.
-        answer_s = min(self.timeout_s / 2, ANSWER_S) if self.hang else self.timeout_s / 2
-        self.freeze_deadline = self.opened_at + answer_s
+        # Time is left for the dump: a rank that has not closed its door by then is no holder.
+        half = self.timeout_s / 2
+        self.freeze_deadline = self.opened_at + min(half, self.answer_s or half)
         if len(self.layouts) < self.world_size:
             if by_death:
                 return self._end_before_training()
             self.explained_by = self.opened_at + EXPLANATION_S
             return []
         return [
-            Directive(Freeze(self.number, self.hang), rank=rank) for rank in self.nodes
+            Directive(Freeze(self.number, self.stacks), rank=rank) for rank in self.nodes
         ] + self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:

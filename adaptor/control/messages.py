@@ -317,7 +317,7 @@ class Publish(Message, frozen=True):
 
 
 class Verdict(Message, frozen=True):
-    """How the incident ended. `outcome` is saved, nothing or lost."""
+    """How the incident ended. `outcome` is saved, nothing or lost; node `leaves` the job, if not -1."""
 
     incident: int
     outcome: str
@@ -326,6 +326,7 @@ class Verdict(Message, frozen=True):
     cause_rank: int
     exit_code: int
     save: str
+    leaves: int = -1
 
 
 class Dismissed(Message, frozen=True):

@@ -40,6 +40,9 @@ from adaptor.control.session import DumpRun, Session
 # A worker that is ended after an incident it did not cause has not failed: its agent knows the verdict.
 EXIT_SURVIVOR = 0
 EXIT_ORPHAN = 76
+# Where a job hangs: so long it may take to find out where the main thread stands. The file system may be what
+# hangs, and an answer is waited for.
+LOOK_S = 1.0
 
 
 class Processor:
@@ -144,16 +147,15 @@ class Processor:
 
     def _freeze(self, order: Freeze) -> None:
         assert self._session is not None
-        standing = None
+        standing = stacks.standing(LOOK_S) if order.stacks else None
+        board = self._session.freeze(self._timeout_s / 2)
+        if board is not None:  # else this rank is no holder: the controller does not wait longer than that
+            self.say(Frozen(self._rank, order.incident, board, standing))
         if order.stacks:
-            standing = stacks.standing()
             path = self._stacks_folder / f"rank{self._rank}.txt"
             with contextlib.suppress(OSError):  # they are for people; the save goes on without them
                 stacks.write(path)
                 self._note("stacks", str(path))
-        board = self._session.freeze(self._timeout_s / 2)
-        if board is not None:  # else this rank is no holder: the controller does not wait longer than that
-            self.say(Frozen(self._rank, order.incident, board, standing))
 
     def _dump(self, order: Dump) -> None:
         session = self._session

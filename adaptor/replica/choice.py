@@ -37,15 +37,15 @@ def replica(size: int, setting: str, experts: int = 0) -> str:
         )
     if setting == "auto":
         return "mirror" if size % 2 or experts % 2 else "split"
-    if setting == "split" and experts % 2:
-        raise LayoutError(
-            f"TTP_REPLICA is split, but {experts} ranks have the same experts, which is odd: "
-            "use auto or mirror"
-        )
     if setting == "split" and size % 2:
         raise LayoutError(
             f"TTP_REPLICA is split, but the data-parallel size is {size}, which is odd: "
             "use auto or mirror, which any size from 2 allows"
+        )
+    if setting == "split" and experts % 2:
+        raise LayoutError(
+            f"TTP_REPLICA is split, but {experts} ranks have the same experts, which is odd: "
+            "use auto or mirror"
         )
     return setting
 

@@ -51,6 +51,23 @@ def require_protected(*configs: Any) -> None:
             )
 
 
+def require_experts_cut_alike(experts: int | None, tensor: int) -> None:
+    """Ranks with the same folder in a checkpoint must have the same experts.
+
+    Args:
+        experts: the tensor parallel size of experts, None where it is that of the rest.
+        tensor: that of the rest.
+
+    Raises:
+        LayoutError: they differ.
+    """
+    if experts is not None and experts != tensor:
+        raise LayoutError(
+            f"--expert-tensor-parallel-size is {experts}: experts that are cut in another way than the rest "
+            f"cannot be protected yet; use {tensor}, or set ENABLE_TTP=False"
+        )
+
+
 def expert_data_parallel_size(args: Any) -> int:
     """Ranks that have the same experts; the data-parallel size where there are none."""
     if getattr(args, "num_experts", None) is None:

@@ -63,18 +63,20 @@ class Mirror:
         owner: this rank's own inner optimizer, a torch one.
         where: where each of its params lies, in the order of its param groups.
         ring: of the group whose ranks share the optimizer state.
+        device: of the owner's params, which has none where its shard is padding alone.
 
     Every rank of the group makes one at the same time, its state loaded. Raises LayoutError for an optimizer
     that cannot be mirrored, and what the process group raises.
     """
 
-    def __init__(self, owner: torch.optim.Optimizer, where: Sequence[Piece], ring: Ring) -> None:
+    def __init__(
+        self, owner: torch.optim.Optimizer, where: Sequence[Piece], ring: Ring, device: torch.device
+    ) -> None:
         self._owner = owner
         self._ring = ring
         theirs = msgspec.msgpack.decode(ring.swap_bytes(_encoded(_described(owner, where))), type=_Shard)
         self.index = ring.previous
         self._pieces = theirs.pieces
-        device = next((param.device for param in _params(owner)), torch.device("cpu"))
         made = [
             [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
             for sizes in theirs.sizes
@@ -97,6 +99,7 @@ class Mirror:
         theirs = msgspec.msgpack.decode(self._ring.swap_bytes(update), type=_Update)
         given = (torch.zeros_like(param) if param.grad is None else param.grad for param in own)
         self._ring.swap(chunks(given), pieces(self._grads))
+        self._ring.finish()
         for group, scalars in zip(self.optimizer.param_groups, theirs.groups, strict=True):
             group.update(scalars)
         sizes = [param.numel() for param in self._params]

@@ -66,6 +66,11 @@ class Ring:
         for message in on_their_way:
             _land(*message)
 
+    def finish(self) -> None:
+        """Wait until what was taken has arrived: on a device, `swap` only puts it into the stream."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
     def swap_bytes(self, given: bytes) -> bytes:
         """Give bytes of any number, and take such."""
         length = torch.zeros(1, dtype=torch.int64)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -159,8 +161,8 @@ class Ended:
 def run(job: Job) -> Ended:
     """Run a job to its end, and see to it that nothing of it is left."""
     job.out.mkdir(parents=True)
-    scratch = job.out / "tmp"
-    scratch.mkdir()
+    # Not below the job: the paths of sockets are short, and data loaders put theirs there.
+    scratch = Path(tempfile.mkdtemp(prefix="ttp-test-"))
     mark = uuid.uuid4().hex
     ports = _free_ports(2)
     environment = args.environment(
@@ -195,6 +197,7 @@ def run(job: Job) -> Ended:
         pytest.fail(f"the job had not ended after {job.timeout_s:g} s:\n{tail}")
     at = time.time()
     leftovers.assert_nothing_left(mark, ports, scratch, shared_before)
+    shutil.rmtree(scratch, ignore_errors=True)
     stamps = job.out / "stamps"
     ended = Ended(
         job,

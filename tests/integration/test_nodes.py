@@ -40,6 +40,23 @@ def test_both_agents_restart_together(rank: int, tmp_path: Path, baseline_of: Ba
     restarts(job, baseline_of(DP4), saved={5})
 
 
+@pytest.mark.parametrize("rank", [0, 3], ids=["node0", "node1"])
+def test_one_node_is_told_to_end(rank: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The job cannot go on without it, so all of it ends, saved, whatever restarts are left."""
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        nodes=2,
+        restarts=1,
+        faults=[f"rank={rank},step=5,phase=forward,kind=agent-sigterm"],
+    )
+    ended, _ = ends(job, baseline_of(DP4), code=143, saved={4, 5, 6, 7})
+    for log in ended.logs:
+        assert f"ttprun on node {rank // 2} was told to end by SIGTERM; step " in log
+    assert all(line["restart"] == 0 for lines in ended.records.values() for line in lines)
+
+
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
 def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """No connection is closed, no packet arrives. The side with the controller saves, the other one ends."""

@@ -76,11 +76,11 @@ def main() -> None:
     optimizer = owner(rank, kind)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     where = [Piece(0, number % 2, number, number + param.numel()) for number, param in enumerate(params)]
-    mirror = Mirror(optimizer, where, Ring(dist.group.WORLD, stride))
+    mirror = Mirror(optimizer, where, Ring(dist.group.WORLD, stride), torch.device("cpu"))
     compared = 0
     for number in range(8):
         if number == 4:  # as after a load: a new copy of a state that is there
-            mirror = Mirror(optimizer, where, Ring(dist.group.WORLD, stride))
+            mirror = Mirror(optimizer, where, Ring(dist.group.WORLD, stride), torch.device("cpu"))
         if number != 5:  # a step that is skipped
             step(optimizer, mirror, number)
         everyone: list[Any] = [None] * size

@@ -161,6 +161,20 @@ def test_a_size_that_does_not_allow_it_is_refused(size: int, setting: str, words
     assert "use auto" in str(caught.value)
 
 
+@pytest.mark.parametrize("size", [3, 4])
+def test_experts_of_an_odd_number_of_ranks_cannot_be_split(size: int) -> None:
+    words = "the data-parallel size is 3" if size == 3 else "3 ranks have the same experts"
+    with pytest.raises(LayoutError, match=f"TTP_REPLICA is split, but {words}, which is odd: use auto"):
+        choice.replica(size, "split", experts=3)
+
+
+def test_experts_are_cut_like_the_rest() -> None:
+    layout.require_experts_cut_alike(None, 2)
+    layout.require_experts_cut_alike(2, 2)
+    with pytest.raises(LayoutError, match=r"--expert-tensor-parallel-size is 1: .*; use 2, or set"):
+        layout.require_experts_cut_alike(1, 2)
+
+
 @pytest.fixture
 def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_distributed_optimizer", None)

@@ -62,7 +62,7 @@ def test_a_worker_that_is_told_to_end_is_a_holder(job: Job) -> None:
 def test_an_agent_that_is_told_to_end_saves_first(job: Job) -> None:
     job.begin(2)
     job.train("step", "step")
-    assert job.nodes[0].leave("SIGTERM", LONG_S)
+    job.nodes[0].leave("SIGTERM", LONG_S)
     verdict = job.verdict()
     assert (verdict.outcome, verdict.step, verdict.exit_code) == ("saved", FIRST + 1, 143)
     assert verdict.line.startswith("ttprun was told to end by SIGTERM; ")

@@ -183,8 +183,11 @@ def _words(order: Message) -> str:
             return f"prepare step {step}"
         case Publish(step=step, files=files, writers=writers):
             return f"publish step {step}: {', '.join(entry.draft for entry in files)}; holders {writers}"
-        case Verdict(outcome=outcome, step=step, line=line, cause_rank=rank, exit_code=code):
-            return f"verdict {outcome}, step {step}, cause rank {rank}, exit code {code}\n        {line}"
+        case Verdict(outcome=outcome, step=step, line=line, cause_rank=rank, exit_code=code, leaves=node):
+            left = f", node {node} leaves" if node >= 0 else ""
+            return (
+                f"verdict {outcome}, step {step}, cause rank {rank}, exit code {code}{left}\n        {line}"
+            )
     raise ValueError(f"no words for {order}")
 
 
