@@ -148,10 +148,10 @@ def page(where: str, command: str, text: str, summary: Sequence[str]) -> str:
     """The page for docs/."""
     what = (
         "Data-parallel processes train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun`.\n"
-        "Each generation of them is hit by one fault, at a random rank, step and phase, and the next goes on.\n"
-        "After each, the newest finished step must be saved, the tracker must name it, and every file must be\n"
-        "what the manifest says. Every loss and grad norm of every rank is compared, bit for bit, with a run of\n"
-        "the unmodified framework without faults."
+        "Each generation of them is hit by one fault, at a random rank, step and phase, and the next goes\n"
+        "on. After each, the newest finished step must be saved, the tracker must name it, and every file\n"
+        "must be what the manifest says. Every loss and grad norm of every rank is compared, bit for bit,\n"
+        "with a run of the unmodified framework without faults."
     )
     parts = [
         "# A campaign of random faults",
