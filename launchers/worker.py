@@ -50,6 +50,7 @@ def _run(arguments: list[str]) -> None:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if code == 0:
             _stay_while_needed(worker)
+            devices.leave(config.load().device)
             return
         if not isinstance(end.code, int):
             print(end.code, file=sys.stderr)  # as Python does
@@ -65,6 +66,7 @@ def _run(arguments: list[str]) -> None:
         worker.session.hold()
     else:
         _stay_while_needed(worker)
+        devices.leave(config.load().device)
 
 
 def _summary(error: BaseException) -> str:

@@ -26,3 +26,11 @@ def activate(name: str) -> None:
     from adaptor.devices import cpu
 
     cpu.activate()
+
+
+def leave(name: str) -> None:
+    """The script has ended well on the device `name`: end this process as is best there; it may return."""
+    if name == "cpu":
+        from adaptor.devices.cpu import leaving
+
+        leaving.leave()

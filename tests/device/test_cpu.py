@@ -274,3 +274,43 @@ def test_a_spawned_process_does_not_import_the_script(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "trained\n", done.stderr
+
+
+SCRIPT = """
+import atexit, sys, threading
+
+class Tensor:
+    def __del__(self):
+        print("taken down")
+
+kept = Tensor()
+atexit.register(print, "registered for the exit")
+go = threading.Event()
+threading.Thread(target=lambda: (go.wait(), print("a thread"))).start()
+atexit.register(print, "registered later")
+print("the script", end=" ")
+go.set()
+"""
+
+
+EXITED = ["the script a thread", "registered later", "registered for the exit"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [("", 0, EXITED), ("sys.exit(0)", 0, EXITED), ("sys.exit(3)", 3, [*EXITED, "taken down"])],
+    ids=["end", "exit-0", "exit-3"],
+)
+def test_the_end_of_a_script(end: str, code: int, said: list[str], tmp_path: Path) -> None:
+    """All that is registered is done; the interpreter is only taken down after a failure."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + end)
+    done = subprocess.run(
+        [sys.executable, "-m", "adaptor.devices.cpu", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines() == said

@@ -12,6 +12,7 @@ trains an unmodified script with these stand-ins alone: nothing else of the adap
     loading        torch.load, DataLoader, spawned helpers
     apex_finder    optimizer and layer norm of apex
     missing_names  names that the framework forgot to define
+    leaving        the end of the process
     framework      patches of the framework's own functions (adaptor.patches.cpu_megatron)
 
 The stand-ins last as long as the process: the framework's modules keep what they saw when they were imported.

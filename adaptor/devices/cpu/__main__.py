@@ -6,6 +6,7 @@ import sys
 
 from adaptor import _script
 from adaptor.devices import cpu
+from adaptor.devices.cpu import leaving
 
 
 def main() -> None:
@@ -13,7 +14,12 @@ def main() -> None:
     if arguments in ([], [_script.MODULE_FLAG]):
         sys.exit("usage: python -m adaptor.devices.cpu [--module] script [args...]")
     cpu.activate()
-    _script.run(arguments)
+    try:
+        _script.run(arguments)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    leaving.leave()
 
 
 if __name__ == "__main__":
