@@ -407,6 +407,20 @@ def test_a_barrier_that_holds_after_the_door_was_closed(worker: Worker) -> None:
         main.result()
 
 
+def test_who_has_told_not_to_be_ready_keeps_the_others_from_the_update(worker: Worker) -> None:
+    """They may not be frozen yet: the barrier would let them make an update that nobody reckons with."""
+    came: list[int] = []
+    worker.trainee.barrier = lambda: came.append(1)
+    worker.loop.begin(4)
+    assert not worker.frozen().provides(5)
+    with Thread(worker.loop.step, 5) as main:
+        wait_for_waiter(worker.changed)
+        assert worker.stands == ("READY", 4, 4)
+        assert came == worker.broke == []
+        worker.session.bring_to(5, lambda: 0, LONG_S)
+        main.result()
+
+
 def test_the_next_step_stays_behind_the_door(worker: Worker) -> None:
     worker.loop.begin(4)
     worker.frozen()
