@@ -65,6 +65,7 @@ class Controller:
         self._agents: set[int] = set()
         self._connected: set[int] = set()
         self._layouts: dict[int, Layout] = {}
+        self._unbegun: set[int] = set()  # they ended before they had told their layout
         self._causes = Causes()
         self._dead = self._causes.dead
         self._dying: set[int] = set()  # their statuses are not known yet
@@ -86,6 +87,8 @@ class Controller:
                     return [(node, self.verdict)]
             case Hello(rank=rank):
                 self._connected.add(rank)
+                if self.incident is not None:  # which waits for layouts still: nobody has been asked anything
+                    self.incident.nodes[rank] = self._node_of[rank]
                 if self.verdict is not None:
                     return [(self._node_of[rank], Addressed(rank, Exit(self.verdict.incident)))]
             case Layout(rank=rank):
@@ -94,8 +97,10 @@ class Controller:
                 return self._refuse(rank, reason)
             case Raised(rank=rank):
                 self._causes.raised.setdefault(rank, message)
+                self._ends({rank})
                 return self._fault(now, by_death=False)
             case Told(rank=rank, signal=name):
+                self._ends({rank})
                 return self._on_asked(rank, name, f"rank {rank}", -1, now)
             case Leave(node=node, signal=name):
                 who = "ttprun" if len(self._agents) == 1 else f"ttprun on node {node}"
@@ -132,7 +137,10 @@ class Controller:
                 rank, f"rank {rank} and rank {first.rank} do not run the same framework or patches"
             )
         self._layouts[rank] = layout
-        return []
+        return self._route(self.incident.on_layout()) if self.incident is not None else []
+
+    def _ends(self, ranks: Set[int]) -> None:
+        self._unbegun |= ranks - self._layouts.keys()
 
     def _on_asked(self, rank: int, name: str, who: str, leaves: int, now: float) -> Orders:
         if self.incident is None and self.verdict is None:
@@ -151,6 +159,7 @@ class Controller:
         if rank in self._dead or rank in self._dying:
             return []
         self._dying.add(rank)
+        self._ends({rank})
         if self.verdict is None:
             self._causes.unannounced.add(rank)
         return self._bury({rank}, now)
@@ -158,6 +167,7 @@ class Controller:
     def _on_deaths(self, statuses: dict[int, int], now: float) -> Orders:
         new = {rank: status for rank, status in statuses.items() if rank not in self._dead}
         self._dead.update(new)
+        self._ends(new.keys())
         known = new.keys() & self._dying
         self._dying -= known
         if self.incident is None and not any(new.values()):
@@ -197,6 +207,7 @@ class Controller:
             now,
             self._timeout_s,
             self._store,
+            self._unbegun,
             stacks=self._causes.hang_s > 0,
             answer_s=ANSWER_S if self._causes.hang_s or self._causes.asked else 0.0,
         )

@@ -73,7 +73,8 @@ class Directive:
 class Incident:
     """`nodes` maps the ranks that are alive to their nodes, `agents` are the nodes with an agent.
 
-    The owner takes out what is gone. `stacks`: the ranks are to tell where they stand; `answer_s`: how long
+    The owner takes out what is gone. `unbegun` are ranks that ended before training had begun on them, so that no
+    step has finished. `stacks`: the ranks are to tell where they stand; `answer_s`: how long
     they have for an answer, half of the time where it is not said.
     """
 
@@ -85,6 +86,7 @@ class Incident:
     opened_at: float
     timeout_s: float
     store: tuple[str, int]
+    unbegun: Collection[int] = ()
     state: State = State.FREEZING
     outcome: Outcome | None = None
     frozen: dict[int, BoardRecord] = field(default_factory=dict)
@@ -105,19 +107,30 @@ class Incident:
     answer_s: float = 0.0
 
     def open(self, by_death: bool) -> list[Directive]:
-        """Ask every live rank to freeze. An exception may be the echo of a death that is not known yet."""
+        """Ask every live rank to freeze. An exception may be the echo of a death that is not known yet.
+
+        Where training has only just begun, another node's word of it may still be on its way.
+        """
         self.deadline = self.opened_at + self.timeout_s
         # Time is left for the dump: a rank that has not closed its door by then is no holder.
         half = self.timeout_s / 2
         self.freeze_deadline = self.opened_at + min(half, self.answer_s or half)
-        if len(self.layouts) < self.world_size:
-            if by_death:
-                return self._end_before_training()
-            self.explained_by = self.opened_at + EXPLANATION_S
+        if len(self.layouts) == self.world_size:
+            return self._freeze()
+        if by_death and self.unbegun:
+            return self._end_before_training()
+        self.explained_by = self.opened_at + EXPLANATION_S
+        return []
+
+    def on_layout(self) -> list[Directive]:
+        if not self.explained_by or len(self.layouts) < self.world_size:
             return []
-        return [
-            Directive(Freeze(self.number, self.stacks), rank=rank) for rank in self.nodes
-        ] + self._decide_when_frozen()
+        self.explained_by = 0.0
+        return self._freeze()
+
+    def _freeze(self) -> list[Directive]:
+        orders = [Directive(Freeze(self.number, self.stacks), rank=rank) for rank in self.nodes]
+        return orders + self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
         if self.state is not State.FREEZING or rank not in self.nodes:
@@ -128,7 +141,7 @@ class Incident:
     def on_deaths(self, ranks: Collection[int]) -> list[Directive]:
         """`ranks` are no longer in `nodes`."""
         if self.explained_by:
-            return self._end_before_training()
+            return self._end_before_training() if self.unbegun else []
         for rank in ranks:
             self.frozen.pop(rank, None)
         if self.state is State.FREEZING:
