@@ -82,9 +82,11 @@ class Hub:
         self._let(functools.partial(self.controller.handle, message))
 
     async def close(self) -> None:
-        for node, send in self._sends.items():
-            if node != 0 and self.controller.verdict is None:
-                send(Dismissed())
+        # In the middle of an incident the others' workers wait to be asked: their agents must end them.
+        if self.controller.incident is None and self.controller.verdict is None:
+            for node, send in self._sends.items():
+                if node != 0:
+                    send(Dismissed())
         tasks = [task for task in (self._ticker, *self._connections) if task is not None]
         for task in tasks:
             task.cancel()

@@ -106,6 +106,18 @@ def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> Non
     assert verdict.line.startswith("rank 1 ended with status -9 after node 0 had finished")
 
 
+def test_a_node_that_leaves_in_the_middle_of_an_incident_ends_the_others(two_nodes: Job) -> None:
+    """Their workers wait to be asked for their state, and nobody will ask."""
+    job = two_nodes
+    job.train("step", "step")
+    job.workers[1].process.send_signal(signal.SIGSTOP)  # so that the incident cannot be over
+    job.nodes[0].leave("SIGTERM", 0.0)
+    job.nodes.pop(0).close()
+    verdict = job.verdict()
+    assert verdict.outcome == "lost"
+    assert verdict.line.startswith("the controller's node is lost")
+
+
 def test_a_second_generation_finds_the_new_controller(two_nodes: Job) -> None:
     job = two_nodes
     job.train("step")
