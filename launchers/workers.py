@@ -169,6 +169,7 @@ class Workers:
         _end_session(process.pid)
         status = process.wait()  # at once; poll() knows nothing while torch's thread is in it
         assert self.boards is not None  # `end` forgets the descriptor before it
+        self._on_dying(rank, at)  # of a small process this may be known before its lifeline
         self.alive.discard(rank)
         self._up(Died(rank, status, at, self.boards.read(rank)))
 

@@ -17,6 +17,7 @@ from adaptor.control import wire
 from adaptor.control.messages import Hello, Raised, Verdict
 from adaptor.control.processor import EXIT_SURVIVOR
 from adaptor.launchers import node as node_module
+from adaptor.launchers.workers import Workers
 from tests.unit.nodes import Job, is_gone, job, state_of, wait_until
 from tests.unit.threads import LONG_S
 
@@ -34,8 +35,13 @@ def report(job: Job) -> dict[str, Any]:
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
-def test_a_worker_that_leaves_without_a_word_has_failed(job: Job) -> None:
-    """os._exit(0) in the middle of the script: nothing else tells that from a good end."""
+@pytest.mark.parametrize("by", ["lifeline", "status"])
+def test_a_worker_that_leaves_without_a_word_has_failed(
+    job: Job, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """os._exit(0) in the middle of the script; the status of a small process may be known first."""
+    if by == "status":
+        monkeypatch.setattr(Workers, "_watch_lifeline", lambda *_: None)
     job.begin(2)
     job.train("step")
     job.workers[1].send("leave 0")
