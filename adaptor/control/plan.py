@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from adaptor.control.messages import BoardRecord, GroupOrder, Share
+from adaptor.control.messages import BoardRecord, GroupOrder, Phase, Share
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ def plan(
 ) -> Plan | NoPlan:
     """The largest step of which every shard of every group has a live holder.
 
+    A step that nobody has begun is taken only where there is no other: who is let through to it leaves the one
+    before, which others may be at, and one more death could leave no step at all.
+
     Args:
         shares: what each rank of the job holds, the dead ones included.
         alive: the boards of the ranks that can still give their state.
@@ -45,7 +48,7 @@ def plan(
         return NoPlan("no rank has told what it holds")
     writers = _writers(shares)
     steps = {s for board in alive.values() for s in _steps(board)} if only is None else {only}
-    for step in sorted(steps, reverse=True):
+    for step in sorted(steps, key=lambda step: (_may_have_begun(step, alive.values()), step), reverse=True):
         able = {
             shard: [rank for rank in owners if rank in alive and alive[rank].provides(step)]
             for shard, owners in possible.items()
@@ -94,6 +97,14 @@ def _writers(shares: Shares) -> dict[str, list[int]]:
 
 def _steps(board: BoardRecord) -> list[int]:
     return [s for s in (*range(board.oldest, board.finished + 1), board.ahead) if board.provides(s)]
+
+
+def _may_have_begun(step: int, boards: Collection[BoardRecord]) -> bool:
+    """Whether somebody, alive or dead, may have begun `step`: not where a live rank was not READY for it."""
+    for board in boards:
+        if step <= board.finished or (board.phase == Phase.UPDATING and step == board.ahead):
+            return True
+    return not any(board.phase == Phase.RUNNING and board.ahead < step for board in boards)
 
 
 def _holders(chosen: Mapping[Share, int]) -> dict[str, tuple[int, ...]]:

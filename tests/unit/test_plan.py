@@ -54,9 +54,15 @@ class Job:
         named = {share for shares in self.shares.values() for share in shares}
         return {Share(share.group, index, share.count) for share in named for index in range(share.count)}
 
+    def begun(self, step: int) -> bool:
+        """Not where nobody is past its door, and somebody has not come there."""
+        boards = self.alive.values()
+        past = any(b.finished >= step or (b.phase is Phase.UPDATING and b.ahead == step) for b in boards)
+        return past or not any(b.phase is Phase.RUNNING and b.ahead < step for b in boards)
+
     def best_step(self) -> int | None:
         steps = [step for step in range(LAST_STEP + 2) if self.shards and self.possible(step)]
-        return max(steps, default=None)
+        return max([step for step in steps if self.begun(step)] or steps, default=None)
 
 
 @st.composite
@@ -119,6 +125,30 @@ def test_the_largest_consistent_step_is_found(job: Job) -> None:
     else:
         assert made.step == best
         check_orders(job, made)
+
+
+def test_a_step_that_nobody_has_begun_is_not_begun_for_the_save() -> None:
+    """Who is let through to it leaves the step that everyone is at."""
+    shares = {rank: (Share("g", 0, 1),) for rank in (0, 1)}
+    ready, running = BoardRecord(0, 1, Phase.READY, 4, 4, 5), BoardRecord(1, 1, Phase.RUNNING, 4, 4, 4)
+    assert plan(shares, {0: ready, 1: running}).step == 4
+    assert plan(shares, {0: ready}).step == 5
+    past = BoardRecord(1, 1, Phase.RUNNING, 5, 5, 5)
+    assert plan(shares, {0: ready, 1: past}).step == 5
+    turned_back = BoardRecord(1, 1, Phase.RUNNING, 4, 4, 5)  # it was READY, so others may have passed
+    assert plan(shares, {0: ready, 1: turned_back}).step == 5
+    other = {0: (Share("g", 0, 1),), 1: (Share("h", 0, 1),), 2: (Share("h", 0, 1),)}
+    assert (
+        plan(
+            other,
+            {
+                0: BoardRecord(0, 1, Phase.UPDATING, 4, 4, 5),
+                1: BoardRecord(1, 1, Phase.READY, 4, 4, 5),
+                2: running,
+            },
+        ).step
+        == 5
+    )
 
 
 @given(jobs(), st.integers(0, LAST_STEP + 1))
