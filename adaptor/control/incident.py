@@ -73,9 +73,9 @@ class Directive:
 class Incident:
     """`nodes` maps the ranks that are alive to their nodes, `agents` are the nodes with an agent.
 
-    The owner takes out what is gone. `unbegun` are ranks that ended before training had begun on them, so that no
-    step has finished. `stacks`: the ranks are to tell where they stand; `answer_s`: how long
-    they have for an answer, half of the time where it is not said.
+    The owner takes out what is gone. `unbegun` ended before training had begun on them, so that no step has
+    finished. `stacks`: the ranks are to tell where they stand; `answer_s`: how long they have for an answer,
+    half of the time where it is not said.
     """
 
     number: int

@@ -161,8 +161,8 @@ class Session:
         self._take_door(updated=True)
         self.board.ready(self._step)
         try:
-            # Behind a closed door this rank may have told that it was not READY yet. Then nobody may begin the
-            # update, so the barrier must not be passed.
+            # Behind a closed door this rank may have told that it was not READY yet. Then nobody may begin
+            # the update, so the barrier must not be passed.
             if not self.door.closed:
                 self.trainee.barrier()
         except Exception as error:  # a broken barrier counts as READY: the gradients are complete here
