@@ -1,0 +1,208 @@
+"""A simulated agent: `launchers.node` and `launchers.workers` without processes, sockets and threads.
+
+It reads real boards, and what it takes for a hang is decided by the real `Stillness`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from adaptor.control.board import BoardMemory
+from adaptor.control.messages import (
+    Addressed,
+    AgentHello,
+    ControllerToAgent,
+    Died,
+    Dismissed,
+    Dying,
+    Exit,
+    FromAgent,
+    FromWorker,
+    Hello,
+    Leave,
+    Moving,
+    Phase,
+    Prepare,
+    Prepared,
+    Progress,
+    Publish,
+    Published,
+    PublishFailed,
+    Raised,
+    Still,
+    Told,
+    Verdict,
+)
+from adaptor.control.stillness import Stillness
+from adaptor.launchers.node import EXIT_GRACE_S, FAREWELL_S, PROGRESS_S
+from tests.simulation.clock import Body, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.worker import Worker
+    from tests.simulation.world import World
+
+
+class Agent(Process):
+    """`up` says something to the controller, while there is a way to it."""
+
+    def __init__(self, world: World, node: int) -> None:
+        super().__init__(world.clock)
+        self.world = world
+        self.node = node
+        self.ranks = tuple(rank for rank in world.job.ranks if world.job.nodes[rank] == node)
+        self.boards = BoardMemory(self.ranks)
+        self.living = set(self.ranks)
+        self.verdict: Verdict | None = None
+        self.settled = False
+        self.left = False  # torch has ended the workers, after somebody wanted this agent to end
+        self.filing = 0  # jobs on the disk
+        self._dismissed = False
+        self._silent = False
+        self._began = self.clock.now
+
+    def begin(self) -> None:
+        self._up(AgentHello(self.node, self.ranks))
+        for rank in self.ranks:
+            worker = self.world.workers[rank]
+            worker.later(self.world.random.uniform(0.05, 0.5), worker.start)
+        self.thread(self._watch_boards())
+
+    def _up(self, message: FromAgent) -> None:
+        if self._silent:
+            self._let_go(message)
+        elif self._dismissed:
+            self._judge_alone(message)
+        else:
+            self.world.network.up(self.node, message)
+
+    # workers
+
+    def hear(self, worker: Worker, message: FromWorker) -> None:
+        if not self.alive:
+            return
+        if isinstance(message, Hello):
+            worker.hellos = message.rank in self.living
+        if worker.hellos:
+            self._up(message)
+
+    def see_dying(self, worker: Worker) -> None:
+        board = self.boards.read(worker.rank)
+        if worker.rank in self.living and board.phase != Phase.ENDED:
+            self._up(Dying(worker.rank, 0.0, board))
+
+    def see_dead(self, worker: Worker, status: int) -> None:
+        self.see_dying(worker)
+        self.living.discard(worker.rank)
+        self._up(Died(worker.rank, status, 0.0, self.boards.read(worker.rank)))
+
+    def _watch_boards(self) -> Body[None]:
+        last, still = 0, False
+        stillness = Stillness(self.world.hang_s)
+        while self.living:
+            yield PROGRESS_S
+            boards = [self.boards.read(rank) for rank in sorted(self.living)]
+            seconds = stillness.look(boards, self.clock.now)
+            if seconds is not None:
+                self._up(Still(self.node, seconds))
+            elif still:
+                self._up(Moving(self.node))
+            still = seconds is not None
+            total = sum(board.progress for board in boards)
+            if total != last:
+                last = total
+                self._up(Progress(self.node, total))
+
+    # the controller
+
+    def obey(self, order: ControllerToAgent) -> None:
+        match order:
+            case Addressed(rank=rank, message=message):
+                worker = self.world.workers[rank]
+                if worker.hellos:
+                    worker.hears.send(message)
+            case Prepare():
+                self.thread(self._prepare(order))
+            case Publish():
+                self.thread(self._publish(order))
+            case Dismissed():
+                self._dismissed = True
+            case Verdict():
+                self.world.invariants.verdict(self, order)
+                self.verdict = order
+                self.thread(self._see_them_off())
+
+    def lose_controller(self) -> None:
+        if not self._dismissed:
+            self._judge("the controller's node is lost")
+
+    def _judge(self, what: str) -> None:
+        if self.verdict is None:
+            self.obey(Verdict(0, "lost", -1, what, -1, 1, ""))
+
+    def _judge_alone(self, message: FromAgent) -> None:
+        if (isinstance(message, Died) and message.status) or isinstance(message, Leave | Told | Raised):
+            self._judge(f"{type(message).__name__} after node 0 had finished")
+
+    def _let_go(self, message: FromAgent) -> None:
+        if isinstance(message, Raised | Told):
+            self.obey(Addressed(message.rank, Exit(0)))
+
+    def _prepare(self, order: Prepare) -> Body[None]:
+        self.filing += 1
+        try:
+            folder = yield from self.world.disk.prepare(order)
+            answer = Prepared(order.incident, folder, "")
+        except Exception as error:
+            answer = Prepared(order.incident, "", str(error))
+        self.filing -= 1
+        self._up(answer)
+
+    def _publish(self, order: Publish) -> Body[None]:
+        self.filing += 1
+        answer: Published | PublishFailed = Published(order.incident, order.step, order.save)
+        try:
+            yield from self.world.disk.publish(order, self._began)
+        except Exception as error:
+            answer = PublishFailed(order.incident, str(error))
+        self.filing -= 1
+        self._up(answer)
+
+    def _see_them_off(self) -> Body[None]:
+        yield from self._until_gone(EXIT_GRACE_S)
+        for rank in sorted(self.living):
+            self.world.end(self.world.workers[rank], -9)
+        over = self.clock.now + FAREWELL_S
+        while self.clock.now < over and (
+            self.living or (self.node == 0 and not self.world.controller.everyone_is_dead)
+        ):
+            yield 0.1
+        if self.node == 0 and not self.filing and self.verdict is not None and self.verdict.save:
+            self.world.disk.clean()
+        self.settled = True
+
+    def _until_gone(self, seconds: float) -> Body[None]:
+        over = self.clock.now + seconds
+        while self.living and self.clock.now < over:
+            yield 0.1
+
+    # torch's side
+
+    def leave(self, grace_s: float) -> None:
+        """SIGTERM to `ttprun`."""
+        self._up(Leave(self.node, "SIGTERM"))
+        self.thread(self._leave(grace_s))
+
+    def _leave(self, grace_s: float) -> Body[None]:
+        over = self.clock.now + grace_s
+        while not self.settled and self.clock.now < over:
+            yield 0.1
+        self._silent = True
+        for rank in sorted(self.living):
+            self.world.faults.hurt[rank] = "its time is over"
+            self.world.workers[rank].sigterm()
+        yield from self._until_gone(30.0)
+        for rank in sorted(self.living):
+            self.world.end(self.world.workers[rank], -9)
+        yield from self._until_gone(30.0)
+        self.left = self.settled = True
+        self.world.network.close(self.node)

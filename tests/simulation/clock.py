@@ -1,0 +1,166 @@
+"""Simulated time, connections, and code that waits.
+
+Real code that would block is parked: its condition variable raises `Parked`, and it is called again from its
+beginning when something has changed. That needs calls which may be repeated up to the place where they wait,
+and all of them are (`Session.before_update`, `freeze`, `bring_to`; `Door.enter`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Clock:
+    """What is to happen, in the order of its time, then in the order in which it was planned."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._plans: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._planned = 0
+
+    def at(self, when: float, act: Callable[..., None], *args: Any) -> None:
+        self._planned += 1
+        heapq.heappush(self._plans, (when, self._planned, act, args))
+
+    def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + seconds, act, *args)
+
+    def step(self) -> bool:
+        """Let the next thing happen; False where there is none."""
+        if not self._plans:
+            return False
+        self.now, _, act, args = heapq.heappop(self._plans)
+        act(*args)
+        return True
+
+
+class Link:
+    """One direction of a connection: messages arrive in their order, each after a delay, until it is cut."""
+
+    def __init__(self, clock: Clock, delay: Callable[[], float], arrive: Callable[[Any], None]) -> None:
+        self._clock = clock
+        self._delay = delay
+        self._arrive = arrive
+        self._last = 0.0
+        self._open = True
+
+    def send(self, message: Any) -> None:
+        self._last = max(self._last, self._clock.now + self._delay())
+        self._clock.at(self._last, self._deliver, message)
+
+    def stall(self, seconds: float) -> None:
+        """Nothing arrives for so long: packets are lost and sent again."""
+        self._last = max(self._last, self._clock.now + seconds)
+
+    def cut(self) -> None:
+        """What is on its way is lost, too."""
+        self._open = False
+
+    def _deliver(self, message: Any) -> None:
+        if self._open:
+            self._arrive(message)
+
+
+class Parked(BaseException):
+    """Code has come to where it would wait, for at most `timeout_s`; `except Exception` lets it out."""
+
+    def __init__(self, timeout_s: float | None = None) -> None:
+        self.timeout_s = timeout_s
+
+
+class Condition:
+    """Stands in for the `threading.Condition` of a real door; `changed` runs who is parked again.
+
+    expired  the time of the caller is over
+    again    the caller does again what it has done before: that changes nothing
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.expired = False
+        self.again = False
+        self._changed = changed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        if not self.again:
+            self._changed()
+
+    def wait(self) -> None:
+        raise Parked
+
+    def wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        if not done() and not self.expired:
+            raise Parked(timeout_s)
+        return done()
+
+
+# What a simulated thread waits for: so many seconds, or, where it is None, that something changes.
+Wait = float | None
+Body = Generator[Wait, None, T]
+
+
+class Process:
+    """Whatever has threads, and may be stopped, continued and ended: a worker, or an agent."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.alive = True
+        self.stopped = False
+        self.condition = Condition(self.changed)
+        self._parked: list[Body[None]] = []
+        self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def later(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+        """In this process, if it is alive then; when it is stopped, once it goes on."""
+        self.clock.after(seconds, self.do, act, *args)
+
+    def do(self, act: Callable[..., None], *args: Any) -> None:
+        if self.stopped:
+            self._held.append((act, args))
+        elif self.alive:
+            act(*args)
+
+    def go_on(self) -> None:
+        self.stopped = False
+        held, self._held = self._held, []
+        for act, args in held:
+            self.do(act, *args)
+
+    def thread(self, body: Body[None]) -> None:
+        wait = next(body, -1.0)
+        if wait is None:
+            self._parked.append(body)
+        elif wait >= 0:
+            self.later(wait, self.thread, body)
+
+    def changed(self) -> None:
+        parked, self._parked = self._parked, []
+        for body in parked:
+            self.later(0.0, self.thread, body)
+
+    def through(self, act: Callable[[], T]) -> Body[T]:
+        """Call `act` again and again until it does not wait, or its time is over."""
+        deadline: float | None = None
+        again = False
+        while True:
+            self.condition.expired = deadline is not None and self.clock.now >= deadline
+            self.condition.again = again
+            try:
+                return act()
+            except Parked as parked:
+                if deadline is None and parked.timeout_s is not None:
+                    deadline = self.clock.now + parked.timeout_s
+                    self.later(parked.timeout_s, self.changed)
+            finally:
+                self.condition.again = False
+            again = True
+            yield None

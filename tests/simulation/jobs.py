@@ -1,0 +1,140 @@
+"""The job of a seed: nodes, who holds which shard, the steps; and what is true of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from adaptor.control.messages import Share
+
+MOST_RANKS = 12
+
+
+@dataclass(frozen=True)
+class Job:
+    """One generation of workers.
+
+    nodes      of each rank
+    groups     of ranks that write the same files, in the order of their names
+    shares     what each rank tells that it holds
+    inner      per rank: the shards that each optimizer of its chain updates
+    copies     per rank: the shards of which it keeps a copy
+    partners   per rank: whose gradients it needs for its copies
+    origin     the step that training starts from
+    steps      the steps that training makes, some are left out as a whole
+    skipped    steps without an update
+    """
+
+    nodes: tuple[int, ...]
+    kind: str
+    groups: dict[str, tuple[int, ...]]
+    shares: tuple[tuple[Share, ...], ...]
+    inner: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
+    copies: tuple[tuple[tuple[str, int], ...], ...]
+    partners: tuple[frozenset[int], ...]
+    origin: int
+    steps: tuple[int, ...]
+    skipped: frozenset[int]
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self.nodes))
+
+    def updates(self, step: int) -> int:
+        """How many updates were made from the origin to `step`."""
+        return sum(s <= step and s not in self.skipped for s in self.steps)
+
+    def tensors(self, step: int) -> int:
+        """The step of the last update up to `step`: the content of every shard."""
+        return max((s for s in self.steps if s <= step and s not in self.skipped), default=self.origin)
+
+    def record(self, step: int) -> tuple[int, int]:
+        """What belongs to `step` besides tensors: the counter, and what moves with updates alone."""
+        return step, self.updates(step)
+
+    def size(self, group: str) -> int:
+        return next(s.count for shares in self.shares for s in shares if s.group == group)
+
+    def __str__(self) -> str:
+        made = ",".join(f"{step}{'s' * (step in self.skipped)}" for step in self.steps)
+        held = ["+".join(f"{s.group}.{s.index}{'f' * s.foreign}" for s in shares) for shares in self.shares]
+        return f"{self.kind}, ranks on nodes {self.nodes}, shards {held}, from step {self.origin}: {made}"
+
+
+def draw(random: Random, origin: int | None = None) -> Job:
+    """One to four nodes, data-parallel sizes 1 to 6, one or two groups."""
+    nodes, each = random.choice(
+        [(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (3, 4), (4, 2), (4, 3)]
+    )
+    world = nodes * each
+    models = random.choice([m for m in (1, 2) if world % m == 0 and world // m <= 6])
+    size = world // models
+    kinds = ["none"] if size == 1 else ["split", "split", "mirror", "plain"] if size % 2 == 0 else ["mirror"]
+    if models == 2 and size > 1:
+        kinds.append("experts")
+    kind = random.choice(kinds)
+    homes = tuple(rank // each for rank in range(world))
+    names = [f"mp_{m}" for m in range(models)]
+    shares, inner, copies, partners = [], [], [], []
+    for rank in range(world):
+        place, model = divmod(rank, models)
+        ring = [homes[p * models + model] for p in range(size)]
+        held, own, kept, partner = _holdings(kind, names, model, place, size, ring)
+        shares.append(held)
+        inner.append(own)
+        copies.append(kept)
+        partners.append(frozenset({rank, *(p * models + model for p in partner)}))
+    if origin is None:
+        origin = random.choice([0, 0, 40])
+    steps = [origin + 1 + s for s in range(random.randint(2, 5))]
+    if random.random() < 0.1 and len(steps) > 3:
+        del steps[random.randrange(1, len(steps) - 1)]
+    return Job(
+        homes,
+        kind,
+        {name: tuple(range(m, world, models)) for m, name in enumerate(names)},
+        tuple(shares),
+        tuple(inner),
+        tuple(copies),
+        tuple(partners),
+        origin,
+        tuple(steps),
+        frozenset(step for step in steps if random.random() < 0.15),
+    )
+
+
+Shards = tuple[tuple[str, int], ...]
+
+
+def _holdings(
+    kind: str, names: list[str], model: int, place: int, size: int, ring: list[int]
+) -> tuple[tuple[Share, ...], tuple[Shards, ...], Shards, list[int]]:
+    """The shares, the shards per inner optimizer, the copies, and the places in the ring of those copied."""
+    name = names[model]
+    if kind == "plain":  # no distributed optimizer: everyone has everything
+        return (Share(name, 0, 1),), (((name, 0),),), (), []
+    if kind == "split":
+        half = size // 2
+        return (Share(name, place % half, half),), (((name, place % half),),), (), []
+    if kind == "mirror":
+        apart = min(
+            range(1, size), key=lambda s: (sum(ring[p] == ring[(p + s) % size] for p in range(size)), s)
+        )
+        other = (place - apart) % size
+        held = tuple(Share(name, index, size) for index in sorted({place, other}))
+        return held, (((name, place),),), ((name, other),), [other]
+    if (
+        kind == "experts"
+    ):  # the dense optimizer is cut over both groups' ranks, the experts' is each group's own
+        copies = size % 2 == 0
+        dense = size // 2 if copies else size
+        cut, expert = place % dense, dense + place % dense
+        count = 2 * dense
+        held = tuple(
+            sorted(
+                [Share(n, cut, count, n != name) for n in names] + [Share(name, expert, count)],
+                key=lambda share: (share.group, share.index),
+            )
+        )
+        return held, (tuple((n, cut) for n in names), ((name, expert),)), (), []
+    return (Share(name, place, size),), (((name, place),),), (), []

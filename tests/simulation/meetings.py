@@ -1,0 +1,157 @@
+"""What ranks do together: collectives, and dumps over groups of their own; and what breaks them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from adaptor.checkpoint.manifest import FileEntry
+from adaptor.control.messages import Dump, GroupOrder
+from tests.simulation.clock import Body
+
+if TYPE_CHECKING:
+    from tests.simulation.worker import Worker
+    from tests.simulation.world import World
+
+
+class Meetings:
+    """A rank is done with a meeting when all whom it needs have arrived.
+
+    Who is connected to a dead one learns of it soon, or never: so it is with gloo.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._arrived: defaultdict[Any, set[int]] = defaultdict(set)
+        self._waiting: defaultdict[Any, set[int]] = defaultdict(set)
+        self._gone: set[int] = set()  # their ends of all connections are closed
+
+    def arrive(self, worker: Worker, name: Any, *, waits: bool = True) -> None:
+        """`waits`: for whom it needs; else others may need it."""
+        arrived, workers = self._arrived[name], self._world.workers
+        arrived.add(worker.rank)
+        if waits:
+            self._waiting[name].add(worker.rank)
+        for rank in sorted(self._waiting[name]):
+            other = workers[rank]
+            needed = other.waits_for[name]
+            if needed <= arrived and not any(self._world.apart(other, workers[r]) for r in needed):
+                other.later(self._world.local_delay(), other.met, name, True)
+        if waits and any(self._breaks(workers[r], name) for r in self._gone & worker.waits_for[name]):
+            self._may_break(worker, name)
+
+    def left(self, worker: Worker, name: Any) -> None:
+        self._waiting[name].discard(worker.rank)
+
+    def died(self, worker: Worker, *, told: bool) -> None:
+        """`told`: its kernel closes its connections; a node without power says nothing."""
+        for ranks in self._waiting.values():
+            ranks.discard(worker.rank)
+        if told:
+            self._gone.add(worker.rank)
+            self._break_for(worker)
+
+    def shut(self, worker: Worker) -> None:
+        """A worker shuts down its own connections."""
+        for name, ranks in list(self._waiting.items()):
+            if worker.rank in ranks and not _is_dump(name):
+                worker.later(0.0, worker.met, name, False)
+        self._break_for(worker, collectives=True)
+
+    def fail(self, worker: Worker, name: Any) -> None:
+        """`worker` drops out of a meeting."""
+        for rank in sorted(self._waiting[name]):
+            self._may_break(self._world.workers[rank], name)
+
+    def _break_for(self, worker: Worker, *, collectives: bool = False) -> None:
+        for name, ranks in list(self._waiting.items()):
+            for rank in sorted(ranks):
+                other = self._world.workers[rank]
+                needed = worker.rank in other.waits_for[name] and self._breaks(worker, name)
+                if needed and not (collectives and _is_dump(name)):
+                    self._may_break(other, name)
+
+    def _breaks(self, worker: Worker, name: Any) -> bool:
+        """Whether the end of `worker` can break a meeting.
+
+        Who is done has sent all that others need of it, and the kernel delivers that. Who has never come to
+        a new group is waited for.
+        """
+        if _is_dump(name) and name[-1] == "connect" and worker.rank not in self._arrived[name]:
+            return False
+        return not worker.has_done(name)
+
+    def _may_break(self, worker: Worker, name: Any) -> None:
+        draw = self._world.random
+        if draw.random() < (0.9 if _is_dump(name) else 0.6):
+            worker.later(draw.uniform(0.0, 0.01), worker.met, name, False)
+
+
+def _is_dump(name: Any) -> bool:
+    return name[0] == "dump"
+
+
+class Dumping:
+    """The dumps of an incident: shards go to the writer of a group, which writes them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._given: dict[tuple[int, str], dict[int, int]] = {}
+
+    def take_part(
+        self, worker: Worker, order: Dump, group: GroupOrder, record: tuple[int, int]
+    ) -> Body[tuple[FileEntry, ...]]:
+        names = [("dump", order.attempt, group.group, stage) for stage in ("connect", "shards", "thanks")]
+        try:
+            return (yield from self._take_part(worker, order, group, record, *names))
+        except Exception:
+            for name in names:
+                self._world.meetings.fail(worker, name)
+            raise
+
+    def _take_part(
+        self,
+        worker: Worker,
+        order: Dump,
+        group: GroupOrder,
+        record: tuple[int, int],
+        connect: Any,
+        shards: Any,
+        thanks: Any,
+    ) -> Body[tuple[FileEntry, ...]]:
+        world, everyone = self._world, frozenset(group.ranks)
+        yield from worker.through(lambda: worker.meet(connect, everyone))
+        yield world.random.uniform(0.0, 0.05)
+        self._check(worker, order)
+        given = self._given.setdefault((order.attempt, group.group), {})
+        for index, holder in enumerate(group.holders):
+            if holder == worker.rank:
+                given[index] = worker.trainee.tensors[group.group, index]
+        worker.session.board.advance(1)
+        if group.writer != worker.rank:
+            world.meetings.arrive(worker, shards, waits=False)
+            yield from worker.through(lambda: worker.meet(thanks, frozenset({group.writer, worker.rank})))
+            return ()
+        yield from worker.through(lambda: worker.meet(shards, everyone))
+        world.meetings.arrive(worker, thanks, waits=False)
+        return (yield from self._write(worker, order, group, record, given))
+
+    def _check(self, worker: Worker, order: Dump) -> None:
+        if worker.cancelled(order.attempt):
+            raise RuntimeError("a newer attempt has replaced this one")
+
+    def _write(
+        self, worker: Worker, order: Dump, group: GroupOrder, record: tuple[int, int], given: dict[int, int]
+    ) -> Body[tuple[FileEntry, ...]]:
+        disk, draw = self._world.disk, self._world.random
+        entry = FileEntry(f"{group.group}/model.pt", 1, "00", order.attempt)
+        yield disk.pause()
+        self._check(worker, order)
+        disk.write(order.folder, entry.draft, (group.group, dict(given), record))
+        for _ in range(disk.slices):
+            yield disk.pause(disk.slow_s)
+            self._check(worker, order)
+            worker.session.board.advance(1)
+        if draw.random() < disk.trouble or worker.node in disk.full_for:
+            raise OSError("no space left on device")
+        return (entry,)

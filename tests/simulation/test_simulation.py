@@ -1,0 +1,57 @@
+"""Ten thousand jobs, each with faults of its own: `invariants.py` says what must hold in all of them.
+
+A seed that fails is printed with all that happened. TTP_SEED=123 replays one, TTP_SEEDS=200000 makes more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from tests.simulation.world import World
+
+SEEDS = int(os.environ.get("TTP_SEEDS", "10000"))
+CHUNKS = 10
+
+
+def run(seed: int) -> World:
+    """A world at its end; what happened in it is told where that breaks an invariant."""
+    world = World(seed)
+    try:
+        world.run()
+    except Exception as error:
+        pytest.fail(f"TTP_SEED={seed}: {error!r}\n{replay(seed)}", pytrace=False)
+    return world
+
+
+def replay(seed: int) -> str:
+    world = World(seed, traced=True)
+    try:
+        world.run()
+    except Exception as error:
+        world.tell(f"{error!r}")
+    return "\n".join(world.log or ())
+
+
+@pytest.mark.skipif("TTP_SEED" in os.environ, reason="one seed is replayed")
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_no_order_of_events_breaks_an_invariant(chunk: int) -> None:
+    ends: Counter[str] = Counter()
+    for seed in range(chunk * SEEDS // CHUNKS, (chunk + 1) * SEEDS // CHUNKS):
+        verdict = run(seed).controller.verdict
+        ends["no incident" if verdict is None else verdict.outcome] += 1
+    # Without all of these there would be little to check.
+    for end in ("saved", "lost", "nothing", "no incident"):
+        assert ends[end] > SEEDS / CHUNKS / 20, ends
+
+
+def test_a_seed_is_replayed() -> None:
+    """Twice the same, to the last word."""
+    seed = int(os.environ.get("TTP_SEED", "11"))
+    told = replay(seed)
+    if "TTP_SEED" in os.environ:
+        print(f"\n{told}")
+    assert told == replay(seed)
+    run(seed)

@@ -1,0 +1,273 @@
+"""A simulated worker: a real session, door and board, around a script and a processor that have no threads.
+
+The script is Megatron's loop as far as the session and other ranks see it. The processor answers like
+`adaptor.control.processor`, its threads are generators.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from adaptor.control.board import Board
+from adaptor.control.messages import (
+    Dump,
+    Exit,
+    Freeze,
+    FromWorker,
+    Frozen,
+    Hello,
+    Layout,
+    Raised,
+    Standing,
+    Told,
+    ToWorker,
+    WriteFailed,
+    Written,
+)
+from adaptor.control.session import Session
+from tests.simulation.clock import Body, Link, Parked, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+# The framework's own time-out for what ranks do together.
+FRAMEWORK_S = 60.0
+
+
+class ScriptError(Exception):
+    """An exception that leaves the script."""
+
+
+class Trainee:
+    """What a session asks; dumps are in `meetings`. A shard's content is the step of its last update."""
+
+    save = "/save"
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.job = job = worker.world.job
+        self.shares = job.shares[worker.rank]
+        self.tensors = {(s.group, s.index): job.origin for s in self.shares}
+        self.updates = 0
+        self.step = job.origin
+
+    def take_record(self, step: int) -> tuple[int, int]:
+        return step, self.updates
+
+    def take_door(self) -> int:
+        return self.step
+
+    def derive(self, record: tuple[int, int], door: int, updated: bool) -> tuple[int, int]:
+        assert door == record[0] + 1, "a record is derived by what another step has changed"
+        return record[0] + 1, record[1] + updated
+
+    def has_state(self) -> bool:
+        return self.job.origin > 0 or self.updates > 0 or any(self.tensors.values())
+
+    def exchange(self) -> None:
+        if self.job.copies[self._worker.rank]:
+            self._worker.meet(("exchange", self.step), self.job.partners[self._worker.rank])
+
+    def barrier(self) -> None:
+        self._worker.meet(("barrier", self.step), frozenset(self.job.ranks))
+
+    def update(self, number: int) -> None:
+        for shard in self.job.inner[self._worker.rank][number]:
+            self.tensors[shard] = self.step
+
+    def update_replicas(self) -> None:
+        for shard in self.job.copies[self._worker.rank]:
+            self.tensors[shard] = self.step
+
+
+class Worker(Process):
+    """One process; `died` is called at its end."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(world.clock)
+        self.world = world
+        self.rank = rank
+        self.node = world.job.nodes[rank]
+        self.agent = world.agents[self.node]
+        self.says = Link(self.clock, world.local_delay, lambda said: self.agent.hear(self, said))
+        self.hears = Link(self.clock, world.local_delay, lambda order: self.do(self._obey, order))
+        self.hellos = False  # whether the agent has heard of it
+        self.gone = False  # whether the agent has seen it end
+        self.raises = False  # an exception is about to leave the script
+        self.main_hangs = False
+        self._exit_code = 0
+        self._attempt = 0
+        self._outcomes: dict[Any, bool] = {}  # of what it does with other ranks
+        self.waits_for: dict[Any, frozenset[int]] = {}
+        self._broken_told: set[str] = set()
+
+    # the main thread
+
+    def start(self) -> None:
+        boards = self.agent.boards
+        self.session = Session(
+            Board(self.rank, boards.path, boards.slots), self._say_layout, self._say_broken
+        )
+        self.session.door._changed = self.condition  # type: ignore[assignment]
+        write = self.session.board.write
+
+        def written() -> None:
+            write()
+            self.world.on_board(self)
+
+        self.session.board.write = written  # type: ignore[method-assign]
+        self.say(Hello(self.rank, self.rank))
+        self.thread(self._main())
+
+    def _main(self) -> Body[None]:
+        try:
+            yield from self._script()
+        except Exception as error:
+            self.session.give_up()
+            self.session.board.fail(str(error))
+            self._exit_code = 1
+            self.say(Raised(self.rank, f"{type(error).__name__}: {error}", 1))
+            return  # and hold
+        if self.session.door.closed:
+            return  # it may be a holder
+        self.session.board.end()
+        yield self.world.random.uniform(0.001, 0.3)
+        self.world.end(self, 0)
+
+    def _script(self) -> Body[None]:
+        job, draw = self.world.job, self.world.random
+        session = self.session
+        yield from self._busy(draw.uniform(0.05, 0.5))
+        yield from self.through(lambda: self.meet("start", frozenset(job.ranks)))
+        self.trainee = trainee = Trainee(self)
+        inner = [object() for _ in job.inner[self.rank]]
+        session.begin_training(trainee, inner, job.origin)
+        for step in job.steps:
+            yield from self._busy(self.world.pause_before(step))
+            trainee.step = step
+            session.begin_step(step, watched=True)
+            yield from self._busy(draw.uniform(0.5, 1.5) * self.world.step_s)
+            yield from self.through(lambda step=step: self.meet(("reduce", step), frozenset(job.ranks)))
+            if step in job.skipped:
+                session.end_update(False, None)
+            else:
+                yield from self.through(lambda: session.before_update(inner[0]))
+                for number, optimizer in enumerate(inner):
+                    session.before_update(optimizer)
+                    yield from self._busy(draw.uniform(0.1, 1.0) * self.world.update_s)
+                    trainee.update(number)
+                    session.after_update(optimizer)
+                session.end_update(True, 1.0)
+                trainee.updates += 1
+                yield from self.through(lambda step=step: self.meet(("gather", step), frozenset(job.ranks)))
+            session.end_step()
+            if self.world.saves_after(step):
+                yield from self._save(step)
+
+    def _save(self, step: int) -> Body[None]:
+        """A regular save of the framework; rank 0 gives it its name when every rank has written."""
+        everyone = frozenset(self.world.job.ranks)
+        yield from self._busy(self.world.random.uniform(0.01, 0.2))
+        yield from self.through(lambda: self.meet(("written", step), everyone))
+        if self.rank == 0:
+            door = self.session.door
+            yield from self.through(lambda: door.enter(-1))  # as Session.publishing, which cannot take time
+            self.world.disk.publish_regular(step)
+            yield from self._busy(self.world.random.uniform(0.001, 0.05))
+            self.world.disk.replace_tracker(step)
+            door.leave()
+        yield from self.through(lambda: self.meet(("saved", step), everyone))
+
+    def _busy(self, seconds: float) -> Body[None]:
+        yield seconds
+        if self.session.updating and (self.main_hangs or self.raises):
+            self.world.faults.in_an_update(self)
+        while self.main_hangs:
+            yield None
+        if self.raises:
+            self.raises = False
+            raise ScriptError("it failed")
+
+    def meet(self, name: Any, others: frozenset[int]) -> None:
+        """Do something with `others`; the real code is parked until it is done, or broken."""
+        if name not in self._outcomes:
+            if name not in self.waits_for:
+                self.waits_for[name] = others
+                self.later(FRAMEWORK_S, self.met, name, False)
+                self.world.meetings.arrive(self, name)
+            raise Parked
+        if not self._outcomes[name]:
+            raise RuntimeError(f"{name if isinstance(name, str) else name[0]}: connection closed by peer")
+
+    def met(self, name: Any, done: bool) -> None:
+        """What became of it; the first word counts."""
+        if name not in self._outcomes and name in self.waits_for:
+            self._outcomes[name] = done
+            self.world.meetings.left(self, name)
+            self.changed()
+
+    def has_done(self, name: Any) -> bool:
+        return bool(self._outcomes.get(name))
+
+    def _say_layout(self, trainee: Any, origin: int) -> None:
+        self.say(Layout(self.rank, trainee.shares, trainee.save, origin, "same"))
+
+    def _say_broken(self, error: str) -> None:
+        if error not in self._broken_told:  # the door is tried again, see `clock`
+            self._broken_told.add(error)
+            self.say(Raised(self.rank, error, 1))
+
+    # the processor
+
+    def say(self, message: FromWorker) -> None:
+        self.says.send(message)
+
+    def sigterm(self) -> None:
+        self.say(Told(self.rank, "SIGTERM"))
+
+    def _obey(self, order: ToWorker) -> None:
+        match order:
+            case Freeze():
+                self.thread(self._freeze(order))
+            case Dump():
+                self._attempt = order.attempt
+                self.thread(self._dump(order))
+            case Exit():
+                self.world.end(self, self._exit_code)
+
+    def _freeze(self, order: Freeze) -> Body[None]:
+        if order.stacks:
+            yield self.world.random.uniform(0.0, 0.2)
+        waits = bool(self.waits_for.keys() - self._outcomes.keys())
+        standing = Standing(waits, "somewhere") if order.stacks else None
+        board = yield from self.through(lambda: self.session.freeze(self.world.timeout_s / 2))
+        if board is not None:
+            self.world.at_point(self, "frozen")
+            self.say(Frozen(self.rank, order.incident, board, standing))
+
+    def _dump(self, order: Dump) -> Body[None]:
+        session, group = self.session, order.groups[0]
+        try:
+            if session.board.finished < order.step:
+                self.world.at_point(self, "let through")
+                yield from self.through(
+                    lambda: session.bring_to(order.step, self._wake, order.timeout_s),
+                )
+            record = session.record_of(order.step)
+            for group in order.groups:
+                files = yield from self.world.dumping.take_part(self, order, group, record)
+                if group.writer == self.rank:
+                    self.say(Written(self.rank, order.incident, order.attempt, group.group, files))
+                    self.world.at_point(self, "written")
+        except Exception as error:
+            if self._attempt == order.attempt:
+                reason = f"{type(error).__name__}: {error}"
+                self.say(WriteFailed(self.rank, order.incident, order.attempt, group.group, reason))
+
+    def cancelled(self, attempt: int) -> bool:
+        return self._attempt != attempt
+
+    def _wake(self) -> int:
+        self.world.meetings.shut(self)
+        return 0

@@ -1,0 +1,181 @@
+"""One generation of a job around the real controller, from its start to its end, driven by a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+from adaptor.control import session
+from adaptor.control.controller import Controller
+from adaptor.control.messages import AgentLost, FromAgent
+from adaptor.launchers.hub import TICK_S
+from tests.simulation import jobs
+from tests.simulation.agent import Agent
+from tests.simulation.clock import Clock
+from tests.simulation.disk import Disk
+from tests.simulation.faults import Faults
+from tests.simulation.invariants import Invariants
+from tests.simulation.meetings import Dumping, Meetings
+from tests.simulation.network import Network
+from tests.simulation.worker import Worker
+
+# Nothing here takes longer: two time-outs, and what agents wait for at the end.
+NEVER_S = 2000.0
+
+
+class World:
+    """`log` tells a person what happened, in order; None where nobody will read it."""
+
+    def __init__(self, seed: int, *, traced: bool = False) -> None:
+        self.random = Random(seed)
+        self.log: list[str] | None = [] if traced else None
+        self.clock = Clock()
+        self.job = jobs.draw(self.random)
+        draw = self.random
+        self.timeout_s = draw.choice([10.0, 30.0])
+        self.hang_s = 3.0
+        self.step_s = draw.choice([0.02, 0.1, 0.3])
+        self.update_s = draw.choice([0.001, 0.05])
+        self._save_interval = draw.choice([0, 0, 0, 2])
+        self._pause_before = draw.choice(self.job.steps) if draw.random() < 0.1 else -1
+        self.controller = Controller(len(self.job.nodes), self.timeout_s, ("store", 1))
+        self.controller_left = False
+        self._ticking = False
+        self.invariants = Invariants(self)
+        self.disk = Disk(self.clock, draw, self.invariants.final)
+        self.meetings = Meetings(self)
+        self.dumping = Dumping(self)
+        self.agents = {node: Agent(self, node) for node in sorted(set(self.job.nodes))}
+        self.network = Network(self)
+        self.workers = {rank: Worker(self, rank) for rank in self.job.ranks}
+        self.faults = Faults(self)
+        for agent in self.agents.values():
+            agent.later(draw.uniform(0.0, 0.2) if agent.node else 0.0, agent.begin)
+        self.tell(str(self.job))
+
+    def tell(self, what: str) -> None:
+        if self.log is not None:
+            self.log.append(f"{self.clock.now:9.4f} {what}")
+
+    # what the parts ask for
+
+    def local_delay(self) -> float:
+        draw = self.random.random()
+        return 0.0001 + draw * (0.005 if draw > 0.95 else 0.001)
+
+    def pause_before(self, step: int) -> float:
+        """An evaluation between two steps takes longer than any step."""
+        return 2 * self.hang_s if step == self._pause_before else 0.0001
+
+    def saves_after(self, step: int) -> bool:
+        return bool(self._save_interval) and step % self._save_interval == 0
+
+    def apart(self, one: Worker, other: Worker) -> bool:
+        """Whether no packet passes between two workers."""
+        cut = self.faults.cut
+        return one.node != other.node and (one.node in cut or other.node in cut)
+
+    def on_board(self, worker: Worker) -> None:
+        self.invariants.board(worker)
+        self.faults.on_phase(worker, worker.session.board.phase.name)
+
+    def at_point(self, worker: Worker, point: str) -> None:
+        self.faults.on_phase(worker, point)
+
+    # the hub
+
+    def hear(self, message: FromAgent) -> None:
+        if self.controller_left:
+            return
+        if isinstance(message, AgentLost):
+            self.network.gone.add(message.node)
+        if self.log is not None:
+            self.tell(f"heard {message}")
+        self.invariants.heard(message)
+        self._obey(self.controller.handle(message, self.clock.now))
+        if self.controller.incident is not None and not self._ticking:
+            self._ticking = True
+            self.clock.after(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        if self.controller_left or self.controller.verdict is not None:
+            return
+        self._obey(self.controller.tick(self.clock.now))
+        self.clock.after(TICK_S, self._tick)
+
+    def _obey(self, orders: list[tuple[int, Any]]) -> None:
+        for node, order in orders:
+            if self.log is not None:
+                self.tell(f"    orders node {node}: {order}")
+            self.invariants.ordered(node, order)
+            self.network.down(node, order)
+        self.invariants.decided()
+        incident = self.controller.incident
+        if incident is not None:
+            self.faults.on_state(incident.state.name)
+
+    # ends
+
+    def end(self, worker: Worker, status: int, *, told: bool = True) -> None:
+        """A process ends; `told`: its kernel lives, and tells its agent and whom it was connected to."""
+        if not worker.alive:
+            return
+        worker.alive = False
+        self.tell(f"-- rank {worker.rank} ends with {status}")
+        self.meetings.died(worker, told=told)
+        if not told:
+            return
+        agent = worker.agent
+        dying = self.random.uniform(0.0001, 0.002)
+        # Freeing memory takes time; a small process is gone as soon as its main thread.
+        freed = self.random.choice([0.0, 0.001, 0.3])
+        agent.later(dying, agent.see_dying, worker)
+        agent.later(
+            max(0.0, self.random.uniform(-0.0005, 0.002) + dying + freed), agent.see_dead, worker, status
+        )
+
+    def end_node(self, node: int, *, told: bool) -> None:
+        for worker in self.workers.values():
+            if worker.node == node:
+                self.end(worker, -9, told=told)
+        self.agents[node].alive = False
+
+    def over(self) -> bool:
+        """Every agent has seen its workers off, or the script has come to its end on every rank."""
+        ended = self.controller.incident is None and (
+            self.controller_left or self.controller.everyone_is_dead
+        )
+        return all(
+            agent.settled or (ended and agent.verdict is None and not agent.living)
+            for agent in self.agents.values()
+            if agent.alive
+        )
+
+    def run(self) -> None:
+        """To the end; raises AssertionError where an invariant is broken."""
+        with self._time():
+            try:
+                while not self.over():
+                    assert self.clock.now < NEVER_S, "it never ends"
+                    assert self.clock.step(), "nothing happens any more, and it has not ended"
+                    self.invariants.always()
+                self.invariants.at_the_end()
+            finally:
+                for worker in self.workers.values():
+                    worker.__dict__.pop("session", None)
+                for agent in self.agents.values():
+                    agent.boards.close()
+
+    @contextmanager
+    def _time(self) -> Iterator[None]:
+        """The session measures steps by the clock of this world."""
+        real, session.time = session.time, self  # type: ignore[attr-defined, assignment]
+        try:
+            yield
+        finally:
+            session.time = real  # type: ignore[attr-defined]
+
+    def monotonic(self) -> float:
+        return self.clock.now
