@@ -34,8 +34,8 @@ def plan(
 ) -> Plan | NoPlan:
     """The largest step of which every shard of every group has a live holder.
 
-    A step that nobody has begun is taken only where there is no other: who is let through to it leaves the one
-    before, which others may be at, and one more death could leave no step at all.
+    A step that nobody has begun is taken only where there is no other: who is let through to it leaves the
+    one before, which others may be at, and one more death could leave no step at all.
 
     Args:
         shares: what each rank of the job holds, the dead ones included.
