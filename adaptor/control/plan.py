@@ -49,10 +49,8 @@ def plan(
     writers = _writers(shares)
     steps = {s for board in alive.values() for s in _steps(board)} if only is None else {only}
     for step in sorted(steps, key=lambda step: (_may_have_begun(step, alive.values()), step), reverse=True):
-        able = {
-            shard: [rank for rank in owners if rank in alive and alive[rank].provides(step)]
-            for shard, owners in possible.items()
-        }
+        there = {rank for rank, board in alive.items() if board.provides(step)}
+        able = {shard: [rank for rank in owners if rank in there] for shard, owners in possible.items()}
         chosen = {
             shard: min(ranks, key=lambda rank: (rank in avoid, rank), default=None)
             for shard, ranks in able.items()
@@ -60,10 +58,7 @@ def plan(
         if None in chosen.values():
             continue
         holders = _holders({shard: rank for shard, rank in chosen.items() if rank is not None})
-        able_to_write = {
-            group: [rank for rank in ranks if rank in alive and alive[rank].provides(step)]
-            for group, ranks in writers.items()
-        }
+        able_to_write = {group: [rank for rank in ranks if rank in there] for group, ranks in writers.items()}
         if all(able_to_write.values()):
             return Plan(
                 step,
@@ -77,10 +72,13 @@ def plan(
 
 def _owners(shares: Shares) -> dict[Share, list[int]]:
     owners: dict[Share, list[int]] = {}
+    seen: set[tuple[str, int]] = set()
     for rank in sorted(shares):
         for share in shares[rank]:
-            for index in range(share.count):
-                owners.setdefault(Share(share.group, index, share.count), [])
+            if (share.group, share.count) not in seen:
+                seen.add((share.group, share.count))
+                for index in range(share.count):
+                    owners[Share(share.group, index, share.count)] = []
             owners[Share(share.group, share.index, share.count)].append(rank)
     return owners
 
