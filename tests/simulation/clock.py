@@ -136,7 +136,10 @@ class Process:
             self.do(act, *args)
 
     def thread(self, body: Body[None]) -> None:
-        wait = next(body, -1.0)
+        try:
+            wait = next(body, -1.0)
+        except Parked:
+            raise AssertionError("something waits that nothing would wake") from None
         if wait is None:
             self._parked.append(body)
         elif wait >= 0:

@@ -73,7 +73,10 @@ class Faults:
     def on_state(self, state: str) -> None:
         while self._at_state.get(state):
             self._at_state[state] -= 1
-            self._world.clock.after(self._soon(), self._strike_any)
+            if state in ("PREPARING", "PUBLISHING") and self._draw.random() < 0.3:
+                self._world.clock.after(self._soon(), self._strike_publisher)
+            else:
+                self._world.clock.after(self._soon(), self._strike_any)
 
     def _soon(self) -> float:
         return self._draw.choice([0.0, 0.001, 0.01, 0.1]) * self._draw.random()
@@ -82,6 +85,13 @@ class Faults:
         alive = [worker for worker in self._world.workers.values() if worker.alive]
         if alive:
             self._strike(self._draw.choice(alive))
+
+    def _strike_publisher(self) -> None:
+        incident = self._world.controller.incident
+        assert incident is not None
+        if self._world.agents[incident.publisher].alive:
+            worker = self._world.workers[self._world.agents[incident.publisher].ranks[0]]
+            self._draw.choice([self._lose_loudly, self._lose_silently, self._cut_off])(worker)
 
     def _strike(self, worker: Worker) -> None:
         """One fault, which begins with `worker`, or its node."""

@@ -85,6 +85,8 @@ class Meetings:
         draw = self._world.random
         if draw.random() < (0.9 if _is_dump(name) else 0.6):
             worker.later(draw.uniform(0.0, 0.01), worker.met, name, False)
+        else:
+            worker.hangs_in(name)
 
 
 def _is_dump(name: Any) -> bool:

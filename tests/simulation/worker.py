@@ -100,6 +100,7 @@ class Worker(Process):
         self._attempt = 0
         self._outcomes: dict[Any, bool] = {}  # of what it does with other ranks
         self.waits_for: dict[Any, frozenset[int]] = {}
+        self._hanging: set[Any] = set()
         self._broken_told: set[str] = set()
 
     # the main thread
@@ -202,10 +203,16 @@ class Worker(Process):
 
     def met(self, name: Any, done: bool) -> None:
         """What became of it; the first word counts."""
+        if done and name in self._hanging:
+            return
         if name not in self._outcomes and name in self.waits_for:
             self._outcomes[name] = done
             self.world.meetings.left(self, name)
             self.changed()
+
+    def hangs_in(self, name: Any) -> None:
+        """What it needs of others will not come; that they are gone, it does not learn."""
+        self._hanging.add(name)
 
     def has_done(self, name: Any) -> bool:
         return bool(self._outcomes.get(name))
