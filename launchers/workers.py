@@ -51,6 +51,7 @@ class Workers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._deaths: dict[int, int] = {}  # ranks, and the descriptors that tell of their deaths
         self._lifelines: list[threading.Thread] = []
+        self._held: set[int] = set()  # lifelines, by processes that still run the program that was started
         self._connections: dict[int, asyncio.StreamWriter] = {}
         self._hearing: set[asyncio.StreamWriter] = set()
 
@@ -110,6 +111,7 @@ class Workers:
         for rank in list(self._deaths):
             self._forget(rank)
         self._processes = {}
+        self._held = set()
         self.alive = set()
         boards, self.boards = self.boards, None
         for thread in self._lifelines:
@@ -148,9 +150,14 @@ class Workers:
         lifeline = boards.lifelines[rank]
 
         def wait() -> None:
-            if lifeline.wait(lambda: self.boards is boards) and _exiting(pid):
+            if not lifeline.wait(lambda: self.boards is boards):
+                return
+            if _exiting(pid):
                 self._loop.call_soon_threadsafe(self._on_dying, rank, time.time())
+            else:
+                self._held.discard(rank)
 
+        self._held.add(rank)
         thread = threading.Thread(target=wait, name=f"ttp-lifeline-{rank}", daemon=True)
         thread.start()
         self._lifelines.append(thread)
@@ -169,7 +176,8 @@ class Workers:
         _end_session(process.pid)
         status = process.wait()  # at once; poll() knows nothing while torch's thread is in it
         assert self.boards is not None  # `end` forgets the descriptor before it
-        self._on_dying(rank, at)  # of a small process this may be known before its lifeline
+        if status == 0 and rank in self._held:  # of a small process this may be known first
+            self._on_dying(rank, at)
         self.alive.discard(rank)
         self._up(Died(rank, status, at, self.boards.read(rank)))
 

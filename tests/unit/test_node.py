@@ -14,10 +14,10 @@ import pytest
 
 from adaptor.checkpoint import publish
 from adaptor.control import wire
+from adaptor.control.lifeline import Lifeline
 from adaptor.control.messages import Hello, Raised, Verdict
 from adaptor.control.processor import EXIT_SURVIVOR
 from adaptor.launchers import node as node_module
-from adaptor.launchers.workers import Workers
 from tests.unit.nodes import Job, is_gone, job, state_of, wait_until
 from tests.unit.threads import LONG_S
 
@@ -41,7 +41,7 @@ def test_a_worker_that_leaves_without_a_word_has_failed(
 ) -> None:
     """os._exit(0) in the middle of the script; the status of a small process may be known first."""
     if by == "status":
-        monkeypatch.setattr(Workers, "_watch_lifeline", lambda *_: None)
+        monkeypatch.setattr(Lifeline, "wait", lambda *_: False)
     job.begin(2)
     job.train("step")
     job.workers[1].send("leave 0")
