@@ -87,11 +87,12 @@ class Agent(Process):
 
     def see_dying(self, worker: Worker) -> None:
         board = self.boards.read(worker.rank)
-        if worker.rank in self.living and board.phase != Phase.ENDED:
+        if worker.hellos and worker.rank in self.living and board.phase != Phase.ENDED:
             self._up(Dying(worker.rank, 0.0, board))
 
     def see_dead(self, worker: Worker, status: int) -> None:
-        self.see_dying(worker)
+        if status == 0:
+            self.see_dying(worker)
         self.living.discard(worker.rank)
         self._up(Died(worker.rank, status, 0.0, self.boards.read(worker.rank)))
 

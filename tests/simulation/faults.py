@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
-_PHASES = ("RUNNING", "READY", "UPDATING")
-_STATES = ("FREEZING", "PREPARING", "DUMPING", "PUBLISHING")
-_POINTS = ("frozen", "let through", "written")
+_PHASES = ("RUNNING", "READY", "READY", "UPDATING")
+_STATES = ("FREEZING", "PREPARING", "DUMPING", "DUMPING", "PUBLISHING")
+_POINTS = ("frozen", "let through", "let through", "written")
 
 
 class Faults:
@@ -84,7 +84,8 @@ class Faults:
     def _strike_any(self) -> None:
         alive = [worker for worker in self._world.workers.values() if worker.alive]
         if alive:
-            self._strike(self._draw.choice(alive))
+            # Often one of the first ranks: they write and publish.
+            self._strike(self._draw.choice(alive if self._draw.random() < 0.7 else alive[:2]))
 
     def _strike_publisher(self) -> None:
         incident = self._world.controller.incident
@@ -185,7 +186,7 @@ class Faults:
         if agent.alive and agent.living:
             self._tell(f"SIGTERM to ttprun of node {agent.node}")
             self._blame(-1, "told")
-            agent.leave(25.0)
+            agent.leave(self._draw.choice([2.0, 25.0]))
 
     def _preempt(self, worker: Worker) -> None:
         for agent in self._world.agents.values():

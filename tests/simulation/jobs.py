@@ -7,7 +7,8 @@ from random import Random
 
 from adaptor.control.messages import Share
 
-MOST_RANKS = 12
+# Nodes, and ranks on each.
+SIZES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 4), (4, 1), (4, 2), (4, 3)]
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,15 @@ class Job:
         return f"{self.kind}, ranks on nodes {self.nodes}, shards {held}, from step {self.origin}: {made}"
 
 
-def draw(random: Random, origin: int | None = None) -> Job:
+def draw(random: Random) -> Job:
     """One to four nodes, data-parallel sizes 1 to 6, one or two groups."""
-    nodes, each = random.choice(
-        [(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (3, 4), (4, 2), (4, 3)]
-    )
+    nodes, each = random.choice(SIZES)
     world = nodes * each
     models = random.choice([m for m in (1, 2) if world % m == 0 and world // m <= 6])
     size = world // models
-    kinds = ["none"] if size == 1 else ["split", "split", "mirror", "plain"] if size % 2 == 0 else ["mirror"]
-    if models == 2 and size > 1:
-        kinds.append("experts")
+    kinds = ["none"]
+    if size > 1:
+        kinds += ["mirror", "mirror", "plain"] + ["split"] * 3 * (size % 2 == 0) + ["experts"] * (models == 2)
     kind = random.choice(kinds)
     homes = tuple(rank // each for rank in range(world))
     names = [f"mp_{m}" for m in range(models)]
@@ -84,8 +83,7 @@ def draw(random: Random, origin: int | None = None) -> Job:
         inner.append(own)
         copies.append(kept)
         partners.append(frozenset({rank, *(p * models + model for p in partner)}))
-    if origin is None:
-        origin = random.choice([0, 0, 40])
+    origin = random.choice([0, 0, 40])
     steps = [origin + 1 + s for s in range(random.randint(2, 5))]
     if random.random() < 0.1 and len(steps) > 3:
         del steps[random.randrange(1, len(steps) - 1)]

@@ -36,9 +36,14 @@ class Meetings:
             other = workers[rank]
             needed = other.waits_for[name]
             if needed <= arrived and not any(self._world.apart(other, workers[r]) for r in needed):
-                other.later(self._world.local_delay(), other.met, name, True)
+                other.later(self._last_part(), other.met, name, True)
         if waits and any(self._breaks(workers[r], name) for r in self._gone & worker.waits_for[name]):
             self._may_break(worker, name)
+
+    def _last_part(self) -> float:
+        """Some are done while others still wait for their last message."""
+        draw = self._world.random
+        return draw.uniform(0.0, 0.05) if draw.random() < 0.25 else self._world.local_delay()
 
     def left(self, worker: Worker, name: Any) -> None:
         self._waiting[name].discard(worker.rank)

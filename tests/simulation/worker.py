@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # The framework's own time-out for what ranks do together.
 FRAMEWORK_S = 60.0
+# A shard in the middle of its update is of no step.
+TORN = -1
 
 
 class ScriptError(Exception):
@@ -72,9 +74,9 @@ class Trainee:
     def barrier(self) -> None:
         self._worker.meet(("barrier", self.step), frozenset(self.job.ranks))
 
-    def update(self, number: int) -> None:
+    def update(self, number: int, step: int) -> None:
         for shard in self.job.inner[self._worker.rank][number]:
-            self.tensors[shard] = self.step
+            self.tensors[shard] = step
 
     def update_replicas(self) -> None:
         for shard in self.job.copies[self._worker.rank]:
@@ -153,11 +155,13 @@ class Worker(Process):
             if step in job.skipped:
                 session.end_update(False, None)
             else:
+                yield from self._busy(draw.uniform(0.0, 0.2) * self.world.step_s)  # norm and clipping
                 yield from self.through(lambda: session.before_update(inner[0]))
                 for number, optimizer in enumerate(inner):
                     session.before_update(optimizer)
+                    trainee.update(number, TORN)
                     yield from self._busy(draw.uniform(0.1, 1.0) * self.world.update_s)
-                    trainee.update(number)
+                    trainee.update(number, step)
                     session.after_update(optimizer)
                 session.end_update(True, 1.0)
                 trainee.updates += 1
@@ -174,10 +178,12 @@ class Worker(Process):
         if self.rank == 0:
             door = self.session.door
             yield from self.through(lambda: door.enter(-1))  # as Session.publishing, which cannot take time
-            self.world.disk.publish_regular(step)
-            yield from self._busy(self.world.random.uniform(0.001, 0.05))
-            self.world.disk.replace_tracker(step)
-            door.leave()
+            try:
+                self.world.disk.publish_regular(step)
+                yield from self._busy(self.world.random.uniform(0.001, 0.05))
+                self.world.disk.replace_tracker(step)
+            finally:
+                door.leave()
         yield from self.through(lambda: self.meet(("saved", step), everyone))
 
     def _busy(self, seconds: float) -> Body[None]:
