@@ -41,6 +41,7 @@ def protect(
     from adaptor.checkpoint.megatron import TrainingState
     from adaptor.checkpoint.naming import model_parallel_folder
     from adaptor.checkpoint.records import chain
+    from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, place_of, replicas_of
     from adaptor.control import runtime
     from adaptor.replica import layout
@@ -48,10 +49,11 @@ def protect(
     patching.check("ttp")
     sizes = SimpleNamespace(context_parallel_size=parallel_state.get_context_parallel_world_size())
     layout.require_protected(sizes, optimizer.config, model[0].config, model[0].ddp_config)
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
-        layout.require_experts_cut_alike(
-            parallel_state.get_expert_tensor_parallel_world_size(),
+    if model[0].config.num_moe_experts is not None:
+        layout.require_folders_for_experts(
             parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
         )
     folder.require_writable(save)
     folder.require_newest(save, step)
@@ -84,7 +86,7 @@ def protect(
         ),
         save=str(Path(save).resolve()),
         shares=place.shares,
-        tracker=tensor_parallel.get_cuda_rng_tracker(),
+        random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
         counters=dict,
         growth=dict,
         increment=lambda: samples_per_step,

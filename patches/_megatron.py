@@ -11,6 +11,7 @@ import torch
 
 from adaptor.checkpoint.megatron import FLOPS, TrainingState
 from adaptor.checkpoint.naming import TRACKER
+from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, place_of, replicas_of
 from adaptor.control.runtime import RESUME
 
@@ -113,7 +114,10 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         ),
         save=str(Path(args.save).resolve()),
         shares=place.shares,
-        tracker=tensor_parallel.get_cuda_rng_tracker(),
+        random=RandomStates(
+            tensor_parallel.get_cuda_rng_tracker(),
+            mpu.get_data_parallel_group() if args.data_parallel_random_init else None,
+        ),
         counters=counters,
         growth=growth,
         increment=batch,

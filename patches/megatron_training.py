@@ -25,8 +25,10 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     parsed = wrapped(*args, **kwargs)
     layout.require_protected(parsed)
     if getattr(parsed, "num_experts", None) is not None:
-        layout.require_experts_cut_alike(
-            getattr(parsed, "expert_tensor_parallel_size", None), parsed.tensor_model_parallel_size
+        layout.require_folders_for_experts(
+            parsed.tensor_model_parallel_size,
+            getattr(parsed, "expert_tensor_parallel_size", None),
+            parsed.expert_model_parallel_size,
         )
     choice.decide(
         parsed.use_distributed_optimizer,

@@ -13,12 +13,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
 from adaptor.checkpoint import shards
+from adaptor.checkpoint.buffers import Buffers
 from adaptor.checkpoint.manifest import FileEntry, HashingFile
 from adaptor.checkpoint.records import StepRecord, chain
 from adaptor.checkpoint.shards import Exchange
@@ -52,6 +54,11 @@ class TrainingState:
     args_overrides: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     stored: tuple[bool, ...] = ()
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        """Of its model."""
+        return Buffers(self.model)
 
     def saves(self, what: str) -> bool:
         """Whether the framework was asked to save `what`: `optim` or `rng`."""
@@ -137,9 +144,10 @@ def _model_file(
     body["checkpoint_version"] = 3.0
     body["iteration"] = record.step
     not_finite: list[str] = []
+    buffers = state.buffers.copies(record.buffers)
     for number, chunk in enumerate(state.model):
         key = "model" if len(state.model) == 1 else f"model{number}"
-        body[key], bad = weights.rebuild(chunk)
+        body[key], bad = weights.rebuild(chunk, buffers)
         not_finite += [f"{key}.{name}" for name in bad]
         exchange.check()
     if state.saves("optim"):
@@ -147,8 +155,8 @@ def _model_file(
             body["optimizer"] = _optimizer_of(state, record, exchange)
         if record.scheduler is not None:
             body["opt_param_scheduler"] = dict(record.scheduler)
-    if state.saves("rng") and record.rng is not None:
-        body["rng_state"] = [dict(record.rng)]
+    if state.saves("rng"):
+        body["rng_state"] = [dict(states) for states in record.rng]
     if FLOPS in record.counters:
         body[FLOPS] = record.counters[FLOPS]
     body.update(state.extra)

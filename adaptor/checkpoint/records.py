@@ -12,21 +12,14 @@ record. They change inside the update window, together with the tensors, and are
 from __future__ import annotations
 
 import copy
-import ctypes
-import random
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
-from numpy.random import mtrand
 
 from adaptor.errors import CheckpointError
-
-# numpy's mt19937_state: 624 words and a position.
-_MT19937_BYTES = 625 * 4
 
 # Per inner optimizer, per param group: every key but `params` and `step`.
 Groups = tuple[tuple[Mapping[str, Any], ...], ...]
@@ -41,7 +34,8 @@ class StepRecord:
     scheduler  state dict of the parameter scheduler, None without one
     groups     per optimizer of the chain, per param group: its scalars
     scalers    per optimizer of the chain: state dict of its grad scaler, None without one
-    rng        as the framework stores it for one rank, None when it is not saved
+    rng        as the framework stores it, one entry for each data-parallel rank that has states of its own
+    buffers    copies of the model's saved buffers (`Buffers.take`)
     """
 
     step: int
@@ -49,51 +43,13 @@ class StepRecord:
     scheduler: Mapping[str, Any] | None
     groups: Groups
     scalers: tuple[Mapping[str, Any] | None, ...]
-    rng: Mapping[str, Any] | None
+    rng: Sequence[Mapping[str, Any]]
+    buffers: tuple[torch.Tensor | None, ...] = ()
 
 
 def chain(optimizer: Any) -> list[Any]:
     """The optimizers of the framework's chain, in its order; a bare optimizer is a chain of one."""
     return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
-
-
-def take_rng(tracker: Any) -> dict[str, Any]:
-    """The random states of this process, as the framework stores them; `tracker` is its CUDA RNG tracker."""
-    states = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": _numpy.take(),
-        "torch_rng_state": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda_rng_state"] = torch.cuda.get_rng_state()
-    states["rng_tracker_states"] = {
-        # A plain state is replaced by the tracker, never changed in place; a generator lives on.
-        name: state.clone_state() if isinstance(state, torch.Generator) else state
-        for name, state in tracker.get_states().items()
-    }
-    return states
-
-
-class _NumpyState:
-    """Takes numpy's global random state, which costs it 150 microseconds, only when it has changed."""
-
-    def __init__(self) -> None:
-        self._seen = b""
-        self._taken: Any = None
-
-    def take(self) -> Any:
-        """What `numpy.random.get_state()` returns."""
-        generator = mtrand.get_bit_generator()
-        if type(generator) is not numpy.random.MT19937:
-            return numpy.random.get_state()
-        seen = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-        # Not in this memory is a spare normal deviate: getting one draws numbers, using it up does not.
-        if seen != self._seen or self._taken[3]:
-            self._seen, self._taken = seen, numpy.random.get_state()
-        return self._taken
-
-
-_numpy = _NumpyState()
 
 
 def take_groups(optimizer: Any) -> Groups:
@@ -122,7 +78,12 @@ def _cloned(scaler: Any) -> dict[str, Any] | None:
 
 
 def take(
-    step: int, counters: Mapping[str, int | float], optimizer: Any, scheduler: Any, tracker: Any
+    step: int,
+    counters: Mapping[str, int | float],
+    optimizer: Any,
+    scheduler: Any,
+    rng: Sequence[Mapping[str, Any]],
+    buffers: tuple[torch.Tensor | None, ...],
 ) -> StepRecord:
     """The record of `step`, taken between steps: after the framework moved its scheduler and its counters."""
     return StepRecord(
@@ -131,7 +92,8 @@ def take(
         scheduler=None if scheduler is None else dict(scheduler.state_dict()),
         groups=take_groups(optimizer),
         scalers=take_scalers(optimizer),
-        rng=take_rng(tracker),
+        rng=rng,
+        buffers=buffers,
     )
 
 
@@ -143,7 +105,8 @@ def advance(
     increment: int,
     growth: Mapping[str, int | float],
     scalers: Sequence[Mapping[str, Any] | None],
-    rng: Mapping[str, Any] | None,
+    rng: Sequence[Mapping[str, Any]],
+    buffers: tuple[torch.Tensor | None, ...],
 ) -> StepRecord:
     """The record of the step after `record`, as the framework will have it once it has finished that step.
 
@@ -151,13 +114,13 @@ def advance(
     scheduler  the live one; only its constants are read, it is not changed
     increment  samples by which the framework moves its scheduler
     growth     by how much each counter grows; one that is not named stays
-    scalers, rng  taken at the door of the new step: what comes after it changes neither
+    scalers, rng, buffers  taken at the door of the new step: what comes after it changes none of them
     """
     counters = {name: value + growth.get(name, 0) for name, value in record.counters.items()}
     state, groups = record.scheduler, record.groups
     if updated and state is not None:
         state, groups = _scheduled(scheduler, state, groups, increment)
-    return StepRecord(record.step + 1, counters, state, groups, tuple(scalers), rng)
+    return StepRecord(record.step + 1, counters, state, groups, tuple(scalers), rng, buffers)
 
 
 def _scheduled(

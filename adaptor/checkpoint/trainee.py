@@ -9,12 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from adaptor.checkpoint import megatron, records, shards
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.checkpoint.megatron import TrainingState
 from adaptor.checkpoint.records import StepRecord
+from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.shards import Exchange
 from adaptor.control.messages import GroupOrder, Share
 from adaptor.control.session import DumpRun
@@ -28,7 +30,8 @@ class _Door:
     """What a step has changed when it stands at the door, and by how much it moves the rest afterwards."""
 
     scalers: tuple[Mapping[str, Any] | None, ...]
-    rng: Mapping[str, Any]
+    rng: Sequence[Mapping[str, Any]]
+    buffers: tuple[torch.Tensor | None, ...]
     growth: Mapping[str, int | float]
     increment: int
 
@@ -40,7 +43,7 @@ class MegatronTrainee:
     state      the live objects
     save       the folder of checkpoints
     shares     what this rank holds
-    tracker    the framework's CUDA RNG tracker
+    random     the random states that are saved
     counters   the counters as they are now, under the framework's names
     growth     by how much the step that runs now moves each counter
     increment  by how many samples it moves the scheduler
@@ -51,7 +54,7 @@ class MegatronTrainee:
     state: TrainingState
     save: str
     shares: tuple[Share, ...]
-    tracker: Any
+    random: RandomStates
     counters: Callable[[], Mapping[str, int | float]]
     growth: Callable[[], Mapping[str, int | float]]
     increment: Callable[[], int]
@@ -68,11 +71,23 @@ class MegatronTrainee:
 
     def take_record(self, step: int) -> StepRecord:
         state = self.state
-        return records.take(step, self.counters(), state.optimizer, state.scheduler, self.tracker)
+        return records.take(
+            step,
+            self.counters(),
+            state.optimizer,
+            state.scheduler,
+            self.random.take(),
+            state.buffers.take(),
+        )
 
     def take_door(self) -> _Door:
-        scalers = records.take_scalers(self.state.optimizer)
-        return _Door(scalers, records.take_rng(self.tracker), dict(self.growth()), self.increment())
+        return _Door(
+            records.take_scalers(self.state.optimizer),
+            self.random.exchange(),
+            self.state.buffers.take(),
+            dict(self.growth()),
+            self.increment(),
+        )
 
     def derive(self, record: StepRecord, door: _Door, updated: bool) -> StepRecord:
         return records.advance(
@@ -83,6 +98,7 @@ class MegatronTrainee:
             growth=door.growth,
             scalers=door.scalers,
             rng=door.rng,
+            buffers=door.buffers,
         )
 
     def has_state(self) -> bool:

@@ -71,9 +71,12 @@ class Weights:
         for param in optimizer.get_parameters():
             self._whole.setdefault(_place(param), param)
 
-    def rebuild(self, chunk: Any) -> tuple[dict[str, Any], list[str]]:
+    def rebuild(self, chunk: Any, buffers: Mapping[int, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
         """What a model chunk saves of itself, with the weights from the main params; names of those not
         finite.
+
+        Args:
+            buffers: copies to save in the place of live buffers, by their address (`Buffers.copies`).
 
         Raises CheckpointError for a trained weight without a main param here.
         """
@@ -87,7 +90,7 @@ class Weights:
             if weight is None:
                 if value.data_ptr() in trained:
                     raise CheckpointError(f"{name}: no optimizer of this rank has its main param")
-                saved[name] = self._to_host(value)
+                saved[name] = self._to_host(buffers.get(value.data_ptr(), value))
                 continue
             if not shards.is_finite(weight):
                 not_finite.append(name)

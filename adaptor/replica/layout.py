@@ -10,7 +10,6 @@ from adaptor.errors import LayoutError
 # (argument, the values that are protected, what to say of others)
 _PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("context_parallel_size", (1,), "context parallelism"),
-    ("moe_router_enable_expert_bias", (False,), "the router's expert bias, no matter of the optimizer,"),
     (
         "overlap_param_gather_with_optimizer_step",
         (False,),
@@ -22,8 +21,7 @@ _PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("optimizer_cpu_offload", (False,), "optimizer offload"),
     ("fp8", (None,), "fp8"),
     ("fp4", (None,), "fp4"),
-    ("optimizer", ("adam",), "an optimizer other than adam"),
-    ("data_parallel_random_init", (False,), "--data-parallel-random-init"),
+    ("optimizer", ("adam", "sgd"), "an optimizer other than adam and sgd"),
     ("async_save", (False, None), "--async-save"),
     ("non_persistent_save_interval", (None,), "non-persistent checkpoints"),
     ("no_save_optim", (False, None), "--no-save-optim, without which nothing can go on from a checkpoint,"),
@@ -51,20 +49,27 @@ def require_protected(*configs: Any) -> None:
             )
 
 
-def require_experts_cut_alike(experts: int | None, tensor: int) -> None:
-    """Ranks with the same folder in a checkpoint must have the same experts.
+def require_folders_for_experts(tensor: int, experts_tensor: int | None, experts: int) -> None:
+    """Megatron's `torch` format has a folder for each tensor and expert parallel rank, pipeline stages aside.
+
+    Ranks of one folder must have the same experts, and one of them must be the first with its experts, for
+    that is who writes it.
 
     Args:
-        experts: the tensor parallel size of experts, None where it is that of the rest.
-        tensor: that of the rest.
+        tensor: the tensor parallel size.
+        experts_tensor: that of experts, None where it is the same.
+        experts: the expert parallel size.
 
     Raises:
-        LayoutError: they differ.
+        LayoutError: there is no such folder for some.
     """
-    if experts is not None and experts != tensor:
+    cut = tensor if experts_tensor is None else experts_tensor
+    if tensor % cut or cut * experts % tensor:
         raise LayoutError(
-            f"--expert-tensor-parallel-size is {experts}: experts that are cut in another way than the rest "
-            f"cannot be protected yet; use {tensor}, or set ENABLE_TTP=False"
+            f"--expert-tensor-parallel-size is {cut}: with --tensor-model-parallel-size {tensor} and "
+            f"--expert-model-parallel-size {experts} the framework's `torch` checkpoints lack a part of the "
+            f"model; use a divisor of {tensor} that times {experts} is a multiple of {tensor}, "
+            "or set ENABLE_TTP=False"
         )
 
 

@@ -44,6 +44,8 @@ class Layout:
     extra: tuple[str, ...] = ()
     replica: str = "auto"
     pp: int = 1
+    # Steps that the framework saves without being asked.
+    saves: tuple[int, ...] = ()
 
     @property
     def data_parallel_size(self) -> int:
@@ -86,6 +88,30 @@ MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*_EXPERTS, "--expert-model-parallel-si
 MOE_EP2_MIRROR = Layout("moe-dp4-ep2-mirror", 4, extra=MOE_EP2.extra, replica="mirror")
 # No two ranks have the same experts.
 MOE_EP2_DP2 = Layout("moe-dp2-ep2", 2, extra=MOE_EP2.extra, replica="mirror")
+# A router's bias changes outside of the optimizer; experts are cut in another way than the rest.
+MOE_TP2_EP2 = Layout(
+    "moe-tp2-dp2-ep2",
+    4,
+    tp=2,
+    extra=(
+        *MOE_EP2.extra,
+        *("--expert-tensor-parallel-size", "1", "--sequence-parallel"),
+        *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
+        *("--moe-router-bias-update-rate", "0.1"),
+    ),
+)
+DP2_SGD = Layout("dp2-sgd", 2, distributed_optimizer=False, extra=("--optimizer", "sgd"))
+# Batches of 4, 4, 6, 6, then 8 samples; the framework saves when their size changes.
+DP2_RAMPUP = Layout(
+    "dp2-rampup",
+    2,
+    extra=(
+        *("--rampup-batch-size", "4", "2", "16", "--train-samples", "52", "--lr-warmup-iters", "0"),
+        *("--data-parallel-random-init", "--eval-interval", "5", "--eval-iters", "2", "--split", "90,10,0"),
+        *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    ),
+    saves=(2, 4),
+)
 DP2_LOADERS = Layout("dp2-loaders", 2, extra=("--num-workers", "2"))
 DP2_FP32 = Layout("dp2-fp32", 2, precision="fp32")
 # Its fifth step is skipped.

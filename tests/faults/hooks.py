@@ -129,25 +129,30 @@ def _watch_updates(injector: Injector) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    inside = False
+    inside: str | None = None
 
-    def enters(*_: Any) -> None:
+    def enters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal inside
-        inside = True
+        # SGD adds to its momentum first, Adam to its parameter last.
+        inside = "add_" if isinstance(optimizer, torch.optim.SGD) else "addcdiv_"
 
     def leaves(*_: Any) -> None:
         nonlocal inside
-        inside = False
+        inside = None
 
-    def strikes_after_one_parameter(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
-        if inside:
-            injector.reach("update")
-        return result
+    def strikes_after(operation: str) -> Wrapper:
+        def strikes_after_one_parameter(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            result = wrapped(*args, **kwargs)
+            if inside == operation:
+                injector.reach("update")
+            return result
+
+        return strikes_after_one_parameter
 
     register_optimizer_step_pre_hook(enters)
     register_optimizer_step_post_hook(leaves)
-    wrapt.wrap_function_wrapper(torch, "Tensor.addcdiv_", strikes_after_one_parameter)
+    for operation in ("add_", "addcdiv_"):
+        wrapt.wrap_function_wrapper(torch, f"Tensor.{operation}", strikes_after(operation))
 
 
 def _watch_saves(injector: Injector) -> None:

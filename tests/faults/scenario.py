@@ -81,4 +81,4 @@ def restarts(job: Job, baseline: Baseline, *, saved: Collection[int]) -> Ended:
 
 
 def _regular(job: Job) -> set[int]:
-    return set(range(job.save_interval, ITERATIONS, job.save_interval))
+    return {*range(job.save_interval, ITERATIONS, job.save_interval), *job.layout.saves}

@@ -51,11 +51,11 @@ def tiny_gpt(
 
     The learning rate at an iteration depends on `train_iters`, and the framework refuses a checkpoint of a
     run with another value: a run that resumes has the same, a shorter one says `--exit-interval` in `extra`.
+    `--train-samples` in `extra` takes the place of iterations.
     """
     args = [*shlex.split(PLAIN), *shlex.split(TINY), *shlex.split(PRECISIONS[precision])]
     args += [
-        "--train-iters",
-        str(train_iters),
+        *(() if "--train-samples" in extra else ("--train-iters", str(train_iters))),
         "--tensor-model-parallel-size",
         str(tp),
         "--ckpt-format",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import MOE_DP2, MOE_EP2, MOE_EP2_DP2, MOE_EP2_MIRROR, Job, Layout
+from tests.faults.harness import MOE_DP2, MOE_EP2, MOE_EP2_DP2, MOE_EP2_MIRROR, MOE_TP2_EP2, Job, Layout
 from tests.faults.scenario import BaselineOf, survives
 
 
@@ -23,6 +23,7 @@ from tests.faults.scenario import BaselineOf, survives
             (MOE_EP2, 2, "gather", {6}),
             (MOE_EP2_MIRROR, 0, "update", {6}),
             (MOE_EP2_MIRROR, 3, "reduction", {5}),
+            (MOE_TP2_EP2, 1, "norm", {5}),
         ]
     ],
 )

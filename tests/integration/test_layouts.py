@@ -11,6 +11,8 @@ from tests.faults.harness import (
     DP2_FP16,
     DP2_FP32,
     DP2_OVERLAP,
+    DP2_RAMPUP,
+    DP2_SGD,
     DP2_WHOLE,
     DP3_OVERLAP,
     FP16_SKIPS,
@@ -52,6 +54,8 @@ from tests.faults.scenario import BaselineOf, survives
             (DP3_OVERLAP, 1, "between", {6}),
             (DP2_FP32, 0, "gather", {6}),
             (DP2_FP32, 1, "backward", {5}),
+            (DP2_SGD, 1, "update", {6}),
+            (DP2_RAMPUP, 1, "backward", {5}),
         ]
     ],
 )

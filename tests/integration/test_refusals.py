@@ -79,10 +79,10 @@ def test_a_replica_that_the_size_does_not_allow(layout: Layout, words: str, tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--optimizer", "sgd"], "--optimizer is sgd"),
-        (["--data-parallel-random-init"], "--data-parallel-random-init is True"),
+        (["--async-save"], "--async-save is True"),
+        (["--num-experts", "4", "--expert-tensor-parallel-size", "1"], "--expert-tensor-parallel-size is 1"),
     ],
-    ids=["sgd", "random-init"],
+    ids=["async-save", "experts-without-folders"],
 )
 def test_a_layout_that_is_not_protected_yet(arguments: list[str], words: str, tmp_path: Path) -> None:
     layout = Layout("refused", 4, tp=2)

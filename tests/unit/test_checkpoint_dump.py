@@ -121,7 +121,8 @@ RECORD = StepRecord(
     scheduler={"num_steps": 96},
     groups=(({"lr": 0.5},),),
     scalers=({"scale": torch.tensor([8.0])},),
-    rng={"torch_rng_state": torch.zeros(2, dtype=torch.uint8)},
+    rng=[{"torch_rng_state": torch.zeros(2, dtype=torch.uint8)}],
+    buffers=(torch.tensor([True, False]),),
 )
 
 
@@ -231,7 +232,7 @@ def test_weights_come_from_the_main_params_and_the_rest_from_the_model(tmp_path:
     assert torch.equal(model["b"], whole[15:22])
     assert torch.equal(model["c"], whole[32:34])
     assert torch.equal(model["frozen"], torch.arange(4.0))
-    assert model["mask"].dtype == torch.bool
+    assert model["mask"].tolist() == [True, False], "as it was at the end of the step"
 
 
 def test_what_belongs_to_the_step_comes_from_the_record(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,6 @@ PROTECTED = {
     "expert_model_parallel_size": 1,
     "num_experts": None,
     "expert_tensor_parallel_size": None,
-    "moe_router_enable_expert_bias": False,
     "overlap_param_gather_with_optimizer_step": False,
     "sequence_parallel": False,
     "use_megatron_fsdp": False,
@@ -28,7 +28,6 @@ PROTECTED = {
     "fp8": None,
     "fp4": None,
     "optimizer": "adam",
-    "data_parallel_random_init": False,
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
     "async_save": None,
@@ -41,7 +40,6 @@ PROTECTED = {
 
 REFUSED = [
     ("context_parallel_size", 2),
-    ("moe_router_enable_expert_bias", True),
     ("overlap_param_gather_with_optimizer_step", True),
     ("use_megatron_fsdp", True),
     ("use_torch_fsdp2", True),
@@ -49,8 +47,7 @@ REFUSED = [
     ("optimizer_cpu_offload", True),
     ("fp8", "hybrid"),
     ("fp4", "e2m1"),
-    ("optimizer", "sgd"),
-    ("data_parallel_random_init", True),
+    ("optimizer", "muon"),
     ("async_save", True),
     ("non_persistent_save_interval", 100),
     ("no_save_optim", True),
@@ -168,11 +165,30 @@ def test_experts_of_an_odd_number_of_ranks_cannot_be_split(size: int) -> None:
         choice.replica(size, "split", experts=3)
 
 
-def test_experts_are_cut_like_the_rest() -> None:
-    layout.require_experts_cut_alike(None, 2)
-    layout.require_experts_cut_alike(2, 2)
-    with pytest.raises(LayoutError, match=r"--expert-tensor-parallel-size is 1: .*; use 2, or set"):
-        layout.require_experts_cut_alike(1, 2)
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("experts", [1, 2, 3, 4])
+def test_experts_have_folders_or_are_refused(tensor: int, cut: int, experts: int) -> None:
+    """Rank by rank: who shares a folder has the same experts, and the first with them is among these."""
+    ranks = range(math.lcm(tensor, cut * experts) * 2)
+    folders: dict[tuple[int, int], list[int]] = {}
+    for rank in ranks:
+        folders.setdefault((rank % tensor, rank // cut % experts), []).append(rank)
+    fit = all(
+        len({rank % (cut * experts) for rank in members}) == 1 and members[0] < cut * experts
+        for members in folders.values()
+    )
+    if fit and tensor % cut == 0:
+        layout.require_folders_for_experts(tensor, cut, experts)
+    else:
+        with pytest.raises(
+            LayoutError, match=f"--expert-tensor-parallel-size is {cut}: .* or set ENABLE_TTP"
+        ):
+            layout.require_folders_for_experts(tensor, cut, experts)
+
+
+def test_experts_are_cut_like_the_rest_where_nothing_is_said() -> None:
+    layout.require_folders_for_experts(2, None, 1)
 
 
 @pytest.fixture

@@ -1,0 +1,58 @@
+"""Random states are taken as they are, and do not follow the main thread."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+from adaptor.checkpoint import rng
+
+
+class _Tracker:
+    def __init__(self) -> None:
+        self.states = {"model-parallel-rng": torch.get_rng_state()}
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states)
+
+
+def test_what_was_taken_stays() -> None:
+    (taken,) = rng.RandomStates(_Tracker()).take()
+    before = random.getstate(), torch.get_rng_state()
+    random.random()
+    torch.rand(1)
+    assert taken["random_rng_state"] == before[0] != random.getstate()
+    assert torch.equal(taken["torch_rng_state"], before[1])
+    assert not torch.equal(taken["torch_rng_state"], torch.get_rng_state())
+
+
+def test_numpy_s_state_is_what_numpy_says() -> None:
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: numpy.random.seed(1),
+        numpy.random.rand,
+        numpy.random.randn,  # leaves a spare deviate
+        numpy.random.randn,  # and uses it up: the rest of the state stays
+        lambda: None,
+        lambda: numpy.random.set_state(before),
+    ]
+    before = numpy.random.get_state()
+    for change in changes:
+        change()
+        taken, real = rng._numpy.take(), numpy.random.get_state()
+        assert numpy.array_equal(taken[1], real[1])
+        assert (taken[0], *taken[2:]) == (real[0], *real[2:])
+
+
+def test_a_generator_of_the_tracker_is_copied() -> None:
+    tracker = _Tracker()
+    generator = torch.Generator()
+    tracker.states = {"graph-safe": generator}
+    taken = rng.take(tracker)["rng_tracker_states"]["graph-safe"]
+    before = taken.get_state()
+    torch.rand(1, generator=generator)
+    assert torch.equal(taken.get_state(), before)
