@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from adaptor.control.session import Session
@@ -47,8 +46,7 @@ def protect(
     from adaptor.replica import layout
 
     patching.check("ttp")
-    sizes = SimpleNamespace(context_parallel_size=parallel_state.get_context_parallel_world_size())
-    layout.require_protected(sizes, optimizer.config, model[0].config, model[0].ddp_config)
+    layout.require_protected(optimizer.config, model[0].config, model[0].ddp_config)
     if model[0].config.num_moe_experts is not None:
         layout.require_folders_for_experts(
             parallel_state.get_tensor_model_parallel_world_size(),

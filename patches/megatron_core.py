@@ -91,6 +91,17 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 @optimizer.patch(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
+    why="a rank whose parameters are all frozen has no inner optimizer that would take it through the door",
+    accepts="()",
+)
+def who_trains_nothing_passes_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    if not inner_optimizers(instance):
+        runtime.get().session.update_nothing()
+    return wrapped(*args, **kwargs)
+
+
+@optimizer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
     why="a step that is skipped for an overflow finishes without an update",
     accepts="()",

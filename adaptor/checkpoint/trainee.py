@@ -102,7 +102,9 @@ class MegatronTrainee:
         )
 
     def has_state(self) -> bool:
-        return any(getattr(inner.optimizer, "state", None) for inner in records.chain(self.state.optimizer))
+        # Others save what they have: there may be nothing besides the params, as with plain SGD.
+        sharded = [one for one in records.chain(self.state.optimizer) if shards.is_sharded(one)]
+        return not sharded or any(one.optimizer.state for one in sharded)
 
     def dump(self, record: StepRecord, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
         ranks = order.ranks

@@ -59,7 +59,7 @@ class Trainee(Protocol):
         """On the main thread, in the update window, own shards done: update the copies; needs nobody else."""
 
     def has_state(self) -> bool:
-        """Whether the optimizer has state: before the first update there is nothing to save."""
+        """Whether its step can be saved: an optimizer may lack what is saved of it until its first update."""
 
     def dump(self, record: Any, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
         """Do this rank's part of a group; the writer returns its files, the others nothing."""
@@ -157,20 +157,8 @@ class Session:
         """An inner optimizer is about to change its state; the first of them opens the update window."""
         if self.trainee is None or self._step < 0 or self._waiting or id(optimizer) not in self._inner:
             return
-        self.trainee.exchange()  # where it breaks, this rank has not come to the door
-        self._take_door(updated=True)
-        self.board.ready(self._step)
-        try:
-            # Behind a closed door this rank may have told that it was not READY yet. Then nobody may begin
-            # the update, so the barrier must not be passed.
-            if not self.door.closed:
-                self.trainee.barrier()
-        except Exception as error:  # a broken barrier counts as READY: the gradients are complete here
-            self.door.shut()
-            self._broke(f"{type(error).__name__}: {error}")
-        self.door.enter(self._step)
+        self._open_window(self.trainee)
         self._waiting = set(self._inner)
-        self.board.updating()
 
     def after_update(self, optimizer: object) -> None:
         """An inner optimizer has changed its state; the last of them closes the update window."""
@@ -183,6 +171,14 @@ class Session:
         if not self._waiting:
             self.board.finish(self._step, updated=True)
             self.door.leave()
+
+    def update_nothing(self) -> None:
+        """This rank trains nothing (its pipeline stage is frozen): it passes the door with the others."""
+        if self.trainee is None or self._step < 0 or self._inner:
+            return
+        self._open_window(self.trainee)
+        self.board.finish(self._step, updated=True)
+        self.door.leave()
 
     def end_update(self, updated: bool, grad_norm: float | None) -> None:
         """The framework's optimizer step returned; without an update (an overflow) the step is skipped."""
@@ -219,6 +215,21 @@ class Session:
     def hold(self) -> None:
         """Keep the main thread, and with it the process and its state, until the processor ends it."""
         threading.Event().wait()
+
+    def _open_window(self, trainee: Trainee) -> None:
+        trainee.exchange()  # where it breaks, this rank has not come to the door
+        self._take_door(updated=True)
+        self.board.ready(self._step)
+        try:
+            # Behind a closed door this rank may have told that it was not READY yet. Then nobody may begin
+            # the update, so the barrier must not be passed.
+            if not self.door.closed:
+                trainee.barrier()
+        except Exception as error:  # a broken barrier counts as READY: the gradients are complete here
+            self.door.shut()
+            self._broke(f"{type(error).__name__}: {error}")
+        self.door.enter(self._step)
+        self.board.updating()
 
     def _take_door(self, updated: bool) -> None:
         assert self.trainee is not None

@@ -9,7 +9,6 @@ from adaptor.errors import LayoutError
 
 # (argument, the values that are protected, what to say of others)
 _PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("context_parallel_size", (1,), "context parallelism"),
     (
         "overlap_param_gather_with_optimizer_step",
         (False,),
@@ -83,6 +82,5 @@ def expert_data_parallel_size(args: Any) -> int:
 
 
 def data_parallel_size(args: Any) -> int:
-    """Data-parallel size from world size and model-parallel sizes, as Megatron-LM computes it."""
-    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    return int(args.world_size // (model_parallel * args.context_parallel_size))
+    """Ranks that share the optimizer state: the data-parallel size, context parallel included."""
+    return int(args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))

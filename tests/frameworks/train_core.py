@@ -3,13 +3,18 @@
 A tiny GPT under DDP and the distributed optimizer in bf16, on random tokens. Each iteration is recorded with
 `record.Recorder`, in the same form as runs of Megatron-LM. With `--save DIR` it resumes from the checkpoint
 there, if there is one, and has its last words there, where the adaptor is enabled; it saves nothing itself.
+
+With `--context 2` two ranks share a sequence, half of it each: core's own attention for that is Transformer
+Engine's, so there is a plain one here. With `--freeze` the embedding is not trained.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -22,6 +27,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from record import Recorder
 
 import adaptor
@@ -30,7 +36,21 @@ VOCABULARY = 256
 LENGTH = 32
 
 
-def build(instances: int) -> tuple[DistributedDataParallel, TransformerConfig]:
+class ContextAttention(DotProductAttention):
+    """Of this rank's part of a sequence to the whole of it."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dataclasses.replace(config, context_parallel_size=1), *args, **kwargs)
+
+    def forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        group = parallel_state.get_context_parallel_group()
+        key, value = (
+            tensor_parallel.gather_from_sequence_parallel_region(part, group=group) for part in (key, value)
+        )
+        return super().forward(query, key, value, *args, **kwargs)
+
+
+def build(instances: int, context: int, freeze: bool) -> tuple[DistributedDataParallel, TransformerConfig]:
     """The model, its gradients reduced into shards for `instances` copies of the optimizer state."""
     config = TransformerConfig(
         num_layers=2,
@@ -42,8 +62,13 @@ def build(instances: int) -> tuple[DistributedDataParallel, TransformerConfig]:
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
+        context_parallel_size=context,
     )
-    model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH).cuda().bfloat16()
+    spec = get_gpt_layer_local_spec()
+    if context > 1:
+        spec.submodules.self_attention.submodules.core_attention = ContextAttention
+    model = GPTModel(config, spec, VOCABULARY, LENGTH).cuda().bfloat16()
+    model.embedding.requires_grad_(not freeze)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         num_distributed_optimizer_instances=instances,
@@ -53,14 +78,17 @@ def build(instances: int) -> tuple[DistributedDataParallel, TransformerConfig]:
 
 
 def batch(iteration: int, rank: int) -> dict[str, torch.Tensor]:
-    """Tokens that depend on the iteration and the data-parallel rank alone, [1, LENGTH] each."""
+    """This rank's part of [1, LENGTH] tokens, which depend on iteration and data-parallel rank alone."""
     source = torch.Generator().manual_seed(1000 * iteration + rank)
     tokens = torch.randint(VOCABULARY, (1, LENGTH + 1), generator=source).cuda()
+    part = LENGTH // parallel_state.get_context_parallel_world_size()
+    start = part * parallel_state.get_context_parallel_rank()
+    own = slice(start, start + part)
     return {
-        "input_ids": tokens[:, :-1],
-        "labels": tokens[:, 1:],
-        "position_ids": torch.arange(LENGTH, device="cuda")[None],
-        "attention_mask": torch.ones(1, 1, LENGTH, LENGTH, device="cuda").tril() < 0.5,
+        "input_ids": tokens[:, :-1][:, own],
+        "labels": tokens[:, 1:][:, own],
+        "position_ids": torch.arange(LENGTH, device="cuda")[None, own],
+        "attention_mask": torch.ones(1, 1, LENGTH, LENGTH, device="cuda").tril()[:, :, own] < 0.5,
     }
 
 
@@ -86,16 +114,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="train a tiny GPT with megatron-core as a library")
     parser.add_argument("--iters", type=int, default=8)
     parser.add_argument("--instances", type=int, default=1, help="copies of the optimizer state")
+    parser.add_argument("--context", type=int, default=1, help="ranks that share a sequence")
+    parser.add_argument("--freeze", action="store_true", help="do not train the embedding")
     parser.add_argument("--record", type=Path, required=True, help="directory for the record of the run")
     parser.add_argument("--save", type=Path, help="directory of checkpoints")
     args = parser.parse_args()
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
-    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=args.instances)
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=args.context, num_distributed_optimizer_instances=args.instances
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
-    model, config = build(args.instances)
+    model, config = build(args.instances, args.context, args.freeze)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True),
         [model],

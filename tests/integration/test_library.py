@@ -68,3 +68,19 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(tmp_path: Path, undisturbed
     assert ended.code == 0, ended.log[-3000:]
     outcome.assert_saved(save, 5)
     outcome.assert_same_training(ended, undisturbed.records)
+
+
+def test_shared_sequences_and_a_frozen_part(tmp_path: Path) -> None:
+    """Context parallelism: ranks that share a sequence share the optimizer state, like data-parallel ones."""
+    layout = ("--context", "2", "--freeze")
+    undisturbed = _train(tmp_path / "undisturbed", *layout, launcher="torchrun")
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    save = tmp_path / "save"
+    fault = "rank=1,step=6,phase=update,kind=sigkill"
+    ended = _train(tmp_path / "job", *layout, "--save", str(save), faults=[fault])
+    assert ended.code == 137, ended.log[-3000:]
+    outcome.assert_saved(save, 6)
+    outcome.assert_same_training(ended, undisturbed.records, steps=range(1, 6))
+    resumed = _train(tmp_path / "resumed", *layout, "--save", str(save), launcher="torchrun")
+    assert resumed.code == 0, resumed.log[-3000:]
+    outcome.assert_same_training(resumed, undisturbed.records, steps=range(7, ITERATIONS + 1))

@@ -15,7 +15,6 @@ from adaptor.replica import choice, layout
 PROTECTED = {
     "pipeline_model_parallel_size": 1,
     "tensor_model_parallel_size": 1,
-    "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "num_experts": None,
     "expert_tensor_parallel_size": None,
@@ -39,7 +38,6 @@ PROTECTED = {
 }
 
 REFUSED = [
-    ("context_parallel_size", 2),
     ("overlap_param_gather_with_optimizer_step", True),
     ("use_megatron_fsdp", True),
     ("use_torch_fsdp2", True),

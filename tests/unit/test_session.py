@@ -69,6 +69,11 @@ def chain_of_two() -> Iterator[Worker]:
     yield from make(optimizers=2)
 
 
+@pytest.fixture
+def frozen() -> Iterator[Worker]:
+    yield from make(optimizers=0)
+
+
 def record(step: int, scale: float = 1024.0) -> Record:
     """What a trainee that began at step 0 has at the end of `step`."""
     return Record(step, step * BATCH, scale)
@@ -124,6 +129,25 @@ def test_the_first_of_a_chain_opens_the_window_and_the_last_closes_it(chain_of_t
     worker.session.after_update(last)
     assert worker.stands == ("RUNNING", 5, 5)
     assert barriers == [1]
+
+
+def test_a_rank_that_trains_nothing_passes_the_door_with_the_others(frozen: Worker) -> None:
+    worker = frozen
+    seen = []
+    worker.trainee.barrier = lambda: seen.append((worker.stands, worker.board.ahead))
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    worker.session.update_nothing()
+    worker.session.end_update(True, 1.5)
+    assert seen == [(("READY", 4, 4), 5)]
+    assert worker.stands == ("RUNNING", 5, 5)
+
+
+def test_who_trains_something_has_the_door_in_its_optimizer(worker: Worker) -> None:
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    worker.session.update_nothing()
+    assert worker.stands == ("RUNNING", 4, 4)
 
 
 def test_an_optimizer_of_someone_else_is_no_update(worker: Worker) -> None:
