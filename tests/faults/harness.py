@@ -90,9 +90,10 @@ MOE_EP2_MIRROR = Layout("moe-dp4-ep2-mirror", 4, extra=MOE_EP2.extra, replica="m
 MOE_EP2_DP2 = Layout("moe-dp2-ep2", 2, extra=MOE_EP2.extra, replica="mirror")
 # A router's bias changes outside of the optimizer; experts are cut in another way than the rest.
 MOE_TP2_EP2 = Layout(
-    "moe-tp2-dp2-ep2",
+    "moe-tp2-dp2-ep2-mirror",
     4,
     tp=2,
+    replica="mirror",
     extra=(
         *MOE_EP2.extra,
         *("--expert-tensor-parallel-size", "1", "--sequence-parallel"),
