@@ -1,4 +1,4 @@
-"""The one regular save that this process may be in."""
+"""The one regular save that this process may be in, and those that other processes go on writing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from adaptor.checkpoint import naming, publish
 from adaptor.control import runtime
@@ -18,6 +19,7 @@ class _Save:
     root: Path
     step: int
     thread: int
+    asynchronous: bool
     draft: Path | None = None  # on the rank that the framework lets write the tracker
 
 
@@ -30,15 +32,19 @@ def _current() -> _Save | None:
 
 
 @contextlib.contextmanager
-def regular(root: str, step: int) -> Iterator[None]:
-    """While the framework saves `step` below `root`."""
+def regular(root: str, step: int, asynchronous: bool = False) -> Iterator[None]:
+    """While the framework saves `step` below `root`.
+
+    Args:
+        asynchronous: it goes on writing in the background after that (`scheduled`).
+    """
     global _save
-    save = _save = _Save(Path(root), step, threading.get_ident())
+    save = _save = _Save(Path(root), step, threading.get_ident(), asynchronous)
     try:
         yield
     finally:
         _save = None
-        if save.draft is not None:
+        if save.draft is not None and not save.asynchronous:
             save.draft.unlink(missing_ok=True)
 
 
@@ -68,10 +74,33 @@ def tracker(path: str) -> str:
         draft = Path(f"{path}.{save.step}.saving")
         if Path(path).exists():
             shutil.copyfile(path, draft)
-        publish.sync_regular(save.root, save.step)
-        runtime.get().session.publishing(lambda: _publish(save))
+        if not save.asynchronous:
+            _complete(save)
         save.draft = draft
     return str(save.draft)
+
+
+def scheduled(request: Any) -> None:
+    """The framework puts off what is to be done when every rank has written: the name comes last of that.
+
+    Args:
+        request: Megatron's AsyncRequest, to which functions can be added.
+    """
+    save = _current()
+    if save is None or save.draft is None:
+        return
+    draft = save.draft
+
+    def finalize() -> None:
+        _complete(save)
+        draft.unlink(missing_ok=True)
+
+    request.add_finalize_fn(finalize)
+
+
+def _complete(save: _Save) -> None:
+    publish.sync_regular(save.root, save.step)
+    runtime.get().session.publishing(lambda: _publish(save))
 
 
 def _publish(save: _Save) -> None:

@@ -2,6 +2,7 @@
 
 While `save_checkpoint` runs, its folder has a name of its own. The framework asks for the name of the tracker
 file when every rank has written: there rank 0 gives the folder its final name and replaces the tracker.
+An asynchronous save has its name when the framework finds that every rank has written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
     from megatron.training import get_args
 
     iteration = args[0] if args else kwargs["iteration"]
-    with _saving.regular(get_args().save, iteration):
+    with _saving.regular(get_args().save, iteration, bool(getattr(get_args(), "async_save", False))):
         return wrapped(*args, **kwargs)
 
 
@@ -43,3 +44,13 @@ def regular_saves_have_a_name_of_their_own(wrapped: Any, instance: Any, args: An
 )
 def the_tracker_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return _saving.tracker(wrapped(*args, **kwargs))
+
+
+@checkpointing.patch(
+    "megatron.training.async_utils:schedule_async_save",
+    why="an asynchronous save gets its final name when the last file is written",
+    accepts="(async_request)",
+)
+def asynchronous_saves_are_named_at_their_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    _saving.scheduled(args[0] if args else kwargs["async_request"])
+    return wrapped(*args, **kwargs)

@@ -21,7 +21,6 @@ _PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("fp8", (None,), "fp8"),
     ("fp4", (None,), "fp4"),
     ("optimizer", ("adam", "sgd"), "an optimizer other than adam and sgd"),
-    ("async_save", (False, None), "--async-save"),
     ("non_persistent_save_interval", (None,), "non-persistent checkpoints"),
     ("no_save_optim", (False, None), "--no-save-optim, without which nothing can go on from a checkpoint,"),
     ("no_save_rng", (False, None), "--no-save-rng, without which nothing can go on bitwise,"),
@@ -45,6 +44,13 @@ def require_protected(*configs: Any) -> None:
             raise LayoutError(
                 f"{flag} is {value}: {words} cannot be protected yet; "
                 f"use {' or '.join(map(str, allowed))}, or set ENABLE_TTP=False"
+            )
+    for config in configs:
+        kind = getattr(config, "ckpt_format", "torch_dist")
+        if getattr(config, "async_save", None) and kind != "torch_dist":
+            raise LayoutError(
+                f"--async-save is True with --ckpt-format {kind}: the framework itself cannot do that, "
+                "and says so at its first save; use --ckpt-format torch_dist, or leave --async-save out"
             )
 
 

@@ -79,10 +79,10 @@ def test_a_replica_that_the_size_does_not_allow(layout: Layout, words: str, tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--async-save"], "--async-save is True"),
+        (["--optimizer-cpu-offload"], "--optimizer-cpu-offload is True"),
         (["--num-experts", "4", "--expert-tensor-parallel-size", "1"], "--expert-tensor-parallel-size is 1"),
     ],
-    ids=["async-save", "experts-without-folders"],
+    ids=["offload", "experts-without-folders"],
 )
 def test_a_layout_that_is_not_protected_yet(arguments: list[str], words: str, tmp_path: Path) -> None:
     layout = Layout("refused", 4, tp=2)

@@ -46,7 +46,6 @@ REFUSED = [
     ("fp8", "hybrid"),
     ("fp4", "e2m1"),
     ("optimizer", "muon"),
-    ("async_save", True),
     ("non_persistent_save_interval", 100),
     ("no_save_optim", True),
     ("no_save_rng", True),
@@ -83,6 +82,12 @@ def test_one_of_several_configs_is_enough_to_refuse() -> None:
     layout.require_protected(args(), SimpleNamespace(optimizer_cpu_offload=False))
     with pytest.raises(LayoutError, match="--optimizer-cpu-offload is True"):
         layout.require_protected(args(), SimpleNamespace(optimizer_cpu_offload=True))
+
+
+def test_an_asynchronous_save_needs_a_format_that_has_it() -> None:
+    layout.require_protected(args(async_save=True, ckpt_format="torch_dist"))
+    with pytest.raises(LayoutError, match="--async-save is True with --ckpt-format torch: the framework"):
+        layout.require_protected(args(async_save=True))
 
 
 def test_every_refusal_is_tested() -> None:

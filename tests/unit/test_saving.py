@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from adaptor.checkpoint import manifest
+from adaptor.checkpoint.naming import TRACKER
+from adaptor.control import runtime
+from adaptor.control.board import Board, BoardMemory
+from adaptor.control.session import Session
 from adaptor.patches import _saving
 
 FILE = "iter_0000003/mp_rank_00/model_optim_rng.pt"
@@ -36,3 +44,26 @@ def test_a_dump_beside_a_save_is_none() -> None:
         beside.start()
         beside.join()
     assert seen == [f"ckpt/{FILE}"]
+
+
+def test_an_asynchronous_save_has_its_name_when_it_is_finalized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = BoardMemory([0])
+    session = Session(Board(0, memory.path, memory.slots), lambda *_: None, lambda _: None)
+    monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(rank=0, session=session))
+    put_off: list[Callable[[], Any]] = []
+    with _saving.regular(str(tmp_path), 3, asynchronous=True):
+        folder = Path(_saving.renamed(str(tmp_path / "iter_0000003")))
+        folder.mkdir()
+        tracker = Path(_saving.tracker(str(tmp_path / TRACKER)))
+        _saving.scheduled(SimpleNamespace(add_finalize_fn=put_off.append))
+    (folder / "shard.pt").write_bytes(b"in the background")
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000003_saving"]
+    tracker.write_text("3")  # the framework does, before what was put off
+    (finalize,) = put_off
+    finalize()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", TRACKER]
+    assert (tmp_path / TRACKER).read_text() == "3"
+    assert manifest.verify(tmp_path / "iter_0000003") == []
+    memory.close()
