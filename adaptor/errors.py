@@ -6,6 +6,7 @@ AdaptorError
 ├── StartError       the adaptor was enabled too late, or outside of ttprun
 ├── DriftError       a patched function of the framework no longer matches its declaration
 ├── LayoutError      the parallel layout cannot be protected
+├── ResumeError      a checkpoint is damaged, and there is none to go on from in its place
 └── CheckpointError  a checkpoint cannot be written, published or trusted
 """
 
@@ -33,6 +34,10 @@ class DriftError(AdaptorError):
 
 class LayoutError(AdaptorError):
     """The parallel layout, or a mode of the framework, cannot be protected."""
+
+
+class ResumeError(AdaptorError):
+    """What the job was to go on from is damaged, and it is not for the adaptor to choose something else."""
 
 
 class CheckpointError(AdaptorError):

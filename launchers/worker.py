@@ -30,7 +30,7 @@ def _run(arguments: list[str]) -> None:
     from adaptor import _script, config, devices, patches, patching
     from adaptor.control import runtime
     from adaptor.control.messages import Refused
-    from adaptor.errors import ConfigError, DriftError, LayoutError, StartError
+    from adaptor.errors import ConfigError, DriftError, LayoutError, ResumeError, StartError
 
     worker = runtime.get()
     worker.processor.hear_signals()
@@ -43,7 +43,7 @@ def _run(arguments: list[str]) -> None:
         devices.activate(config.load().device)
         adaptor.enable()
         _script.run(arguments)
-    except (ConfigError, DriftError, LayoutError, StartError) as error:
+    except (ConfigError, DriftError, LayoutError, ResumeError, StartError) as error:
         worker.processor.say(Refused(worker.rank, str(error)))
         worker.session.hold()
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""Megatron-LM's regular saves: complete under their own name, or not there at all.
+"""Megatron-LM's checkpoints: complete under their own name, or not there at all; intact when they are loaded.
 
 While `save_checkpoint` runs, its folder has a name of its own. The framework asks for the name of the tracker
 file when every rank has written: there rank 0 gives the folder its final name and replaces the tracker.
@@ -7,9 +7,11 @@ An asynchronous save has its name when the framework finds that every rank has w
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from adaptor import patching
+from adaptor.checkpoint import trust
 from adaptor.patches import _saving
 
 checkpointing = patching.Unit("checkpointing", framework="megatron-lm", tested=">=0.15.0rc5,<0.17")
@@ -53,4 +55,22 @@ def the_tracker_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 )
 def asynchronous_saves_are_named_at_their_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     _saving.scheduled(args[0] if args else kwargs["async_request"])
+    return wrapped(*args, **kwargs)
+
+
+@checkpointing.patch(
+    "megatron.training.checkpointing:load_checkpoint",
+    why="what was damaged after it was saved is set aside, and the newest intact checkpoint is loaded",
+    accepts="(ddp_model, optimizer, opt_param_scheduler, load_arg=, ...)",
+)
+def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from megatron.training import get_args
+    from megatron.training.checkpointing import checkpoint_exists
+
+    given = get_args()
+    load = getattr(given, args[3] if len(args) > 3 else kwargs.get("load_arg", "load"))
+    for folder in filter(None, (load, given.pretrained_checkpoint)):  # the second where the first is empty
+        trust.require_intact(Path(folder), Path(given.save), given.ckpt_step)
+        if checkpoint_exists(folder):
+            break
     return wrapped(*args, **kwargs)

@@ -85,7 +85,7 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / naming.MANIFEST
     try:
-        body = json.loads(path.read_bytes())
+        body = json.loads(path.read_bytes(), object_pairs_hook=_without_duplicates)
         if body["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {body['format']}; this version reads format {FORMAT}")
         files = tuple(FileEntry(p, int(f["bytes"]), f["xxh3_128"]) for p, f in body["files"].items())
@@ -94,6 +94,13 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: is not a manifest ({error!r})") from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A file whose name was changed into that of another would go unchecked."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key is there twice")
+    return dict(pairs)
 
 
 def verify(folder: Path, *, checksums: bool = True) -> list[str]:
@@ -105,18 +112,24 @@ def verify(folder: Path, *, checksums: bool = True) -> list[str]:
         manifest = read(folder)
     except CheckpointError as error:
         return [str(error)]
+    return compare(folder, manifest.files, checksums=checksums)
+
+
+def compare(folder: Path, files: Iterable[FileEntry], *, checksums: bool = True) -> list[str]:
+    """What is wrong with these files of the checkpoint in `folder`, like `verify`."""
     problems = []
-    for entry in manifest.files:
+    for entry in files:
         path = folder / entry.path
         try:
             size = path.stat().st_size
-        except OSError:
+            if size != entry.bytes:
+                problems.append(f"{path}: {size} bytes, the manifest says {entry.bytes}")
+            elif checksums and entry.xxh3_128 is not None and hash_file(path) != entry.xxh3_128:
+                problems.append(f"{path}: checksum differs from the manifest")
+        except FileNotFoundError:
             problems.append(f"{path}: missing")
-            continue
-        if size != entry.bytes:
-            problems.append(f"{path}: {size} bytes, the manifest says {entry.bytes}")
-        elif checksums and entry.xxh3_128 is not None and hash_file(path) != entry.xxh3_128:
-            problems.append(f"{path}: checksum differs from the manifest")
+        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+            problems.append(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")
     return problems
 
 

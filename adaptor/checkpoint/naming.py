@@ -3,7 +3,7 @@
 iter_0000012               a complete checkpoint; under this name nothing else ever lies
 iter_0000012_tmp           last words being written
 iter_0000012_saving        a regular save of the framework being written
-aside_iter_0000012.1  what lay under the final name, incomplete or of an earlier run, kept for a person
+aside_iter_0000012.1       what lay under the final name, incomplete, damaged or of an earlier run
 replaced_iter_0000012      a complete checkpoint whose newer version is just being moved in
 
 No name of ours that outlives a save starts with `iter_`: some tools parse whatever follows that prefix as a
@@ -40,7 +40,7 @@ def regular_name(step: int) -> str:
 
 
 def aside_name(step: int, number: int) -> str:
-    """Where an incomplete or older folder that bore the final name is moved; `number` counts from 1."""
+    """Where what bore the final name, incomplete, damaged or older, is kept; `number` counts from 1."""
     return f"aside_{final_name(step)}.{number}"
 
 

@@ -2,9 +2,9 @@
 does no harm.
 
 The promises: a folder `iter_N` is complete and on disk, or it is not there; the tracker file is replaced
-atomically, last, and never goes backwards; an older checkpoint is not touched. Every function may be called
-again after a crash. One process at a time works on a root: the agent that the controller runs in, or the rank
-that saves for the framework.
+atomically, last, and never goes backwards but from what is damaged; an older checkpoint is not touched. Every
+function may be called again after a crash. One process at a time works on a root: the agent that the
+controller runs in, or the rank that saves for the framework.
 """
 
 from __future__ import annotations
@@ -12,48 +12,31 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from adaptor.checkpoint import manifest, naming
+from adaptor.checkpoint import disk, manifest, naming
 from adaptor.checkpoint.manifest import FileEntry, Manifest
 from adaptor.errors import CheckpointError
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-def _one_line(function: _F) -> _F:
-    """Lets `function` raise CheckpointError where it met an OSError."""
-
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except OSError as error:
-            place = error.filename or args[0]
-            raise CheckpointError(f"{place}: {error.strerror or error} ({function.__name__})") from error
-
-    return guarded  # type: ignore[return-value]
-
-
-@_one_line
+@disk.one_line
 def prepare(root: Path, step: int) -> Path:
     """Makes an empty temporary folder for the last words of `step` and returns it; a stale one is removed."""
     root.mkdir(parents=True, exist_ok=True)
     folder = root / naming.temporary_name(step)
-    _remove(folder)
+    disk.remove(folder)
     folder.mkdir()
     return folder
 
 
-@_one_line
+@disk.one_line
 def publish(
     root: Path,
     step: int,
@@ -72,7 +55,7 @@ def publish(
     """
     temporary, final = root / naming.temporary_name(step), root / naming.final_name(step)
     if is_complete(root, step) and _made(final) >= since:
-        _remove(temporary)
+        disk.remove(temporary)
         _announce(root, step)
         return False
     entries = tuple(files)
@@ -80,8 +63,8 @@ def publish(
         raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
     _name(temporary, entries)
     _drop_others(temporary, {entry.path for entry in entries})
-    _write(temporary / naming.MANIFEST, Manifest.now(step, entries, groups, world_size).encode())
-    _sync_folders(temporary)
+    disk.write(temporary / naming.MANIFEST, Manifest.now(step, entries, groups, world_size).encode())
+    disk.sync_folders(temporary)
     _move_in(root, step, temporary, final)
     _announce(root, step)
     return True
@@ -97,14 +80,14 @@ def _announce(root: Path, step: int) -> None:
     replace_tracker(root, step)
 
 
-@_one_line
+@disk.one_line
 def sync_regular(root: Path, step: int) -> None:
     """Brings a regular save to disk, which may take long, so that `publish_regular` does not."""
-    for path in _files(root / naming.regular_name(step)):
-        _sync(path)
+    for path in disk.files(root / naming.regular_name(step)):
+        disk.sync(path)
 
 
-@_one_line
+@disk.one_line
 def publish_regular(root: Path, step: int) -> None:
     """Gives a regular save, which the framework wrote to `regular_name(step)`, its final name.
 
@@ -118,28 +101,28 @@ def publish_regular(root: Path, step: int) -> None:
             return
         raise CheckpointError(f"{saving}: missing, so the save of step {step} cannot be completed")
     entries = []
-    for path in _files(saving):
-        _sync(path)
+    for path in disk.files(saving):
+        disk.sync(path)
         entries.append(FileEntry(path.relative_to(saving).as_posix(), path.stat().st_size, None))
-    _write(saving / naming.MANIFEST, Manifest.now(step, entries, {}, 0).encode())
-    _sync_folders(saving)
+    disk.write(saving / naming.MANIFEST, Manifest.now(step, entries, {}, 0).encode())
+    disk.sync_folders(saving)
     if not is_complete(root, step):
         _move_in(root, step, saving, final)
         return
     if not _exchange(saving, final):
         # A crash between these two is undone by clean().
         replaced = root / naming.replaced_name(step)
-        _remove(replaced)
+        disk.remove(replaced)
         final.rename(replaced)
         saving.rename(final)
-        _sync(root)
-        _remove(replaced)
+        disk.sync(root)
+        disk.remove(replaced)
         return
-    _sync(root)
-    _remove(saving)
+    disk.sync(root)
+    disk.remove(saving)
 
 
-@_one_line
+@disk.one_line
 def clean(root: Path) -> list[str]:
     """Removes what dead processes left behind and returns the names; only call it while no worker lives."""
     removed = []
@@ -147,9 +130,9 @@ def clean(root: Path) -> list[str]:
         step = naming.step_of_replaced(path.name)
         if step is not None and not (root / naming.final_name(step)).exists():
             path.rename(root / naming.final_name(step))
-            _sync(root)
+            disk.sync(root)
         elif step is not None or naming.is_temporary(path.name):
-            _remove(path)
+            disk.remove(path)
             removed.append(path.name)
     for draft in (_draft(root), *root.glob(f"{naming.TRACKER}.*.saving")):
         draft.unlink(missing_ok=True)
@@ -189,7 +172,7 @@ def tracked_step(root: Path) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-@_one_line
+@disk.one_line
 def replace_tracker(root: Path, step: int) -> bool:
     """Lets the tracker name `step`, unless it names a later one; returns whether it was changed.
 
@@ -199,10 +182,27 @@ def replace_tracker(root: Path, step: int) -> bool:
     named = tracked_step(root)
     if named is not None and named >= step:
         return False
-    _write(_draft(root), str(step).encode())
-    _draft(root).replace(root / naming.TRACKER)
-    _sync(root)
+    _set_tracker(root, step)
     return True
+
+
+@disk.one_line
+def go_back(root: Path, step: int, damaged: Mapping[int, Path]) -> None:
+    """Moves the folders of damaged checkpoints, by step, aside, and lets the tracker name `step`.
+
+    Here alone the tracker goes backwards: what it named is not there any more. It comes last, as ever. After
+    a crash in between it names a folder that is gone, which the next start takes for one more damage.
+    """
+    for which, aside in damaged.items():
+        (root / naming.final_name(which)).rename(aside)
+    disk.sync(root)
+    _set_tracker(root, step)
+
+
+def _set_tracker(root: Path, step: int) -> None:
+    disk.write(_draft(root), str(step).encode())
+    _draft(root).replace(root / naming.TRACKER)
+    disk.sync(root)
 
 
 def _name(folder: Path, entries: tuple[FileEntry, ...]) -> None:
@@ -219,14 +219,8 @@ def _name(folder: Path, entries: tuple[FileEntry, ...]) -> None:
             raise CheckpointError(f"{path}: {size} bytes, reported as {entry.bytes}")
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for place, _, names in os.walk(folder):
-        for name in names:
-            yield Path(place, name)
-
-
 def _drop_others(folder: Path, keep: set[str]) -> None:
-    for path in list(_files(folder)):
+    for path in list(disk.files(folder)):
         if path.relative_to(folder).as_posix() not in keep:
             path.unlink()
     for place, _, _ in os.walk(folder, topdown=False):
@@ -237,12 +231,17 @@ def _drop_others(folder: Path, keep: set[str]) -> None:
 def _move_in(root: Path, step: int, source: Path, final: Path) -> None:
     """Renames `source` to `final`; what bears that name is moved aside."""
     if os.path.lexists(final):
-        number = 1
-        while os.path.lexists(aside := root / naming.aside_name(step, number)):
-            number += 1
-        final.rename(aside)
+        final.rename(place_aside(root, step))
     source.rename(final)
-    _sync(root)
+    disk.sync(root)
+
+
+def place_aside(root: Path, step: int) -> Path:
+    """A name that nothing bears yet, for what lies under the final name of `step` and is to be kept."""
+    number = 1
+    while os.path.lexists(aside := root / naming.aside_name(step, number)):
+        number += 1
+    return aside
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -260,29 +259,3 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _draft(root: Path) -> Path:
     return root / f"{naming.TRACKER}.tmp"
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folders(folder: Path) -> None:
-    for place, _, _ in os.walk(folder, topdown=False):
-        _sync(Path(place))
-
-
-def _sync(path: Path) -> None:
-    """fsync of a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
