@@ -1,0 +1,48 @@
+"""What was damaged after it was saved is named and set aside; the job goes on from the newest intact one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from adaptor.checkpoint import naming, publish
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2, ITERATIONS, Job
+from tests.faults.same import differences
+from tests.faults.scenario import BaselineOf, assert_last_words
+
+
+def test_a_byte_of_the_last_words_is_changed(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    baseline = baseline_of(DP2)
+    save = tmp_path / "save"
+    first = harness.run(
+        Job(
+            tmp_path / "first",
+            DP2,
+            save=save,
+            save_interval=4,
+            faults=["rank=1,step=7,phase=backward,kind=sigkill"],
+        )
+    )
+    assert first.code == 137
+    assert_last_words(save, 6, baseline)
+    damaged = save / "iter_0000006" / "mp_rank_00" / "distrib_optim.pt"
+    text = bytearray(damaged.read_bytes())
+    text[len(text) // 2] ^= 1
+    damaged.write_bytes(text)
+
+    ended = harness.run(Job(tmp_path / "job", DP2, save=save, load=save))
+    assert ended.code == 0, ended.log[-3000:]
+    (line,) = [line for line in ended.said if damaged.name in line]
+    assert line == (
+        f"[ttp] {damaged}: checksum differs from the manifest, kept in aside_iter_0000006.1;"
+        " the newest intact checkpoint is step 4"
+    )
+    assert (save / naming.aside_name(6, 1) / "mp_rank_00" / damaged.name).read_bytes() == text
+    assert outcome.steps_in(save) == [4, ITERATIONS]
+    assert publish.tracked_step(save) == ITERATIONS
+    last = (root / naming.final_name(ITERATIONS) for root in (save, baseline.checkpoints))
+    # What a resumed run says of itself in its arguments.
+    assert [line for line in differences(*last) if "/args." not in line] == []
+    steps = range(5, ITERATIONS + 1)
+    outcome.assert_same_training(ended, baseline.records, steps=steps)
+    assert {entry["iteration"] for lines in ended.records.values() for entry in lines} == set(steps)
