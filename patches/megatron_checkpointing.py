@@ -69,8 +69,9 @@ def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
     given = get_args()
     load = getattr(given, args[3] if len(args) > 3 else kwargs.get("load_arg", "load"))
-    for folder in filter(None, (load, given.pretrained_checkpoint)):  # the second where the first is empty
-        trust.require_intact(Path(folder), Path(given.save), given.ckpt_step)
+    pretrained = getattr(given, "pretrained_checkpoint", None)
+    for folder in filter(None, (load, pretrained)):  # the second where the first is empty
+        trust.require_intact(Path(folder), Path(given.save), getattr(given, "ckpt_step", None) or None)
         if checkpoint_exists(folder):
             break
     return wrapped(*args, **kwargs)

@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from adaptor.checkpoint import shards
+from adaptor.checkpoint import finite, shards
 from adaptor.checkpoint.buffers import Buffers
 from adaptor.checkpoint.manifest import FileEntry, HashingFile
 from adaptor.checkpoint.records import StepRecord, chain
@@ -67,10 +67,10 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written; `not_finite` names the weights with a nan or an infinity in them."""
+    """What was written; `not_finite` says what of it has a nan or an infinity in it, empty if nothing."""
 
     files: tuple[FileEntry, ...]
-    not_finite: tuple[str, ...]
+    not_finite: str
 
 
 def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
@@ -89,7 +89,7 @@ def write_files(
 
     Each is written and fsynced under a name that ends in the number of the `attempt`; the one who publishes
     gives them their names. So an attempt that was abandoned, and has not noticed, cannot touch the files of
-    another. Raises like `send_shards`; what was written is removed then.
+    another. Raises like `send_shards`, and what `exchange.doubt` raises; what was written is removed then.
     """
     with torch.no_grad():
         contents, not_finite = _contents(state, record, exchange)
@@ -112,26 +112,39 @@ def write_files(
     return Written(tuple(entries), not_finite)
 
 
-def _contents(
-    state: TrainingState, record: StepRecord, exchange: Exchange
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The objects to save, by file name, and the names of the weights that are not finite."""
+def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> tuple[dict[str, Any], str]:
+    """The objects to save, by file name, and what of them is not finite, of which `exchange.doubt` hears."""
     weights = Weights(exchange.to_host)
     worlds: list[Any] = []
-    for position, optimizer in enumerate(chain(state.optimizer)):
+    doubts: list[tuple[str, int]] = []  # what is not finite, and who gave it
+    optimizers = chain(state.optimizer)
+    first, total = 0, sum(shards.shard_of(optimizer)[1] for optimizer in optimizers)
+    for position, optimizer in enumerate(optimizers):
         world = None
         if shards.is_sharded(optimizer):
             world = shards.gather(optimizer, position, exchange)
             weights.add_sharded(optimizer, world)
+            doubts += [
+                (f"shard {first + index} of {total} ({', '.join(keys)})", exchange.sources[position][index])
+                for index, keys in finite.bad_shards(optimizer, world).items()
+            ]
+            exchange.check()
         elif not optimizer.is_stub_optimizer:
             weights.add_whole(optimizer)
+        first += shards.shard_of(optimizer)[1]
         worlds.append(world if not state.stored or state.stored[position] else None)
-    shards.acknowledge(chain(state.optimizer), exchange)
+    shards.acknowledge(optimizers, exchange)
     contents: dict[str, Any] = {}
     if any(world is not None for world in worlds) and state.saves("optim"):
         contents[OPTIMIZER_FILE] = worlds[0] if len(worlds) == 1 else worlds
-    contents[MODEL_FILE], not_finite = _model_file(state, record, weights, exchange)
-    return contents, not_finite
+    body, not_finite = _model_file(state, record, weights, exchange)
+    contents[MODEL_FILE] = body
+    if not any(map(shards.is_sharded, optimizers)):  # else its tensors have been looked at
+        whole = [] if finite.all_finite(body.get("optimizer")) else ["the optimizer state"]
+        doubts += [(what, exchange.rank) for what in (*whole, *not_finite)]
+    if doubts:
+        exchange.doubt(finite.words([what for what, _ in doubts]), [rank for _, rank in doubts])
+    return contents, finite.words([what for what, _ in doubts] or list(not_finite))
 
 
 def _model_file(

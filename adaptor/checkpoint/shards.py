@@ -8,7 +8,6 @@ process group of the framework: shards go point to point over a group that was m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -46,6 +45,8 @@ class Exchange:
     progress   is called with the number of bytes that were sent, received or written
     cancelled  is asked between tensors
     to_host    copies a tensor of the framework to the host beside a blocked stream, as float32 or as it is
+    doubt      is called before anything is written, if some shards are not finite: with what they are, and
+               the ranks of `group` that gave them; what it raises ends the dump
     """
 
     group: torch.distributed.ProcessGroup | None
@@ -56,6 +57,7 @@ class Exchange:
     progress: Callable[[int], None] = field(default=lambda count: None)
     cancelled: Callable[[], bool] = field(default=lambda: False)
     to_host: Callable[[torch.Tensor], torch.Tensor] = to_host
+    doubt: Callable[[str, Sequence[int]], None] = field(default=lambda what, ranks: None)
 
     def check(self) -> None:
         """Raises DumpCancelled once nobody wants the result any more."""
@@ -266,10 +268,3 @@ def _group(exchange: Exchange) -> Any:
     if exchange.group is None:
         raise CheckpointError("a shard lies on another rank, but the dump has no process group")
     return exchange.group
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is nan or infinite; reads the tensor once and allocates nothing."""
-    if not tensor.numel() or not tensor.is_floating_point():
-        return True
-    return all(math.isfinite(bound) for bound in torch.stack(torch.aminmax(tensor.detach())).tolist())

@@ -19,7 +19,7 @@ from adaptor.checkpoint.records import StepRecord
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.shards import Exchange
 from adaptor.control.messages import GroupOrder, Share
-from adaptor.control.session import DumpRun
+from adaptor.control.session import DumpRun, NotFiniteError
 from adaptor.replica import choice
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
@@ -110,6 +110,11 @@ class MegatronTrainee:
         ranks = order.ranks
         holders = iter([ranks.index(holder) for holder in order.holders])
         counts = [shards.shard_of(inner)[1] for inner in records.chain(self.state.optimizer)]
+
+        def doubt(what: str, places: Sequence[int]) -> None:
+            if not run.as_is:
+                raise NotFiniteError(what, tuple(sorted({ranks[place] for place in places})))
+
         exchange = Exchange(
             group=run.connect(ranks) if len(ranks) > 1 else None,
             rank=ranks.index(run.rank),
@@ -117,14 +122,13 @@ class MegatronTrainee:
             mirrors=self.mirrors,
             progress=run.progress,
             cancelled=run.cancelled,
+            doubt=doubt,
         )
         if run.rank != order.writer:
             megatron.send_shards(self.state, ranks.index(order.writer), exchange)
             return ()
         written = megatron.write_files(self.state, record, exchange, Path(run.folder), run.attempt)
-        if written.not_finite:
-            some = ", ".join(written.not_finite[:3])
-            print(f"[ttp] rank {run.rank}: {len(written.not_finite)} saved weights are not finite: {some}")
+        run.remark(written.not_finite)
         return written.files
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from adaptor.checkpoint import shards
+from adaptor.checkpoint import finite, shards
 from adaptor.errors import CheckpointError
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]
@@ -92,7 +92,7 @@ class Weights:
                     raise CheckpointError(f"{name}: no optimizer of this rank has its main param")
                 saved[name] = self._to_host(buffers.get(value.data_ptr(), value))
                 continue
-            if not shards.is_finite(weight):
+            if not finite.is_finite(weight):
                 not_finite.append(name)
             saved[name] = weight
         return saved, not_finite

@@ -228,10 +228,10 @@ class Controller:
                 directives = incident.on_frozen(rank, board)
             case Prepared(incident=incident.number, folder=folder, reason=reason):
                 directives = incident.on_prepared(folder, reason)
-            case Written(incident=incident.number, attempt=attempt, group=group, files=files):
-                directives = incident.on_written(attempt, group, files)
-            case WriteFailed(rank=rank, incident=incident.number, attempt=a, group=group, reason=reason):
-                directives = incident.on_write_failed(rank, a, group, reason)
+            case Written(incident=incident.number):
+                directives = incident.on_written(message)
+            case WriteFailed(incident=incident.number):
+                directives = incident.on_write_failed(message)
             case Published(incident=incident.number):
                 directives = incident.on_published()
             case PublishFailed(incident=incident.number, reason=reason):
@@ -262,6 +262,7 @@ class Controller:
         match outcome.kind:
             case "saved":
                 line = f"{cause.words}; step {outcome.step} is saved, no finished step is lost"
+                line += f"; {outcome.reason}" if outcome.reason else ""
             case "nothing":
                 line = f"{cause.words}; nothing to save: {outcome.reason}"
             case _:

@@ -20,6 +20,7 @@ from enum import Enum, auto
 import msgspec
 
 from adaptor.checkpoint.manifest import FileEntry
+from adaptor.control.doubts import Doubts
 from adaptor.control.messages import (
     BoardRecord,
     Dump,
@@ -29,9 +30,10 @@ from adaptor.control.messages import (
     Phase,
     Prepare,
     Publish,
-    Share,
+    WriteFailed,
+    Written,
 )
-from adaptor.control.plan import NoPlan, plan
+from adaptor.control.plan import NoPlan, plan, shares_of
 
 # A dump that fails this often although nobody died in between will not succeed by trying again.
 MAX_ATTEMPTS = 5
@@ -49,7 +51,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended: `kind` is saved, nothing or lost; `reason` is for the user.
+    """How it ended: `kind` is saved, nothing or lost; `reason`, or what is to be said, is for the user.
 
     `unheld`: it is lost because a shard has no live holder, not because a save failed.
     """
@@ -96,6 +98,7 @@ class Incident:
     pending: dict[str, GroupOrder] = field(default_factory=dict)
     written: dict[str, tuple[FileEntry, ...]] = field(default_factory=dict)
     writers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    doubts: Doubts = field(default_factory=Doubts)
     failures: int = 0
     avoid: set[int] = field(default_factory=set)
     silent: list[int] = field(default_factory=list)
@@ -172,29 +175,40 @@ class Incident:
         self.state = State.DUMPING
         return self._dump_again()
 
-    def on_written(self, attempt: int, group: str, files: tuple[FileEntry, ...]) -> list[Directive]:
-        if self.state is not State.DUMPING or attempt != self.attempt or group not in self.pending:
+    def on_written(self, message: Written) -> list[Directive]:
+        if not self._is_awaited(message):
             return []
-        self.writers[group] = self.pending.pop(group).holders
-        self.written[group] = files
+        holders = self.writers[message.group] = self.pending.pop(message.group).holders
+        self.written[message.group] = message.files
+        self.doubts.settle(message.group, holders, message.not_finite)
         if self.pending:
             return []
         self.state = State.PUBLISHING
         return [self._order_publish()]
 
-    def on_write_failed(self, rank: int, attempt: int, group: str, reason: str) -> list[Directive]:
-        self.avoid.add(rank)  # it may be alive and its state unreadable
-        if self.state is not State.DUMPING or attempt != self.attempt or group not in self.pending:
+    def on_write_failed(self, message: WriteFailed) -> list[Directive]:
+        # Who fails may be alive and its state unreadable; who doubts is well.
+        self.avoid.update(message.doubted or [message.rank])
+        if message.doubted:
+            self.doubts.ranks[message.group] = message.doubted
+        if not self._is_awaited(message):
             return []
+        if message.doubted:
+            return self._dump_again()
         self.failures += 1
         if self.failures >= MAX_ATTEMPTS:
-            return self._end("lost", -1, f"{group} could not be written: {reason}")
+            return self._end("lost", -1, f"{message.group} could not be written: {message.reason}")
         return self._dump_again()
+
+    def _is_awaited(self, message: Written | WriteFailed) -> bool:
+        """Whether it is of this attempt, and of a group that is not on disk."""
+        dumping = self.state is State.DUMPING and message.attempt == self.attempt
+        return dumping and message.group in self.pending
 
     def on_published(self) -> list[Directive]:
         if self.state is not State.PUBLISHING:
             return []
-        return self._end("saved", self.step, "")
+        return self._end("saved", self.step, self.doubts.words)
 
     def on_publish_failed(self, reason: str) -> list[Directive]:
         if self.state is not State.PUBLISHING:
@@ -229,7 +243,7 @@ class Incident:
     def _choose(self) -> list[Directive]:
         """Take the newest step that there is now."""
         origin = max(layout.origin for layout in self.layouts.values())
-        decision = plan(self._shares(), self.frozen, avoid=self.avoid)
+        decision = plan(shares_of(self.layouts), self.frozen, avoid=self.avoid)
         if isinstance(decision, NoPlan):
             silent = "".join(f"; rank {rank} is alive, but does not answer" for rank in self.silent)
             return self._end("lost", -1, decision.reason + silent, unheld=True)
@@ -248,7 +262,9 @@ class Incident:
 
     def _dump_again(self) -> list[Directive]:
         """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
-        again = plan(self._shares(self.pending.keys()), self.frozen, only=self.step, avoid=self.avoid)
+        again = plan(
+            shares_of(self.layouts, self.pending.keys()), self.frozen, only=self.step, avoid=self.avoid
+        )
         if isinstance(again, NoPlan):
             return self._choose()
         self.pending = {order.group: order for order in again.groups}
@@ -275,6 +291,7 @@ class Incident:
                     host,
                     port,
                     self.timeout_s,
+                    tuple(self.doubts.ranks),
                 ),
                 rank=rank,
             )
@@ -288,12 +305,6 @@ class Incident:
 
     def _save(self) -> str:
         return self.layouts[min(self.layouts)].save
-
-    def _shares(self, groups: Collection[str] | None = None) -> dict[int, tuple[Share, ...]]:
-        return {
-            rank: tuple(s for s in layout.shares if groups is None or s.group in groups)
-            for rank, layout in self.layouts.items()
-        }
 
     def _end_before_training(self) -> list[Directive]:
         return self._end("nothing", -1, "no step has finished: training had not begun on every rank")

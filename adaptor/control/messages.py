@@ -137,23 +137,25 @@ class Frozen(Message, frozen=True):
 
 
 class Written(Message, frozen=True):
-    """The files of a group are on disk under their temporary folder."""
+    """The files of a group are on disk under their temporary folder; `not_finite`: what in them is not."""
 
     rank: int
     incident: int
     attempt: int
     group: str
     files: tuple[FileEntry, ...]
+    not_finite: str = ""
 
 
 class WriteFailed(Message, frozen=True):
-    """This rank could not do its part for a group."""
+    """This rank could not do its part for a group, or would not: what `doubted` ranks gave is not finite."""
 
     rank: int
     incident: int
     attempt: int
     group: str
     reason: str
+    doubted: tuple[int, ...] = ()
 
 
 class Noted(Message, frozen=True):
@@ -268,7 +270,10 @@ class GroupOrder(msgspec.Struct, frozen=True):
 
 
 class Dump(Message, frozen=True):
-    """Bring this rank to `step` and do its part for each group."""
+    """Bring this rank to `step` and do its part for each group.
+
+    `as_is`: groups that are written whether finite or not.
+    """
 
     incident: int
     attempt: int
@@ -278,6 +283,7 @@ class Dump(Message, frozen=True):
     store_host: str
     store_port: int
     timeout_s: float
+    as_is: tuple[str, ...] = ()
 
 
 class Exit(Message, frozen=True):

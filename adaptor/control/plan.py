@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from adaptor.control.messages import BoardRecord, GroupOrder, Phase, Share
+from adaptor.control.messages import BoardRecord, GroupOrder, Layout, Phase, Share
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,14 @@ class NoPlan:
 
 
 Shares = Mapping[int, Iterable[Share]]
+
+
+def shares_of(layouts: Mapping[int, Layout], groups: Collection[str] | None = None) -> Shares:
+    """What each rank holds, of some groups or of all."""
+    return {
+        rank: tuple(share for share in layout.shares if groups is None or share.group in groups)
+        for rank, layout in layouts.items()
+    }
 
 
 def plan(

@@ -35,7 +35,7 @@ from adaptor.control.messages import (
     WriteFailed,
     Written,
 )
-from adaptor.control.session import DumpRun, Session
+from adaptor.control.session import DumpRun, NotFiniteError, Session
 
 # A worker that is ended after an incident it did not cause has not failed: its agent knows the verdict.
 EXIT_SURVIVOR = 0
@@ -169,6 +169,7 @@ class Processor:
                 self._note("through-the-door", f"step {order.step}")
             record = session.record_of(order.step)
             for group in order.groups:
+                remarks: list[str] = []
                 run = DumpRun(
                     rank=self._rank,
                     folder=order.folder,
@@ -176,18 +177,24 @@ class Processor:
                     connect=lambda ranks, group=group: _connect(order, group, self._rank, ranks),  # type: ignore[misc]
                     progress=session.board.advance,
                     cancelled=lambda: self._attempt != order.attempt,
+                    as_is=group.group in order.as_is,
+                    remark=remarks.append,
                 )
                 files = session.trainee.dump(record, group, run)
                 if group.writer == self._rank:
-                    self._note("written", group.group)
-                    self.say(Written(self._rank, order.incident, order.attempt, group.group, files))
+                    not_finite = "; ".join(filter(None, remarks))
+                    self._note("written", f"{group.group}; {not_finite}" if not_finite else group.group)
+                    self.say(
+                        Written(self._rank, order.incident, order.attempt, group.group, files, not_finite)
+                    )
                 else:
                     self._note("gathered", group.group)
         except Exception as error:  # whatever it was, the controller decides what comes next
             if self._attempt == order.attempt:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                doubted = error.ranks if isinstance(error, NotFiniteError) else ()
                 self._note("failed", reason)
-                self.say(WriteFailed(self._rank, order.incident, order.attempt, group.group, reason))
+                self.say(WriteFailed(self._rank, order.incident, order.attempt, group.group, reason, doubted))
 
 
 def _connect(order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...]) -> Any:

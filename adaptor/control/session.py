@@ -62,12 +62,27 @@ class Trainee(Protocol):
         """Whether its step can be saved: an optimizer may lack what is saved of it until its first update."""
 
     def dump(self, record: Any, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
-        """Do this rank's part of a group; the writer returns its files, the others nothing."""
+        """Do this rank's part of a group; the writer returns its files, the others nothing.
+
+        Raises NotFiniteError on the writer, before it writes, unless `run.as_is`.
+        """
+
+
+class NotFiniteError(Exception):
+    """The shards that `ranks` gave have a nan or an infinity in them; another copy may have none."""
+
+    def __init__(self, what: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(what)
+        self.ranks = ranks
 
 
 @dataclass(frozen=True)
 class DumpRun:
-    """What a dump needs besides the state: where it goes, with whom, and when to stop."""
+    """What a dump needs besides the state: where it goes, with whom, and when to stop.
+
+    as_is   write it whether it is finite or not
+    remark  is told what is not finite in what is written
+    """
 
     rank: int
     folder: str
@@ -75,6 +90,8 @@ class DumpRun:
     connect: Callable[[tuple[int, ...]], Any]
     progress: Callable[[int], None]
     cancelled: Callable[[], bool]
+    as_is: bool = True
+    remark: Callable[[str], None] = lambda what: None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
+import math
 import os
 import re
 import signal
@@ -47,6 +49,8 @@ KINDS += ("tree-sigterm",)
 KINDS += ("deadlock", "sigstop", "holds-the-gil")
 # The network between the nodes is cut, without a word to anyone.
 KINDS += ("cut",)
+# A device computes nonsense: the optimizer state of this rank is not finite any more, and then it raises.
+KINDS += ("nan",)
 # No fault: something that takes long.
 KINDS += ("pause",)
 PAUSE_S = 8.0
@@ -137,6 +141,9 @@ class Injector:
                     os.kill(process, signal.SIGTERM)
             case "cut":
                 namespaces.cut()
+            case "nan":
+                _spoil()
+                raise InjectedError(str(fault))
             case "pause":
                 time.sleep(PAUSE_S)
             case "deadlock":
@@ -151,6 +158,14 @@ class Injector:
                 sys.exit(fault.code)
             case "exception":
                 raise InjectedError(str(fault))
+
+
+def _spoil() -> None:
+    import torch
+
+    for optimizer in gc.get_objects():
+        if isinstance(optimizer, torch.optim.Optimizer):
+            next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] = math.nan
 
 
 def _tree(root: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What was damaged after it was saved is named and set aside; the job goes on from the newest intact one."""
+"""Nothing is trusted: neither what was saved before, nor what a holder gives."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 from adaptor.checkpoint import naming, publish
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, ITERATIONS, Job
+from tests.faults.harness import DP2, DP4, ITERATIONS, Job
 from tests.faults.same import differences
-from tests.faults.scenario import BaselineOf, assert_last_words
+from tests.faults.scenario import BaselineOf, assert_last_words, ends
 
 
 def test_a_byte_of_the_last_words_is_changed(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -46,3 +46,10 @@ def test_a_byte_of_the_last_words_is_changed(tmp_path: Path, baseline_of: Baseli
     steps = range(5, ITERATIONS + 1)
     outcome.assert_same_training(ended, baseline.records, steps=steps)
     assert {entry["iteration"] for lines in ended.records.values() for entry in lines} == set(steps)
+
+
+def test_a_copy_that_is_not_finite_is_not_saved(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The device of rank 1 has computed nonsense, which the framework notices; rank 3 has the same shard."""
+    job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=["rank=1,step=6,phase=between,kind=nan"])
+    ended, _ = ends(job, baseline_of(DP4), code=1, saved={6})
+    assert "what rank 1 held of mp_rank_00 was not finite, another copy is saved" in ended.last_line

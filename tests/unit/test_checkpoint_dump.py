@@ -288,11 +288,12 @@ def test_fp32_weights_are_rebuilt_as_well(tmp_path: Path) -> None:
     assert torch.equal(model["c"], whole_state()["param"][32:34])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [1.0, -1.0])
 def test_weights_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
-    rank = Rank(0, 1)
-    rank.states[rank.model.b]["param"][2] = value
-    assert _alone(rank, tmp_path).not_finite == ("model.b",)
+    """Main params that are too large for the weights; of all that is their own, see the test of shards."""
+    rank = Rank(0, 1, torch.float16)
+    rank.states[rank.model.b]["param"][2] = 1e30 if value > 0 else -1e30
+    assert _alone(rank, tmp_path).not_finite == "model.b is not finite"
 
 
 def test_a_trained_weight_without_a_main_param_is_one_line(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ what the controller then orders. The first line says what the job is like:
     > frozen 0 running 4              the board that comes with it: running 4, ready 5, updating 5, broken 5
     > prepared [reason...]            with a reason it failed; published and publish-failed likewise
     > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
-    > write-failed 0 reason...
+    > written 0 shard 1 is not finite it has written that as it is
+    > write-failed 0 reason...        with doubted=1, what rank 1 gave is not finite
     > agent-lost 1, progress 0, refused 2 reason..., layout 3 other, agent-hello 1, hello 2
     > at 60.5                         the time is now 60.5 seconds, and the controller is told
 
@@ -152,9 +153,10 @@ class Trace:
                 return Prepared(number, "" if words else "/save/tmp", " ".join(words))
             case "written":
                 entry = FileEntry(f"{GROUP}/{rank}.pt", 10, "00", attempt)
-                return Written(rank, number, attempt, GROUP, (entry,))
+                return Written(rank, number, attempt, GROUP, (entry,), text)
             case "write-failed":
-                return WriteFailed(rank, number, attempt, GROUP, text)
+                doubted = (int(settings["doubted"]),) if "doubted" in settings else ()
+                return WriteFailed(rank, number, attempt, GROUP, text, doubted)
             case "published":
                 return Published(number, incident.step if incident else -1, SAVE)
             case "publish-failed":
@@ -176,7 +178,8 @@ def _words(order: Message) -> str:
             return f"freeze for incident {incident}" + (", tell where you stand" if stacks else "")
         case Dump(attempt=attempt, step=step, groups=groups):
             parts = [f"{g.group} from {','.join(map(str, g.holders))} by {g.writer}" for g in groups]
-            return f"dump step {step}, attempt {attempt}: {'; '.join(parts)}"
+            as_is = ", as it is" if order.as_is else ""
+            return f"dump step {step}, attempt {attempt}: {'; '.join(parts)}{as_is}"
         case Exit():
             return "exit"
         case Prepare(step=step):

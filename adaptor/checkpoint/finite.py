@@ -1,0 +1,62 @@
+"""Where numbers are not finite: a training that diverges has such, and so has a device that fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from adaptor.checkpoint import shards
+
+# So many names are told.
+_TOLD = 3
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is nan or infinite; reads the tensor once and allocates nothing."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    return all(math.isfinite(bound) for bound in torch.stack(torch.aminmax(tensor.detach())).tolist())
+
+
+def all_finite(value: Any) -> bool:
+    """Whether the tensors of a nested state are."""
+    return all(map(is_finite, _tensors(value)))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def bad_shards(optimizer: Any, state: Mapping[Any, Any]) -> dict[int, list[str]]:
+    """Which shards of the gathered state of a distributed optimizer are not finite: the keys of each.
+
+    Each world tensor is read once; only one that is not finite is looked at by shards.
+    """
+    found: dict[int, list[str]] = {}
+    for number, buffer in enumerate(optimizer.buffers):
+        (world,) = state[number].values()
+        for key in shards.KEYS:
+            if is_finite(world[key]):
+                continue
+            for bucket in shards.buckets_of(optimizer, buffer):
+                for index in range(shards.shard_of(optimizer)[1]):
+                    keys = found.setdefault(index, [])
+                    if key not in keys and not is_finite(world[key][slice(*bucket.extent(index))]):
+                        keys.append(key)
+    return {index: keys for index, keys in sorted(found.items()) if keys}
+
+
+def words(things: list[str]) -> str:
+    """Some of them by name: "a, b, c and 4 more are not finite"; nothing of nothing."""
+    if not things:
+        return ""
+    more = len(things) - _TOLD
+    told = ", ".join(things[:_TOLD]) + (f" and {more} more" if more > 0 else "")
+    return f"{told} {'is' if len(things) == 1 else 'are'} not finite"

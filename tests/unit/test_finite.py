@@ -1,0 +1,140 @@
+"""What is not finite is found when it is dumped: which shard, and who gave it."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaptor.checkpoint import finite, megatron, shards
+from adaptor.checkpoint.shards import Exchange
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.control.messages import GroupOrder
+from adaptor.control.session import DumpRun, NotFiniteError
+from tests.unit.test_checkpoint_dump import RECORD, Rank, load, together
+
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("place", [0, 1, 998, 999])
+def test_any_element(dtype: torch.dtype, place: int) -> None:
+    tensor = torch.linspace(-1e4, 1e4, 1000, dtype=dtype)
+    assert finite.is_finite(tensor)
+    for value in NOT_FINITE:
+        tensor[place] = value
+        assert not finite.is_finite(tensor)
+        assert not finite.all_finite({"a": [torch.ones(3), {"b": tensor}], "c": 1})
+
+
+def test_what_has_no_numbers_is_finite() -> None:
+    assert finite.is_finite(torch.empty(0))
+    assert finite.is_finite(torch.ones(3, dtype=torch.int64))
+    assert finite.all_finite(None)
+
+
+def test_some_are_told_by_name() -> None:
+    assert finite.words([]) == ""
+    assert finite.words(["a"]) == "a is not finite"
+    assert finite.words(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more are not finite"
+
+
+def _spoil(rank: Rank, name: str, key: str, value: float = math.nan) -> Rank:
+    rank.states[getattr(rank.model, name)][key][0] = value
+    return rank
+
+
+class _Refused(Exception):
+    pass
+
+
+def _dump(tmp_path: Path, spoilt: int, key: str, value: float, doubt: Callable[..., None]) -> list[Any]:
+    """Rank 0 of the group gives shard 1, rank 1 writes; the numbers of shard `spoilt` are not all finite."""
+
+    def part(shard: int) -> Rank:
+        return (
+            _spoil(Rank(shard, 2), "b" if shard else "a", key, value) if shard == spoilt else Rank(shard, 2)
+        )
+
+    def sender(group: Any) -> None:
+        megatron.send_shards(part(1).state, 1, Exchange(group, 0, [[1, 0]]))
+
+    def writer(group: Any) -> Any:
+        exchange = Exchange(group, 1, [[1, 0]], doubt=doubt)
+        return megatron.write_files(part(0).state, RECORD, exchange, tmp_path, 1)
+
+    return together(tmp_path, [sender, writer])
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("key", shards.KEYS)
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_shard_is_doubted_before_anything_is_written(
+    tmp_path: Path, shard: int, key: str, value: float
+) -> None:
+    def refuse(what: str, ranks: Sequence[int]) -> None:
+        raise _Refused(what, list(ranks))
+
+    sent, refused = _dump(tmp_path, shard, key, value, refuse)
+    assert sent is None, "who gave it has done its part"
+    assert isinstance(refused, _Refused)
+    assert refused.args == (f"shard {shard} of 2 ({key}) is not finite", [1 - shard])
+    assert not (tmp_path / "mp_rank_00").exists()
+
+
+def test_a_shard_that_nobody_minds_is_written_as_it_is(tmp_path: Path) -> None:
+    _, written = _dump(tmp_path, 1, "exp_avg", math.nan, lambda what, ranks: None)
+    assert written.not_finite == "shard 1 of 2 (exp_avg) is not finite"
+    saved = load(tmp_path / "mp_rank_00/distrib_optim.pt.1")[0][torch.bfloat16, torch.float32]["exp_avg"]
+    assert saved.isnan().sum() == 1
+
+
+def test_an_optimizer_without_shards(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.state_dict_for_save_checkpoint = model.state_dict  # type: ignore[assignment, operator]
+    exp_avg = torch.tensor([1.0, math.nan])
+    optimizer = types.SimpleNamespace(
+        is_stub_optimizer=False,
+        get_parameters=lambda: list(model.parameters()),
+        state_dict=lambda: {"optimizer": {"state": {0: {"exp_avg": exp_avg}}, "param_groups": [{}]}},
+    )
+    heard: list[Any] = []
+    exchange = Exchange(None, 0, [[0]], doubt=lambda *what: heard.append(what))
+    state = megatron.TrainingState([model], optimizer, None, "mp_rank_00")
+    written = megatron.write_files(state, RECORD, exchange, tmp_path, 1)
+    assert heard == [("the optimizer state is not finite", [0])]
+    assert written.not_finite == "the optimizer state is not finite"
+
+
+def test_who_is_doubted_is_told_by_its_rank_in_the_job(tmp_path: Path) -> None:
+    rank = _spoil(_spoil(Rank(0, 1), "a", "param"), "b", "exp_avg")
+    trainee = MegatronTrainee(
+        rank.state, "", (), None, counters=dict, growth=dict, increment=int, barrier=lambda: None
+    )
+    order = GroupOrder("mp_rank_00", (5,), 5)
+    remarks: list[str] = []
+
+    def dump(as_is: bool) -> None:
+        run = DumpRun(
+            rank=5,
+            folder=str(tmp_path),
+            attempt=1,
+            connect=lambda ranks: None,
+            progress=lambda count: None,
+            cancelled=lambda: False,
+            as_is=as_is,
+            remark=remarks.append,
+        )
+        trainee.dump(RECORD, order, run)
+
+    with pytest.raises(NotFiniteError) as caught:
+        dump(as_is=False)
+    assert caught.value.ranks == (5,)
+    assert str(caught.value) == "shard 0 of 1 (param, exp_avg) is not finite"
+    dump(as_is=True)
+    assert remarks == [str(caught.value)]
