@@ -31,4 +31,5 @@ class Doubts:
 
     @property
     def words(self) -> str:
+        """All that is to be said."""
         return "; ".join(filter(None, self.said.values()))
