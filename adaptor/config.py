@@ -23,6 +23,10 @@ class Config:
     grace_s: float
     hang_s: float
     port: int
+    tls: str
+    tls_cert: str
+    tls_key: str
+    tls_ca: str
     device: str
     replica: str
     log_path: str
@@ -78,6 +82,8 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+_PEM = "a PEM file"
+
 SETTINGS = (
     Setting(
         "enabled",
@@ -119,6 +125,18 @@ SETTINGS = (
         _number(1, 65535, int),
         "where the controller listens for agents of other nodes; taken: the next free one",
     ),
+    Setting(
+        "tls",
+        "TTP_TLS",
+        "mutual",
+        "mutual or plain",
+        _one_of("mutual", "plain"),
+        "agents on several machines speak TLS 1.3, both with certificates; plain: unencrypted, inside "
+        "a trusted network",
+    ),
+    Setting("tls_cert", "TTP_TLS_CERT", "", _PEM, str, "the certificate of this node"),
+    Setting("tls_key", "TTP_TLS_KEY", "", _PEM, str, "the private key of TTP_TLS_CERT, without a passphrase"),
+    Setting("tls_ca", "TTP_TLS_CA", "", _PEM, str, "who has signed the certificates of all nodes"),
     Setting(
         "device",
         "TTP_DEVICE",
@@ -165,4 +183,22 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
             values[setting.field] = setting.parse(text)
         except ValueError:
             raise ConfigError(f"{setting.variable} is {text!r}: it must be {setting.allowed}") from None
-    return Config(**values)
+    made = Config(**values)
+    _require_one_kind_of_connection(made)
+    return made
+
+
+def _require_one_kind_of_connection(made: Config) -> None:
+    files = {"TTP_TLS_CERT": made.tls_cert, "TTP_TLS_KEY": made.tls_key, "TTP_TLS_CA": made.tls_ca}
+    given = [name for name, path in files.items() if path]
+    missing = [name for name, path in files.items() if not path]
+    if given and missing:
+        raise ConfigError(
+            f"{given[0]} is {files[given[0]]!r}, but {' and '.join(missing)} not set: "
+            f"TLS needs all three of {', '.join(files)}"
+        )
+    if given and made.tls == "plain":
+        raise ConfigError(
+            f"TTP_TLS is 'plain', but {given[0]} is {files[given[0]]!r}: "
+            "leave out TTP_TLS, or the certificates"
+        )

@@ -17,7 +17,6 @@ from adaptor.control.messages import (
     Dying,
     Exit,
     Freeze,
-    FromAgent,
     Frozen,
     Leave,
     Noted,
@@ -27,6 +26,7 @@ from adaptor.control.messages import (
     PublishFailed,
     Raised,
     Still,
+    ToController,
     Told,
     Verdict,
     WriteFailed,
@@ -52,7 +52,7 @@ class Chronicle:
         self._still_s = 0.0
         self.next_incident = 1
 
-    def heard(self, node: int, message: FromAgent) -> None:
+    def heard(self, node: int, message: ToController) -> None:
         """A message of the agent of `node`, or of a worker by way of it."""
         match message:
             case Dying(rank=rank, at=at, board=board) if not self._ended:

@@ -7,15 +7,16 @@ timeline. Everything runs in the event loop of the agent's control thread.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import hmac
 import secrets
+import socket
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+import msgspec
 
 from adaptor.control import wire
 from adaptor.control.controller import Controller, Orders
@@ -26,58 +27,68 @@ from adaptor.control.messages import (
     ControllerToAgent,
     Dismissed,
     FromAgent,
+    ToController,
 )
 from adaptor.launchers.chronicle import Chronicle
+from adaptor.launchers.gate import LOOPBACK, Gate
+from adaptor.launchers.roll import Roll
+from adaptor.launchers.strangers import Strangers
+from adaptor.launchers.tls import Tls
 
 Send = Callable[[ControllerToAgent], None]
 # How often the controller is told the time: deadlines are tens of seconds.
 TICK_S = 0.25
-# A stranger has this long to prove the secret; an agent needs two round trips.
-HANDSHAKE_S = 10.0
-_NONCE_BYTES = 32
 
 
 class Hub:
-    """One per generation. `publish_step` tells at which step the save folder stands."""
+    """One per generation; `host` is the address at which other nodes reach this one."""
 
-    def __init__(self, world_size: int, nodes: int, timeout_s: float, store_host: str, chronicle: Chronicle):
-        import torch.distributed as dist
-
-        self._nodes = nodes
+    def __init__(
+        self,
+        world_size: int,
+        nodes: int,
+        timeout_s: float,
+        host: str,
+        chronicle: Chronicle,
+        tls: Tls | None = None,
+    ):
+        self._host = host
+        self._roll = Roll(world_size, nodes)
         self._sends: dict[int, Send] = {}
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
         # Lives here, in an agent, so that no worker's death takes it along.
-        self._store = dist.TCPStore(
-            "127.0.0.1" if nodes == 1 else store_host,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        self._store = _store(LOOPBACK if nodes == 1 else host, timeout_s)
         self.controller = Controller(
             world_size, timeout_s, (self._store.host, self._store.port), chronicle.next_incident
         )
         self._chronicle = chronicle
         self._secret = secrets.token_bytes(32)
+        self._strangers = Strangers("the controller's port")
+        self._gate = Gate(self._secret, tls, self._strangers, self._hear)
         self._ticker: asyncio.Task[None] | None = None
 
-    async def listen(self, port: int) -> tuple[int, str]:
+    def listen(self, port: int) -> tuple[int, str]:
         """Accept agents of other nodes; returns the port (the next free one from `port`) and the secret."""
-        for candidate in range(port, 65536):
-            with contextlib.suppress(OSError):
-                self._server = await asyncio.start_server(self._accept, None, candidate)
-                return candidate, self._secret.hex()
-        raise OSError(f"no free port from {port} on for the controller")
+        address = LOOPBACK if self._host == LOOPBACK else ""
+        return self._gate.listen(address, port), self._secret.hex()
 
     def start(self) -> None:
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
 
-    def attach(self, node: int, send: Send) -> None:
-        self._sends[node] = send
+    def take(self, node: int, message: FromAgent, send: Send | None = None) -> bool:
+        """One message of the agent of `node`, whose orders go to `send` from its hello on.
 
-    def take(self, node: int, message: FromAgent) -> None:
-        """One message of the agent of `node`."""
+        Returns False where it was not for this agent to say: then it is counted, and nothing else happens.
+        """
+        objection = self._roll.objection(node, message)
+        if objection:
+            self._strangers.count(f"knew the secret and {objection}")
+            return False
+        if send is not None:
+            self._sends[node] = send
+        self._tell(node, message)
+        return True
+
+    def _tell(self, node: int, message: ToController) -> None:
         self._chronicle.heard(node, message)
         self._let(functools.partial(self.controller.handle, message))
 
@@ -87,12 +98,11 @@ class Hub:
             for node, send in self._sends.items():
                 if node != 0:
                     send(Dismissed())
-        tasks = [task for task in (self._ticker, *self._connections) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._server is not None:
-            self._server.close()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self._gate.close()
+        self._strangers.close()
         del self._store
 
     def _deliver(self, orders: Orders) -> None:
@@ -116,73 +126,36 @@ class Hub:
             orders = self.controller.give_up(f"{type(error).__name__}: {error}")
         self._deliver(orders)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        node = -1
-        wire.notice_silence(writer.get_extra_info("socket"))
+    async def _hear(
+        self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """An agent that has proved the secret, to its end."""
+        node = hello.node
+        if not self.take(node, hello, lambda order: writer.write(wire.frame(order))):
+            return
         try:
-            async with _deadline(HANDSHAKE_S):
-                await prove(reader, writer, self._secret, first=False)
-                hello = await wire.read(reader, wire.from_agent)
-            if not isinstance(hello, AgentHello):
-                return
-            node = hello.node
-            self.attach(node, lambda order: writer.write(wire.frame(order)))
-            self.take(node, hello)
             while True:
-                self.take(node, await wire.read(reader, wire.from_agent))
-        except (EOFError, OSError, TimeoutError, asyncio.TimeoutError, ValueError):
-            if node >= 0:
-                self._sends.pop(node, None)
-                self.take(node, AgentLost(node))
-        finally:
-            self._connections.discard(task)
-            writer.close()
+                self.take(node, await wire.read(reader, wire.from_agent, wire.SLOW_S))
+        except (EOFError, OSError, msgspec.DecodeError):
+            del self._sends[node]
+            self._tell(node, AgentLost(node))
 
 
-def _deadline(seconds: float) -> Any:
-    """`asyncio.timeout` (3.11 and later), or what does the same on 3.10."""
-    if hasattr(asyncio, "timeout"):
-        return asyncio.timeout(seconds)
-    return _Deadline(seconds)
+def _store(host: str, timeout_s: float) -> Any:
+    """The store over which dump groups are formed; on one machine nobody outside of it reaches it."""
+    import torch.distributed as dist
 
-
-class _Deadline:
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._expired = False
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def expire() -> None:
-            self._expired = True
-            task.cancel()
-
-        self._handle = asyncio.get_running_loop().call_later(self._seconds, expire)
-
-    async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._handle.cancel()
-        if self._expired and kind is asyncio.CancelledError:
-            raise asyncio.TimeoutError
-
-
-async def prove(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, first: bool
-) -> None:
-    """Both sides prove that they know the job's secret before a message is read.
-
-    Raises:
-        ConnectionError: the other side does not know it.
-    """
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    writer.write(mine)
-    theirs = await reader.readexactly(_NONCE_BYTES)
-    role, other = (b"agent", b"controller") if first else (b"controller", b"agent")
-    writer.write(hmac.digest(secret, role + theirs + mine, "sha256"))
-    answer = await reader.readexactly(32)
-    if not hmac.compare_digest(answer, hmac.digest(secret, other + mine + theirs, "sha256")):
-        raise ConnectionError("the other side does not know the secret of this job")
+    timeout = timedelta(seconds=timeout_s)
+    if host != LOOPBACK:
+        return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    with socket.create_server((LOOPBACK, 0)) as listener:  # left to itself, it would listen everywhere
+        port, descriptor = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=descriptor,
+        use_libuv=False,  # older ones take no descriptor
+    )

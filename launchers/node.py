@@ -46,9 +46,11 @@ from adaptor.control.messages import (
 from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS, GENERATION, RESUME, SCRATCH
 from adaptor.control.stillness import Stillness
 from adaptor.errors import CheckpointError
+from adaptor.launchers import tls
 from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.filing import Filing
-from adaptor.launchers.hub import Hub, prove
+from adaptor.launchers.gate import LOOPBACK, knock
+from adaptor.launchers.hub import Hub
 from adaptor.launchers.log import Log
 from adaptor.launchers.workers import Workers
 
@@ -66,6 +68,7 @@ class Node:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._tls = tls.load(config)
         self._loop = asyncio.new_event_loop()
         self._workers = Workers(self._loop, lambda message: self._up(message))
         self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
@@ -98,6 +101,8 @@ class Node:
             store: the rendezvous store, which all agents share; its keys are of this generation alone.
             host: the address of node rank 0.
         """
+        if self._tls is None and self._config.tls != "plain":
+            host = LOOPBACK  # ttprun has seen to it that all nodes are on this machine
         self._node = node
         self._nodes = nodes
         self._begun += 1
@@ -161,28 +166,25 @@ class Node:
 
     async def _host(self, world_size: int, nodes: int, host: str) -> str:
         self._chronicle.begin()
-        hub = Hub(world_size, nodes, self._config.timeout_s, host, self._chronicle)
+        hub = Hub(world_size, nodes, self._config.timeout_s, host, self._chronicle, self._tls)
         self._hub = hub
-        hub.attach(0, self._obey_soon)
         hub.start()
-        self._up = lambda message: hub.take(0, message)
+        self._up = lambda message: hub.take(0, message, self._obey_soon)
         if nodes == 1:
             return ""
-        port, secret = await hub.listen(self._config.port)
+        port, secret = hub.listen(self._config.port)
         return f"{port} {secret}"
 
     async def _join(self, host: str, where: str) -> None:
         port, secret = where.split()
-        reader, writer = await asyncio.open_connection(host, int(port))
-        wire.notice_silence(writer.get_extra_info("socket"))
-        await prove(reader, writer, bytes.fromhex(secret), first=True)
+        reader, writer = await knock(host, int(port), bytes.fromhex(secret), self._tls)
         self._up = lambda message: writer.write(wire.frame(message))
         self._spawn(self._hear_controller(reader, writer))
 
     async def _hear_controller(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                self._obey(await wire.read(reader, wire.to_agent))
+                self._obey(await wire.read(reader, wire.to_agent, wire.SLOW_S))
         except (EOFError, OSError, msgspec.DecodeError):
             if not self._dismissed:
                 self._judge("the controller's node is lost")

@@ -7,13 +7,14 @@ torch's own main and nothing of the adaptor is active in a worker.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import sys
 import tempfile
 from pathlib import Path
 
 from adaptor import _script, config
-from adaptor.errors import ConfigError
-from adaptor.launchers import flags
+from adaptor.errors import AdaptorError, ConfigError
+from adaptor.launchers import flags, tls
 
 USAGE_EXIT_CODE = 2
 WORKER_MODULE = "adaptor.launchers.worker"
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
             _require_script(parsed, settings)
         if settings.enabled:
             _require_folder(settings.log_path)
+            _require_safe_connections(parsed, settings)
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
@@ -54,6 +56,29 @@ def _require_script(parsed: argparse.Namespace, settings: config.Config) -> None
         Path(parsed.training_script).stat()
     except OSError as error:
         raise ConfigError(f"the script {parsed.training_script} cannot be run ({error.strerror})") from None
+
+
+def _require_safe_connections(parsed: argparse.Namespace, settings: config.Config) -> None:
+    """Between machines TLS, unless the user wants it otherwise; bad certificates are known here already."""
+    if tls.load(settings) is not None or settings.tls == "plain" or _on_one_machine(parsed):
+        return
+    raise ConfigError(
+        f"--nnodes {parsed.nnodes} and no certificates: agents of several machines speak TLS, so give"
+        " --ttp-tls-cert, --ttp-tls-key and --ttp-tls-ca; or, inside a trusted network, --ttp-tls plain"
+    )
+
+
+def _on_one_machine(parsed: argparse.Namespace) -> bool:
+    """Whether all agents are on this machine: there is one, or they meet where nobody else can come."""
+    if parsed.standalone or parsed.nnodes.rpartition(":")[2].strip() == "1":
+        return True
+    host = parsed.rdzv_endpoint.rpartition(":")[0] or parsed.rdzv_endpoint
+    if not host:  # torch's own defaults
+        host = parsed.master_addr if parsed.rdzv_backend == "static" else "localhost"
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _run_plain(parsed: argparse.Namespace, device: str) -> int:
@@ -99,6 +124,9 @@ def _run_with_survivors(parsed: argparse.Namespace) -> int:
     api.LocalElasticAgent = SurvivorsAgent  # type: ignore[misc]
     try:
         run.run(parsed)
+    except AdaptorError as error:
+        print(f"ttprun: error: {error}", file=sys.stderr)
+        return USAGE_EXIT_CODE
     except SignalException as error:
         verdict = SurvivorsAgent.last_verdict
         said = (

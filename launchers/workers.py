@@ -27,6 +27,7 @@ import msgspec
 from adaptor.control import wire
 from adaptor.control.board import BoardMemory
 from adaptor.control.messages import BoardRecord, Died, Dying, FromAgent, FromWorker, Hello, Phase, ToWorker
+from adaptor.launchers.strangers import Strangers
 
 # In /proc/PID/stat: the process is on its way out (PF_EXITING of the kernel), and where the flags stand.
 _EXITING = 0x4
@@ -54,6 +55,7 @@ class Workers:
         self._held: set[int] = set()  # lifelines, by processes that still run the program that was started
         self._connections: dict[int, asyncio.StreamWriter] = {}
         self._hearing: set[asyncio.StreamWriter] = set()
+        self._strangers = Strangers("the workers' socket")
 
     async def serve(self) -> None:
         """Hear workers, from now to `close`."""
@@ -64,6 +66,7 @@ class Workers:
             self._server.close()
         while self._hearing:
             await asyncio.sleep(0)
+        self._strangers.close()
 
     def begin(self, ranks: Sequence[int]) -> BoardMemory:
         """Before the workers of `ranks` start: their boards."""
@@ -125,9 +128,15 @@ class Workers:
         self._hearing.add(writer)
         try:
             if not _same_user(writer.get_extra_info("socket")):
+                self._strangers.count("were of another user")
                 return
             hello = await wire.read(reader, wire.from_worker)
-            if not isinstance(hello, Hello) or hello.rank not in self.alive:
+            if (
+                not isinstance(hello, Hello)
+                or hello.rank not in self.alive
+                or hello.rank in self._connections
+            ):
+                self._strangers.count("were no worker of this node")
                 return
             rank = hello.rank
             self._connections[rank] = writer

@@ -37,6 +37,7 @@ class BoardMemory:
     def __init__(self, ranks: Sequence[int]) -> None:
         self._slots = {rank: slot * SLOT for slot, rank in enumerate(ranks)}
         self._fd = os.memfd_create("ttp-boards", os.MFD_CLOEXEC)
+        os.fchmod(self._fd, 0o600)  # the kernel makes it open to all; only /proc is between
         os.ftruncate(self._fd, SLOT * len(ranks))
         self._memory = mmap.mmap(self._fd, SLOT * len(ranks))
         self._sequences = memoryview(self._memory).cast("Q")

@@ -47,7 +47,7 @@ class Causes:
 
     def ask(self, rank: int, who: str, name: str, leaves: int) -> None:
         """Somebody wants `who` to end, by the signal `name`; with it, node `leaves` the job, if not -1."""
-        code = SIGNAL_BASE + signal.Signals[name]
+        code = SIGNAL_BASE + signal.Signals.__members__.get(name, signal.SIGTERM)
         self.asked = Cause(rank, code, f"{who} was told to end by {name}", leaves)
 
     def first(self, silent: Collection[int]) -> Cause:

@@ -19,7 +19,6 @@ from adaptor.control.messages import (
     Died,
     Dying,
     Exit,
-    FromAgent,
     Frozen,
     Hello,
     Layout,
@@ -32,6 +31,7 @@ from adaptor.control.messages import (
     Raised,
     Refused,
     Still,
+    ToController,
     Told,
     Verdict,
     WriteFailed,
@@ -77,7 +77,7 @@ class Controller:
     def everyone_is_dead(self) -> bool:
         return len(self._dead) >= self._world_size
 
-    def handle(self, message: FromAgent, now: float) -> Orders:
+    def handle(self, message: ToController, now: float) -> Orders:
         """Take one message of an agent, or of a worker by way of its agent."""
         match message:
             case AgentHello(node=node, ranks=ranks):
@@ -214,7 +214,7 @@ class Controller:
         self._number += 1
         return self._route(self.incident.open(by_death))
 
-    def _on_incident_message(self, message: FromAgent, now: float) -> Orders:
+    def _on_incident_message(self, message: ToController, now: float) -> Orders:
         incident = self.incident
         if incident is None:
             return []

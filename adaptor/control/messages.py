@@ -8,6 +8,7 @@ controller orders (`ToWorker`).
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
@@ -23,6 +24,16 @@ class Phase(IntEnum):
     UPDATING = 3  # inside the update window
     BROKEN = 4  # an exception left the update window: part of the state is old, part is new
     ENDED = 5  # the script is at its end: that this process ends is no fault
+
+
+# No job has as many ranks, nodes or shards; who says so would have the controller count for hours.
+_MANY = 1 << 20
+# The bounds are those of what comes over a connection, where a message outside of them is refused.
+Number = Annotated[int, msgspec.Meta(ge=0, lt=_MANY)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=_MANY)]
+# What the kernel says of a process that has ended: its code, or minus the signal.
+Status = Annotated[int, msgspec.Meta(ge=-128, le=255)]
+PhaseNumber = Annotated[int, msgspec.Meta(ge=0, le=int(max(Phase)))]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -41,7 +52,7 @@ class BoardRecord(Message, frozen=True):
 
     rank: int
     pid: int = 0
-    phase: int = Phase.STARTING
+    phase: PhaseNumber = Phase.STARTING
     oldest: int = -1
     finished: int = -1
     ahead: int = -1
@@ -73,8 +84,8 @@ class Share(msgspec.Struct, frozen=True):
     """
 
     group: str
-    index: int
-    count: int
+    index: Number
+    count: Count
     foreign: bool = False
 
 
@@ -91,14 +102,14 @@ class Standing(msgspec.Struct, frozen=True):
 class Hello(Message, frozen=True):
     """First message of a worker."""
 
-    rank: int
+    rank: Number
     pid: int
 
 
 class Layout(Message, frozen=True):
     """What this rank holds, where checkpoints go, and the step that the job started from."""
 
-    rank: int
+    rank: Number
     shares: tuple[Share, ...]
     save: str
     origin: int
@@ -108,14 +119,14 @@ class Layout(Message, frozen=True):
 class Refused(Message, frozen=True):
     """This rank will not train; the reason is one line for the user."""
 
-    rank: int
+    rank: Number
     reason: str
 
 
 class Raised(Message, frozen=True):
     """An exception left the training script of this rank; its state is intact."""
 
-    rank: int
+    rank: Number
     error: str
     exit_code: int
 
@@ -123,14 +134,14 @@ class Raised(Message, frozen=True):
 class Told(Message, frozen=True):
     """Somebody wants this process to end (`signal`: SIGTERM); its state is intact."""
 
-    rank: int
+    rank: Number
     signal: str
 
 
 class Frozen(Message, frozen=True):
     """The door is closed and no update is in flight; `standing`: where the main thread was, if asked for."""
 
-    rank: int
+    rank: Number
     incident: int
     board: BoardRecord
     standing: Standing | None = None
@@ -139,7 +150,7 @@ class Frozen(Message, frozen=True):
 class Written(Message, frozen=True):
     """The files of a group are on disk under their temporary folder; `not_finite`: what in them is not."""
 
-    rank: int
+    rank: Number
     incident: int
     attempt: int
     group: str
@@ -150,7 +161,7 @@ class Written(Message, frozen=True):
 class WriteFailed(Message, frozen=True):
     """This rank could not do its part for a group, or would not: what `doubted` ranks gave is not finite."""
 
-    rank: int
+    rank: Number
     incident: int
     attempt: int
     group: str
@@ -161,7 +172,7 @@ class WriteFailed(Message, frozen=True):
 class Noted(Message, frozen=True):
     """Something for the timeline of the incident."""
 
-    rank: int
+    rank: Number
     incident: int
     at: float
     what: str
@@ -174,15 +185,15 @@ class Noted(Message, frozen=True):
 class AgentHello(Message, frozen=True):
     """An agent and the ranks of its workers."""
 
-    node: int
-    ranks: tuple[int, ...]
+    node: Number
+    ranks: tuple[Number, ...]
 
 
 class Died(Message, frozen=True):
     """A worker process ended with `status` (negative: the signal), seen `at` (Unix seconds)."""
 
-    rank: int
-    status: int
+    rank: Number
+    status: Status
     at: float
     board: BoardRecord
 
@@ -190,7 +201,7 @@ class Died(Message, frozen=True):
 class Dying(Message, frozen=True):
     """A worker's main thread is gone, seen `at`; how the process ended is told by `Died`, which follows."""
 
-    rank: int
+    rank: Number
     at: float
     board: BoardRecord
 
@@ -198,33 +209,33 @@ class Dying(Message, frozen=True):
 class Leave(Message, frozen=True):
     """Somebody wants the agent of `node` to end (`signal`): save first."""
 
-    node: int
+    node: Number
     signal: str
 
 
 class Still(Message, frozen=True):
     """No worker of this node has moved for `seconds`, in the middle of a step, which is too long."""
 
-    node: int
+    node: Number
     seconds: float
 
 
 class Moving(Message, frozen=True):
     """`Still` is over."""
 
-    node: int
+    node: Number
 
 
 class AgentLost(Message, frozen=True):
-    """The connection to an agent is gone, and its workers with it."""
+    """The connection to an agent is gone, and its workers with it; no agent can say it of another."""
 
-    node: int
+    node: Number
 
 
 class Progress(Message, frozen=True):
     """The progress counters of this node's workers, only while an incident is open."""
 
-    node: int
+    node: Number
     total: int
 
 
@@ -349,12 +360,12 @@ FromAgent = (
     | Moving
     | Dying
     | Died
-    | AgentLost
     | Progress
     | Prepared
     | Published
     | PublishFailed
 )
+ToController = FromAgent | AgentLost
 ToAgent = Prepare | Publish | Verdict | Dismissed
 
 

@@ -23,6 +23,9 @@ class NoPlan:
     reason: str
 
 
+# More steps in a row than anyone skips. Ranks are at most one step apart, so the newest are enough.
+_SKIPPED = 1000
+
 Shares = Mapping[int, Iterable[Share]]
 
 
@@ -102,7 +105,8 @@ def _writers(shares: Shares) -> dict[str, list[int]]:
 
 
 def _steps(board: BoardRecord) -> list[int]:
-    return [s for s in (*range(board.oldest, board.finished + 1), board.ahead) if board.provides(s)]
+    newest = range(max(board.oldest, board.finished - _SKIPPED), board.finished + 1)
+    return [s for s in (*newest, board.ahead) if board.provides(s)]
 
 
 def _may_have_begun(step: int, boards: Collection[BoardRecord]) -> bool:

@@ -8,12 +8,16 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from adaptor.control.deadline import deadline
 from adaptor.control.messages import ControllerToAgent, FromAgent, FromWorker, Message, ToWorker
 
 # The largest messages are lists of files: some hundred bytes each, thousands of them.
 MAX_SIZE = 16 * 1024 * 1024
 _LENGTH_BYTES = 4
 _SILENT_S = 5
+# Between machines: once a message has been announced, it comes within this time. The largest would, at half a
+# megabyte a second; the kernel answers for a sender that has stopped, so silence alone does not tell.
+SLOW_S = 30.0
 
 T = TypeVar("T")
 
@@ -27,7 +31,10 @@ class Decoder(Generic[T]):
         self._decoder = decoder
 
     def __call__(self, body: bytes) -> T:
-        return self._decoder.decode(body)
+        try:
+            return self._decoder.decode(body)
+        except (UnicodeDecodeError, RecursionError) as error:  # text that is none, nesting without end
+            raise msgspec.DecodeError(str(error)) from None
 
 
 from_worker: Decoder[FromWorker] = Decoder(msgspec.msgpack.Decoder(FromWorker))
@@ -62,15 +69,22 @@ def _checked(length: int) -> int:
     return length
 
 
-async def read(stream: asyncio.StreamReader, decode: Decoder[T]) -> T:
-    """The next message.
+async def read(stream: asyncio.StreamReader, decode: Decoder[T], slow_s: float | None = None) -> T:
+    """The next message, `slow_s` seconds after its beginning at the latest.
 
     Raises:
         EOFError: the other side is gone (`asyncio.IncompleteReadError` is one).
-        ConnectionError, msgspec.DecodeError: what came is no message.
+        ConnectionError, msgspec.DecodeError: what came is no message, or came too slowly.
     """
     length = _checked(int.from_bytes(await stream.readexactly(_LENGTH_BYTES), "big"))
-    return decode(await stream.readexactly(length))
+    if slow_s is None:
+        return decode(await stream.readexactly(length))
+    try:
+        async with deadline(slow_s):
+            body = await stream.readexactly(length)
+    except asyncio.TimeoutError:
+        raise ConnectionError(f"a message of {length} bytes was not there after {slow_s:g} s") from None
+    return decode(body)
 
 
 def receive(connection: socket.socket, decode: Decoder[T]) -> T:

@@ -18,25 +18,21 @@ from adaptor.control.messages import (
     BoardRecord,
     ControllerToAgent,
     Died,
+    Leave,
     Raised,
     Verdict,
 )
 from adaptor.control.processor import EXIT_SURVIVOR
-from adaptor.launchers import hub as hub_module
 from adaptor.launchers import node as node_module
 from adaptor.launchers.chronicle import Chronicle
-from adaptor.launchers.hub import Hub, prove
+from adaptor.launchers.hub import Hub
+from tests.unit.agents import Agent, free_port
 from tests.unit.nodes import Job, job
 from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
 
 FIRST = 11
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture
@@ -134,8 +130,7 @@ def test_strangers_do_not_disturb_a_job(two_nodes: Job) -> None:
     job = two_nodes
     hub = job.nodes[0]._hub
     assert hub is not None
-    assert hub._server is not None
-    port = hub._server.sockets[0].getsockname()[1]
+    port = hub._gate._listeners[0].getsockname()[1]
     strangers = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(3)]
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + secrets.token_bytes(100))
     strangers[2].close()
@@ -150,40 +145,6 @@ def test_strangers_do_not_disturb_a_job(two_nodes: Job) -> None:
 # the hub alone
 
 
-class Agent:
-    """A connection to the hub, as an agent has it."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    @classmethod
-    async def connect(cls, port: int) -> Agent:
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
-
-    async def prove(self, secret: str) -> None:
-        await prove(self.reader, self.writer, bytes.fromhex(secret), first=True)
-
-    def say(self, *messages: Any) -> None:
-        self.writer.write(b"".join(wire.frame(message) for message in messages))
-
-    async def hears(self) -> ControllerToAgent:
-        return await wire.read(self.reader, wire.to_agent)
-
-    async def is_shut_out(self) -> bool:
-        """Whether the other side ends the connection without a message."""
-        try:
-            return await self.reader.read() == b""
-        except ConnectionResetError:  # it had not read all that was sent to it
-            return True
-
-    async def close(self) -> None:
-        self.writer.close()
-        try:
-            await self.writer.wait_closed()
-        except OSError:  # the other side was faster
-            pass
-
-
 def with_hub(act: Callable[[Hub, int, str], Coroutine[Any, Any, None]], tmp_path: Path) -> None:
     """Run `act(hub, port, secret)` beside a hub for two nodes."""
 
@@ -191,7 +152,7 @@ def with_hub(act: Callable[[Hub, int, str], Coroutine[Any, Any, None]], tmp_path
         hub = Hub(2, 2, 10.0, "127.0.0.1", Chronicle(str(tmp_path)))
         hub.start()
         try:
-            await asyncio.wait_for(act(hub, *await hub.listen(free_port())), LONG_S)
+            await asyncio.wait_for(act(hub, *hub.listen(free_port())), LONG_S)
         finally:
             await hub.close()
 
@@ -211,81 +172,6 @@ def test_an_agent_that_knows_the_secret_is_heard(tmp_path: Path) -> None:
     with_hub(act, tmp_path)
 
 
-def test_a_wrong_secret_is_refused_on_both_sides(tmp_path: Path) -> None:
-    async def act(hub: Hub, port: int, secret: str) -> None:
-        agent = await Agent.connect(port)
-        with pytest.raises(ConnectionError, match="does not know the secret"):
-            await agent.prove(secrets.token_hex(32))
-        agent.say(AgentHello(1, (1,)))
-        assert await agent.is_shut_out()
-        assert hub.controller._node_of == {}
-        await agent.close()
-
-    with_hub(act, tmp_path)
-
-
-def test_a_mirror_does_not_pass(tmp_path: Path) -> None:
-    """Sending the hub's own nonce and answer back proves nothing: the two roles sign differently."""
-
-    async def act(hub: Hub, port: int, secret: str) -> None:
-        mirror = await Agent.connect(port)
-        mirror.writer.write(await mirror.reader.readexactly(32))
-        mirror.writer.write(await mirror.reader.readexactly(32))
-        mirror.say(AgentHello(1, (1,)))
-        assert await mirror.is_shut_out()
-        assert hub.controller._node_of == {}
-        await mirror.close()
-
-    with_hub(act, tmp_path)
-
-
-@pytest.mark.parametrize("noise", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 20], ids=len)
-def test_noise_is_ignored(noise: bytes, tmp_path: Path) -> None:
-    async def act(hub: Hub, port: int, secret: str) -> None:
-        stranger = await Agent.connect(port)
-        stranger.writer.write(noise)
-        stranger.writer.write_eof()
-        await stranger.close()
-        agent = await Agent.connect(port)
-        await agent.prove(secret)
-        agent.say(AgentHello(1, (1,)), Died(1, 3, 0.0, BoardRecord(1)))
-        assert isinstance(await agent.hears(), Verdict)
-        await agent.close()
-
-    with_hub(act, tmp_path)
-
-
-def test_half_open_connections_block_nobody(tmp_path: Path) -> None:
-    async def act(hub: Hub, port: int, secret: str) -> None:
-        silent = [await Agent.connect(port) for _ in range(20)]
-        silent[0].writer.write(b"x" * 31)
-        proved = await Agent.connect(port)
-        await proved.prove(secret)  # and then says nothing
-        agent = await Agent.connect(port)
-        await agent.prove(secret)
-        agent.say(AgentHello(1, (1,)), Died(1, 3, 0.0, BoardRecord(1)))
-        assert isinstance(await agent.hears(), Verdict)
-        for connection in (agent, proved, *silent):
-            await connection.close()
-
-    with_hub(act, tmp_path)
-
-
-def test_a_silent_connection_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "HANDSHAKE_S", 0.05)
-
-    async def act(hub: Hub, port: int, secret: str) -> None:
-        silent, proved = await Agent.connect(port), await Agent.connect(port)
-        await proved.prove(secret)
-        await silent.reader.readexactly(32)
-        assert await silent.is_shut_out()
-        assert await proved.is_shut_out()
-        for connection in (silent, proved):
-            await connection.close()
-
-    with_hub(act, tmp_path)
-
-
 def test_who_begins_with_something_else_is_shut_out(tmp_path: Path) -> None:
     async def act(hub: Hub, port: int, secret: str) -> None:
         agent = await Agent.connect(port)
@@ -298,12 +184,97 @@ def test_who_begins_with_something_else_is_shut_out(tmp_path: Path) -> None:
     with_hub(act, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (AgentHello(0, (1,)), None),
+        (AgentHello(2, (1,)), None),
+        (AgentHello(1, (0, 1)), None),
+        (AgentHello(1, (1, 2)), None),
+        (AgentHello(1, (1,)), Died(0, -9, 0.0, BoardRecord(0))),
+        (AgentHello(1, (1,)), Raised(7, "boom", 1)),
+        (AgentHello(1, (1,)), Leave(0, "SIGTERM")),
+        (AgentHello(1, (1,)), AgentHello(1, (1,))),
+    ],
+    ids=["the controller", "no node", "its rank", "no rank", "of another", "of nobody", "its end", "twice"],
+)
+def test_an_agent_speaks_for_itself_alone(first: AgentHello, then: Any, tmp_path: Path) -> None:
+    """Whoever knows the secret and is confused changes nothing for the others."""
+
+    async def act(hub: Hub, port: int, secret: str) -> None:
+        heard: list[ControllerToAgent] = []
+        hub.take(0, AgentHello(0, (0,)), heard.append)
+        confused = await Agent.connect(port)
+        await confused.prove(secret)
+        confused.say(first)
+        if then is None:
+            assert await confused.is_shut_out()
+            assert hub.controller._node_of == {0: 0}
+            agent = await Agent.connect(port)
+            await agent.prove(secret)
+            agent.say(AgentHello(1, (1,)))
+        else:
+            confused.say(then)
+            agent = confused
+        agent.say(Raised(1, "the only one", 1))
+        while hub.controller.incident is None:
+            await asyncio.sleep(0.001)
+        assert list(hub.controller._causes.raised) == [1]
+        assert not hub.controller._dead
+        assert heard == []
+        assert sum(hub._strangers.counted.values()) == 1
+        await confused.close()
+        await agent.close()
+
+    with_hub(act, tmp_path)
+
+
+def test_a_second_agent_of_a_node_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
+    async def act(hub: Hub, port: int, secret: str) -> None:
+        agent, double = await Agent.connect(port), await Agent.connect(port)
+        for each in (agent, double):
+            await each.prove(secret)
+        agent.say(AgentHello(1, (1,)))
+        while 1 not in hub._sends:
+            await asyncio.sleep(0.001)
+        double.say(AgentHello(1, (1,)))
+        assert await double.is_shut_out()
+        agent.say(Died(1, 3, 0.0, BoardRecord(1)))
+        verdict = await agent.hears()
+        assert isinstance(verdict, Verdict)
+        assert verdict.line.startswith("rank 1 exited with code 3; ")
+        await agent.close()
+        await double.close()
+
+    with_hub(act, tmp_path)
+
+
+def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is in the middle of a message for too long is lost; one that says nothing is not."""
+    monkeypatch.setattr(wire, "SLOW_S", 0.05)
+
+    async def act(hub: Hub, port: int, secret: str) -> None:
+        heard: list[ControllerToAgent] = []
+        hub.take(0, AgentHello(0, (0,)), heard.append)
+        agent = await Agent.connect(port)
+        await agent.prove(secret)
+        agent.say(AgentHello(1, (1,)))
+        await asyncio.sleep(0.2)
+        assert 1 in hub._sends
+        agent.writer.write(wire.frame(Raised(1, "boom", 1))[:-1])
+        assert await agent.is_shut_out()
+        (verdict,) = [order for order in heard if isinstance(order, Verdict)]
+        assert "node 1 is lost" in verdict.line
+        await agent.close()
+
+    with_hub(act, tmp_path)
+
+
 @pytest.mark.parametrize("end", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"])
 def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path: Path) -> None:
     async def act(hub: Hub, port: int, secret: str) -> None:
         heard: list[ControllerToAgent] = []
-        hub.attach(0, heard.append)
-        hub.take(0, AgentHello(0, (0,)))
+        hub.take(0, AgentHello(0, (0,)), heard.append)
         agent = await Agent.connect(port)
         await agent.prove(secret)
         agent.say(AgentHello(1, (1,)))
@@ -322,7 +293,7 @@ def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path: Path
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     async def act(hub: Hub, port: int, secret: str) -> None:
         other = Hub(2, 2, 10.0, "127.0.0.1", Chronicle(str(tmp_path)))
-        taken, other_secret = await other.listen(port)
+        taken, other_secret = other.listen(port)
         assert taken > port
         assert other_secret != secret
         await other.close()
@@ -330,31 +301,14 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with_hub(act, tmp_path)
 
 
-def test_a_deadline_of_our_own() -> None:
-    """What stands in for asyncio.timeout on 3.10."""
-
-    async def act() -> None:
-        async with hub_module._Deadline(LONG_S):
-            await asyncio.sleep(0)
-        with pytest.raises(asyncio.TimeoutError):
-            async with hub_module._Deadline(0.01):
-                await asyncio.sleep(LONG_S)
-        with pytest.raises(KeyError):
-            async with hub_module._Deadline(LONG_S):
-                raise KeyError
-        await asyncio.sleep(0)  # nothing cancels us later
-
-    asyncio.run(act())
-
-
 def test_no_port_is_left(tmp_path: Path) -> None:
     async def act(hub: Hub, port: int, secret: str) -> None:
         other = Hub(2, 2, 10.0, "127.0.0.1", Chronicle(str(tmp_path)))
-        first, _ = await other.listen(65535)
+        first, _ = other.listen(65535)
         assert first == 65535
         third = Hub(2, 2, 10.0, "127.0.0.1", Chronicle(str(tmp_path)))
         with pytest.raises(OSError, match="no free port from 65535 on"):
-            await third.listen(65535)
+            third.listen(65535)
         await other.close()
         await third.close()
 

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-import types
+import tracemalloc
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.control import messages, wire
-from adaptor.control.messages import Exit, Freeze, Hello, Message, Raised
+from adaptor.control.messages import (
+    BoardRecord,
+    Died,
+    Exit,
+    Freeze,
+    Hello,
+    Layout,
+    Message,
+    Raised,
+    Share,
+)
+from tests.unit.any_message import any_of
 
 DIRECTIONS = {
     "from_worker": (wire.from_worker, messages.FromWorker),
@@ -24,29 +36,8 @@ DIRECTIONS = {
     "from_agent": (wire.from_agent, messages.FromAgent),
     "to_agent": (wire.to_agent, messages.ControllerToAgent),
 }
-# Everything that may come out of a reader of strangers' bytes.
-REFUSALS = (EOFError, ConnectionError, ValueError)
-
-
-def any_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's type."""
-    if kind in (int, float, str):
-        return {
-            int: st.integers(-(2**63), 2**63 - 1),
-            float: st.floats(allow_nan=False),
-            str: st.text(st.characters(exclude_categories=["Cs"], max_codepoint=0x3000), max_size=20),
-        }[kind]
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
-        return st.lists(any_of(parts[0]), max_size=3).map(tuple)
-    if origin is dict:
-        return st.dictionaries(any_of(parts[0]), any_of(parts[1]), max_size=3)
-    if origin in (types.UnionType, typing.Union):
-        return st.one_of([any_of(part) for part in parts])
-    if kind is type(None):
-        return st.none()
-    hints = typing.get_type_hints(kind)
-    return st.builds(kind, **{name: any_of(hint) for name, hint in hints.items()})
+# How many are tried in each of the tests with strangers' bytes.
+EXAMPLES = int(os.environ.get("TTP_FUZZ_EXAMPLES", "100"))
 
 
 CASES = [(direction, kind) for direction, (_, union) in DIRECTIONS.items() for kind in typing.get_args(union)]
@@ -85,7 +76,8 @@ def test_every_message_has_a_direction() -> None:
         kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)
     }
     sent = {kind for _, kind in CASES}
-    assert everything - sent == {Message, messages.BoardRecord}, "a board travels inside of other messages"
+    inside = {Message, messages.BoardRecord}  # a board travels inside of other messages
+    assert everything - sent == inside | {messages.AgentLost}, "nobody says it of another"
 
 
 @pytest.mark.parametrize(("direction", "kind"), CASES, ids=lambda case: getattr(case, "__name__", case))
@@ -160,18 +152,87 @@ def test_a_message_of_another_direction_is_refused(direction: str, kind: type[Me
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_bytes_of_a_stranger(direction: str) -> None:
+    """Another message, or a refusal, and nothing else."""
     decode, union = DIRECTIONS[direction]
 
-    @settings(max_examples=60)
-    @given(st.binary(max_size=64))
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+    @given(st.one_of(st.binary(max_size=64), mutilated(union)))
     def check(body: bytes) -> None:
         try:
             message = decode(body)
-        except REFUSALS:
+        except msgspec.DecodeError:
             return
         assert isinstance(message, typing.get_args(union))
+        assert decode(wire.frame(message)[4:]) == message or "nan" in repr(message)
 
     check()
+
+
+@st.composite
+def mutilated(draw: st.DrawFn, union: Any) -> bytes:
+    """A message of which some bytes were changed, left out or put in."""
+    body = bytearray(wire.frame(draw(any_of(union)))[4:])
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(body)))
+        end = draw(st.integers(start, min(start + 4, len(body))))
+        body[start:end] = draw(st.binary(max_size=4))
+    return bytes(body)
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.binary(max_size=200), st.booleans())
+def test_streams_of_a_stranger(stream: bytes, with_length: bool) -> None:
+    """What is announced and what comes differ."""
+    if with_length:
+        stream = len(stream).to_bytes(4, "big") + stream
+    try:
+        read(stream, wire.from_agent)
+    except (EOFError, ConnectionError, msgspec.DecodeError):
+        pass
+
+
+# Small and nasty: each was, or would have been, something else than a refusal.
+CORPUS = {
+    "nested without end": b"\x82\xa4type\xaaAgentHello\xa4junk" + b"\x91" * 2_000_000,
+    "text that is none": b"\x83\xa4type\xa5Leave\xa4node\x01\xa6signal\xa2\xff\xfe",
+    "a tag that is no text": b"\x81\xa4type\xa5Le\xffve",
+    "four billion ranks": b"\x83\xa4type\xaaAgentHello\xa4node\x01\xa5ranks\xdd\xff\xff\xff\xff",
+    "four billion fields": b"\xdf\xff\xff\xff\xff\xa4type\xaaAgentHello",
+    "four gigabytes of text": b"\x83\xa4type\xa5Leave\xa4node\x01\xa6signal\xdb\xff\xff\xff\xff",
+    "an extension": b"\x82\xa4type\xa5Leave\xa4node\xc7\x0c\xff" + bytes(12),
+    "no map": b"\xc1",
+    "a rank below zero": b"\x83\xa4type\xa5Hello\xa4rank\xff\xa3pid\x01",
+    "a rank above all": b"\x83\xa4type\xa5Hello\xa4rank\xcf\xff\xff\xff\xff\xff\xff\xff\xff\xa3pid\x01",
+    "the loss of another": b"\x82\xa4type\xa9AgentLost\xa4node\x01",
+}
+
+
+@pytest.mark.parametrize("body", CORPUS.values(), ids=list(CORPUS))
+def test_what_was_hard_to_refuse(body: bytes) -> None:
+    """And it takes no memory that it does not bring."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(msgspec.DecodeError):
+            wire.from_agent(body)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Died(1, 1000, 0.0, BoardRecord(1)),
+        Died(1, -9, 0.0, BoardRecord(1, phase=6)),
+        Layout(1, (Share("g", 0, 2**40),), "/save", 0, "same"),
+        Layout(1, (Share("g", -1, 2),), "/save", 0, "same"),
+        Layout(1, (Share("g", 0, 0),), "/save", 0, "same"),
+    ],
+    ids=["status", "phase", "count", "index", "no shards"],
+)
+def test_values_out_of_bounds_are_refused(message: Message) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        wire.from_agent(wire.frame(message)[4:])
 
 
 def test_values_of_another_type_are_refused() -> None:

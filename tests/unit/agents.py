@@ -1,0 +1,51 @@
+"""What comes to the controller over the network, as tests have it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from typing import Any
+
+from adaptor.control import wire
+from adaptor.control.messages import ControllerToAgent
+from adaptor.launchers import proof
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Agent:
+    """A connection to the hub, as an agent has it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def connect(cls, port: int, tls: ssl.SSLContext | None = None) -> Agent:
+        return cls(*await asyncio.open_connection("127.0.0.1", port, ssl=tls))
+
+    async def prove(self, secret: str) -> None:
+        await proof.give(self.reader, self.writer, bytes.fromhex(secret))
+
+    def say(self, *messages: Any) -> None:
+        self.writer.write(b"".join(wire.frame(message) for message in messages))
+
+    async def hears(self) -> ControllerToAgent:
+        return await wire.read(self.reader, wire.to_agent)
+
+    async def is_shut_out(self) -> bool:
+        """Whether the other side ends the connection without a message."""
+        try:
+            return await self.reader.read() == b""
+        except ConnectionResetError:  # it had not read all that was sent to it
+            return True
+
+    async def close(self) -> None:
+        self.writer.close()
+        try:
+            await self.writer.wait_closed()
+        except OSError:  # the other side was faster
+            pass

@@ -1,0 +1,148 @@
+"""An agent that knows the secret and talks nonsense: valid messages, any values, in any order, twice.
+
+They go through what the hub does with them. Whatever comes, the controller goes on, and gives a verdict in
+the end.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adaptor.checkpoint.manifest import FileEntry
+from adaptor.control import messages, wire
+from adaptor.control.controller import Controller, Orders
+from adaptor.control.messages import (
+    AgentHello,
+    BoardRecord,
+    Died,
+    Frozen,
+    Hello,
+    Layout,
+    Moving,
+    Phase,
+    Prepared,
+    Progress,
+    Published,
+    PublishFailed,
+    Raised,
+    Share,
+    Still,
+    Told,
+    Verdict,
+    WriteFailed,
+    Written,
+)
+from adaptor.launchers.chronicle import Chronicle
+from adaptor.launchers.roll import Roll
+from tests.unit.any_message import any_of
+
+EXAMPLES = int(os.environ.get("TTP_FUZZ_EXAMPLES", "100"))
+# Numbers that mean something in this job, so that nonsense also gets past the first comparison.
+SMALL = st.integers(-1, 6)
+TEXT = st.sampled_from(["", "g", "h", "/save", "SIGTERM", "SIGNONE", "same"])
+SHARES = st.lists(st.builds(Share, TEXT, st.integers(0, 3), st.integers(1, 3), st.booleans()), max_size=3)
+BOARDS = st.builds(
+    BoardRecord,
+    rank=SMALL,
+    phase=st.integers(0, max(Phase)),
+    oldest=SMALL | st.integers(),
+    finished=SMALL | st.integers(),
+    ahead=SMALL,
+)
+FILES = st.lists(st.builds(FileEntry, TEXT, SMALL, TEXT, SMALL), max_size=2).map(tuple)
+RANKS = st.integers(0, 4)
+NEARLY = st.one_of(
+    st.builds(AgentHello, st.integers(0, 2), st.lists(RANKS, max_size=3).map(tuple)),
+    st.builds(Hello, RANKS, SMALL),
+    st.builds(Layout, RANKS, SHARES.map(tuple), TEXT, SMALL, st.just("same")),
+    st.builds(Raised, RANKS, TEXT, SMALL),
+    st.builds(Told, RANKS, TEXT),
+    st.builds(Frozen, RANKS, SMALL, BOARDS),
+    st.builds(Written, RANKS, SMALL, SMALL, TEXT, FILES),
+    st.builds(WriteFailed, RANKS, SMALL, SMALL, TEXT, TEXT),
+    st.builds(Died, RANKS, st.sampled_from([-64, -9, 0, 3]), st.floats(), BOARDS),
+    st.builds(Prepared, SMALL, TEXT, TEXT),
+    st.builds(Published, SMALL, SMALL, TEXT),
+    st.builds(PublishFailed, SMALL, TEXT),
+    st.builds(Still, st.integers(0, 2), st.floats()),
+    st.builds(Moving, st.integers(0, 2)),
+    st.builds(Progress, st.integers(0, 2), SMALL),
+)
+ANY: st.SearchStrategy[Any] = st.one_of(NEARLY, NEARLY, any_of(messages.FromAgent))
+
+
+class Job:
+    """Two nodes with two ranks each; every shard of group `g` is on both. Node 1 is the confused one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.roll = Roll(4, 2)
+        self.chronicle = Chronicle(str(folder))
+        self.controller = Controller(4, 120.0, ("store", 1))
+        self.now = 0.0
+        for node in (0, 1):
+            self.take(node, AgentHello(node, (2 * node, 2 * node + 1)))
+        for rank in range(4):
+            self.take(rank // 2, Hello(rank, 1))
+            self.take(rank // 2, Layout(rank, (Share("g", rank % 2, 2),), "/save", 0, "same"))
+
+    def take(self, node: int, message: Any) -> None:
+        """As the hub takes it, after it has come over a connection."""
+        try:
+            heard = wire.from_agent(wire.frame(message)[4:])
+        except (msgspec.DecodeError, OverflowError):  # it could not have come over one
+            return
+        if not self.roll.objection(node, heard):
+            self.chronicle.heard(node, heard)
+            self._deliver(self.controller.handle(heard, self.now))
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self._deliver(self.controller.tick(self.now))
+
+    def end(self) -> Verdict:
+        """Node 0 dies, and nobody answers any more."""
+        for rank in (0, 1):
+            self.take(0, Died(rank, -9, 0.0, BoardRecord(rank)))
+        for _ in range(4):
+            self.tick(130.0)
+        assert self.controller.verdict is not None
+        return self.controller.verdict
+
+    def _deliver(self, orders: Orders) -> None:
+        for node, order in orders:
+            assert node in (0, 1)
+            wire.frame(order)
+            self.chronicle.ordered(node, getattr(order, "rank", None), getattr(order, "message", order))
+
+
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(ANY, st.sampled_from([0.0, 0.0, 0.0, 1.0, 70.0])), max_size=30))
+def test_nonsense_of_a_node(said: list[tuple[Any, float]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder))
+        for message, seconds in said:
+            job.take(1, message)
+            job.tick(seconds)
+        assert not {0, 1} & job.controller._dead.keys()
+        assert [job.controller._node_of[rank] for rank in (0, 1)] == [0, 0]
+        job.end()
+
+
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+@given(st.lists(NEARLY, max_size=10))
+def test_what_is_said_twice(said: list[Any]) -> None:
+    """Sent again, in the same place, it changes nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        once, twice = Job(Path(folder)), Job(Path(folder))
+        for message in said:
+            once.take(1, message)
+            for _ in range(2):
+                twice.take(1, message)
+        assert once.end() == twice.end()

@@ -1,0 +1,26 @@
+"""What stands in for asyncio.timeout on 3.10."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from adaptor.control.deadline import _Deadline, deadline
+from tests.unit.threads import LONG_S
+
+
+@pytest.mark.parametrize("kind", [deadline, _Deadline])
+def test_a_deadline(kind: type[_Deadline]) -> None:
+    async def act() -> None:
+        async with kind(LONG_S):
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.TimeoutError):
+            async with kind(0.01):
+                await asyncio.sleep(LONG_S)
+        with pytest.raises(KeyError):
+            async with kind(LONG_S):
+                raise KeyError
+        await asyncio.sleep(0)  # nothing cancels us later
+
+    asyncio.run(act())

@@ -1,0 +1,391 @@
+"""The gate of the controller, with strangers before it: over loopback TCP, plain and with TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import secrets
+import socket
+import ssl
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from adaptor import config
+from adaptor.control import wire
+from adaptor.control.messages import AgentHello
+from adaptor.errors import StartError
+from adaptor.launchers import gate as gate_module
+from adaptor.launchers import strangers as strangers_module
+from adaptor.launchers import tls
+from adaptor.launchers.gate import Gate, knock
+from adaptor.launchers.strangers import Strangers
+from adaptor.launchers.tls import Tls
+from tests.certificates import Authority
+from tests.unit.agents import Agent, free_port
+from tests.unit.threads import LONG_S
+
+SECRET = secrets.token_bytes(32)
+HELLO = AgentHello(1, (1,))
+
+
+class Open:
+    """A gate that is open, what it counted, and who came through."""
+
+    def __init__(self, certificates: Tls | None) -> None:
+        self.strangers = Strangers("the gate")
+        self.gate = Gate(SECRET, certificates, self.strangers, self._welcome)
+        self.port = self.gate.listen("127.0.0.1", free_port())
+        self.came: list[AgentHello] = []
+
+    async def _welcome(
+        self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.came.append(hello)
+        writer.write(b"welcome")
+        await reader.read()
+
+    async def passes(self, certificates: Tls | None = None) -> None:
+        """An agent comes through, whatever else is before the gate."""
+        reader, writer = await knock("127.0.0.1", self.port, SECRET, certificates)
+        writer.write(wire.frame(HELLO))
+        assert await reader.readexactly(7) == b"welcome"
+        writer.close()
+
+    async def counts(self, **expected: int) -> None:
+        """Until so many were counted for the reasons that begin with these words."""
+        for words, number in expected.items():
+            while (seen := self._counted(words.replace("_", " "))) < number:
+                await asyncio.sleep(0.001)
+            assert seen == number
+
+    def _counted(self, words: str) -> int:
+        return sum(number for what, number in self.strangers.counted.items() if what.startswith(words))
+
+
+def with_gate(act: Callable[[Open], Coroutine[Any, Any, None]], certificates: Tls | None = None) -> None:
+    async def main() -> None:
+        opened = Open(certificates)
+        try:
+            await asyncio.wait_for(act(opened), LONG_S)
+        finally:
+            await opened.gate.close()
+            opened.strangers.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates") / "ours")
+
+
+@pytest.fixture(scope="module")
+def ours(authority: Authority) -> Tls:
+    made = tls.load(config.load(authority.settings()))
+    assert made is not None
+    return made
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """With the same names in them, of another signer."""
+    made = tls.load(config.load(Authority(tmp_path_factory.mktemp("certificates") / "theirs").settings()))
+    assert made is not None
+    return made
+
+
+def test_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns nothing, not even a proof of the controller's."""
+    monkeypatch.setattr(gate_module, "KNOCK_S", 0.1)
+
+    async def act(opened: Open) -> None:
+        agent = await Agent.connect(opened.port)
+        agent.writer.write(secrets.token_bytes(64))
+        assert len(await agent.reader.read(100)) == 32
+        assert await agent.is_shut_out()
+        with pytest.raises(StartError, match=f"at 127.0.0.1 port {opened.port} cannot be reached: it shuts"):
+            await knock("127.0.0.1", opened.port, bytes(32), None)
+        await opened.passes()
+        assert opened.came == [HELLO]
+        assert opened._counted("did not know the secret") >= 2
+        await agent.close()
+
+    with_gate(act)
+
+
+def test_a_controller_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else listens where the controller was: an agent tells it nothing, and says so."""
+    monkeypatch.setattr(gate_module, "KNOCK_S", 0.1)
+
+    async def act() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(secrets.token_bytes(64))
+            await reader.read()
+            writer.close()
+
+        port = free_port()
+        server = await asyncio.start_server(answer, "127.0.0.1", port)
+        with pytest.raises(StartError, match="does not know the secret of this job"):
+            await knock("127.0.0.1", port, SECRET, None)
+        server.close()
+
+    asyncio.run(act())
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "KNOCK_S", 0.1)
+    with pytest.raises(StartError, match=r"cannot be reached: .*Connect call failed"):
+        asyncio.run(knock("127.0.0.1", free_port(), SECRET, None))
+
+
+def test_a_mirror_does_not_pass() -> None:
+    """Giving the controller's own bytes back proves nothing: the two roles sign differently."""
+
+    async def act(opened: Open) -> None:
+        mirror = await Agent.connect(opened.port)
+        nonce = await mirror.reader.readexactly(32)
+        mirror.writer.write(nonce + nonce + wire.frame(HELLO))
+        assert await mirror.is_shut_out()
+        await opened.counts(did_not_know=1)
+        assert opened.came == []
+        await mirror.close()
+
+    with_gate(act)
+
+
+def test_a_replay_does_not_pass() -> None:
+    """All that an agent sent, recorded and sent again."""
+
+    async def act(opened: Open) -> None:
+        recorded = bytearray()
+        agent = await Agent.connect(opened.port)
+        write = agent.writer.write
+        agent.writer.write = lambda data: (recorded.extend(data), write(data))[1]  # type: ignore[method-assign]
+        await agent.prove(SECRET.hex())
+        agent.say(HELLO)
+        assert await agent.reader.readexactly(7) == b"welcome"
+        replay = await Agent.connect(opened.port)
+        replay.writer.write(bytes(recorded))
+        await replay.reader.readexactly(32)
+        assert await replay.is_shut_out()
+        await opened.counts(did_not_know=1)
+        assert opened.came == [HELLO]
+        await agent.close()
+        await replay.close()
+
+    with_gate(act)
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("noise", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 20], ids=len)
+def test_noise(noise: bytes, with_tls: bool, request: pytest.FixtureRequest) -> None:
+    certificates = request.getfixturevalue("ours") if with_tls else None
+
+    async def act(opened: Open) -> None:
+        stranger = await Agent.connect(opened.port)
+        stranger.writer.write(noise)
+        stranger.writer.write_eof()
+        await stranger.close()
+        await opened.passes(certificates)
+        while not opened.strangers.counted:
+            await asyncio.sleep(0.001)
+        assert sum(opened.strangers.counted.values()) == 1
+
+    with_gate(act, certificates)
+
+
+def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent, or a byte at a time, or with the secret and no hello: the time is one for all of it."""
+    monkeypatch.setattr(gate_module, "HANDSHAKE_S", 0.2)
+
+    async def act(opened: Open) -> None:
+        silent, slow, proved = [await Agent.connect(opened.port) for _ in range(3)]
+        await proved.prove(SECRET.hex())
+
+        async def trickle() -> None:
+            while True:
+                slow.writer.write(b"x")
+                await asyncio.sleep(0.05)
+
+        task = asyncio.ensure_future(trickle())
+        for each in (silent, slow):
+            await each.reader.readexactly(32)
+        for each in (silent, slow, proved):
+            assert await each.is_shut_out()
+            await each.close()
+        task.cancel()
+        await opened.counts(had_not_proved=3)
+
+    with_gate(act)
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[int]:
+    """How many connections this process may make to itself; up to some thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 10_000 if hard == resource.RLIM_INFINITY else min(hard, 10_000)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    yield min(3000, wanted - 1000)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+def test_thousands_of_half_open_connections(
+    with_tls: bool, many_descriptors: int, request: pytest.FixtureRequest
+) -> None:
+    certificates = request.getfixturevalue("ours") if with_tls else None
+
+    async def act(opened: Open) -> None:
+        silent = []
+        for _ in range(many_descriptors):
+            stranger = socket.socket()
+            stranger.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(stranger, ("127.0.0.1", opened.port))
+            silent.append(stranger)
+        await opened.passes(certificates)
+        await opened.counts(were_turned_out=many_descriptors + 1 - opened.gate._most)
+        assert len(opened.gate._unproved) == opened.gate._most - 1
+        await opened.passes(certificates)
+        for stranger in silent:
+            stranger.close()
+        await opened.counts(went_without=opened.gate._most - 1)
+        assert opened.came == [HELLO, HELLO]
+
+    with_gate(act, certificates)
+
+
+def test_no_descriptors_are_left() -> None:
+    """Strangers give theirs back; an agent knocks until there is one."""
+
+    async def act(opened: Open) -> None:
+        silent = [await Agent.connect(opened.port) for _ in range(5)]
+        while len(opened.gate._unproved) < 5:
+            await asyncio.sleep(0.001)
+        late = socket.socket()
+        late.setblocking(False)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, hard))
+        try:
+            await asyncio.get_running_loop().sock_connect(late, ("127.0.0.1", opened.port))
+            await opened.counts(were_turned_out=5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await opened.passes()
+        for stranger in silent:
+            assert await stranger.reader.readexactly(32)
+            assert await stranger.is_shut_out()
+            await stranger.close()
+        late.close()
+
+    with_gate(act)
+
+
+def test_one_line_for_all_strangers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("adaptor")
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(strangers_module, "LINE_S", 0.5)
+
+    async def act(opened: Open) -> None:
+        for _ in range(100):
+            stranger = await Agent.connect(opened.port)
+            stranger.writer.write(bytes(64))
+            await stranger.close()
+        await opened.counts(did_not_know=100)
+        while not caplog.messages:
+            await asyncio.sleep(0.001)
+        last = await Agent.connect(opened.port)
+        await last.close()
+        await opened.counts(went_without=1)
+
+    with caplog.at_level(logging.INFO, "adaptor"):
+        with_gate(act)
+    assert caplog.messages[-1] == (
+        "101 strangers at the gate so far: 100 did not know the secret, 1 went without a proof"
+    )
+    assert len(caplog.messages) < 10
+    assert SECRET.hex() not in caplog.text
+
+
+# TLS
+
+
+def test_an_agent_with_a_certificate(ours: Tls) -> None:
+    async def act(opened: Open) -> None:
+        await opened.passes(ours)
+        assert not opened.strangers.counted
+
+    with_gate(act, ours)
+
+
+def test_only_tls_13_is_spoken(ours: Tls) -> None:
+    async def act(opened: Open) -> None:
+        agent = await Agent.connect(opened.port, ours.client)
+        assert agent.writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+        await agent.close()
+
+    with_gate(act, ours)
+
+
+def test_a_certificate_of_another_signer(ours: Tls, theirs: Tls) -> None:
+    """Each side refuses the other's, whatever the secret; the agent says why, at once."""
+
+    async def act(opened: Open) -> None:
+        with pytest.raises(StartError, match="cannot be reached: certificate"):
+            await knock("127.0.0.1", opened.port, SECRET, theirs)
+        await opened.passes(ours)
+        assert opened.came == [HELLO]
+
+    with_gate(act, ours)
+
+
+def test_the_controller_refuses_a_certificate_of_another_signer(
+    authority: Authority, theirs: Tls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that believes anyone, without a certificate and with one."""
+    monkeypatch.setattr(gate_module, "KNOCK_S", 0.1)
+
+    async def act(opened: Open) -> None:
+        credulous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        credulous.check_hostname = False
+        credulous.verify_mode = ssl.CERT_NONE
+        for loaded in (False, True):
+            if loaded:
+                files = authority.settings("stranger")
+                credulous.load_cert_chain(files["TTP_TLS_CERT"], files["TTP_TLS_KEY"])
+            with pytest.raises(StartError, match="TTP_TLS_CA must mean the same on every node"):
+                await knock("127.0.0.1", opened.port, SECRET, Tls(credulous, credulous))
+        assert opened._counted("had no certificate of this job") >= 2
+        assert opened.came == []
+
+    with_gate(act, theirs)
+
+
+def test_the_secret_is_asked_for_inside_of_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "KNOCK_S", 0.1)
+
+    async def act(opened: Open) -> None:
+        with pytest.raises(StartError, match="it shuts the connection"):
+            await knock("127.0.0.1", opened.port, bytes(32), ours)
+        assert opened.came == []
+
+    with_gate(act, ours)
+
+
+def test_one_side_speaks_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "KNOCK_S", 0.1)
+
+    async def plain_agent(opened: Open) -> None:
+        with pytest.raises(StartError, match="TTP_TLS and TTP_TLS_CA must mean the same on every node"):
+            await knock("127.0.0.1", opened.port, SECRET, None)
+
+    async def plain_controller(opened: Open) -> None:
+        with pytest.raises(StartError, match="cannot be reached: TLS: "):
+            await knock("127.0.0.1", opened.port, SECRET, ours)
+
+    with_gate(plain_agent, ours)
+    with_gate(plain_controller)
