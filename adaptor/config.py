@@ -194,7 +194,8 @@ def _require_one_kind_of_connection(made: Config) -> None:
     missing = [name for name, path in files.items() if not path]
     if given and missing:
         raise ConfigError(
-            f"{given[0]} is {files[given[0]]!r}, but {' and '.join(missing)} not set: "
+            f"{given[0]} is {files[given[0]]!r}, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set: "
             f"TLS needs all three of {', '.join(files)}"
         )
     if given and made.tls == "plain":

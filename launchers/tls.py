@@ -57,7 +57,7 @@ def _context(protocol: int, settings: Config) -> ssl.SSLContext:
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            what = "is not the key of the certificate"
+            what = "it is not the key of the certificate"
         else:
             what = "one of them is not in PEM form, or the key has a passphrase"
         raise ConfigError(

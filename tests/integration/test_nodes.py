@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP4, Job
 from tests.faults.scenario import BaselineOf, assert_last_words, ends, restarts
@@ -29,6 +30,7 @@ def test_both_agents_end_with_the_code_of_the_failed_worker(
 
 @RANKS
 def test_both_agents_restart_together(rank: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Where the other node's worker dies, with TLS between the two."""
     job = Job(
         tmp_path / "job",
         DP4,
@@ -36,6 +38,7 @@ def test_both_agents_restart_together(rank: int, tmp_path: Path, baseline_of: Ba
         nodes=2,
         restarts=1,
         faults=[f"rank={rank},step=6,phase=backward,kind=sigkill"],
+        environment=Authority(tmp_path / "signer").settings() if rank == 2 else {},
     )
     restarts(job, baseline_of(DP4), saved={5})
 
@@ -68,6 +71,7 @@ def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) ->
             save=save,
             nodes=2,
             network=network,
+            environment={"TTP_TLS": "plain"},
             faults=["rank=3,step=6,phase=forward,kind=cut"],
         )
         ended = harness.run(job)

@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -208,3 +209,11 @@ def test_nothing_has_a_name() -> None:
 def test_a_rank_without_a_slot_is_refused() -> None:
     with memory_of(0, 1) as memory, pytest.raises(ValueError, match="2"):
         Board(2, memory.path, memory.slots)
+
+
+def test_the_memory_is_the_users_alone() -> None:
+    memory = BoardMemory([0])
+    try:
+        assert stat.S_IMODE(Path(memory.path).stat().st_mode) == 0o600
+    finally:
+        memory.close()

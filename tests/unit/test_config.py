@@ -18,6 +18,10 @@ DEFAULTS = Config(
     grace_s=25.0,
     hang_s=120.0,
     port=8000,
+    tls="mutual",
+    tls_cert="",
+    tls_key="",
+    tls_ca="",
     device="",
     replica="auto",
     log_path="logs",
@@ -35,6 +39,8 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_OT", "12.5", "timeout_s", 12.5),
     ("TTP_PORT", "1", "port", 1),
     ("TTP_PORT", "65535", "port", 65535),
+    ("TTP_TLS", "plain", "tls", "plain"),
+    ("TTP_TLS", "mutual", "tls", "mutual"),
     ("TTP_DEVICE", "cpu", "device", "cpu"),
     ("TTP_DEVICE", "", "device", ""),
     ("TTP_REPLICA", "none", "replica", "none"),
@@ -63,6 +69,7 @@ BAD = [
     ("TTP_PORT", "0"),
     ("TTP_PORT", "65536"),
     ("TTP_PORT", "80.5"),
+    ("TTP_TLS", "none"),
     ("TTP_DEVICE", "gpu"),
     ("TTP_REPLICA", "copy"),
     ("TTP_GRACE", "0"),
@@ -110,6 +117,23 @@ def test_any_text_is_a_value_or_one_line(setting: Setting, text: str) -> None:
     assert len(line.splitlines()) == 1
 
 
+FILES = {"TTP_TLS_CERT": "c.pem", "TTP_TLS_KEY": "k.pem", "TTP_TLS_CA": "ca.pem"}
+
+
+def test_certificates_are_given_as_a_whole() -> None:
+    loaded = config.load(FILES)
+    assert (loaded.tls_cert, loaded.tls_key, loaded.tls_ca) == ("c.pem", "k.pem", "ca.pem")
+    for name in FILES:
+        with pytest.raises(ConfigError) as caught:
+            config.load({**FILES, name: ""})
+        assert f"but {name} is not set: TLS needs all three of " in str(caught.value)
+
+
+def test_certificates_and_plain_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"TTP_TLS is 'plain', but TTP_TLS_CERT is 'c.pem': leave out"):
+        config.load({**FILES, "TTP_TLS": "plain"})
+
+
 def test_the_environment_is_read_when_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_OT", "77")
     assert config.load().timeout_s == 77.0
@@ -122,6 +146,10 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_GRACE": "--ttp-grace",
         "TTP_HANG": "--ttp-hang",
         "TTP_PORT": "--ttp-port",
+        "TTP_TLS": "--ttp-tls",
+        "TTP_TLS_CERT": "--ttp-tls-cert",
+        "TTP_TLS_KEY": "--ttp-tls-key",
+        "TTP_TLS_CA": "--ttp-tls-ca",
         "TTP_DEVICE": "--ttp-device",
         "TTP_REPLICA": "--ttp-replica",
         "TTP_LOG_PATH": "--ttp-log-path",

@@ -26,6 +26,7 @@ from adaptor.control.processor import EXIT_SURVIVOR
 from adaptor.launchers import node as node_module
 from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.hub import Hub
+from tests.certificates import Authority
 from tests.unit.agents import Agent, free_port
 from tests.unit.nodes import Job, job
 from tests.unit.threads import LONG_S
@@ -44,6 +45,17 @@ def two_nodes(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     return job
 
 
+def addresses_of(port: int) -> list[str]:
+    """Where somebody listens at this port, as the kernel writes it."""
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        if (table := Path("/proc/net", name)).exists()
+        for line in table.read_text().splitlines()[1:]
+    ]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+
+
 def of_both(job: Job) -> list[tuple[str, int, int]]:
     verdicts = [job.verdict(node) for node in (0, 1)]
     assert verdicts[0] == verdicts[1]
@@ -58,6 +70,45 @@ def test_a_death_on_either_node(two_nodes: Job, victim: int) -> None:
     assert of_both(job) == [("saved", FIRST + 1, 137)]
     assert job.saved() == {"g.txt": f"{FIRST + 1} {FIRST + 1} {(FIRST + 1) * 4} 1024.0"}
     assert job.statuses() == {victim: -signal.SIGKILL, 1 - victim: EXIT_SURVIVOR}
+
+
+def test_a_death_with_tls_between_the_nodes(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, with workers started anew."""
+    monkeypatch.setattr(node_module, "FAREWELL_S", 10 * LONG_S)
+    signer, port = Authority(tmp_path / "signer"), str(free_port())
+    nodes = [job.node(TTP_PORT=port, **signer.settings(f"node{number}")) for number in (0, 1)]
+    for victim, steps in ((1, 1), (0, 2)):
+        job.begin(2, nodes)
+        job.train(*["step"] * steps)
+        job.workers[victim].process.kill()
+        assert of_both(job) == [("saved", FIRST + steps - 1, 137)]
+        job.end()
+
+
+def test_nothing_of_one_machine_can_be_reached_from_another(two_nodes: Job) -> None:
+    """Neither certificates nor `plain`: all that listens does so on loopback."""
+    hub = two_nodes.nodes[0]._hub
+    assert hub is not None
+    for port in (hub._gate._listeners[0].getsockname()[1], hub._store.port):
+        assert addresses_of(port) == ["0100007F"]
+
+
+def test_the_secret_is_seen_nowhere(two_nodes: Job) -> None:
+    """Not in the environment of a worker, on a command line or in the log."""
+    job = two_nodes
+    hub = job.nodes[0]._hub
+    assert hub is not None
+    secret = hub._secret
+    job.train("step")
+    worker = Path(f"/proc/{job.workers[0].process.pid}")
+    seen = [(worker / name).read_bytes() for name in ("environ", "cmdline")]
+    job.workers[1].process.kill()
+    assert of_both(job) == [("saved", FIRST, 137)]
+    logs = [path.read_bytes() for path in job.logs.rglob("*") if path.is_file()]
+    assert logs
+    assert not any(secret.hex().encode() in text for text in (*seen, *logs))
 
 
 def test_an_exception_on_the_other_node(two_nodes: Job) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from adaptor import config
+from adaptor.errors import ConfigError
 from adaptor.launchers import flags, ttprun
+from tests.certificates import Authority
 from tests.unit.nodes import ROOT, is_gone, wait_until
 from tests.unit.threads import LONG_S
 
@@ -115,6 +117,60 @@ def zygote() -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def launcher(zygote: subprocess.Popen[str], tmp_path: Path) -> Launcher:
     return Launcher(zygote, tmp_path)
+
+
+# connections between machines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        (["--nnodes", "2", "--master-addr", "10.0.0.1"], True),
+        (["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29400"], True),
+        (["--nnodes", "2", "--rdzv-endpoint", "node0"], True),
+        (["--nnodes", "2", "--master-addr", "10.0.0.1", "--ttp-tls", "plain"], False),
+        (["--nnodes", "2", "--master-addr", "127.0.0.1"], False),
+        (["--nnodes", "2", "--master-addr", "::1"], False),
+        (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29400"], False),
+        (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "[::1]:29400"], False),
+        (["--nnodes", "2"], False),
+        (["--nnodes", "1", "--master-addr", "10.0.0.1"], False),
+        (["--nnodes", "1:1", "--master-addr", "10.0.0.1"], False),
+        (["--standalone"], False),
+        ([], False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.usefixtures("_clean")
+def test_several_machines_speak_tls(arguments: list[str], refused: bool) -> None:
+    parsed = flags.parse([*arguments, "script.py"])
+    if refused:
+        with pytest.raises(ConfigError, match=r"no certificates: .* --ttp-tls-ca; or, .* --ttp-tls plain"):
+            ttprun._require_safe_connections(parsed, config.load())
+    else:
+        ttprun._require_safe_connections(parsed, config.load())
+
+
+@pytest.mark.usefixtures("_clean")
+def test_several_machines_with_certificates(tmp_path: Path) -> None:
+    files = Authority(tmp_path / "signer").settings()
+    given = [text for name, path in files.items() for text in (f"--{name.lower().replace('_', '-')}", path)]
+    parsed = flags.parse(["--nnodes", "2", "--master-addr", "10.0.0.1", *given, "script.py"])
+    ttprun._require_safe_connections(parsed, config.load())
+
+
+def test_unsafe_connections_are_refused_before_anything_starts(launcher: Launcher) -> None:
+    script = launcher.script(LOOK)
+    ended = launcher.run("--nnodes", "2", "--master-addr", "10.0.0.1", script)
+    assert ended.code == 2
+    (line,) = ended.log.splitlines()
+    assert line.startswith("ttprun: error: --nnodes 2 and no certificates: ")
+    ended = launcher.run("--ttp-tls-cert", "c.pem", "--ttp-tls-key", "k.pem", "--ttp-tls-ca", "a.pem", script)
+    (line,) = ended.log.splitlines()
+    assert (ended.code, line) == (
+        2,
+        "ttprun: error: TTP_TLS_CERT is 'c.pem': the file cannot be read (No such file or directory)",
+    )
 
 
 # flags
