@@ -90,7 +90,7 @@ def _owners(shares: Shares) -> dict[Share, list[int]]:
                 seen.add((share.group, share.count))
                 for index in range(share.count):
                     owners[Share(share.group, index, share.count)] = []
-            owners[Share(share.group, share.index, share.count)].append(rank)
+            owners.setdefault(Share(share.group, share.index, share.count), []).append(rank)
     return owners
 
 
