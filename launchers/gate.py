@@ -48,7 +48,8 @@ class Gate:
         self._tls = tls
         self._strangers = strangers
         self._welcome = welcome
-        self._most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = MOST if descriptors == resource.RLIM_INFINITY else min(MOST, descriptors // 4)
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproved: dict[asyncio.Task[None], None] = {}  # in the order in which they came
