@@ -23,6 +23,7 @@ from adaptor.control.messages import (
     Verdict,
 )
 from adaptor.control.processor import EXIT_SURVIVOR
+from adaptor.errors import StartError
 from adaptor.launchers import node as node_module
 from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.hub import Hub
@@ -85,6 +86,16 @@ def test_a_death_with_tls_between_the_nodes(
         job.workers[victim].process.kill()
         assert of_both(job) == [("saved", FIRST + steps - 1, 137)]
         job.end()
+
+
+def test_a_node_with_a_certificate_of_another_signer(job: Job, tmp_path: Path) -> None:
+    """It says so at once and does not start its workers."""
+    port = str(free_port())
+    signers = [Authority(tmp_path / name) for name in ("ours", "theirs")]
+    nodes = [job.node(TTP_PORT=port, **signer.settings()) for signer in signers]
+    with pytest.raises(StartError, match="cannot be reached: certificate"):
+        job.begin(2, nodes)
+    assert list(job.workers) == [0]
 
 
 def test_nothing_of_one_machine_can_be_reached_from_another(two_nodes: Job) -> None:
