@@ -18,6 +18,7 @@ from adaptor import config
 from adaptor.errors import ConfigError
 from adaptor.launchers import flags, ttprun
 from tests.certificates import Authority
+from tests.unit.agents import free_port
 from tests.unit.nodes import ROOT, is_gone, wait_until
 from tests.unit.threads import LONG_S
 
@@ -171,6 +172,31 @@ def test_unsafe_connections_are_refused_before_anything_starts(launcher: Launche
         2,
         "ttprun: error: TTP_TLS_CERT is 'c.pem': the file cannot be read (No such file or directory)",
     )
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one signer", "two signers"])
+def test_two_nodes_with_certificates(same: bool, zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Of one signer they train; of two, the one that comes says why it does not, in its last line."""
+    ours = Authority(tmp_path / "ours")
+    signers = [ours, ours if same else Authority(tmp_path / "theirs")]
+    ports = str(free_port()), str(free_port())
+    nodes, started = [], []
+    for number, signer in enumerate(signers):
+        (tmp_path / f"node{number}").mkdir()
+        nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
+        where = ("--nnodes", "2", "--node-rank", str(number), "--master-port", ports[0])
+        options = (*where, "--ttp-port", ports[1], "--monitor-interval", "0.05")
+        script = node.script("print('trained')")
+        started.append(node.start(*options, script, **signer.settings(f"node{number}")))
+    if same:
+        assert [node.wait(pid).code for node, pid in zip(nodes, started, strict=True)] == [0, 0]
+        return
+    ended = nodes[1].wait(started[1])
+    os.kill(started[0], signal.SIGKILL)
+    nodes[0].wait(started[0])
+    assert ended.code == 2
+    assert ended.last_line.startswith("ttprun: error: the controller at 127.0.0.1 port ")
+    assert ": certificate " in ended.last_line
 
 
 # flags
