@@ -232,6 +232,12 @@ def test_fused_adam_is_adamw_that_keeps_its_step_in_the_group() -> None:
             assert all(torch.equal(one, other) for one, other in zip(expected, found))
             assert optimizer.state_dict()["param_groups"][0]["step"] == 3
             assert set(optimizer.state_dict()["state"][0]) == {"exp_avg", "exp_avg_sq"}
+        try:
+            trained(FusedAdam, capturable=True)
+        except ValueError as error:
+            assert "capturable is True" in str(error)
+        else:
+            raise AssertionError("there are no CUDA graphs here")
         """
     )
 

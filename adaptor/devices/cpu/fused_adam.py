@@ -24,7 +24,10 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
+        capturable: bool = False,
     ) -> None:
+        if capturable:
+            raise ValueError("capturable is True: there are no CUDA graphs on the device cpu")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._update = adamw if adam_w_mode else adam
 
