@@ -34,7 +34,10 @@ ITERATIONS = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job is cut, and what its unmodified counterpart needs to be cut the same way."""
+    """How a job is cut, and what its unmodified counterpart needs to be cut the same way.
+
+    instances  whether the framework's optimizer instances are right, so that `auto` may choose `split`
+    """
 
     name: str
     processes: int
@@ -46,6 +49,7 @@ class Layout:
     pp: int = 1
     # Steps that the framework saves without being asked.
     saves: tuple[int, ...] = ()
+    instances: bool = True
 
     @property
     def data_parallel_size(self) -> int:
@@ -60,7 +64,7 @@ class Layout:
     @property
     def reference(self) -> tuple[str, ...]:
         """For a run without the adaptor: the norm of the gradients is summed in the order of instances."""
-        split = self.replica == "auto" and self.data_parallel_size % 2 == 0
+        split = self.replica == "auto" and self.data_parallel_size % 2 == 0 and self.instances
         return ("--num-distributed-optimizer-instances", "2") if self.distributed_optimizer and split else ()
 
 
@@ -270,6 +274,8 @@ def _command(job: Job, node: int, port: int) -> list[str]:
 
 def _training(job: Job) -> list[str]:
     layout = job.layout
+    framework = job.framework or prepare.megatron_lm()
+    has_formats = "--ckpt-format" in (framework / "megatron/training/arguments.py").read_text()
     return args.tiny_gpt(
         train_iters=ITERATIONS,
         save=job.save,
@@ -278,6 +284,7 @@ def _training(job: Job) -> list[str]:
         precision=layout.precision,
         tp=layout.tp,
         distributed_optimizer=layout.distributed_optimizer,
+        checkpoint_format="torch" if has_formats else None,
         extra=(
             *layout.arguments,
             *(layout.reference if job.launcher == "torchrun" else ()),

@@ -54,34 +54,37 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     """Hook what the faults of this process need, before the framework is imported."""
     injector = Injector(faults, stamp)
 
-    def before(phase: str) -> Wrapper:
+    def before(phase: str, module: str, name: str) -> None:
         def strikes_before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             injector.reach(phase)
             return wrapped(*args, **kwargs)
 
-        return strikes_before
+        # Only what is needed: a version of the framework may have nothing of this name.
+        if injector.expects(phase):
+            _wrap(module, name, strikes_before)
 
-    def after(phase: str) -> Wrapper:
+    def after(phase: str, module: str, name: str) -> None:
         def strikes_after(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             result = wrapped(*args, **kwargs)
             injector.reach(phase)
             return result
 
-        return strikes_after
+        if injector.expects(phase):
+            _wrap(module, name, strikes_after)
 
     _follow_the_steps(injector)
-    _wrap("megatron.training.training", "setup_model_and_optimizer", before("start"))
-    _wrap("megatron.training.utils", "get_batch_on_this_tp_rank", before("data"))
+    before("start", "megatron.training.training", "setup_model_and_optimizer")
+    before("data", "megatron.training.utils", "get_batch_on_this_tp_rank")
     _wrap("megatron.core.transformer.transformer_block", "TransformerBlock.forward", _layers(injector))
     buffers = "megatron.core.distributed.param_and_grad_buffer"
-    _wrap(buffers, "_ParamAndGradBucketGroup.start_grad_sync", before("reduction"))
-    _wrap(buffers, "_ParamAndGradBucketGroup.start_param_sync", before("gather"))
-    _wrap("megatron.core.optimizer.optimizer", "ChainedOptimizer.prepare_grads", after("overflow"))
-    _wrap("megatron.core.optimizer.clip_grads", "get_grad_norm_fp32", before("norm"))
-    _wrap("adaptor.control.board", "Board.ready", after("door-before"))
+    before("reduction", buffers, "_ParamAndGradBucketGroup.start_grad_sync")
+    before("gather", buffers, "_ParamAndGradBucketGroup.start_param_sync")
+    after("overflow", "megatron.core.optimizer.optimizer", "ChainedOptimizer.prepare_grads")
+    before("norm", "megatron.core.optimizer.clip_grads", "get_grad_norm_fp32")
+    after("door-before", "adaptor.control.board", "Board.ready")
     _wrap("adaptor.control.door", "Door.enter", _door(injector))
-    _wrap("adaptor.checkpoint.trainee", "MegatronTrainee.dump", before("dump"))
-    _wrap("adaptor.checkpoint.manifest", "HashingFile.write", after("dump-write"))
+    before("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump")
+    after("dump-write", "adaptor.checkpoint.manifest", "HashingFile.write")
     if injector.expects("update"):
         _watch_updates(injector)
     _watch_saves(injector)

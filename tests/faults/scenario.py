@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from tests.faults import harness, outcome
 from tests.faults.harness import ITERATIONS, Ended, Job, Layout
 from tests.faults.same import differences
+from tests.frameworks import record
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,32 @@ class Baseline:
 
 
 BaselineOf = Callable[[Layout], Baseline]
+
+
+def baselines(root: Path, framework: Path | None = None) -> BaselineOf:
+    """Trains a layout when it is first asked for, and keeps the run below `root`.
+
+    framework  the tree of Megatron-LM; None: the one that the tests train
+    """
+
+    def baseline(layout: Layout) -> Baseline:
+        out = root / layout.name
+        if not (out / "done").exists():
+            shutil.rmtree(out, ignore_errors=True)
+            job = Job(
+                out,
+                layout,
+                launcher="torchrun",
+                save=out / "checkpoints",
+                save_interval=1,
+                framework=framework,
+            )
+            ended = harness.run(job)
+            assert ended.code == 0, ended.log[-3000:]
+            (out / "done").touch()
+        return Baseline(record.read(out / "record"), out / "checkpoints")
+
+    return baseline
 
 
 def ends(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> tuple[Ended, int]:
@@ -47,7 +75,9 @@ def assert_last_words(save: Path, step: int, baseline: Baseline) -> None:
 
 def goes_on(job: Job, baseline: Baseline, step: int) -> None:
     """The unmodified framework resumes from what `job` has left and trains as if nothing had happened."""
-    resumed = harness.run(Job(job.out / "resumed", job.layout, launcher="torchrun", load=job.save))
+    resumed = harness.run(
+        Job(job.out / "resumed", job.layout, launcher="torchrun", load=job.save, framework=job.framework)
+    )
     assert resumed.code == 0, resumed.log[-3000:]
     assert {line["iteration"] for lines in resumed.records.values() for line in lines} == set(
         range(step + 1, ITERATIONS + 1)

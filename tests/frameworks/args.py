@@ -45,6 +45,7 @@ def tiny_gpt(
     precision: str = "bf16",
     tp: int = 1,
     distributed_optimizer: bool = True,
+    checkpoint_format: str | None = "torch",
     extra: Sequence[str] = (),
 ) -> list[str]:
     """Arguments of `pretrain_gpt.py`: 2 layers, hidden 64, dropout 0.1, cosine decay over `train_iters`.
@@ -52,15 +53,16 @@ def tiny_gpt(
     The learning rate at an iteration depends on `train_iters`, and the framework refuses a checkpoint of a
     run with another value: a run that resumes has the same, a shorter one says `--exit-interval` in `extra`.
     `--train-samples` in `extra` takes the place of iterations.
+    Up to 0.8 there is no option for the format (`checkpoint_format=None`), which is torch.
     """
     args = [*shlex.split(PLAIN), *shlex.split(TINY), *shlex.split(PRECISIONS[precision])]
     args += [
         *(() if "--train-samples" in extra else ("--train-iters", str(train_iters))),
         "--tensor-model-parallel-size",
         str(tp),
-        "--ckpt-format",
-        "torch",
     ]
+    if checkpoint_format is not None:
+        args += ["--ckpt-format", checkpoint_format]
     if distributed_optimizer:
         args += ["--use-distributed-optimizer"]
     if save is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -118,9 +119,13 @@ def _unpack_megatron_lm(made: Path) -> None:
             )
 
 
-def _build_helpers(tree: Path) -> None:
+def build_helpers(tree: Path) -> None:
+    """Compile the data helpers of a Megatron-LM tree for this interpreter. Raises NotPreparedError."""
     datasets = tree / "megatron" / "core" / "datasets"
-    extension = datasets / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    named = re.search(r"^LIBNAME = (\w+)$", (datasets / "Makefile").read_text(), re.MULTILINE)
+    if named is None:
+        raise NotPreparedError(f"{datasets / 'Makefile'} has no LIBNAME, the name of the data helpers")
+    extension = datasets / f"{named[1]}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if extension.exists():
         _say("data helpers: kept")
         return
@@ -146,7 +151,7 @@ def prepare(cache: Path) -> tuple[Path, Path]:
         if shutil.which(program) is None:
             raise NotPreparedError(f"the program {program} is missing: install the package {package}")
     tree = _make(cache / "megatron-lm", "Megatron-LM 0.15.0rc5", _unpack_megatron_lm)
-    _build_helpers(tree)
+    build_helpers(tree)
     core = _make(
         cache / f"megatron-core-{sys.implementation.cache_tag}",
         f"megatron-core {MEGATRON_CORE}",

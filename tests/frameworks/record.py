@@ -54,7 +54,9 @@ def install(out: Path) -> None:
         from megatron.training.global_vars import get_args
 
         result = wrapped(*args, **kwargs)
-        losses, skipped, _, _, _, grad_norm, *_ = result
+        losses, skipped, *rest = result
+        # Up to 0.8 the norm and the zeros come at once, later three words on how to go on come first.
+        grad_norm = rest[0] if len(rest) == 2 else rest[3]
         recorder.add(get_args().curr_iteration + 1, losses, grad_norm, skipped=bool(skipped))
         return result
 

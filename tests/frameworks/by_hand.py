@@ -1,0 +1,206 @@
+"""Checks a checkout of Megatron-LM of another version: `python -m tests.frameworks.by_hand TREE --out OUT`.
+
+Trains the tiny GPT of the tests on the CPU with it, with faults and without, and prints a row of
+docs/compatibility.md for each check. The reference is always the same checkout without the adaptor, under
+plain torchrun. The environment has what the version imports (`pip install triton pydantic` for newer ones).
+What is kept in OUT/baselines is not run again. The exit code is 1 if a check has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.version import Version
+
+from tests.faults import harness, outcome, scenario
+from tests.faults.harness import DP2, DP3_FP32, ROOT, TP2_DP2, Ended, Job, Layout
+from tests.faults.scenario import Baseline
+from tests.frameworks import prepare
+
+HEADER = (
+    "| version | Python, torch | layout | replica | fault | outcome | date |\n|---|---|---|---|---|---|---|"
+)
+# Before, Megatron-core had no optimizer instances, or computed the gradient norm too large with them.
+RIGHT_INSTANCES = Version("0.13.0rc0")
+# These versions load their own checkpoints only where torch.load may build any object, as it might up to 2.5.
+LOADS_WEIGHTS_ONLY = Version("0.13.0rc0")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is done to a layout, and what has to come of it."""
+
+    layout: Layout
+    fault: str
+    run: Callable[[Job, Baseline], Ended]
+    outcome: str
+    spec: str = ""
+    restarts: int = 0
+
+
+def _undisturbed(job: Job, baseline: Baseline) -> Ended:
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    outcome.assert_same_training(ended, baseline.records)
+    return ended
+
+
+def _survives(step: int) -> Callable[[Job, Baseline], Ended]:
+    return lambda job, baseline: scenario.survives(job, baseline, code=137, saved={step})
+
+
+def _restarts(step: int) -> Callable[[Job, Baseline], Ended]:
+    return lambda job, baseline: scenario.restarts(job, baseline, saved={step})
+
+
+def _split_is_refused(job: Job, baseline: Baseline) -> Ended:
+    ended = harness.run(job)
+    assert ended.code == 2, ended.log[-3000:]
+    assert ended.last_line.startswith("ttprun: error: TTP_REPLICA is split, but Megatron-core "), ended.log
+    assert "Traceback" not in ended.log, ended.log[-3000:]
+    assert not any(ended.records.values())
+    return ended
+
+
+SAVED = "step {} saved as the framework saves it; plain torchrun goes on from it, bitwise"
+CHECKS = {
+    "undisturbed": Check(DP2, "none", _undisturbed, "bitwise plain torchrun"),
+    "backward": Check(
+        DP2,
+        "SIGKILL of rank 1, backward of step 6",
+        _survives(5),
+        SAVED.format(5),
+        "rank=1,step=6,phase=backward,kind=sigkill",
+    ),
+    "update": Check(
+        DP3_FP32,
+        "SIGKILL of rank 2, update of step 6",
+        _survives(6),
+        SAVED.format(6),
+        "rank=2,step=6,phase=update,kind=sigkill",
+    ),
+    "tensor": Check(
+        TP2_DP2,
+        "SIGKILL of rank 3, at the door of step 6",
+        _survives(6),
+        SAVED.format(6),
+        "rank=3,step=6,phase=door-after,kind=sigkill",
+    ),
+    "restart": Check(
+        DP2,
+        "SIGKILL of rank 0, backward of step 4",
+        _restarts(3),
+        "started again from step 3 by itself, trained to the end, bitwise",
+        "rank=0,step=4,phase=backward,kind=sigkill",
+        restarts=1,
+    ),
+}
+SPLIT_REFUSED = Check(
+    replace(DP2, replica="split"), "none", _split_is_refused, "refused in one line before the first step"
+)
+
+
+class Bench:
+    """The checks on one tree."""
+
+    def __init__(self, tree: Path, out: Path, name: str) -> None:
+        self._tree, self._out = tree, out
+        version = Version(runpy.run_path(str(tree / "megatron/core/package_info.py"))["__version__"])
+        self._name = f"{version} ({name})" if name else str(version)
+        self._instances = version >= RIGHT_INSTANCES
+        self.checks = dict(CHECKS)
+        if not self._instances:
+            self.checks["split"] = SPLIT_REFUSED
+        if version < LOADS_WEIGHTS_ONLY:
+            os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+
+    def report(self) -> bool:
+        """Whether every patch fits, by `python -m adaptor report`; prints what it says where not."""
+        done = subprocess.run(
+            [sys.executable, "-m", "adaptor", "report", "--", str(self._tree / "pretrain_gpt.py")],
+            env={**os.environ, "TTP_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            print(done.stdout, done.stderr, sep="", file=sys.stderr)
+        self._row("–", "–", "report", "–", _passed(done.returncode == 0, "every patch fits"))
+        return done.returncode == 0
+
+    def check(self, name: str) -> bool:
+        """Run one check and print its row; what went wrong goes to stderr."""
+        check = self.checks[name]
+        layout = replace(check.layout, instances=self._instances)
+        out = self._out / name
+        shutil.rmtree(out, ignore_errors=True)
+        job = Job(
+            out,
+            layout,
+            save=out / "save",
+            restarts=check.restarts,
+            framework=self._tree,
+            faults=[check.spec] if check.spec else [],
+        )
+        replica = layout.replica
+        try:
+            baseline = scenario.baselines(self._out / "baselines", self._tree)
+            ended = check.run(job, baseline(replace(layout, replica="auto")))
+            told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
+            if told:
+                replica = f"{told[1]} ({layout.replica})"
+            passed = True
+        except (AssertionError, pytest.fail.Exception):
+            traceback.print_exc()
+            passed = False
+        self._row(layout.name, layout.precision, replica, check.fault, _passed(passed, check.outcome))
+        return passed
+
+    def _row(self, layout: str, precision: str, replica: str, fault: str, result: str) -> None:
+        versions = f"{platform.python_version()}, {torch.__version__}"
+        today = datetime.date.today().isoformat()
+        cut = layout if precision in layout else f"{layout}, {precision}"
+        print(f"| {self._name} | {versions} | {cut} | {replica} | {fault} | {result} | {today} |", flush=True)
+
+
+def _passed(passed: bool, what: str) -> str:
+    return what if passed else f"**failed**: not “{what}”"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tree", type=Path, help="a checkout of Megatron-LM")
+    parser.add_argument("--out", type=Path, required=True, help="where the jobs run; about 200 MB")
+    parser.add_argument("--name", default="", help="the tag and the commit, for the rows")
+    parser.add_argument(
+        "--only", action="append", choices=[*CHECKS, "split"], help="one check; repeat for more"
+    )
+    parsed = parser.parse_args()
+    tree = parsed.tree.resolve()
+    if not (tree / "pretrain_gpt.py").is_file():
+        parser.error(f"TREE is {parsed.tree}: it has no pretrain_gpt.py, as a checkout of Megatron-LM has")
+    prepare.build_helpers(tree)
+    bench = Bench(tree, parsed.out.resolve(), parsed.name)
+    chosen = [name for name in bench.checks if not parsed.only or name in parsed.only]
+    print(HEADER)
+    fits = parsed.only is not None or bench.report()
+    return 0 if all([fits, *(bench.check(name) for name in chosen)]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
