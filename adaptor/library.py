@@ -34,18 +34,24 @@ def protect(
     """See `adaptor.protect`."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.package_info import __version__
 
     from adaptor import patching
     from adaptor.checkpoint import folder, publish
-    from adaptor.checkpoint.megatron import TrainingState
+    from adaptor.checkpoint.megatron import TrainingState, unwrapped
     from adaptor.checkpoint.naming import model_parallel_folder
     from adaptor.checkpoint.records import chain
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, place_of, replicas_of
     from adaptor.control import runtime
+    from adaptor.errors import LayoutError
     from adaptor.replica import layout
 
     patching.check("ttp")
+    if not hasattr(parallel_state, "get_expert_data_parallel_world_size"):
+        raise LayoutError(
+            f"Megatron-core is {__version__}: adaptor.protect needs 0.10 or later; set ENABLE_TTP=False"
+        )
     layout.require_protected(optimizer.config, model[0].config, model[0].ddp_config)
     if model[0].config.num_moe_experts is not None:
         layout.require_folders_for_experts(
@@ -75,7 +81,7 @@ def protect(
     place = place_of(optimizer, mirrors, where, everyone)
     trainee = MegatronTrainee(
         state=TrainingState(
-            model=[_unwrapped(chunk) for chunk in model],
+            model=[unwrapped(chunk) for chunk in model],
             optimizer=optimizer,
             scheduler=scheduler,
             folder=where,
@@ -94,9 +100,3 @@ def protect(
     session = runtime.get().session
     session.begin_training(trainee, [item.optimizer for item in chain(optimizer)], step)
     return Protection(session)
-
-
-def _unwrapped(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from adaptor.checkpoint.megatron import FLOPS, TrainingState
+from adaptor.checkpoint.megatron import FLOPS, TrainingState, unwrapped
 from adaptor.checkpoint.naming import TRACKER
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, place_of, replicas_of
 from adaptor.control.runtime import RESUME
+from adaptor.replica import layout
+
+# What counts up in the framework's arguments; a version may have less.
+COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 # Options that say how a run begins, not how a restart goes on.
 _START_ONLY = {"finetune": False, "no_load_optim": None, "no_load_rng": None, "ckpt_step": None}
@@ -50,11 +57,7 @@ def _say_once(args: Any, line: str) -> None:
 def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTrainee:
     """The training state of this rank, from the framework's globals."""
     from megatron.core import mpu, tensor_parallel
-    from megatron.core.num_microbatches_calculator import (
-        get_current_global_batch_size,
-        get_current_running_global_batch_size,
-        get_num_microbatches,
-    )
+    from megatron.core import num_microbatches_calculator as batches
     from megatron.training import get_args
     from megatron.training.checkpointing import get_checkpoint_name
     from megatron.training.training import num_floating_point_operations
@@ -64,15 +67,19 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
     operations = _Operations(args.num_floating_point_operations_so_far)
 
     def batch() -> int:
-        return int(mpu.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches())
+        return int(
+            mpu.get_data_parallel_world_size() * args.micro_batch_size * batches.get_num_microbatches()
+        )
 
     def counters() -> dict[str, int | float]:
-        return {
-            "consumed_train_samples": args.consumed_train_samples,
-            "skipped_train_samples": args.skipped_train_samples,
-            "consumed_valid_samples": args.consumed_valid_samples,
-            FLOPS: operations.total(args.curr_iteration),
-        }
+        counted = {name: getattr(args, name) for name in COUNTED if hasattr(args, name)}
+        return {**counted, FLOPS: operations.total(args.curr_iteration)}
+
+    def skipped() -> int:
+        """Samples of the global batch that do not fill a micro-batch on every rank."""
+        if not hasattr(args, "skipped_train_samples"):
+            return 0  # up to 0.8 they are an error
+        return int(batches.get_current_global_batch_size() - batches.get_current_running_global_batch_size())
 
     def evaluated(step: int) -> int:
         """Samples of the evaluation that follows `step`: the framework saves after it."""
@@ -86,8 +93,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         operations.add(args.curr_iteration, done)
         return {
             "consumed_train_samples": batch(),
-            "skipped_train_samples": get_current_global_batch_size()
-            - get_current_running_global_batch_size(),
+            "skipped_train_samples": skipped(),
             "consumed_valid_samples": evaluated(args.curr_iteration + 1),
             FLOPS: done,
         }
@@ -96,12 +102,12 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
     mirrors = replicas_of(
         optimizer,
         mpu.get_data_parallel_world_size(with_context_parallel=True),
-        mpu.get_expert_data_parallel_world_size(),
+        layout.expert_data_parallel_size(args),
     )
     place = place_of(optimizer, mirrors, folder, everyone)
     return MegatronTrainee(
         state=TrainingState(
-            model=_unwrapped(model),
+            model=[unwrapped(chunk) for chunk in model],
             optimizer=optimizer,
             scheduler=scheduler,
             folder=folder,
@@ -123,7 +129,22 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         increment=batch,
         barrier=lambda: torch.distributed.barrier(group=everyone),
         mirrors=mirrors,
+        rerun=_rerun_state(),
     )
+
+
+def _rerun_state() -> Callable[[], Any]:
+    """What the versions from 0.10 to 0.13 write of their rerun state machine into every checkpoint."""
+    if importlib.util.find_spec("megatron.core.rerun_state_machine") is None:
+        return lambda: None
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    take = get_rerun_state_machine().state_dict
+    known = inspect.signature(take).parameters
+    if "force" in known:  # later it is written on demand alone, and never in the format torch
+        return lambda: None
+    no_iterator, as_torch = None, "torch" if "ckpt_format" in known else False
+    return lambda: copy.deepcopy(take(no_iterator, as_torch))
 
 
 class _Operations:
@@ -143,9 +164,3 @@ class _Operations:
     def total(self, iteration: int) -> float:
         """What there was when `iteration` began."""
         return self._before + self._of_iteration if iteration > self._iteration else self._before
-
-
-def _unwrapped(model: Sequence[Any]) -> list[Any]:
-    from megatron.training.utils import unwrap_model
-
-    return list(unwrap_model(list(model)))

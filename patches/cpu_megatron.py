@@ -25,10 +25,24 @@ def no_kernels_are_compiled(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     return None
 
 
+@kernels.patch(
+    "megatron.core.fp8_utils:quantize_param_shard",
+    why="in 0.12 it refuses to cast no fp8 params at all where Transformer Engine is missing",
+    accepts="(model_params, main_params, start_offsets, data_parallel_group, ...)",
+    optional=True,
+)
+def no_fp8_needs_no_transformer_engine(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    if args[0] if args else kwargs["model_params"]:
+        wrapped(*args, **kwargs)
+
+
 @loading.patch(
     "megatron.training.checkpointing:load_checkpoint",
     why="fp32 main params are views of the model's leaves: written in place only under no_grad",
-    accepts="(ddp_model, optimizer, opt_param_scheduler, load_arg=, strict=, ...)",
+    accepts=(
+        "(ddp_model, optimizer, opt_param_scheduler, load_arg=, strict=, ...)",
+        "(model, optimizer, opt_param_scheduler, load_arg=, strict=)",  # up to 0.8
+    ),
 )
 def loads_without_autograd(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():

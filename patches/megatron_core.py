@@ -9,7 +9,10 @@ from typing import Any
 
 from adaptor import patching
 from adaptor.control import runtime
+from adaptor.errors import LayoutError
 from adaptor.replica import choice
+
+INSTANCES = "num_distributed_optimizer_instances"
 
 optimizer = patching.Unit(
     "optimizer",
@@ -34,12 +37,11 @@ def data_parallel_groups_are_split(wrapped: Any, instance: Any, args: Any, kwarg
     given = call.arguments
     world, stages = torch.distributed.get_world_size(), given["pipeline_model_parallel_size"]
     tensor = given["tensor_model_parallel_size"]
-    experts = given["expert_model_parallel_size"] * (given["expert_tensor_parallel_size"] or tensor)
-    given["num_distributed_optimizer_instances"] = choice.instances(
-        world // (tensor * stages),
-        given["num_distributed_optimizer_instances"],
-        world // (experts * stages),
-    )
+    experts = given["expert_model_parallel_size"] * (given.get("expert_tensor_parallel_size") or tensor)
+    instances_are_looked_at()
+    made = choice.instances(world // (tensor * stages), given.get(INSTANCES, 1), world // (experts * stages))
+    if INSTANCES in given:
+        given[INSTANCES] = made
     return wrapped(*call.args, **call.kwargs)
 
 
@@ -52,7 +54,7 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
     from megatron.core import parallel_state
 
     ddp_config = args[1] if len(args) > 1 else kwargs["ddp_config"]
-    if ddp_config.use_distributed_optimizer:
+    if ddp_config.use_distributed_optimizer and hasattr(ddp_config, INSTANCES):
         size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         instances = size // parallel_state.get_data_parallel_world_size(
             with_context_parallel=True, partial_data_parallel=True
@@ -66,6 +68,7 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.start_param_sync",
     why="the update of a chain of optimizers needs no other rank until all of them are done",
     accepts="(*unused, force_sync=, ...)",
+    optional=True,  # since 0.9
 )
 def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     # The last optimizer of the chain gathers all of them again.
@@ -81,6 +84,8 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     made = wrapped(*args, **kwargs)
     session = runtime.get().session
     chain = getattr(made, "chained_optimizers", [made])
+    if len(chain) > 1:
+        require_one_gathering()
     for one in chain if len(chain) > 1 else ():
         # Of timing alone: a barrier of all ranks between the updates of a chain, inside the update window.
         one.config.barrier_with_L1_time = False
@@ -102,6 +107,11 @@ def who_trains_nothing_passes_the_door(wrapped: Any, instance: Any, args: Any, k
 
 
 @optimizer.patch(
+    "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step",
+    why="older versions have a single optimizer without a chain",
+    accepts="()",
+)
+@optimizer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
     why="a step that is skipped for an overflow finishes without an update",
     accepts="()",
@@ -121,6 +131,36 @@ def one_instance_writes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     if any(getattr(inner, "distributed_optimizer_instance_id", 0) for inner in instance.chained_optimizers):
         return None
     return wrapped(*args, **kwargs)
+
+
+def instances_are_looked_at() -> None:
+    """Tells which replicas the framework found allows; its modules are imported."""
+    import inspect
+
+    from megatron.core import parallel_state
+    from megatron.core.package_info import __version__
+
+    why = ""
+    if INSTANCES not in inspect.signature(parallel_state.initialize_model_parallel).parameters:
+        why = f"Megatron-core {__version__} has no optimizer instances (since 0.10)"
+    elif not hasattr(parallel_state, "get_intra_distributed_optimizer_instance_group"):
+        # From 0.10 to 0.12 the norm is summed over all instances, and too large by the root of their number.
+        why = (
+            f"Megatron-core {__version__} clips gradients wrongly with optimizer instances (right since 0.13)"
+        )
+    choice.cannot_split(why)
+
+
+def require_one_gathering() -> None:
+    """Refuse a chain of optimizers that cannot make its update without other ranks. Raises LayoutError."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.package_info import __version__
+
+    if not hasattr(DistributedDataParallel, "start_param_sync"):
+        raise LayoutError(
+            f"--num-experts: Megatron-core {__version__} gathers parameters after each of several "
+            "optimizers, which cannot be protected; use 0.9 or later, or set ENABLE_TTP=False"
+        )
 
 
 def inner_optimizers(megatron_optimizer: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from adaptor import patching
 from adaptor.checkpoint import folder, publish
 from adaptor.control import runtime
-from adaptor.patches.megatron_core import inner_optimizers
+from adaptor.patches.megatron_core import inner_optimizers, instances_are_looked_at
 from adaptor.replica import choice, layout
 
 training = patching.Unit("training", framework="megatron-lm", tested=">=0.15.0rc5,<0.17")
@@ -30,6 +30,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
             getattr(parsed, "expert_tensor_parallel_size", None),
             parsed.expert_model_parallel_size,
         )
+    instances_are_looked_at()
     choice.decide(
         parsed.use_distributed_optimizer,
         layout.data_parallel_size(parsed),

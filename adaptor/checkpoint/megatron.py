@@ -73,6 +73,13 @@ class Written:
     not_finite: str
 
 
+def unwrapped(chunk: Any) -> Any:
+    """A model chunk without what the framework has wrapped around it (DDP, Float16Module)."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
 def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
     """Sends what this rank was chosen to provide to the rank `writer` of the exchange's group.
 
@@ -129,7 +136,7 @@ def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> t
                 for index, keys in finite.bad_shards(optimizer, world).items()
             ]
             exchange.check()
-        elif not optimizer.is_stub_optimizer:
+        elif not shards.is_stub(optimizer):
             weights.add_whole(optimizer)
         first += shards.shard_of(optimizer)[1]
         worlds.append(world if not state.stored or state.stored[position] else None)
@@ -164,10 +171,12 @@ def _model_file(
         not_finite += [f"{key}.{name}" for name in bad]
         exchange.check()
     if state.saves("optim"):
-        if not state.optimizer.is_stub_optimizer:
+        if not shards.is_stub(state.optimizer):
             body["optimizer"] = _optimizer_of(state, record, exchange)
         if record.scheduler is not None:
             body["opt_param_scheduler"] = dict(record.scheduler)
+    if record.rerun is not None:
+        body["rerun_state_machine"] = dict(record.rerun)
     if state.saves("rng"):
         body["rng_state"] = [dict(states) for states in record.rng]
     if FLOPS in record.counters:

@@ -36,6 +36,7 @@ class StepRecord:
     scalers    per optimizer of the chain: state dict of its grad scaler, None without one
     rng        as the framework stores it, one entry for each data-parallel rank that has states of its own
     buffers    copies of the model's saved buffers (`Buffers.take`)
+    rerun      what some versions store of their rerun state machine, None for the others
     """
 
     step: int
@@ -45,6 +46,7 @@ class StepRecord:
     scalers: tuple[Mapping[str, Any] | None, ...]
     rng: Sequence[Mapping[str, Any]]
     buffers: tuple[torch.Tensor | None, ...] = ()
+    rerun: Mapping[str, Any] | None = None
 
 
 def chain(optimizer: Any) -> list[Any]:
@@ -84,6 +86,7 @@ def take(
     scheduler: Any,
     rng: Sequence[Mapping[str, Any]],
     buffers: tuple[torch.Tensor | None, ...],
+    rerun: Mapping[str, Any] | None = None,
 ) -> StepRecord:
     """The record of `step`, taken between steps: after the framework moved its scheduler and its counters."""
     return StepRecord(
@@ -94,6 +97,7 @@ def take(
         scalers=take_scalers(optimizer),
         rng=rng,
         buffers=buffers,
+        rerun=rerun,
     )
 
 
@@ -107,6 +111,7 @@ def advance(
     scalers: Sequence[Mapping[str, Any] | None],
     rng: Sequence[Mapping[str, Any]],
     buffers: tuple[torch.Tensor | None, ...],
+    rerun: Mapping[str, Any] | None = None,
 ) -> StepRecord:
     """The record of the step after `record`, as the framework will have it once it has finished that step.
 
@@ -114,13 +119,13 @@ def advance(
     scheduler  the live one; only its constants are read, it is not changed
     increment  samples by which the framework moves its scheduler
     growth     by how much each counter grows; one that is not named stays
-    scalers, rng, buffers  taken at the door of the new step: what comes after it changes none of them
+    scalers, rng, buffers, rerun  taken at the door of the new step: what comes after it changes none of them
     """
     counters = {name: value + growth.get(name, 0) for name, value in record.counters.items()}
     state, groups = record.scheduler, record.groups
     if updated and state is not None:
         state, groups = _scheduled(scheduler, state, groups, increment)
-    return StepRecord(record.step + 1, counters, state, groups, tuple(scalers), rng, buffers)
+    return StepRecord(record.step + 1, counters, state, groups, tuple(scalers), rng, buffers, rerun)
 
 
 def _scheduled(

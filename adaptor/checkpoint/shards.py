@@ -92,9 +92,14 @@ class Bucket:
         return self.world + start, self.world + min(start + self.shard, self.unpadded)
 
 
+def is_stub(optimizer: Any) -> bool:
+    """Whether an optimizer has no params here; before Megatron-core 0.11 there was none like that."""
+    return getattr(optimizer, "is_stub_optimizer", False)
+
+
 def is_sharded(optimizer: Any) -> bool:
     """Whether an optimizer of the chain is a distributed optimizer that has params here."""
-    return hasattr(optimizer, "get_parameter_state_dp_zero") and not optimizer.is_stub_optimizer
+    return hasattr(optimizer, "get_parameter_state_dp_zero") and not is_stub(optimizer)
 
 
 def shard_of(optimizer: Any) -> tuple[int, int]:
@@ -229,7 +234,18 @@ def _part(optimizer: Any, number: int, bucket: int) -> Part:
     (ranges,) = optimizer.gbuf_ranges[number].values()
     for param, where in ranges[bucket]["param_map"].items():
         local = where["gbuf_local"]
-        yield local.start, local.end, optimizer._get_main_param_and_optimizer_states(param)
+        yield local.start, local.end, _tensors(optimizer, param)
+
+
+def _tensors(optimizer: Any, param: Any) -> Mapping[str, torch.Tensor]:
+    """This rank's part of a model's param and of its state, by key."""
+    if hasattr(optimizer, "_get_main_param_and_optimizer_states"):
+        named: Mapping[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(param)
+        return named
+    # Up to Megatron-core 0.10 that stands in the middle of a longer function.
+    group, order = optimizer.model_param_group_index_map[param]
+    main = optimizer.optimizer.param_groups[group]["params"][order]
+    return {"param": main, **optimizer.optimizer.state[main]}
 
 
 def places(optimizer: Any) -> list[Piece]:

@@ -32,6 +32,7 @@ class _Door:
     scalers: tuple[Mapping[str, Any] | None, ...]
     rng: Sequence[Mapping[str, Any]]
     buffers: tuple[torch.Tensor | None, ...]
+    rerun: Mapping[str, Any] | None
     growth: Mapping[str, int | float]
     increment: int
 
@@ -49,6 +50,7 @@ class MegatronTrainee:
     increment  by how many samples it moves the scheduler
     barrier    a barrier of all ranks of the job
     mirrors    per optimizer of the chain: the copy of a neighbour's shard, None where there is none
+    rerun      what a checkpoint has of the framework's rerun state machine, None where it has nothing
     """
 
     state: TrainingState
@@ -60,6 +62,7 @@ class MegatronTrainee:
     increment: Callable[[], int]
     barrier: Callable[[], None]
     mirrors: tuple[Mirror | None, ...] = ()
+    rerun: Callable[[], Mapping[str, Any] | None] = lambda: None
 
     def exchange(self) -> None:
         for mirror in filter(None, self.mirrors):
@@ -78,6 +81,7 @@ class MegatronTrainee:
             state.scheduler,
             self.random.take(),
             state.buffers.take(),
+            self.rerun(),
         )
 
     def take_door(self) -> _Door:
@@ -85,6 +89,7 @@ class MegatronTrainee:
             records.take_scalers(self.state.optimizer),
             self.random.exchange(),
             self.state.buffers.take(),
+            self.rerun(),
             dict(self.growth()),
             self.increment(),
         )
@@ -99,6 +104,7 @@ class MegatronTrainee:
             scalers=door.scalers,
             rng=door.rng,
             buffers=door.buffers,
+            rerun=door.rerun,
         )
 
     def has_state(self) -> bool:

@@ -1,8 +1,7 @@
 """Which replicas a job has: what its layout allows, and what the user asked for.
 
 `split`   the data-parallel group is cut in two, and each half holds the whole optimizer state: Megatron's own
-          `num_distributed_optimizer_instances`, which is correct since Megatron-core 0.13 (0.10 to 0.12
-          compute the gradient norm too large by the square root of the number of instances)
+          `num_distributed_optimizer_instances`, where these are right (`cannot_split`)
 `mirror`  each rank keeps a copy of its neighbour's shard; the groups of the framework stay what they are
 `none`    nothing is added
 """
@@ -16,6 +15,9 @@ from adaptor.errors import LayoutError
 # said.
 _distributed_optimizer: bool | None = None
 
+# Why the optimizer instances of the framework found are no way to have replicas; empty where they are one.
+_no_split = ""
+
 
 def replica(size: int, setting: str, experts: int = 0) -> str:
     """`split`, `mirror` or `none`.
@@ -26,7 +28,7 @@ def replica(size: int, setting: str, experts: int = 0) -> str:
         experts: ranks that have the same experts, where that is another number.
 
     Raises:
-        LayoutError: the size does not allow what was asked for.
+        LayoutError: the size, or the framework, does not allow what was asked for.
     """
     if setting == "none" or (size == 1 and setting == "auto"):
         return "none"
@@ -36,7 +38,11 @@ def replica(size: int, setting: str, experts: int = 0) -> str:
             "replica; use auto or none to survive exceptions alone"
         )
     if setting == "auto":
-        return "mirror" if size % 2 or experts % 2 else "split"
+        return "mirror" if size % 2 or experts % 2 or _no_split else "split"
+    if setting == "split" and _no_split:
+        raise LayoutError(
+            f"TTP_REPLICA is split, but {_no_split}: use auto or mirror, which any size from 2 allows"
+        )
     if setting == "split" and size % 2:
         raise LayoutError(
             f"TTP_REPLICA is split, but the data-parallel size is {size}, which is odd: "
@@ -48,6 +54,12 @@ def replica(size: int, setting: str, experts: int = 0) -> str:
             "use auto or mirror"
         )
     return setting
+
+
+def cannot_split(why: str) -> None:
+    """The framework found has no optimizer instances that could be used, `why` says so; empty: it has."""
+    global _no_split
+    _no_split = why
 
 
 def decide(distributed_optimizer: bool, size: int, experts: int = 0) -> None:
@@ -71,7 +83,7 @@ def instances(size: int, asked: int, experts: int = 0) -> int:
     if asked > 1 or _distributed_optimizer is False:
         return asked
     setting = config.load().replica
-    if _distributed_optimizer is None and setting == "split" and size % 2:
+    if _distributed_optimizer is None and setting == "split" and (size % 2 or _no_split):
         return 1  # a library user, who may not distribute the optimizer: `require_instances` will know
     return 2 if replica(size, setting, experts) == "split" else 1
 

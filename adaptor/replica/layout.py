@@ -52,6 +52,12 @@ def require_protected(*configs: Any) -> None:
                 f"--async-save is True with --ckpt-format {kind}: the framework itself cannot do that, "
                 "and says so at its first save; use --ckpt-format torch_dist, or leave --async-save out"
             )
+        # Later versions say in `ckpt_format` what this means, and can load both formats.
+        if getattr(config, "use_dist_ckpt", False) and not hasattr(config, "ckpt_format"):
+            raise LayoutError(
+                "--use-dist-ckpt is True: this version would not load last words, which are in the format "
+                "torch; leave it out, or set ENABLE_TTP=False"
+            )
 
 
 def require_folders_for_experts(tensor: int, experts_tensor: int | None, experts: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import types
 from collections.abc import Callable
@@ -282,10 +283,38 @@ def test_what_the_framework_would_not_save_is_left_out(tmp_path: Path) -> None:
     assert not {"optimizer", "opt_param_scheduler", "rng_state"} & set(body)
 
 
+def test_the_rerun_state_of_a_version_that_saves_it_stands_before_the_random_states(tmp_path: Path) -> None:
+    record = dataclasses.replace(RECORD, rerun={"mode": "disabled"})
+    megatron.write_files(Rank(0, 1).state, record, Exchange(None, 0, [[0]]), tmp_path, 1)
+    body = load(tmp_path / "mp_rank_00/model_optim_rng.pt.1")
+    assert body["rerun_state_machine"] == {"mode": "disabled"}
+    assert list(body)[-3:] == ["rerun_state_machine", "rng_state", "num_floating_point_operations_so_far"]
+
+
 def test_fp32_weights_are_rebuilt_as_well(tmp_path: Path) -> None:
     _alone(Rank(0, 1, torch.float32), tmp_path)
     model = load(tmp_path / "mp_rank_00/model_optim_rng.pt")["model"]
     assert torch.equal(model["c"], whole_state()["param"][32:34])
+
+
+def test_a_distributed_optimizer_of_an_older_framework_gives_the_same(tmp_path: Path) -> None:
+    """Up to 0.10 it has no method that finds main params, and no optimizer is a stub."""
+    rank = Rank(0, 1)
+    older = rank.optimizer
+    del older.is_stub_optimizer, older._get_main_param_and_optimizer_states
+    state = {held["param"]: held for held in rank.states.values()}
+    older.optimizer = types.SimpleNamespace(
+        param_groups=[{"params": list(state)}],
+        state={
+            main: {"exp_avg": held["exp_avg"], "exp_avg_sq": held["exp_avg_sq"]}
+            for main, held in state.items()
+        },
+    )
+    older.model_param_group_index_map = {param: (0, order) for order, param in enumerate(rank.states)}
+    _alone(rank, tmp_path)
+    saved = load(tmp_path / "mp_rank_00/distrib_optim.pt")
+    for key, whole in whole_state().items():
+        assert torch.equal(saved[0][(torch.bfloat16, torch.float32)][key], without_padding(whole))
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0])

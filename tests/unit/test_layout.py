@@ -78,6 +78,13 @@ def test_what_is_not_protected_is_one_line_that_names_it(name: str, value: Any) 
     assert "\n" not in line
 
 
+def test_the_distributed_checkpoints_of_an_older_framework_are_refused() -> None:
+    layout.require_protected(args(use_dist_ckpt=True, ckpt_format="torch_dist"))
+    layout.require_protected(SimpleNamespace(use_dist_ckpt=False))
+    with pytest.raises(LayoutError, match="--use-dist-ckpt is True: "):
+        layout.require_protected(SimpleNamespace(use_dist_ckpt=True))
+
+
 def test_one_of_several_configs_is_enough_to_refuse() -> None:
     layout.require_protected(args(), SimpleNamespace(optimizer_cpu_offload=False))
     with pytest.raises(LayoutError, match="--optimizer-cpu-offload is True"):
@@ -228,6 +235,23 @@ def test_split_of_an_odd_size_is_refused_once_the_optimizer_is_known(monkeypatch
     choice.decide(False, 3)
     with pytest.raises(LayoutError, match="odd"):
         choice.decide(True, 3)
+
+
+@pytest.mark.usefixtures("_undecided")
+def test_a_framework_without_right_instances_has_mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_no_split", "")  # it is put back to
+    choice.cannot_split("Megatron-core 0.9.0 has no optimizer instances")
+    assert choice.replica(4, "auto") == "mirror"
+    assert choice.instances(4, asked=1) == 1
+    assert choice.instances(4, asked=2) == 2, "the user asked the framework for more"
+    assert choice.wants_mirrors(4, made=1)
+    monkeypatch.setenv("TTP_REPLICA", "split")
+    assert choice.instances(4, asked=1) == 1, "nobody has said whether the optimizer is distributed"
+    choice.decide(False, 4)
+    with pytest.raises(
+        LayoutError, match=r"is split, but Megatron-core 0\.9\.0 has no .*: use auto or mirror"
+    ):
+        choice.decide(True, 4)
 
 
 @pytest.mark.parametrize(
