@@ -7,13 +7,10 @@ from typing import Any
 import torch
 
 from adaptor import patching
+from adaptor.patches._versions import MEGATRON
 
-kernels = patching.Unit(
-    "cpu-kernels", framework="megatron-lm", tested=">=0.15.0rc5,<0.17", group="device:cpu"
-)
-loading = patching.Unit(
-    "cpu-loading", framework="megatron-lm", tested=">=0.15.0rc5,<0.17", group="device:cpu"
-)
+kernels = patching.Unit("cpu-kernels", framework="megatron-lm", tested=MEGATRON, group="device:cpu")
+loading = patching.Unit("cpu-loading", framework="megatron-lm", tested=MEGATRON, group="device:cpu")
 
 
 @kernels.patch(

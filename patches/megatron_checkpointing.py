@@ -13,8 +13,9 @@ from typing import Any
 from adaptor import patching
 from adaptor.checkpoint import trust
 from adaptor.patches import _saving
+from adaptor.patches._versions import MEGATRON
 
-checkpointing = patching.Unit("checkpointing", framework="megatron-lm", tested=">=0.15.0rc5,<0.17")
+checkpointing = patching.Unit("checkpointing", framework="megatron-lm", tested=MEGATRON)
 
 
 @checkpointing.patch(

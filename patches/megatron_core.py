@@ -10,6 +10,7 @@ from typing import Any
 from adaptor import patching
 from adaptor.control import runtime
 from adaptor.errors import LayoutError
+from adaptor.patches._versions import MEGATRON
 from adaptor.replica import choice
 
 INSTANCES = "num_distributed_optimizer_instances"
@@ -17,7 +18,7 @@ INSTANCES = "num_distributed_optimizer_instances"
 optimizer = patching.Unit(
     "optimizer",
     framework="megatron-core",
-    tested=">=0.15.0rc5,<0.17",
+    tested=MEGATRON,
     version="megatron.core.package_info:__version__",
 )
 

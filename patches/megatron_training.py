@@ -8,10 +8,11 @@ from typing import Any
 from adaptor import patching
 from adaptor.checkpoint import folder, publish
 from adaptor.control import runtime
+from adaptor.patches._versions import MEGATRON
 from adaptor.patches.megatron_core import inner_optimizers, instances_are_looked_at
 from adaptor.replica import choice, layout
 
-training = patching.Unit("training", framework="megatron-lm", tested=">=0.15.0rc5,<0.17")
+training = patching.Unit("training", framework="megatron-lm", tested=MEGATRON)
 
 
 @training.patch(

@@ -1,0 +1,3 @@
+"""The versions of Megatron with which jobs were trained, with faults: docs/compatibility.md."""
+
+MEGATRON = ">=0.8,!=0.9.*,!=0.10.*,!=0.11.*,!=0.13.*,!=0.14.*,!=0.17.*,!=0.18.*,!=0.19.*,<0.21"
