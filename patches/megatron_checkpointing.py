@@ -62,7 +62,10 @@ def asynchronous_saves_are_named_at_their_end(wrapped: Any, instance: Any, args:
 @checkpointing.patch(
     "megatron.training.checkpointing:load_checkpoint",
     why="what was damaged after it was saved is set aside, and the newest intact checkpoint is loaded",
-    accepts="(ddp_model, optimizer, opt_param_scheduler, load_arg=, ...)",
+    accepts=(
+        "(ddp_model, optimizer, opt_param_scheduler, load_arg=, ...)",
+        "(model, optimizer, opt_param_scheduler, load_arg=, ...)",  # up to 0.11
+    ),
 )
 def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
