@@ -11,7 +11,6 @@ own shard and its copy are of the same step whenever no update is in flight.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import msgspec
 import torch
 
 from adaptor.errors import LayoutError
+from adaptor.replica import twin
 from adaptor.replica.ring import Ring, chunks, pieces
 
 
@@ -81,8 +81,8 @@ class Mirror:
             [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
             for sizes in theirs.sizes
         ]
-        self.optimizer = _twin(owner, made, theirs.groups)
-        self._params = _params(self.optimizer)
+        self.optimizer = twin.make(owner, made, theirs.groups)
+        self._params = twin.params(self.optimizer)
         self._grads = torch.zeros(sum(p.numel() for p in self._params), dtype=torch.float32, device=device)
         self._fill(theirs)
 
@@ -93,9 +93,9 @@ class Mirror:
 
     def exchange(self) -> None:
         """Before the door: give this rank's gradients to the next, take those of the one before."""
-        own = _params(self._owner)
+        own = twin.params(self._owner)
         present = bytes(param.grad is not None for param in own)
-        update = _encoded(_Update(_scalars(self._owner), present))
+        update = _encoded(_Update(twin.scalars(self._owner), present))
         theirs = msgspec.msgpack.decode(self._ring.swap_bytes(update), type=_Update)
         given = (torch.zeros_like(param) if param.grad is None else param.grad for param in own)
         self._ring.swap(chunks(given), pieces(self._grads))
@@ -120,7 +120,7 @@ class Mirror:
 
     def _fill(self, theirs: _Shard) -> None:
         """Take the params and their state, once."""
-        own = [param.detach().reshape(-1) for param in _params(self._owner)]
+        own = [param.detach().reshape(-1) for param in twin.params(self._owner)]
         sizes = [param.numel() for param in self._params]
         taken = torch.empty(self._grads.numel(), dtype=torch.float32)
         self._ring.swap(chunks(own), pieces(taken))
@@ -128,7 +128,7 @@ class Mirror:
             param.copy_(part)
         given = [
             value.detach().reshape(-1)
-            for param in _params(self._owner)
+            for param in twin.params(self._owner)
             for value in self._owner.state.get(param, {}).values()
             if isinstance(value, torch.Tensor)
         ]
@@ -149,7 +149,7 @@ class Mirror:
 
 
 def _described(owner: torch.optim.Optimizer, where: Sequence[Piece]) -> _Shard:
-    params = _params(owner)
+    params = twin.params(owner)
     for param in params:
         if param.dtype != torch.float32 or param.dim() != 1:
             raise LayoutError(
@@ -166,13 +166,7 @@ def _described(owner: torch.optim.Optimizer, where: Sequence[Piece]) -> _Shard:
         for param in params
     ]
     sizes = [[param.numel() for param in group["params"]] for group in owner.param_groups]
-    return _Shard(_scalars(owner), sizes, list(where), states)
-
-
-def _scalars(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
+    return _Shard(twin.scalars(owner), sizes, list(where), states)
 
 
 def _encoded(message: _Shard | _Update) -> bytes:
@@ -183,26 +177,3 @@ def _encoded(message: _Shard | _Update) -> bytes:
             f"mirror replicas cannot pass on what the optimizer's param groups or its state hold: {error}; "
             "set TTP_REPLICA=split or none"
         ) from error
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _twin(
-    owner: torch.optim.Optimizer, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    """An optimizer that is like `owner` in all but its params, without state and without hooks.
-
-    It is not constructed: what a class was constructed with is not always among its `defaults`.
-    """
-    twin: torch.optim.Optimizer = object.__new__(type(owner))
-    # A scheduler of torch counts the steps by a `step` of the object's own.
-    twin.__dict__.update({key: value for key, value in vars(owner).items() if key != "step"})
-    twin.state = defaultdict(dict)
-    twin.param_groups = [
-        {"params": tensors, **scalars} for tensors, scalars in zip(params, groups, strict=True)
-    ]
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    return twin

@@ -1,0 +1,44 @@
+"""A twin: a torch optimizer that is like another one in all but its params and their state."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def make(
+    owner: torch.optim.Optimizer, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """An optimizer of the owner's class with other params, without state and without hooks.
+
+    It is not constructed: what a class was constructed with is not always among its `defaults`.
+
+    Args:
+        params: by param group.
+        groups: what the param groups say besides.
+    """
+    twin: torch.optim.Optimizer = object.__new__(type(owner))
+    # A scheduler of torch counts the steps by a `step` of the object's own.
+    twin.__dict__.update({key: value for key, value in vars(owner).items() if key != "step"})
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {"params": tensors, **scalars} for tensors, scalars in zip(params, groups, strict=True)
+    ]
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    return twin
+
+
+def params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All of them, in the order of the param groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def scalars(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each param group says besides its params."""
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
