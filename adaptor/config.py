@@ -29,6 +29,7 @@ class Config:
     tls_ca: str
     device: str
     replica: str
+    local_copy: bool
     log_path: str
     log_level: str
     log_stdout: bool
@@ -153,6 +154,14 @@ SETTINGS = (
         _one_of("auto", "split", "mirror", "none"),
         "where second copies of optimizer shards live; auto is split where the data-parallel size is even, "
         "else mirror",
+    ),
+    Setting(
+        "local_copy",
+        "TTP_LOCAL_COPY",
+        "False",
+        "True, 1, False or 0",
+        _truth,
+        "True: each rank copies its optimizer state before an update, in place of a barrier of all ranks",
     ),
     Setting("log_path", "TTP_LOG_PATH", "logs", "a folder", str, "where logs and incident reports go"),
     Setting(

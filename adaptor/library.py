@@ -42,7 +42,7 @@ def protect(
     from adaptor.checkpoint.naming import model_parallel_folder
     from adaptor.checkpoint.records import chain
     from adaptor.checkpoint.rng import RandomStates
-    from adaptor.checkpoint.trainee import MegatronTrainee, place_of, replicas_of
+    from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
     from adaptor.control import runtime
     from adaptor.errors import LayoutError
     from adaptor.replica import layout
@@ -96,6 +96,7 @@ def protect(
         increment=lambda: samples_per_step,
         barrier=lambda: torch.distributed.barrier(group=everyone),
         mirrors=mirrors,
+        local_copy=local_copy_of(optimizer, mirrors),
     )
     session = runtime.get().session
     session.begin_training(trainee, [item.optimizer for item in chain(optimizer)], step)

@@ -19,7 +19,7 @@ from tests.faults.fault import KINDS, PHASES, Fault
 
 # Those of a step and of a regular save; the rest are of another test: before there is anything to save, and
 # inside the save of an earlier fault.
-CHOICE = tuple(phase for phase in PHASES if phase not in ("start", "dump", "dump-write"))
+CHOICE = tuple(phase for phase in PHASES if phase not in ("start", "copy", "dump", "dump-write"))
 TIDY_S = 2.0
 
 

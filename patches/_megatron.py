@@ -15,7 +15,7 @@ import torch
 from adaptor.checkpoint.megatron import FLOPS, TrainingState, unwrapped
 from adaptor.checkpoint.naming import TRACKER
 from adaptor.checkpoint.rng import RandomStates
-from adaptor.checkpoint.trainee import MegatronTrainee, place_of, replicas_of
+from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
 from adaptor.control.runtime import RESUME
 from adaptor.replica import layout
 
@@ -42,6 +42,27 @@ def resume_after_restart(args: Any) -> None:
     args.load = args.save
     for name, value in changed.items():
         setattr(args, name, value)
+
+
+def accepts_local_copy(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """The framework's parser accepts `--local-copy-os`, which is TTP_LOCAL_COPY to users of MindIO TTP."""
+
+    def provide(parser: Any) -> Any:
+        parser = parser if provider is None else provider(parser)
+        parser.add_argument(
+            "--local-copy-os",
+            action="store_true",
+            help="Copy the optimizer state before each update, in place of a barrier (TTP_LOCAL_COPY).",
+        )
+        return parser
+
+    return provide
+
+
+def take_local_copy(parsed: Any) -> None:
+    """What was said with `--local-copy-os`; the framework's own arguments, which it saves, do not know it."""
+    if vars(parsed).pop("local_copy_os", False):
+        os.environ["TTP_LOCAL_COPY"] = "True"
 
 
 _said: set[str] = set()
@@ -130,6 +151,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         barrier=lambda: torch.distributed.barrier(group=everyone),
         mirrors=mirrors,
         rerun=_rerun_state(),
+        local_copy=local_copy_of(optimizer, mirrors),
     )
 
 

@@ -44,6 +44,7 @@ class TrainingState:
     args_overrides  what the namespace would say on data-parallel rank 0 without the adaptor (`rank`, ...)
     extra           further entries of model_optim_rng.pt
     stored          per optimizer of the chain: whether the optimizer file holds its state; empty: it does
+    live            the optimizer that updates the model, where `optimizer` is a copy of it; else None
     """
 
     model: Sequence[Any]
@@ -54,6 +55,7 @@ class TrainingState:
     args_overrides: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     stored: tuple[bool, ...] = ()
+    live: Any = None
 
     @cached_property
     def buffers(self) -> Buffers:
@@ -126,6 +128,7 @@ def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> t
     doubts: list[tuple[str, int]] = []  # what is not finite, and who gave it
     optimizers = chain(state.optimizer)
     first, total = 0, sum(shards.shard_of(optimizer)[1] for optimizer in optimizers)
+    live = chain(state.live or state.optimizer)
     for position, optimizer in enumerate(optimizers):
         world = None
         if shards.is_sharded(optimizer):
@@ -137,7 +140,7 @@ def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> t
             ]
             exchange.check()
         elif not shards.is_stub(optimizer):
-            weights.add_whole(optimizer)
+            weights.add_whole(optimizer, live[position])
         first += shards.shard_of(optimizer)[1]
         worlds.append(world if not state.stored or state.stored[position] else None)
     shards.acknowledge(optimizers, exchange)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from adaptor import config
 from adaptor.checkpoint import megatron, records, shards
+from adaptor.checkpoint.local_copy import LocalCopy
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.checkpoint.megatron import TrainingState
 from adaptor.checkpoint.records import StepRecord
@@ -51,6 +53,7 @@ class MegatronTrainee:
     barrier    a barrier of all ranks of the job
     mirrors    per optimizer of the chain: the copy of a neighbour's shard, None where there is none
     rerun      what a checkpoint has of the framework's rerun state machine, None where it has nothing
+    local_copy of the state before an update; None: with the barrier nobody has to go back
     """
 
     state: TrainingState
@@ -63,6 +66,15 @@ class MegatronTrainee:
     barrier: Callable[[], None]
     mirrors: tuple[Mirror | None, ...] = ()
     rerun: Callable[[], Mapping[str, Any] | None] = lambda: None
+    local_copy: LocalCopy | None = None
+
+    @property
+    def goes_back(self) -> bool:
+        return self.local_copy is not None
+
+    def copy_state(self) -> None:
+        assert self.local_copy is not None
+        self.local_copy.take()
 
     def exchange(self) -> None:
         for mirror in filter(None, self.mirrors):
@@ -113,6 +125,11 @@ class MegatronTrainee:
         return not sharded or any(one.optimizer.state for one in sharded)
 
     def dump(self, record: StepRecord, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
+        state, mirrors = self.state, self.mirrors
+        if run.past:
+            assert self.local_copy is not None
+            state = replace(state, optimizer=self.local_copy.optimizer, live=state.optimizer)
+            mirrors = self.local_copy.mirrors
         ranks = order.ranks
         holders = iter([ranks.index(holder) for holder in order.holders])
         counts = [shards.shard_of(inner)[1] for inner in records.chain(self.state.optimizer)]
@@ -125,15 +142,15 @@ class MegatronTrainee:
             group=run.connect(ranks) if len(ranks) > 1 else None,
             rank=ranks.index(run.rank),
             sources=[list(islice(holders, count)) for count in counts],
-            mirrors=self.mirrors,
+            mirrors=mirrors,
             progress=run.progress,
             cancelled=run.cancelled,
             doubt=doubt,
         )
         if run.rank != order.writer:
-            megatron.send_shards(self.state, ranks.index(order.writer), exchange)
+            megatron.send_shards(state, ranks.index(order.writer), exchange)
             return ()
-        written = megatron.write_files(self.state, record, exchange, Path(run.folder), run.attempt)
+        written = megatron.write_files(state, record, exchange, Path(run.folder), run.attempt)
         run.remark(written.not_finite)
         return written.files
 
@@ -170,6 +187,20 @@ def replicas_of(optimizer: Any, size: int, experts: int) -> tuple[Mirror | None,
         taken = sum(mirror.nbytes for mirror in mirrors if mirror is not None)
         print(f"[ttp] {choice.words(size, made, bool(sharded), elements, taken, 1 in sizes)}", flush=True)
     return mirrors
+
+
+def local_copy_of(optimizer: Any, mirrors: Sequence[Mirror | None]) -> LocalCopy | None:
+    """The local copy, where the user asked for one (TTP_LOCAL_COPY). Rank 0 tells what it takes."""
+    if not config.load().local_copy:
+        return None
+    made = LocalCopy(optimizer, mirrors)
+    if dist.get_rank() == 0:
+        print(
+            "[ttp] a local copy of the optimizer state before each update, in place of the barrier: "
+            f"{made.nbytes / 2**20:.1f} MiB more on rank 0",
+            flush=True,
+        )
+    return made
 
 
 def _mirror(optimizer: Any) -> Mirror:

@@ -59,8 +59,11 @@ class Weights:
             (world,) = state[number].values()
             self._buffers.append(_Buffer(optimizer, buffer, world["param"]))
 
-    def add_whole(self, optimizer: Any) -> None:
-        """Adds the params of an optimizer that every data-parallel rank has in full."""
+    def add_whole(self, optimizer: Any, live: Any) -> None:
+        """Adds the params of an optimizer that every data-parallel rank has in full.
+
+        `live` is the optimizer that updates the model: `optimizer` itself, or that of which it is a copy.
+        """
         groups = (
             getattr(optimizer, "float16_groups", []),
             getattr(optimizer, "fp32_from_float16_groups", []),
@@ -68,8 +71,8 @@ class Weights:
         for params, mains in zip(*groups, strict=True):
             for param, main in zip(params, mains, strict=True):
                 self._whole[_place(param)] = main
-        for param in optimizer.get_parameters():
-            self._whole.setdefault(_place(param), param)
+        for param, main in zip(live.get_parameters(), optimizer.get_parameters(), strict=True):
+            self._whole.setdefault(_place(param), main)
 
     def rebuild(self, chunk: Any, buffers: Mapping[int, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
         """What a model chunk saves of itself, with the weights from the main params; names of those not

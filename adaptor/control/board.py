@@ -80,12 +80,16 @@ class BoardMemory:
 
 
 class Board:
-    """The worker's side. `phase`, `oldest` and `finished` are also what the worker itself goes by."""
+    """The worker's side. `phase`, `oldest` and `finished` are also what the worker itself goes by.
+
+    live  the oldest step whose state the live objects have; what is older is in the local copy
+    """
 
     def __init__(self, rank: int, path: str, slots: str) -> None:
         self.rank = rank
         self.phase = Phase.STARTING
         self.oldest = -1
+        self.live = -1
         self.finished = -1
         self.ahead = -1
         self.inside = -1
@@ -132,7 +136,7 @@ class Board:
 
     def start(self, origin: int) -> None:
         """The training state is that of step `origin`."""
-        self.oldest = self.finished = origin
+        self.oldest = self.live = self.finished = origin
         self.phase = Phase.RUNNING
         self.write()
 
@@ -153,13 +157,21 @@ class Board:
         self.phase = Phase.READY
         self.write()
 
-    def updating(self) -> None:
-        """Through the door."""
+    def copying(self) -> None:
+        """Through the door: the local copy is about to be replaced by one of the live state."""
+        self.oldest = self.live
+        self.write()
+
+    def updating(self, copied: bool) -> None:
+        """Through the door: the live state changes, which is gone unless it was `copied`."""
+        self.live = self.ahead
+        if not copied:
+            self.oldest = self.live
         self.phase = Phase.UPDATING
         self.write()
 
     def turn_back(self) -> None:
-        """Away from the door, without the update."""
+        """Away from the door, or out of it, without the update."""
         self.phase = Phase.RUNNING
         self.write()
 
@@ -168,11 +180,9 @@ class Board:
         self.phase = Phase.BROKEN
         self.write()
 
-    def finish(self, step: int, updated: bool) -> None:
+    def finish(self, step: int) -> None:
         """`step` is done; without an update the state of earlier steps is still here, too."""
         self.finished = step
-        if updated:
-            self.oldest = step
         self.phase = Phase.RUNNING
         self.write()
 

@@ -136,6 +136,12 @@ class Controller:
             return self._refuse(
                 rank, f"rank {rank} and rank {first.rank} do not run the same framework or patches"
             )
+        if first.goes_back != layout.goes_back:
+            return self._refuse(
+                rank,
+                f"TTP_LOCAL_COPY is {layout.goes_back} on rank {rank} and {first.goes_back} on rank "
+                f"{first.rank}: it must be the same on all",
+            )
         self._layouts[rank] = layout
         return self._route(self.incident.on_layout()) if self.incident is not None else []
 
@@ -261,8 +267,9 @@ class Controller:
         cause = self._causes.first(incident.silent)
         match outcome.kind:
             case "saved":
-                line = f"{cause.words}; step {outcome.step} is saved, no finished step is lost"
-                line += f"; {outcome.reason}" if outcome.reason else ""
+                kept = outcome.reason or "no finished step is lost"
+                line = f"{cause.words}; step {outcome.step} is saved, {kept}"
+                line += f"; {incident.doubts.words}" if incident.doubts.words else ""
             case "nothing":
                 line = f"{cause.words}; nothing to save: {outcome.reason}"
             case _:

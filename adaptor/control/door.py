@@ -3,7 +3,8 @@
 There are two kinds of windows: an update of the optimizer, named by its step, and the publishing of a regular
 checkpoint. Invariants:
 
-1. While the door is closed no window opens, unless the controller lets exactly this step pass.
+1. While the door is closed no window opens, unless the controller lets exactly this step pass, and only until
+   it lets another one pass.
 2. `close` returns only when no window is open: what is inside is local work and ends by itself.
 3. No lock is held while a window is open, so nothing here waits for the framework.
 """
@@ -58,6 +59,6 @@ class Door:
             self._changed.notify_all()
 
     def wait_until(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for `done()` to be true; it is asked again whenever a window ends."""
+        """Wait until no window is open and `done()` is true; it is asked again whenever a window ends."""
         with self._changed:
-            return self._changed.wait_for(done, timeout_s)
+            return self._changed.wait_for(lambda: self._inside == 0 and done(), timeout_s)

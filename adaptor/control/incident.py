@@ -208,7 +208,11 @@ class Incident:
     def on_published(self) -> list[Directive]:
         if self.state is not State.PUBLISHING:
             return []
-        return self._end("saved", self.step, self.doubts.words)
+        # Ranks of a job with local copies may have gone back.
+        begun = [b.ahead if b.phase == Phase.BROKEN else b.finished for b in self.frozen.values()]
+        newest = max(begun, default=self.step)
+        reason = "" if newest <= self.step else f"step {newest} was not finished on every rank"
+        return self._end("saved", self.step, reason)
 
     def on_publish_failed(self, reason: str) -> list[Directive]:
         if self.state is not State.PUBLISHING:
@@ -275,9 +279,12 @@ class Incident:
                 orders.setdefault(rank, []).append(order)
         for rank in orders:
             board = self.frozen[rank]
-            if board.finished < self.step:  # it goes through the door now, and cannot come back
+            if (
+                board.finished < self.step
+            ):  # it goes through the door now; without a copy there is no way back
+                oldest = board.finished if self.layouts[rank].goes_back else self.step
                 self.frozen[rank] = msgspec.structs.replace(
-                    board, phase=Phase.RUNNING, oldest=self.step, finished=self.step
+                    board, phase=Phase.RUNNING, oldest=oldest, finished=self.step
                 )
         host, port = self.store
         return [

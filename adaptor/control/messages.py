@@ -22,7 +22,7 @@ class Phase(IntEnum):
     RUNNING = 1  # between two updates: forward, backward, reduction, or outside of a step
     READY = 2  # at the door: gradients reduced and clipped; the update needs nobody else
     UPDATING = 3  # inside the update window
-    BROKEN = 4  # an exception left the update window: part of the state is old, part is new
+    BROKEN = 4  # an exception left the update window: part of the live state is old, part is new
     ENDED = 5  # the script is at its end: that this process ends is no fault
 
 
@@ -46,8 +46,10 @@ class BoardRecord(Message, frozen=True):
     `inside` is the step that it is in, -1 between steps (evaluation, saves); `slowest` how many seconds the
     longest of its recent steps took, 0 before there were enough of them.
 
-    `oldest` to `finished` are the steps whose state this rank still has; more than one only where steps were
-    skipped (no update) since the last update. `ahead` is the step of the update that it is READY for or in.
+    `oldest` to `finished` are the steps whose state this rank has: none while an update changes it, more than
+    one where steps were skipped (no update) since the last one. With a local copy those from before the last
+    update, or the one that it is in, are among them. `ahead` is the step of the update that it is READY for
+    or in.
     """
 
     rank: int
@@ -68,13 +70,11 @@ class BoardRecord(Message, frozen=True):
 
     def provides(self, step: int) -> bool:
         """Whether this rank can give the state of `step`; READY counts for the step behind the door, too."""
-        if self.phase in (Phase.STARTING, Phase.BROKEN, Phase.ENDED):
+        if self.phase in (Phase.STARTING, Phase.ENDED):
             return False
-        if self.phase == Phase.UPDATING:
-            return step == self.ahead
         if self.oldest <= step <= self.finished:
             return True
-        return self.phase == Phase.READY and step == self.ahead
+        return self.phase in (Phase.READY, Phase.UPDATING) and step == self.ahead
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -107,13 +107,17 @@ class Hello(Message, frozen=True):
 
 
 class Layout(Message, frozen=True):
-    """What this rank holds, where checkpoints go, and the step that the job started from."""
+    """What this rank holds, where checkpoints go, and the step that the job started from.
+
+    `goes_back`: it keeps a local copy of the state before an update (TTP_LOCAL_COPY).
+    """
 
     rank: Number
     shares: tuple[Share, ...]
     save: str
     origin: int
     fingerprint: str
+    goes_back: bool = False
 
 
 class Refused(Message, frozen=True):

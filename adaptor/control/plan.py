@@ -1,4 +1,19 @@
-"""Which step to save, and who gives which shard: a pure function of boards and layout."""
+"""Which step to save, and who gives which shard: a pure function of boards and layout.
+
+Why there is such a step while every shard has a live holder. The gradients of a step are reduced over the
+whole batch, to which every rank contributes in that step, directly or through those with which it shares a
+model. So nobody comes to the door of step m before everybody has finished step m-1. Let m be the newest step
+whose update anyone has begun, the dead included.
+
+With the barrier, everyone was READY for m before: every live rank has finished m, or can be let through.
+
+With local copies, every live rank has finished m-1. Once frozen, it has not begun the update of m, and has
+m-1 live; or it has made it, and has m-1 in its copy until the window of m+1 opens; or an exception has left
+that update, and the copy is whole. So every live rank gives m-1. Those that have come to the door of m give
+m, too, but for such an exception: once everyone has come there, m is saved as with the barrier.
+
+A training loop whose ranks do not depend on each other like this may have no such step; the reason says so.
+"""
 
 from __future__ import annotations
 

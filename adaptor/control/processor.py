@@ -134,6 +134,9 @@ class Processor:
                 self._in_thread("freeze", self._freeze, order)
             case Dump():
                 self._attempt = order.attempt
+                assert self._session is not None
+                # Here, not in a thread: in the order of the attempts, so that no older one opens the door.
+                self._session.let_through(order.step)
                 self._in_thread("dump", self._dump, order)
             case Exit():
                 self._send_queued()
@@ -163,10 +166,12 @@ class Processor:
         assert session.trainee is not None
         group = order.groups[0]
         try:
-            if session.board.finished < order.step:
-                keep = frozenset({self._store_port, order.store_port})
-                session.bring_to(order.step, lambda: wake.shut_collectives(keep), order.timeout_s)
-                self._note("through-the-door", f"step {order.step}")
+            behind = session.board.finished < order.step
+            keep = frozenset({self._store_port, order.store_port})
+            session.bring_to(order.step, lambda: wake.shut_collectives(keep), order.timeout_s)
+            past = session.is_past(order.step)
+            if behind or past:
+                self._note("from-the-local-copy" if past else "through-the-door", f"step {order.step}")
             record = session.record_of(order.step)
             for group in order.groups:
                 remarks: list[str] = []
@@ -179,6 +184,7 @@ class Processor:
                     cancelled=lambda: self._attempt != order.attempt,
                     as_is=group.group in order.as_is,
                     remark=remarks.append,
+                    past=past,
                 )
                 files = session.trainee.dump(record, group, run)
                 if group.writer == self._rank:

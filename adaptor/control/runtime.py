@@ -57,7 +57,9 @@ class Runtime:
         from adaptor import patching
 
         fingerprint = patching.fingerprint("ttp")
-        self.processor.say(Layout(self.rank, trainee.shares, trainee.save, origin, fingerprint))
+        self.processor.say(
+            Layout(self.rank, trainee.shares, trainee.save, origin, fingerprint, trainee.goes_back)
+        )
 
     def _say_broken(self, error: str) -> None:
         self.processor.say(Raised(self.rank, error, 1))

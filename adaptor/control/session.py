@@ -49,11 +49,18 @@ class Trainee(Protocol):
     def derive(self, record: Any, door: Any, updated: bool) -> Any:
         """The record of the step after `record`, which the main thread has not come to take."""
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether this rank keeps a local copy of the state before an update; then there is no barrier."""
+
     def exchange(self) -> None:
         """On the main thread, gradients ready: fetch what copies of other ranks' shards need of this step."""
 
     def barrier(self) -> None:
         """Return when every rank of the job has called it; raise when that is no longer possible."""
+
+    def copy_state(self) -> None:
+        """On the main thread, past the door: put what the update changes into the local copy."""
 
     def update_replicas(self) -> None:
         """On the main thread, in the update window, own shards done: update the copies; needs nobody else."""
@@ -80,6 +87,7 @@ class NotFiniteError(Exception):
 class DumpRun:
     """What a dump needs besides the state: where it goes, with whom, and when to stop.
 
+    past    the local copy is wanted, not the live state
     as_is   write it whether it is finite or not
     remark  is told what is not finite in what is written
     """
@@ -90,6 +98,7 @@ class DumpRun:
     connect: Callable[[tuple[int, ...]], Any]
     progress: Callable[[int], None]
     cancelled: Callable[[], bool]
+    past: bool
     as_is: bool = True
     remark: Callable[[str], None] = lambda what: None
 
@@ -155,7 +164,7 @@ class Session:
         self._history = _History(kept, history.door_step, history.door, history.updated)
         self._step = step
         if left_out:  # the framework skipped steps as a whole (Megatron's --iterations-to-skip)
-            self.board.finish(step - 1, updated=False)
+            self.board.finish(step - 1)
         if watched:
             self._begun = time.monotonic()
             self.board.enter(step)
@@ -186,7 +195,7 @@ class Session:
             self.trainee.update_replicas()
         self._waiting.discard(id(optimizer))
         if not self._waiting:
-            self.board.finish(self._step, updated=True)
+            self.board.finish(self._step)
             self.door.leave()
 
     def update_nothing(self) -> None:
@@ -194,7 +203,7 @@ class Session:
         if self.trainee is None or self._step < 0 or self._inner:
             return
         self._open_window(self.trainee)
-        self.board.finish(self._step, updated=True)
+        self.board.finish(self._step)
         self.door.leave()
 
     def end_update(self, updated: bool, grad_norm: float | None) -> None:
@@ -206,7 +215,7 @@ class Session:
             return
         self._take_door(updated=False)
         if self.trainee.has_state():
-            self.board.finish(self._step, updated=False)
+            self.board.finish(self._step)
 
     def publishing(self, act: Callable[[], None]) -> None:
         """Run `act`, which makes a regular checkpoint appear, as a window: not while an incident is open."""
@@ -219,8 +228,8 @@ class Session:
     def give_up(self) -> None:
         """An exception left the script.
 
-        Inside the update window the state is that of no step. At the door it is intact, but the main thread
-        will not come back to go through.
+        Inside the update window the live state is that of no step. At the door it is intact, but the main
+        thread will not come back to go through.
         """
         if self._waiting:
             self._waiting = set()
@@ -237,6 +246,14 @@ class Session:
         trainee.exchange()  # where it breaks, this rank has not come to the door
         self._take_door(updated=True)
         self.board.ready(self._step)
+        if not trainee.goes_back:
+            self._meet_the_others(trainee)
+        self.door.enter(self._step)
+        if trainee.goes_back:
+            self._copy_state(trainee)
+        self.board.updating(copied=trainee.goes_back)
+
+    def _meet_the_others(self, trainee: Trainee) -> None:
         try:
             # Behind a closed door this rank may have told that it was not READY yet. Then nobody may begin
             # the update, so the barrier must not be passed.
@@ -245,8 +262,16 @@ class Session:
         except Exception as error:  # a broken barrier counts as READY: the gradients are complete here
             self.door.shut()
             self._broke(f"{type(error).__name__}: {error}")
-        self.door.enter(self._step)
-        self.board.updating()
+
+    def _copy_state(self, trainee: Trainee) -> None:
+        """In the window, for the copy is no holder of anything meanwhile; the live state is intact."""
+        self.board.copying()
+        try:
+            trainee.copy_state()
+        except BaseException:
+            self.board.turn_back()
+            self.door.leave()
+            raise
 
     def _take_door(self, updated: bool) -> None:
         assert self.trainee is not None
@@ -258,25 +283,32 @@ class Session:
         """Close the door; the board once no window is open, None where one still is after `timeout_s`."""
         return self.board.record() if self.door.close(timeout_s) else None
 
+    def let_through(self, step: int) -> None:
+        """Let the main thread through the door to `step`, and to no other step from now on."""
+        self.door.let_through(step)
+
     def bring_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> None:
-        """Let the main thread through the door to `step` where it is not there yet.
+        """Wait until the state of `step` is here, and stays: its update is over, where one is needed, and
+        that of a later step, which was let through before.
 
         Raises:
             TimeoutError: the update was not done after `timeout_s`.
             RuntimeError: an exception left the update.
         """
-        if self.board.finished >= step:
-            return
-        self.door.let_through(step)
-        wake()  # the main thread may still hang in the barrier
+        if self.board.finished < step:
+            wake()  # the main thread may still hang in the barrier
 
         def over() -> bool:
-            return self.board.finished >= step or self.board.phase is Phase.BROKEN
+            return self.board.finished >= step or self.board.phase is not Phase.READY
 
         if not self.door.wait_until(over, timeout_s):
             raise TimeoutError(f"the update of step {step} was not done after {timeout_s:g} s")
         if self.board.finished < step:
             raise RuntimeError(f"an exception left the update of step {step}")
+
+    def is_past(self, step: int) -> bool:
+        """Whether `step`, to which this rank was brought, is before the last update: in the local copy."""
+        return step < self.board.live
 
     def record_of(self, step: int) -> Any:
         """What belongs to `step` besides tensors."""

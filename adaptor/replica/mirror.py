@@ -11,6 +11,7 @@ own shard and its copy are of the same step whenever no update is in flight.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,13 @@ class Mirror:
     def update(self) -> None:
         """Inside the update window: the owner's update, on the copy."""
         self.optimizer.step()
+
+    def on(self, optimizer: torch.optim.Optimizer) -> Mirror:
+        """This copy as it is in `optimizer`, a twin of the copy's own."""
+        other = copy.copy(self)
+        other.optimizer = optimizer
+        other._params = twin.params(optimizer)
+        return other
 
     def shard(self, buffer: int, bucket: int) -> Iterator[tuple[int, int, Mapping[str, torch.Tensor]]]:
         """The copy's part of a bucket: start and end in the shard, and the tensors by their names."""

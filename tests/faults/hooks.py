@@ -87,6 +87,8 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     after("dump-write", "adaptor.checkpoint.manifest", "HashingFile.write")
     if injector.expects("update"):
         _watch_updates(injector)
+    if injector.expects("copy"):
+        _watch_copies(injector)
     _watch_saves(injector)
 
 
@@ -156,6 +158,32 @@ def _watch_updates(injector: Injector) -> None:
     register_optimizer_step_post_hook(leaves)
     for operation in ("add_", "addcdiv_"):
         wrapt.wrap_function_wrapper(torch, f"Tensor.{operation}", strikes_after(operation))
+
+
+def _watch_copies(injector: Injector) -> None:
+    import torch
+
+    inside = False
+
+    def is_inside(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal inside
+        inside = True
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            inside = False
+
+    def strikes_half_way(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if not inside:
+            return wrapped(*args, **kwargs)
+        into, given = args
+        half = len(into) // 2
+        wrapped(into[:half], given[:half])
+        injector.reach("copy")
+        return wrapped(into[half:], given[half:])
+
+    _wrap("adaptor.checkpoint.local_copy", "LocalCopy.take", is_inside)
+    wrapt.wrap_function_wrapper(torch, "_foreach_copy_", strikes_half_way)
 
 
 def _watch_saves(injector: Injector) -> None:

@@ -82,12 +82,12 @@ def test_what_the_worker_writes_is_what_the_agent_reads() -> None:
         one.start(4)
         one.ready(5)
         one.grad_norm = 0.5
-        one.updating()
+        one.updating(copied=False)
         read = memory.read(1)
-        assert (read.phase, read.oldest, read.finished, read.ahead) == (Phase.UPDATING, 4, 4, 5)
+        assert (read.phase, read.oldest, read.finished, read.ahead) == (Phase.UPDATING, 5, 4, 5)
         assert read.grad_norm == 0.5
-        one.finish(5, updated=True)
-        one.finish(6, updated=False)
+        one.finish(5)
+        one.finish(6)
         one.advance(1000)
         one.fail("é" * 200)
         read = memory.read(1)
@@ -103,6 +103,54 @@ def test_what_the_worker_writes_is_what_the_agent_reads() -> None:
         other.advance(24)
         assert memory.read(3).progress == 24
         assert memory.read(1) == read, "one rank's board is not another's"
+
+
+def provided(memory: BoardMemory) -> list[int]:
+    return [step for step in range(20) if memory.read(0).provides(step)]
+
+
+def test_which_steps_a_rank_provides() -> None:
+    with memory_of(0) as memory:
+        one = Board(0, memory.path, memory.slots)
+        assert provided(memory) == []
+        one.start(4)
+        assert provided(memory) == [4]
+        one.ready(5)
+        assert provided(memory) == [4, 5]
+        one.updating(copied=False)
+        assert provided(memory) == [5]
+        one.finish(5)
+        one.finish(6)  # skipped
+        assert provided(memory) == [5, 6]
+        one.ready(7)
+        one.updating(copied=False)
+        one.broken()
+        assert provided(memory) == []
+
+
+def test_which_steps_a_rank_with_a_local_copy_provides() -> None:
+    """Live until the update begins, then from the copy until the next copy is taken."""
+    with memory_of(0) as memory:
+        one = Board(0, memory.path, memory.slots)
+        one.start(4)
+        one.ready(5)
+        one.copying()
+        assert (provided(memory), one.live) == ([4, 5], 4)
+        one.updating(copied=True)
+        assert (provided(memory), one.live) == ([4, 5], 5)
+        one.finish(5)
+        one.finish(6)  # skipped
+        assert (provided(memory), one.live) == ([4, 5, 6], 5)
+        one.ready(7)
+        assert (provided(memory), one.live) == ([4, 5, 6, 7], 5)
+        one.copying()
+        assert (provided(memory), one.live) == ([5, 6, 7], 5)
+        one.updating(copied=True)
+        assert (provided(memory), one.live) == ([5, 6, 7], 7)
+        one.broken()
+        assert (provided(memory), one.live) == ([5, 6], 7)
+        one.end()
+        assert provided(memory) == []
 
 
 def test_numbers_that_are_none() -> None:
@@ -170,8 +218,8 @@ def test_two_threads_of_a_worker_write(monkeypatch: pytest.MonkeyPatch) -> None:
         with Thread(dump):
             for step in range(1, 1000):
                 one.ready(step)
-                one.updating()
-                one.finish(step, updated=True)
+                one.updating(copied=False)
+                one.finish(step)
         assert disturbed == []
         assert memory.read(0).finished == 999
         assert memory.read(0).progress == 2000

@@ -72,16 +72,16 @@ def boards(draw: st.DrawFn, rank: int) -> tuple[BoardRecord, frozenset[int]]:
     if phase is Phase.STARTING:
         return BoardRecord(rank), frozenset()
     finished = draw(st.integers(0, LAST_STEP))
-    skipped = draw(st.integers(0, min(2, finished)))
-    still_here = frozenset(range(finished - skipped, finished + 1))
-    record = BoardRecord(rank, 1, phase, finished - skipped, finished, finished + 1)
-    if phase in (Phase.BROKEN, Phase.ENDED):
+    older = draw(st.integers(0, min(2, finished)))  # of skipped steps, or in a local copy
+    changed = phase in (Phase.UPDATING, Phase.BROKEN) and not draw(st.booleans())  # without a copy
+    oldest = finished + 1 if changed else finished - older
+    still_here = frozenset(range(oldest, finished + 1))
+    record = BoardRecord(rank, 1, phase, oldest, finished, finished + 1)
+    if phase is Phase.ENDED:
         return record, frozenset()
-    if phase is Phase.RUNNING:
-        return record, still_here
-    if phase is Phase.READY:
+    if phase in (Phase.READY, Phase.UPDATING):
         return record, still_here | {finished + 1}
-    return record, frozenset({finished + 1})
+    return record, still_here
 
 
 @st.composite
@@ -199,6 +199,31 @@ def test_a_rank_at_the_door_gives_both_steps() -> None:
     assert isinstance(made, Plan)
     assert made.step == 5
     assert isinstance(plan(shares, {0: ahead, 1: behind}), NoPlan)
+
+
+@given(st.data())
+def test_ranks_with_local_copies_have_a_step_in_common(data: st.DataObject) -> None:
+    """Somebody has begun the update of step 6, so everybody has finished step 5; every shard has a holder."""
+    boards = []
+    for rank in range(data.draw(st.integers(1, 4))):
+        phase, oldest, finished = data.draw(
+            st.sampled_from(
+                [
+                    (Phase.RUNNING, 4, 5),
+                    (Phase.READY, 4, 5),
+                    (Phase.BROKEN, 5, 5),
+                    (Phase.RUNNING, 5, 6),
+                    (Phase.READY, 5, 6),
+                ]
+            )
+        )
+        boards.append(BoardRecord(rank, 1, phase, oldest, finished, finished + (phase is not Phase.RUNNING)))
+    count = len(boards)
+    shares = {rank: (Share("dense", rank, count),) for rank in range(count)}
+    made = plan(shares, dict(enumerate(boards)))
+    assert isinstance(made, Plan)
+    assert made.step >= 5
+    assert (made.step >= 6) == all(board.provides(6) for board in boards)
 
 
 def test_shards_of_different_groups_may_come_from_one_rank() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -36,6 +37,16 @@ class Worker:
     def stands(self) -> tuple[str, int, int]:
         """Phase, oldest and finished step on the board."""
         return self.board.phase_name, self.board.oldest, self.board.finished
+
+    @property
+    def gives(self) -> list[int]:
+        """The steps that it provides."""
+        return [step for step in range(20) if self.board.provides(step)]
+
+    def bring_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> None:
+        """As the processor does it."""
+        self.session.let_through(step)
+        self.session.bring_to(step, wake, timeout_s)
 
     def frozen(self) -> BoardRecord:
         board = self.session.freeze(LONG_S)
@@ -101,7 +112,7 @@ def test_steps_are_told_to_the_board(worker: Worker) -> None:
     worker.session.begin_step(6)
     assert worker.stands == ("RUNNING", 5, 5)
     worker.session.before_update(worker.loop.inner[0])
-    assert worker.stands == ("UPDATING", 5, 5)
+    assert worker.stands == ("UPDATING", 6, 5)
     assert worker.board.ahead == 6
     worker.session.after_update(worker.loop.inner[0])
     assert worker.stands == ("RUNNING", 6, 6)
@@ -124,7 +135,7 @@ def test_the_first_of_a_chain_opens_the_window_and_the_last_closes_it(chain_of_t
     worker.trainee.barrier = lambda: barriers.append(1)
     worker.session.before_update(first)
     worker.session.after_update(first)
-    assert worker.stands == ("UPDATING", 4, 4)
+    assert worker.stands == ("UPDATING", 5, 4)
     worker.session.before_update(last)
     worker.session.after_update(last)
     assert worker.stands == ("RUNNING", 5, 5)
@@ -157,7 +168,7 @@ def test_an_optimizer_of_someone_else_is_no_update(worker: Worker) -> None:
     assert worker.stands == ("RUNNING", 4, 4)
     worker.session.before_update(worker.loop.inner[0])
     worker.session.after_update(object())
-    assert worker.stands == ("UPDATING", 4, 4)
+    assert worker.stands == ("UPDATING", 5, 4)
 
 
 def test_a_skipped_step_leaves_the_state_of_the_one_before(worker: Worker) -> None:
@@ -317,7 +328,7 @@ def test_a_freeze_between_updates(worker: Worker) -> None:
         assert main.running
         assert worker.stands == ("READY", 5, 5)
         worker.session.door.let_through(6)
-    assert worker.stands == ("UPDATING", 5, 5)
+    assert worker.stands == ("UPDATING", 6, 5)
 
 
 def test_a_freeze_during_the_update_waits_for_its_end(chain_of_two: Worker) -> None:
@@ -394,7 +405,7 @@ def test_a_broken_barrier_counts_as_ready(worker: Worker) -> None:
         assert worker.session.record_of(4).step == 4
         assert worker.trainee.weights == 4
         woken = []
-        worker.session.bring_to(5, lambda: woken.append(1) or 1, LONG_S)
+        worker.bring_to(5, lambda: woken.append(1) or 1, LONG_S)
         assert woken == [1]
         main.result()
     assert worker.trainee.weights == 5
@@ -415,7 +426,7 @@ def test_a_barrier_that_hangs_is_woken(worker: Worker) -> None:
         while worker.board.phase != Phase.READY:
             pass
         assert worker.frozen().provides(5)
-        worker.session.bring_to(5, lambda: shut.set() or 1, LONG_S)
+        worker.bring_to(5, lambda: shut.set() or 1, LONG_S)
         assert worker.stands == ("RUNNING", 5, 5)
 
 
@@ -427,7 +438,7 @@ def test_a_barrier_that_holds_after_the_door_was_closed(worker: Worker) -> None:
         wait_for_waiter(worker.changed)
         assert worker.stands == ("READY", 4, 4)
         assert worker.broke == []
-        worker.session.bring_to(5, lambda: 0, LONG_S)
+        worker.bring_to(5, lambda: 0, LONG_S)
         main.result()
 
 
@@ -450,21 +461,21 @@ def test_the_next_step_stays_behind_the_door(worker: Worker) -> None:
     worker.frozen()
     with Thread(lambda: [worker.loop.step(step) for step in (5, 6)]) as main:
         wait_for_waiter(worker.changed)
-        worker.session.bring_to(5, lambda: 0, LONG_S)
+        worker.bring_to(5, lambda: 0, LONG_S)
         while worker.board.phase != Phase.READY:
             pass
         assert worker.stands == ("READY", 5, 5)
         assert worker.trainee.weights == 5
         assert worker.session.record_of(5) == Record(5, 5 * BATCH, 1024.0)
         assert main.running
-        worker.session.bring_to(6, lambda: 0, LONG_S)
+        worker.bring_to(6, lambda: 0, LONG_S)
 
 
 def test_a_rank_that_is_there_is_not_woken(worker: Worker) -> None:
     worker.loop.begin(4)
     worker.loop.step(5)
     worker.frozen()
-    worker.session.bring_to(5, lambda: pytest.fail("woken"), 0.0)
+    worker.bring_to(5, lambda: pytest.fail("woken"), 0.0)
 
 
 def test_an_update_that_does_not_end_is_not_waited_for(worker: Worker) -> None:
@@ -472,7 +483,7 @@ def test_an_update_that_does_not_end_is_not_waited_for(worker: Worker) -> None:
     worker.session.begin_step(5)
     worker.session.before_update(worker.loop.inner[0])
     with pytest.raises(TimeoutError, match="the update of step 5 was not done after 0 s"):
-        worker.session.bring_to(5, lambda: 0, 0.0)
+        worker.bring_to(5, lambda: 0, 0.0)
 
 
 def test_an_update_that_raises_is_not_waited_for(worker: Worker) -> None:
@@ -484,5 +495,179 @@ def test_an_update_that_raises_is_not_waited_for(worker: Worker) -> None:
         worker.session.before_update(worker.loop.inner[0])
         worker.session.give_up()
 
-    with Thread(update_raises), pytest.raises(RuntimeError, match="an exception left the update of step 5"):
-        worker.session.bring_to(5, lambda: 0, LONG_S)
+    with Thread(update_raises):
+        wait_for_waiter(worker.changed)
+        with pytest.raises(RuntimeError, match="an exception left the update of step 5"):
+            worker.bring_to(5, lambda: 0, LONG_S)
+
+
+# with a local copy
+
+
+@pytest.fixture
+def copying(worker: Worker) -> Worker:
+    """It has no barrier, and has finished step 5."""
+    worker.trainee.goes_back = True
+    worker.trainee.barrier = lambda: pytest.fail("a barrier")
+    worker.loop.begin(4)
+    worker.loop.step(5)
+    return worker
+
+
+def test_a_rank_that_has_finished_an_update_gives_the_step_before_it(copying: Worker) -> None:
+    assert copying.gives == [4, 5]
+    assert (copying.trainee.before, copying.trainee.weights) == (4, 5)
+    assert [copying.session.is_past(step) for step in (4, 5)] == [True, False]
+    copying.session.begin_step(6)
+    assert copying.gives == [4, 5]
+    assert [copying.session.record_of(step) for step in (4, 5)] == [record(4), record(5)]
+
+
+def test_the_copy_is_taken_inside_the_window(copying: Worker) -> None:
+    """A freeze waits for its end, and meanwhile nothing is said to be in it."""
+    seen = []
+
+    def half_way() -> None:
+        seen.append((copying.board.phase_name, copying.gives, copying.session.freeze(0.0)))
+
+    copying.trainee.on_copy = half_way
+    copying.session.begin_step(6)
+    copying.session.before_update(copying.loop.inner[0])
+    assert seen == [("READY", [5, 6], None)]
+    assert copying.stands == ("UPDATING", 5, 5)
+    assert copying.gives == [5, 6]
+    assert copying.session.is_past(5)
+    assert copying.session.record_of(5) == record(5)
+    copying.session.after_update(copying.loop.inner[0])
+    assert copying.gives == [5, 6]
+
+
+def test_a_frozen_rank_takes_no_copy(copying: Worker) -> None:
+    copying.frozen()
+    copying.trainee.on_copy = lambda: pytest.fail("a copy behind the closed door")
+    with Thread(copying.loop.step, 6) as main:
+        wait_for_waiter(copying.changed)
+        assert main.running
+        assert copying.gives == [4, 5, 6]
+        copying.bring_to(4, lambda: 0, LONG_S)
+        assert copying.session.is_past(4)
+        assert (copying.trainee.before, copying.session.record_of(4)) == (4, record(4))
+        copying.trainee.on_copy = lambda: None
+        copying.bring_to(6, lambda: 0, LONG_S)
+        main.result()
+    assert copying.gives == [5, 6]
+
+
+def test_a_rank_that_was_let_through_goes_back(copying: Worker) -> None:
+    """The state of the older step is where the copy is, once the update is over."""
+    copying.frozen()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def half_way() -> None:
+        inside.set()
+        assert go_on.wait(LONG_S)
+
+    copying.trainee.on_copy = half_way
+    with Thread(copying.loop.step, 6) as main:
+        wait_for_waiter(copying.changed)
+        copying.session.let_through(6)
+        assert inside.wait(LONG_S)
+        copying.session.let_through(5)
+        with pytest.raises(TimeoutError):
+            copying.session.bring_to(5, lambda: 0, 0.0)
+        go_on.set()
+        copying.session.bring_to(5, lambda: 0, LONG_S)
+        main.result()
+    assert copying.session.is_past(5)
+    assert (copying.trainee.before, copying.trainee.weights) == (5, 6)
+
+
+def test_a_permission_that_was_not_used_is_taken_back(copying: Worker) -> None:
+    copying.frozen()
+    copying.session.let_through(6)
+    copying.bring_to(5, lambda: 0, LONG_S)
+    with Thread(copying.loop.step, 6) as main:
+        wait_for_waiter(copying.changed)
+        assert main.running
+        assert not copying.session.is_past(5)
+        assert copying.trainee.weights == 5
+        copying.session.let_through(6)
+
+
+def test_an_exception_in_the_update_leaves_the_copy(copying: Worker) -> None:
+    copying.session.begin_step(6)
+    copying.session.before_update(copying.loop.inner[0])
+    copying.session.give_up()
+    board = copying.frozen()
+    assert board.phase is Phase.BROKEN
+    assert copying.gives == [5]
+    copying.bring_to(5, lambda: pytest.fail("woken"), 0.0)
+    assert copying.session.is_past(5)
+    assert copying.session.record_of(5) == record(5)
+
+
+def test_an_exception_in_the_copy_leaves_the_state(copying: Worker) -> None:
+    def fails() -> None:
+        raise MemoryError("no room for a copy")
+
+    copying.trainee.on_copy = fails
+    copying.session.begin_step(6)
+    with pytest.raises(MemoryError):
+        copying.session.before_update(copying.loop.inner[0])
+    copying.session.give_up()
+    assert copying.frozen().phase is Phase.RUNNING
+    assert copying.gives == [5]
+    assert not copying.session.is_past(5)
+    assert copying.session.record_of(5) == record(5)
+
+
+def test_skipped_steps_and_the_copy(copying: Worker) -> None:
+    copying.loop.skip(6)
+    assert copying.gives == [4, 5, 6]
+    assert [copying.session.is_past(step) for step in (4, 5, 6)] == [True, False, False]
+    copying.loop.step(7)
+    assert copying.gives == [5, 6, 7]
+    assert [copying.session.is_past(step) for step in (5, 6, 7)] == [True, True, False]
+    copying.session.begin_step(8)
+    expected = {5: record(5), 6: record(6, 1023.0), 7: record(7, 1023.0)}
+    assert {step: copying.session.record_of(step) for step in expected} == expected
+
+
+@pytest.mark.usefixtures("restless")
+def test_every_step_that_a_frozen_rank_gives_is_there_in_any_race() -> None:
+    """It trains as fast as it can, every fifth step is skipped; it is brought to a step, then back."""
+    draw = random.Random(5)
+    for _ in range(200):
+        jobs = make()
+        worker = next(jobs)
+        worker.trainee.goes_back = True
+        stop = threading.Event()
+        worker.loop.begin(1)
+
+        def train(worker: Worker = worker, stop: threading.Event = stop) -> None:
+            step = 1
+            while not stop.is_set():
+                step += 1
+                (worker.loop.skip if step % 5 == 0 else worker.loop.step)(step)
+
+        def check(step: int, worker: Worker = worker) -> None:
+            worker.bring_to(step, lambda: 0, LONG_S)
+            trainee = worker.trainee
+            tensors = trainee.before if worker.session.is_past(step) else trainee.weights
+            assert tensors == (step - 1 if step % 5 == 0 else step)
+            assert worker.session.record_of(step) == record(step, 1024.0 - step // 5)
+
+        with Thread(train) as main:
+            last, pause = draw.randint(1, 30), draw.randint(0, 100)
+            while worker.session.board.finished < last:
+                pass
+            for _ in range(pause):
+                pass
+            board = worker.frozen()
+            first = draw.choice([s for s in range(board.oldest, board.finished + 2) if board.provides(s)])
+            check(first)
+            check(draw.choice([step for step in (first - 1, first) if worker.board.provides(step)]))
+            stop.set()
+            while main.running:
+                worker.session.let_through(worker.session.board.finished + 1)
+        next(jobs, None)

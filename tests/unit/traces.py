@@ -4,6 +4,7 @@ A line that starts with `>` is heard by the controller, or lets time pass; the i
 what the controller then orders. The first line says what the job is like:
 
     > job nodes=2 shards=2 origin=0   two nodes with two ranks each; rank r holds shard r % 2 of group `g`
+    > job ... copies=1                each rank keeps a local copy of the state before its update
     > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again
     > frozen 0 running 4 waits        a job that hangs: the main thread waits for others, or `apart` does not
     > told 3                          SIGTERM has reached rank 3; `leave 1` the agent of node 1
@@ -15,7 +16,7 @@ what the controller then orders. The first line says what the job is like:
     > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
     > written 0 shard 1 is not finite it has written that as it is
     > write-failed 0 reason...        with doubted=1, what rank 1 gave is not finite
-    > agent-lost 1, progress 0, refused 2 reason..., layout 3 other, agent-hello 1, hello 2
+    > agent-lost 1, progress 0, refused 2 reason..., layout 3 other copies=1, agent-hello 1, hello 2
     > at 60.5                         the time is now 60.5 seconds, and the controller is told
 
 Set UPDATE_TRACES=1 to write what the controller orders now into the files, and read the difference.
@@ -67,10 +68,13 @@ RANKS_PER_NODE = 2
 SAVE = "/save"
 
 
-def board(rank: int, phase: str, step: int) -> BoardRecord:
+def board(rank: int, phase: str, step: int, copies: bool) -> BoardRecord:
     """`running 4` has finished step 4; `ready 5`, `updating 5` and `broken 5` are on their way to it."""
     finished = step if phase == "running" else step - 1
-    return BoardRecord(rank, 1, Phase[phase.upper()], finished, finished, step)
+    changed = phase in ("updating", "broken")
+    live = step if changed else finished
+    oldest = live - 1 if copies else live
+    return BoardRecord(rank, 1, Phase[phase.upper()], oldest, finished, step)
 
 
 class Trace:
@@ -96,9 +100,11 @@ class Trace:
             orders = self.controller.handle(heard, self.now)
         yield from _lines(orders)
 
-    def _begin(self, nodes: int = 1, shards: int = 2, origin: int = 0, started: int = 1) -> None:
+    def _begin(
+        self, nodes: int = 1, shards: int = 2, origin: int = 0, started: int = 1, copies: int = 0
+    ) -> None:
         """`started` is 0 for a job of which no rank has told its layout yet."""
-        self._shards, self._origin = shards, origin
+        self._shards, self._origin, self._copies = shards, origin, bool(copies)
         world = nodes * RANKS_PER_NODE
         self.controller = Controller(world, 120.0, ("store", 1))
         for node in range(nodes):
@@ -111,7 +117,7 @@ class Trace:
 
     def _layout(self, rank: int, fingerprint: str) -> Layout:
         share = Share(GROUP, rank % self._shards, self._shards)
-        return Layout(rank, (share,), SAVE, self._origin, fingerprint)
+        return Layout(rank, (share,), SAVE, self._origin, fingerprint, self._copies)
 
     def _message(self, name: str, words: list[str], settings: dict[str, str]) -> FromAgent:
         incident = self.controller.incident
@@ -133,6 +139,7 @@ class Trace:
             case "refused":
                 return Refused(rank, text)
             case "layout":
+                self._copies = settings.get("copies", str(int(self._copies))) == "1"
                 return self._layout(rank, words[1])
             case "hello":
                 return Hello(rank, 1000 + rank)
@@ -144,7 +151,7 @@ class Trace:
                 return Progress(rank, 1)
             case "frozen":
                 standing = Standing(words[3] == "waits", f"wait (script.py:{rank})") if words[3:] else None
-                return Frozen(rank, number, board(rank, words[1], int(words[2])), standing)
+                return Frozen(rank, number, board(rank, words[1], int(words[2]), self._copies), standing)
             case "still":
                 return Still(rank, float(words[1]))
             case "moving":

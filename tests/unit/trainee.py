@@ -32,6 +32,7 @@ class CountingTrainee:
     """One number as the tensors, one as the counter, one as the loss scale.
 
     weights  the step whose update they had last
+    before   the weights in the local copy
     samples  counted after each step, updated or skipped
     scale    lowered by a step that is skipped, before the optimizer returns
     """
@@ -43,11 +44,19 @@ class CountingTrainee:
     samples: int = 0
     scale: float = 1024.0
     updated_once: bool = True
+    goes_back: bool = False
+    before: int = -1
+    on_copy: Callable[[], Any] = nothing
     on_record: Callable[[], Any] = nothing
     derived: list[int] = field(default_factory=list)
 
     def exchange(self) -> None:
         """No other rank's shard is copied here."""
+
+    def copy_state(self) -> None:
+        self.before = -1
+        self.on_copy()
+        self.before = self.weights
 
     def update_replicas(self) -> None:
         """Nor updated."""
@@ -72,7 +81,8 @@ class CountingTrainee:
         if order.writer != run.rank:
             return ()
         path = Path(run.folder) / f"{order.group}.txt.{run.attempt}"
-        text = f"{self.weights} {record.step} {record.samples} {record.scale}\n"
+        weights = self.before if run.past else self.weights
+        text = f"{weights} {record.step} {record.samples} {record.scale}\n"
         path.write_text(text)
         run.progress(len(text))
         return (FileEntry(f"{order.group}.txt", len(text), None, run.attempt),)

@@ -1,0 +1,114 @@
+"""The local copy: what an update changes, as it was before.
+
+With it no barrier is needed: a rank that is ahead of the others goes back. It is taken in the update window,
+right before the update, into memory that is allocated once. So until the next window opens it holds the state
+before the last update. A dump of such a step reads it through stand-ins for the framework's optimizers, which
+are those optimizers in all but the tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from adaptor.checkpoint.records import chain
+from adaptor.replica import twin
+from adaptor.replica.mirror import Mirror
+
+
+class _Kept:
+    """What a torch optimizer changes in a step, as it was before: params, their state, counts of updates."""
+
+    def __init__(self, owner: torch.optim.Optimizer) -> None:
+        self._owner = owner
+        made = [[_like(param) for param in group["params"]] for group in owner.param_groups]
+        self.optimizer = twin.make(owner, made, twin.scalars(owner))
+        self._copies = dict(zip(twin.params(owner), twin.params(self.optimizer), strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Once the owner has all of Adam's state: two moments for each param."""
+        return sum((param.element_size() + 8) * param.numel() for param in self._copies)
+
+    def of(self, param: torch.Tensor) -> torch.Tensor:
+        return self._copies[param]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        into, given = list(self._copies.values()), list(self._copies)
+        for group, scalars in zip(self.optimizer.param_groups, twin.scalars(self._owner), strict=True):
+            group.update({key: _frozen(value) for key, value in scalars.items()})
+        for param, entries in self._owner.state.items():
+            state = self.optimizer.state[self._copies[param]]
+            for key, value in entries.items():
+                if not isinstance(value, torch.Tensor):
+                    state[key] = value
+                    continue
+                if key not in state:
+                    state[key] = torch.empty_like(value)
+                into.append(state[key])
+                given.append(value)
+        torch._foreach_copy_(into, given)
+
+
+class LocalCopy:
+    """Of a rank of a Megatron job.
+
+    Args:
+        optimizer: its chain of optimizers, or a bare one.
+        mirrors: per optimizer of the chain: the copy of a neighbour's shard, None where there is none.
+
+    optimizer and mirrors of the result are stand-ins for those, with the state before the last update.
+    """
+
+    def __init__(self, optimizer: Any, mirrors: Sequence[Mirror | None]) -> None:
+        inner = [getattr(one, "optimizer", None) for one in chain(optimizer)]
+        own = [None if one is None else _Kept(one) for one in inner]
+        copies = [None if mirror is None else _Kept(mirror.optimizer) for mirror in mirrors]
+        self._kept = [kept for kept in (*own, *copies) if kept is not None]
+        stand_ins = [_stand_in(one, kept) for one, kept in zip(chain(optimizer), own, strict=True)]
+        self.optimizer: Any = stand_ins[0]
+        if hasattr(optimizer, "chained_optimizers"):
+            self.optimizer = copy.copy(optimizer)
+            self.optimizer.chained_optimizers = stand_ins
+        self.mirrors = tuple(
+            None if mirror is None or kept is None else mirror.on(kept.optimizer)
+            for mirror, kept in zip(mirrors, copies, strict=True)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes once there is all of Adam's state."""
+        return sum(kept.nbytes for kept in self._kept)
+
+    def take(self) -> None:
+        """On the main thread, in the update window, before the update; needs no other rank."""
+        for kept in self._kept:
+            kept.take()
+
+
+def _stand_in(optimizer: Any, kept: _Kept | None) -> Any:
+    """The framework's optimizer, on the tensors that were kept."""
+    made = copy.copy(optimizer)
+    if kept is None:  # it has no params here
+        return made
+    made.optimizer = kept.optimizer
+    mains = getattr(optimizer, "fp32_from_float16_groups", None)
+    if mains is not None:
+        made.fp32_from_float16_groups = [[kept.of(main) for main in group] for group in mains]
+    return made
+
+
+def _like(param: torch.Tensor) -> torch.Tensor:
+    """A copy with the attributes that the framework has set on it: they are saved with a tensor."""
+    made = param.detach().clone()
+    made.__dict__.update(vars(param))
+    return made.requires_grad_(param.requires_grad)
+
+
+def _frozen(value: Any) -> Any:
+    """A count that is a tensor is counted up in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
