@@ -14,13 +14,15 @@ from adaptor.control.session import Session
 INNER = SimpleNamespace()
 
 
-def _session(barrier: Any = lambda: None) -> Session:
+def _session(barrier: Any = lambda: None, goes_back: bool = False) -> Session:
     memory = BoardMemory([0])
     trainee: Any = SimpleNamespace(
         save="",
         shares=(),
         take_record=lambda step: None,
         take_door=lambda: None,
+        goes_back=goes_back,
+        copy_state=lambda: None,
         barrier=barrier,
         exchange=lambda: None,
         update_replicas=lambda: None,
@@ -60,4 +62,13 @@ def test_inside_the_update_the_state_is_that_of_no_step() -> None:
     session.give_up()
     board = session.freeze(1)
     assert not board.provides(4)
+    assert not board.provides(5)
+
+
+def test_inside_the_update_a_local_copy_has_the_step_before() -> None:
+    session = _session(goes_back=True)
+    session.before_update(INNER)
+    session.give_up()
+    board = session.freeze(1)
+    assert board.provides(4)
     assert not board.provides(5)
