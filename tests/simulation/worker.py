@@ -45,6 +45,7 @@ class Trainee:
     """What a session asks; dumps are in `meetings`. A shard's content is the step of its last update."""
 
     save = "/save"
+    goes_back = False
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -245,6 +246,7 @@ class Worker(Process):
                 self.thread(self._freeze(order))
             case Dump():
                 self._attempt = order.attempt
+                self.session.let_through(order.step)
                 self.thread(self._dump(order))
             case Exit():
                 self.world.end(self, self._exit_code)
@@ -264,9 +266,7 @@ class Worker(Process):
         try:
             if session.board.finished < order.step:
                 self.world.at_point(self, "let through")
-                yield from self.through(
-                    lambda: session.bring_to(order.step, self._wake, order.timeout_s),
-                )
+            yield from self.through(lambda: session.bring_to(order.step, self._wake, order.timeout_s))
             record = session.record_of(order.step)
             for group in order.groups:
                 files = yield from self.world.dumping.take_part(self, order, group, record)
