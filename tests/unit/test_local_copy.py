@@ -122,7 +122,7 @@ def test_a_dump_of_it_is_the_dump_of_then(dtype: torch.dtype, tmp_path: Path) ->
     state = rank("fused", dtype)
     (live,) = state.optimizer.chained_optimizers
     kept = LocalCopy(state.optimizer, (None,))
-    record = StepRecord(3, {}, None, (({}, {}),), (None,), None)
+    record = StepRecord(3, {}, None, (({}, {}),), (None,), ())
     for _ in range(3):
         kept.take()
         live.update()

@@ -451,7 +451,7 @@ def test_who_has_told_not_to_be_ready_keeps_the_others_from_the_update(worker: W
         wait_for_waiter(worker.changed)
         assert worker.stands == ("READY", 4, 4)
         assert came == worker.broke == []
-        worker.session.bring_to(5, lambda: 0, LONG_S)
+        worker.bring_to(5, lambda: 0, LONG_S)
         main.result()
 
 
