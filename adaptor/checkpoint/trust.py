@@ -141,12 +141,13 @@ def _examine(root: Path, step: int) -> Generator[_Files, list[str], list[str]]:
 
 
 def _of_tracker(root: Path) -> list[str]:
-    """What is wrong with a tracker that names no step: nothing where there is nothing that it could name."""
+    """What is wrong with a tracker that names no step: nothing where there is nothing that it could name.
+
+    One that is not there is not lost, for it is only ever replaced: a user took it away to begin anew.
+    """
     tracker = root / naming.TRACKER
-    if not any(_is_ours(root, step) for step in _steps(root)):
+    if not tracker.exists() or not any(_is_ours(root, step) for step in _steps(root)):
         return []
-    if not tracker.exists():
-        return [f"{tracker}: missing"]
     return [] if tracker.read_bytes().strip() == RELEASE else [f"{tracker}: names no step"]
 
 

@@ -277,17 +277,22 @@ def test_a_regular_save_is_known_by_its_sizes(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "missing"), ("", "names no step"), ("2o", "names no step"), ("7", "iter_0000007: missing")],
+    [("", "names no step"), ("2o", "names no step"), ("7", "iter_0000007: missing")],
 )
-def test_a_tracker_that_names_nothing(root: Path, text: str | None, words: str) -> None:
-    """Else the framework would begin anew, or end with code 0."""
-    (root / naming.TRACKER).unlink()
-    if text is not None:
-        (root / naming.TRACKER).write_text(text)
+def test_a_tracker_that_names_nothing(root: Path, text: str, words: str) -> None:
+    """Else the framework would end with code 0."""
+    (root / naming.TRACKER).write_text(text)
     (line,) = resume(root).splitlines()
     assert words in line
     assert publish.tracked_step(root) == NEWER
     assert (root / folder(NEWER)).is_dir()
+
+
+def test_who_takes_the_tracker_away_begins_anew(root: Path) -> None:
+    (root / naming.TRACKER).unlink()
+    before = content(root)
+    assert resume(root) == ""
+    assert content(root) == before
 
 
 def test_a_converted_model_is_left_to_the_framework(root: Path) -> None:
