@@ -29,6 +29,7 @@ class Causes:
     """Collected as the controller hears of it.
 
     dead         status of every process that has ended
+    ended        ranks whose script had come to its end before
     unannounced  ranks that ended without a word: they have failed, whatever the status
     lost         nodes, and the ranks that were lost with them
     raised       the first exception of each rank
@@ -38,6 +39,7 @@ class Causes:
     """
 
     dead: dict[int, int] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
     unannounced: set[int] = field(default_factory=set)
     lost: dict[int, list[int]] = field(default_factory=dict)
     raised: dict[int, Raised] = field(default_factory=dict)
@@ -65,7 +67,8 @@ class Causes:
             rank, status = failed[0]
             code = status or 1 if status >= 0 else SIGNAL_BASE - status
             away = {r for ranks in self.lost.values() for r in ranks}
-            words = [f"rank {r} {_ending(s)}" for r, s in failed if r not in away]
+            after = {r: " after its script had ended" if r in self.ended else "" for r, _ in failed}
+            words = [f"rank {r} {_ending(s)}{after[r]}" for r, s in failed if r not in away]
             words += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
             return Cause(rank, code, ", ".join(words))
         rank, raised = next(iter(self.raised.items()))

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Set
 
 from adaptor.control.causes import Causes
-from adaptor.control.incident import Directive, Incident
+from adaptor.control.incident import Directive, Incident, Outcome
 from adaptor.control.messages import (
     Addressed,
     AgentHello,
@@ -24,6 +24,7 @@ from adaptor.control.messages import (
     Layout,
     Leave,
     Moving,
+    Phase,
     Prepared,
     Progress,
     Published,
@@ -111,7 +112,9 @@ class Controller:
                 self._still.discard(node)
             case Dying(rank=rank):
                 return self._on_dying(rank, now)
-            case Died(rank=rank, status=status):
+            case Died(rank=rank, status=status, board=board):
+                if board.phase == Phase.ENDED:
+                    self._causes.ended.add(rank)
                 return self._on_deaths({rank: status}, now)
             case AgentLost(node=node):
                 return self._on_agent_lost(node, now)
@@ -265,6 +268,9 @@ class Controller:
         assert incident.outcome is not None
         outcome = incident.outcome
         cause = self._causes.first(incident.silent)
+        if outcome.kind == "lost" and cause.rank in self._causes.ended:
+            # Others have ended well before, and their states with them.
+            outcome = Outcome("nothing", -1, "the training was over")
         match outcome.kind:
             case "saved":
                 kept = outcome.reason or "no finished step is lost"

@@ -8,7 +8,7 @@ what the controller then orders. The first line says what the job is like:
     > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again
     > frozen 0 running 4 waits        a job that hangs: the main thread waits for others, or `apart` does not
     > told 3                          SIGTERM has reached rank 3; `leave 1` the agent of node 1
-    > died 3 -9                       a process ended, with this status
+    > died 3 -9                       a process ended, with this status; `ended` when its script had
     > dying 3                         its lifeline is cut: how it ends is not known yet
     > raised 1 0 boom                 an exception left the script of rank 1, exit code 1 if not said
     > frozen 0 running 4              the board that comes with it: running 4, ready 5, updating 5, broken 5
@@ -127,7 +127,8 @@ class Trace:
         text = " ".join(words[1:])
         match name:
             case "died":
-                return Died(rank, int(words[1]), 0.0, BoardRecord(rank))
+                phase = Phase.ENDED if "ended" in words else Phase.STARTING
+                return Died(rank, int(words[1]), 0.0, BoardRecord(rank, phase=phase))
             case "told":
                 return Told(rank, "SIGTERM")
             case "leave":
