@@ -133,6 +133,8 @@ class Injector:
                 ctypes.string_at(0)
             case "agent-sigkill":
                 os.kill(os.getppid(), signal.SIGKILL)
+                # The workers learn of it when the kernel has freed its memory; no step may finish until then.
+                threading.Event().wait()
             case "agent-sigterm":
                 os.kill(os.getppid(), signal.SIGTERM)
             case "agent-sigint":
