@@ -11,8 +11,9 @@ import argparse
 import gc
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from _bench import Benchmark, table
 
@@ -34,6 +35,7 @@ from adaptor.control.messages import (
     Prepared,
     Publish,
     Share,
+    ToController,
     Written,
 )
 
@@ -62,11 +64,18 @@ class Job:
 
     def hear(self, name: str, messages: Iterable[FromAgent]) -> list[str]:
         """Returns the kinds of the orders that came out."""
-        frames = [wire.frame(message)[4:] for message in messages]
+        return self._timed(name, ((wire.from_agent, wire.frame(message)[4:]) for message in messages))
+
+    def lose(self, name: str, node: int) -> list[str]:
+        """A connection ends: no message says it."""
+        return self._timed(name, [(AgentLost, node)])
+
+    def _timed(self, name: str, said: Iterable[tuple[Callable[[Any], ToController], Any]]) -> list[str]:
+        said = list(said)
         kinds: dict[str, None] = {}
         before = time.perf_counter()
-        for body in frames:
-            for _, order in self.controller.handle(wire.from_agent(body), 1.0):
+        for decode, body in said:
+            for _, order in self.controller.handle(decode(body), 1.0):
                 wire.frame(order)
                 inner = order.message if isinstance(order, Addressed) else order
                 kinds[type(inner).__name__] = None
@@ -134,7 +143,7 @@ def main() -> None:
 
     other = Job(given.ranks, given.groups)
     other.start()
-    assert other.hear("a node is lost → freezes", [AgentLost(NODE)]) == ["Freeze"]
+    assert other.lose("a node is lost → freezes", NODE) == ["Freeze"]
     found = {**other.took, **job.took}
 
     decisions = [name for name in found if "→" in name]
