@@ -97,10 +97,9 @@ class Mirror:
         own = twin.params(self._owner)
         present = bytes(param.grad is not None for param in own)
         update = _encoded(_Update(twin.scalars(self._owner), present))
-        theirs = msgspec.msgpack.decode(self._ring.swap_bytes(update), type=_Update)
         given = (torch.zeros_like(param) if param.grad is None else param.grad for param in own)
-        self._ring.swap(chunks(given), pieces(self._grads))
-        self._ring.finish()
+        taken = self._ring.swap_bytes(update, chunks(given), pieces(self._grads))
+        theirs = msgspec.msgpack.decode(taken, type=_Update)
         for group, scalars in zip(self.optimizer.param_groups, theirs.groups, strict=True):
             group.update(scalars)
         sizes = [param.numel() for param in self._params]

@@ -7,13 +7,17 @@ together and no rank waits for one that waits for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
 
 # Elements per message. Two are on their way at a time, so this bounds the memory for them.
 CHUNK = 1 << 22
+# Bytes that go ahead of tensors in one message, their number in the first eight of it. What an update needs
+# besides gradients is shorter, up to some thousands of params: then nobody waits twice.
+HEAD = 1 << 14
+_LENGTH = 8
 
 
 def stride(nodes: Sequence[int]) -> int:
@@ -66,18 +70,26 @@ class Ring:
         for message in on_their_way:
             _land(*message)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Wait until what was taken has arrived: on a device, `swap` only puts it into the stream."""
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def swap_bytes(self, given: bytes) -> bytes:
-        """Give bytes of any number, and take such."""
-        length = torch.zeros(1, dtype=torch.int64)
-        self.swap([torch.tensor([len(given)])], [length])
-        taken = torch.empty(int(length.item()), dtype=torch.uint8)
-        self.swap(chunks([_as_tensor(given)]), pieces(taken))
-        return taken.numpy().tobytes()
+    def swap_bytes(
+        self, given: bytes, out: Iterable[torch.Tensor] = (), into: Iterable[torch.Tensor] = ()
+    ) -> bytes:
+        """Give bytes of any number, and take such; behind them `out` and `into`, as in `swap`."""
+        head = torch.zeros(HEAD, dtype=torch.uint8)
+        start = len(given).to_bytes(_LENGTH, "little") + given[: HEAD - _LENGTH]
+        head[: len(start)] = _as_tensor(start)
+        taken = torch.empty_like(head)
+        self.swap(chain([head], out), chain([taken], into))
+        self._finish()
+        theirs = taken.numpy().tobytes()
+        length = int.from_bytes(theirs[:_LENGTH], "little")
+        rest = torch.empty(max(0, length - HEAD + _LENGTH), dtype=torch.uint8)
+        self.swap(pieces(_as_tensor(given[HEAD - _LENGTH :])), pieces(rest))
+        return theirs[_LENGTH : _LENGTH + length] + rest.numpy().tobytes()
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

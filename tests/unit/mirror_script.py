@@ -70,7 +70,7 @@ def step(optimizer: torch.optim.Optimizer, mirror: Mirror | None, number: int) -
 
 def main() -> None:
     store, rank, size, kind, stride = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5])
-    ring.CHUNK = 100  # several messages for a shard
+    ring.CHUNK, ring.HEAD = 100, 200  # several messages for a shard, and for what it says of itself
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     torch.manual_seed(rank)
     optimizer = owner(rank, kind)
