@@ -49,6 +49,8 @@ class Chronicle:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._events: list[dict[str, Any]] = []
+        self._ended = False
+        self._noticed: set[int] = set()  # ranks whose faults are in the timeline
         self._still_s = 0.0
         self.next_incident = 1
 
@@ -56,14 +58,16 @@ class Chronicle:
         """A message of the agent of `node`, or of a worker by way of it."""
         match message:
             case Dying(rank=rank, at=at, board=board) if not self._ended:
+                self._noticed.add(rank)
                 self._add("fault-noticed", at, rank, node, f"{board.phase_name} after step {board.finished}")
             case Died(rank=rank, status=status, at=at, board=board) if not self._ended and status != 0:
                 where = f"status {status}, {board.phase_name} after step {board.finished}"
-                known = any(e["what"] == "fault-noticed" and e["rank"] == rank for e in self._events)
-                self._add("died" if known else "fault-noticed", at, rank, node, where)
+                self._add("died" if rank in self._noticed else "fault-noticed", at, rank, node, where)
             case Raised(rank=rank, error=error) if not self._ended:
+                self._noticed.add(rank)
                 self._add("fault-noticed", time.time(), rank, node, error)
             case Told(rank=rank, signal=name) if not self._ended:
+                self._noticed.add(rank)
                 self._add("fault-noticed", time.time(), rank, node, f"told to end by {name}")
             case Leave(signal=name) if not self._ended:
                 self._add("fault-noticed", time.time(), None, node, f"told to end by {name}")
@@ -84,14 +88,11 @@ class Chronicle:
             case PublishFailed(reason=reason):
                 self._add("failed", time.time(), None, node, reason)
 
-    @property
-    def _ended(self) -> bool:
-        return any(event["what"] == "verdict" for event in self._events)
-
     def ordered(self, node: int, rank: int | None, order: object) -> None:
         """An order of the controller; the verdict ends the incident and writes the report."""
         if isinstance(order, Verdict):
             if not self._ended:
+                self._ended = True
                 self._add("verdict", time.time(), None, None, order.outcome)
                 self._write(order)
             return
@@ -106,7 +107,7 @@ class Chronicle:
 
     def begin(self) -> None:
         """A new generation of workers: the timeline starts anew."""
-        self._events = []
+        self._events, self._ended, self._noticed = [], False, set()
 
     def _add(self, what: str, at: float, rank: int | None, node: int | None, detail: str) -> None:
         who = f"rank {rank}" if rank is not None else f"node {node}" if node is not None else "job"
