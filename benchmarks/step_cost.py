@@ -115,7 +115,10 @@ def one_start(folder: Path, given: argparse.Namespace, source: random.Random) ->
             folder / arm,
             adaptor=arm == "on",
             train_iters=(blocks + 1) * given.block,
-            extra=model(given.layers, given.hidden, given.sequence),
+            extra=[
+                *model(given.layers, given.hidden, given.sequence),
+                *("--global-batch-size", str(given.global_batch)),
+            ],
             gate=f"{name},{arm},{given.block}",
             instances=given.instances,
             environment={"TTP_REPLICA": given.replica},
@@ -152,6 +155,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--global-batch", type=int, default=8, help="sequences per step, of all ranks")
     parser.add_argument(
         "--instances",
         type=int,
