@@ -48,21 +48,32 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint folder holds, who wrote it and when (UTC, ISO 8601)."""
+    """What a complete checkpoint folder holds, who wrote it and when (UTC, ISO 8601).
+
+    generation  of the workers that were at work then, from one start of all of them to the next; empty where
+                nobody has told it
+    """
 
     step: int
     files: tuple[FileEntry, ...]
     groups: Mapping[str, Any]
     world_size: int
     created: str
+    generation: str = ""
 
     @classmethod
     def now(
-        cls, step: int, files: Iterable[FileEntry], groups: Mapping[str, Any], world_size: int
+        cls,
+        step: int,
+        files: Iterable[FileEntry],
+        groups: Mapping[str, Any],
+        world_size: int,
+        generation: str = "",
     ) -> Manifest:
         """A manifest created now; files are sorted by path."""
         created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-        return cls(step, tuple(sorted(files, key=lambda f: f.path)), groups, world_size, created)
+        ordered = tuple(sorted(files, key=lambda f: f.path))
+        return cls(step, ordered, groups, world_size, created, generation)
 
     def encode(self) -> bytes:
         """The JSON text of the manifest file."""
@@ -71,6 +82,7 @@ class Manifest:
             "format": FORMAT,
             "step": self.step,
             "created": self.created,
+            "generation": self.generation,
             "world_size": self.world_size,
             "groups": dict(self.groups),
             "files": files,
@@ -89,7 +101,14 @@ def read(folder: Path) -> Manifest:
         if body["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {body['format']}; this version reads format {FORMAT}")
         files = tuple(FileEntry(p, int(f["bytes"]), f["xxh3_128"]) for p, f in body["files"].items())
-        return Manifest(int(body["step"]), files, body["groups"], int(body["world_size"]), body["created"])
+        return Manifest(
+            int(body["step"]),
+            files,
+            body["groups"],
+            int(body["world_size"]),
+            body["created"],
+            body.get("generation", ""),  # earlier versions did not write it
+        )
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
