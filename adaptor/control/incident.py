@@ -98,6 +98,7 @@ class Incident:
     outcome: Outcome | None = None
     frozen: dict[int, BoardRecord] = field(default_factory=dict)
     step: int = -1
+    newest: int = -1
     attempt: int = 0
     folder: str = ""
     pending: dict[str, GroupOrder] = field(default_factory=dict)
@@ -151,6 +152,7 @@ class Incident:
         if self.state is not State.FREEZING or rank not in self.nodes:
             return []
         self.frozen[rank] = board
+        self.newest = max(self.newest, _newest(board))
         return self._decide_when_frozen()
 
     def on_deaths(self, ranks: Collection[int]) -> list[Directive]:
@@ -221,9 +223,8 @@ class Incident:
     def on_published(self) -> list[Directive]:
         if self.state is not State.PUBLISHING:
             return []
-        # Ranks of a job with local copies may have gone back.
-        begun = [b.ahead if b.phase == Phase.BROKEN else b.finished for b in self.frozen.values()]
-        newest = max(begun, default=self.step)
+        # Ranks of a job with local copies may have gone back; and who was further may be dead by now.
+        newest = max([self.newest, *map(_newest, self.frozen.values())])
         reason = "" if newest <= self.step else f"step {newest} was not finished on every rank"
         return self._end("saved", self.step, reason)
 
@@ -358,3 +359,8 @@ class Incident:
         self.state = State.ENDED
         self.outcome = Outcome(kind, step, reason, unheld)
         return []
+
+
+def _newest(board: BoardRecord) -> int:
+    """The newest step that this rank has finished, or has left in its middle."""
+    return board.ahead if board.phase == Phase.BROKEN else board.finished
