@@ -148,7 +148,8 @@ class Incident:
         return orders + self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
-        self.roll_call.answer(rank)
+        if board.finished >= self.step:  # else its main thread has not come through the door
+            self.roll_call.answer(rank)
         if self.state is not State.FREEZING or rank not in self.nodes:
             return []
         self.frozen[rank] = board
