@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -21,8 +22,10 @@ FORMAT = 1
 # Small enough that a slice is still in the cache when it is written after it was hashed, and that progress is
 # reported several times a second on a slow disk.
 _SLICE = 4 << 20
-# What is written reaches the disk in steps of this size: one long fsync at the end would look like a halt.
-_SYNC = 256 << 20
+# What is written reaches the disk in stretches: one long fsync at the end would look like a halt. They begin
+# with one slice, and grow as long as the disk takes each of them in a second.
+_LONGEST = 256 << 20
+_QUICK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ class HashingFile:
         self._failure: BaseException | None = None
         self._digest = xxhash.xxh3_128()
         self._file = path.open("wb", buffering=0)
+        self._stretch = self._sync_at = _SLICE
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Writes all of `data`; returns its size in bytes. Raises OSError."""
@@ -194,10 +198,17 @@ class HashingFile:
     def _write_all(self, piece: memoryview) -> None:
         while piece:
             count = self._file.write(piece)
-            if (self.bytes + count) // _SYNC > self.bytes // _SYNC:
-                os.fdatasync(self._file.fileno())
             self.bytes += count
+            if self.bytes >= self._sync_at:
+                self._sync()
             piece = piece[count:]
+
+    def _sync(self) -> None:
+        began = time.monotonic()
+        os.fdatasync(self._file.fileno())
+        quick = time.monotonic() - began < _QUICK_S
+        self._stretch = min(2 * self._stretch, _LONGEST) if quick else max(self._stretch // 2, _SLICE)
+        self._sync_at = self.bytes + self._stretch
 
     def flush(self) -> None:
         """Nothing is held back; torch.save calls this."""
