@@ -139,9 +139,14 @@ class Node:
             self._await(self._say(Leave(self._node, signal)))
             self.settled.wait(grace_s)
 
-    def dismiss(self) -> None:
-        """The workers are about to be ended from here: their deaths are nobody's failures."""
+    def dismiss(self, *, at_once: bool = False) -> None:
+        """The workers are about to be ended from here: their deaths are nobody's failures.
+
+        at_once  they are ended now, whatever they are doing
+        """
         self._await(self._hold_tongue())
+        if at_once:
+            self._loop.call_soon_threadsafe(self._workers.end_the_living)
 
     def end(self) -> None:
         """Every worker of the generation is dead."""
