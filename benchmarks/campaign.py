@@ -132,7 +132,7 @@ def check_records(campaign: Campaign) -> tuple[dict[str, int], list[str]]:
         jobs = [_job(campaign, cut, path, adaptor=True) for path in campaign.jobs(cut)]
         steps = [line["iteration"] for job in jobs for found in job.records().values() for line in found]
         if steps:
-            saved = [one.saved for one in campaign.incidents if one.cut == cut]
+            saved = [int(report["step"]) for job in jobs for report in job.incidents()]
             equal[cut], found = compare(reference(campaign, cut, max(steps)), jobs, saved)
             problems += [f"{cut}: {problem}" for problem in found]
     return equal, problems
