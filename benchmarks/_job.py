@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,19 +65,26 @@ class Job:
         gate: str = "",
         faults: Sequence[Fault] = (),
         environment: Mapping[str, str] | None = None,
+        nodes: int = 1,
+        tp: int = 1,
+        distributed_optimizer: bool = True,
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
-        without the adaptor, which makes two itself; `watch`, `native` and `gate` are `_worker.py`'s."""
+        without the adaptor, which makes two itself; `watch`, `native` and `gate` are `_worker.py`'s; the
+        ranks are divided among `nodes`, all on this machine."""
         self.folder = folder
         self.save = save or folder / "ckpt"
         self.logs = folder / "logs"
         self.stamps = folder / "stamps.jsonl"
         self.log = folder / "log"
+        self._nodes = nodes
         self._command = [sys.executable, "-m", "adaptor.launchers.ttprun", "--ttp-device", "cpu"]
         if not adaptor:
             self._command = [sys.executable, "-m", "torch.distributed.run"]
-            extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
-        self._command += ["--standalone", "--nproc-per-node", str(ranks), *launcher]
+            if instances > 1:
+                extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
+        self._command += ["--nproc-per-node", str(ranks // nodes), *launcher]
+        self._command += ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
         if not adaptor:
             self._command += ["-m", "adaptor.devices.cpu"]
         self._command += [str(Path(record.__file__)), str(folder / "records")]
@@ -90,7 +98,13 @@ class Job:
             self._command += [word for fault in faults for word in ("--fault", str(fault))]
         self._command += [str(prepare.megatron_lm() / "pretrain_gpt.py")]
         self._command += args.tiny_gpt(
-            train_iters=train_iters, save=self.save, load=self.save, save_interval=save_interval, extra=extra
+            train_iters=train_iters,
+            save=self.save,
+            load=self.save,
+            save_interval=save_interval,
+            tp=tp,
+            distributed_optimizer=distributed_optimizer,
+            extra=extra,
         )
         inherited = {k: v for k, v in args.environment().items() if not k.startswith(_SETTINGS)}
         self._environment = inherited | {
@@ -99,45 +113,53 @@ class Job:
             "PYTHONWARNINGS": "ignore",
             **(environment or {}),
         }
-        self._process: subprocess.Popen[bytes] | None = None
+        self._agents: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Job:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                preexec_fn=_end_with_the_benchmark,
-            )
+        port = _free_port()
+        for node in range(self._nodes):
+            command = list(self._command)
+            if self._nodes > 1:
+                there = ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+                command[3:3] = there
+            with (self.log if node == 0 else self.log.with_name(f"log{node}")).open("ab") as log:
+                self._agents.append(
+                    subprocess.Popen(
+                        command,
+                        env=self._environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        preexec_fn=_end_with_the_benchmark,
+                    )
+                )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process is not None
-        if self._process.poll() is None:
-            end_tree(psutil.Process(self._process.pid))
-        self._process.wait()
+        for agent in self._agents:
+            if agent.poll() is None:
+                end_tree(psutil.Process(agent.pid))
+            agent.wait()
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
-        assert self._process is not None
-        return self._process.poll()
+        """That of the first node; None while any of them runs."""
+        codes = [agent.poll() for agent in self._agents]
+        return None if None in codes else codes[0]
 
     def wait(self, limit_s: float, tick: Callable[[], None] = lambda: None) -> int:
         """The exit code; `tick` is called twenty times a second. Raises JobError after `limit_s`."""
         deadline = time.monotonic() + limit_s
-        while self.returncode is None:
+        while (code := self.returncode) is None:
             if time.monotonic() > deadline:
                 raise JobError(f"not done after {limit_s:g} s: see {self.log}")
             tick()
             time.sleep(0.05)
         tick()
-        return self.returncode
+        return code
 
     def records(self) -> dict[int, list[dict[str, Any]]]:
         """What every rank recorded in each iteration."""
@@ -156,6 +178,12 @@ class Job:
         """The incident reports, in the order of their numbers."""
         reports = [json.loads(path.read_text()) for path in self.logs.glob("incident-*.json")]
         return sorted(reports, key=lambda report: int(report["incident"]))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _end_with_the_benchmark() -> None:

@@ -26,6 +26,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._config = config.load()
         self._control = Node(self._config)
         self._generations = 0
+        self._interrupted = False
 
     def run(self, role: str = "default") -> RunResult:
         try:
@@ -58,11 +59,14 @@ class SurvivorsAgent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         if args:  # the signal that this process got; a second one interrupts, and comes here without it
             self._save_first(args[0])
-        self._control.dismiss()  # the deaths that follow are torch's doing, and no failures
+        # The deaths that follow are torch's doing, and no failures. It would wait for those that hang.
+        self._control.dismiss(at_once=self._interrupted)
         super()._shutdown(*args, **kwargs)
 
     def _save_first(self, death_signal: signal.Signals) -> None:
+        self._interrupted = True
         self._control.leave(death_signal.name, self._config.grace_s)
+        self._interrupted = False
         if self._control.verdict is None and self._control.running:
             print(
                 f"[ttp] not saved within {self._config.grace_s:g} s (TTP_GRACE) of {death_signal.name}",

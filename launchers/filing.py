@@ -31,10 +31,10 @@ class Filing:
             return Prepared(order.incident, "", _line(error))
         return Prepared(order.incident, str(folder), "")
 
-    async def publish(self, order: Publish, began: float) -> Published | PublishFailed:
-        """`began`: when this generation of workers was started (Unix seconds)."""
+    async def publish(self, order: Publish, generation: str) -> Published | PublishFailed:
+        """`generation`: of the workers that the incident is of."""
         root = Path(order.save)
-        rest = (order.files, order.writers, order.world_size, began)
+        rest = (order.files, order.writers, order.world_size, generation)
         try:
             await self._in_thread(publish.publish, root, order.step, *rest)
         except Exception as error:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ class Node:
         self._node = 0
         self._nodes = 1
         self._begun = 0  # generations
-        self._began = 0.0
+        self._generation = ""
         self._hub: Hub | None = None
         self._filing = Filing()
         self._up: Callable[[FromAgent], None] = lambda message: None
@@ -113,7 +112,6 @@ class Node:
         os.environ[SCRATCH] = self._scratch.name
         self.verdict = None
         self._dismissed = False
-        self._began = time.time()
         self.settled.clear()
         if node == 0:
             generation, resume = secrets.token_hex(8), str(int(self._begun > 1))
@@ -122,7 +120,7 @@ class Node:
         else:
             generation, resume, where = store.get("ttp/controller").decode().split(maxsplit=2)
             self._await(self._join(host, where))
-        os.environ[GENERATION] = generation
+        self._generation = os.environ[GENERATION] = generation
         os.environ[RESUME] = resume
         self._await(self._say(AgentHello(node, tuple(ranks))))
 
@@ -141,9 +139,14 @@ class Node:
             self._await(self._say(Leave(self._node, signal)))
             self.settled.wait(grace_s)
 
-    def dismiss(self) -> None:
-        """The workers are about to be ended from here: their deaths are nobody's failures."""
+    def dismiss(self, *, at_once: bool = False) -> None:
+        """The workers are about to be ended from here: their deaths are nobody's failures.
+
+        at_once  they are ended now, whatever they are doing
+        """
         self._await(self._hold_tongue())
+        if at_once:
+            self._loop.call_soon_threadsafe(self._workers.end_the_living)
 
     def end(self) -> None:
         """Every worker of the generation is dead."""
@@ -237,7 +240,7 @@ class Node:
             case Prepare():
                 self._spawn(self._answer(self._filing.prepare(order)))
             case Publish():
-                self._spawn(self._answer(self._filing.publish(order, self._began)))
+                self._spawn(self._answer(self._filing.publish(order, self._generation)))
             case Dismissed():
                 self._dismissed = True
                 self._up = self._judge_alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 from adaptor.checkpoint import naming, publish
 from adaptor.control import runtime
+from adaptor.control.runtime import GENERATION
 
 
 @dataclass
@@ -104,5 +106,5 @@ def _complete(save: _Save) -> None:
 
 
 def _publish(save: _Save) -> None:
-    publish.publish_regular(save.root, save.step)
+    publish.publish_regular(save.root, save.step, os.environ.get(GENERATION, ""))
     publish.replace_tracker(save.root, save.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -21,8 +22,10 @@ FORMAT = 1
 # Small enough that a slice is still in the cache when it is written after it was hashed, and that progress is
 # reported several times a second on a slow disk.
 _SLICE = 4 << 20
-# What is written reaches the disk in steps of this size: one long fsync at the end would look like a halt.
-_SYNC = 256 << 20
+# What is written reaches the disk in stretches: one long fsync at the end would look like a halt. They begin
+# with one slice, and grow as long as the disk takes each of them in a second.
+_LONGEST = 256 << 20
+_QUICK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,32 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint folder holds, who wrote it and when (UTC, ISO 8601)."""
+    """What a complete checkpoint folder holds, who wrote it and when (UTC, ISO 8601).
+
+    generation  of the workers that were at work then, from one start of all of them to the next; empty where
+                nobody has told it
+    """
 
     step: int
     files: tuple[FileEntry, ...]
     groups: Mapping[str, Any]
     world_size: int
     created: str
+    generation: str = ""
 
     @classmethod
     def now(
-        cls, step: int, files: Iterable[FileEntry], groups: Mapping[str, Any], world_size: int
+        cls,
+        step: int,
+        files: Iterable[FileEntry],
+        groups: Mapping[str, Any],
+        world_size: int,
+        generation: str = "",
     ) -> Manifest:
         """A manifest created now; files are sorted by path."""
         created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-        return cls(step, tuple(sorted(files, key=lambda f: f.path)), groups, world_size, created)
+        ordered = tuple(sorted(files, key=lambda f: f.path))
+        return cls(step, ordered, groups, world_size, created, generation)
 
     def encode(self) -> bytes:
         """The JSON text of the manifest file."""
@@ -71,6 +85,7 @@ class Manifest:
             "format": FORMAT,
             "step": self.step,
             "created": self.created,
+            "generation": self.generation,
             "world_size": self.world_size,
             "groups": dict(self.groups),
             "files": files,
@@ -89,7 +104,14 @@ def read(folder: Path) -> Manifest:
         if body["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {body['format']}; this version reads format {FORMAT}")
         files = tuple(FileEntry(p, int(f["bytes"]), f["xxh3_128"]) for p, f in body["files"].items())
-        return Manifest(int(body["step"]), files, body["groups"], int(body["world_size"]), body["created"])
+        return Manifest(
+            int(body["step"]),
+            files,
+            body["groups"],
+            int(body["world_size"]),
+            body["created"],
+            body.get("generation", ""),  # earlier versions did not write it
+        )
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -157,6 +179,7 @@ class HashingFile:
         self._failure: BaseException | None = None
         self._digest = xxhash.xxh3_128()
         self._file = path.open("wb", buffering=0)
+        self._stretch = self._sync_at = _SLICE
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Writes all of `data`; returns its size in bytes. Raises OSError."""
@@ -175,10 +198,17 @@ class HashingFile:
     def _write_all(self, piece: memoryview) -> None:
         while piece:
             count = self._file.write(piece)
-            if (self.bytes + count) // _SYNC > self.bytes // _SYNC:
-                os.fdatasync(self._file.fileno())
             self.bytes += count
+            if self.bytes >= self._sync_at:
+                self._sync()
             piece = piece[count:]
+
+    def _sync(self) -> None:
+        began = time.monotonic()
+        os.fdatasync(self._file.fileno())
+        quick = time.monotonic() - began < _QUICK_S
+        self._stretch = min(2 * self._stretch, _LONGEST) if quick else max(self._stretch // 2, _SLICE)
+        self._sync_at = self.bytes + self._stretch
 
     def flush(self) -> None:
         """Nothing is held back; torch.save calls this."""

@@ -14,7 +14,6 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +42,18 @@ def publish(
     files: Iterable[FileEntry],
     groups: Mapping[str, Any],
     world_size: int,
-    since: float = 0.0,
+    generation: str = "",
 ) -> bool:
     """Turns the temporary folder of `step` into its checkpoint and lets the tracker name it.
 
     Call it once every group has reported its `files` (paths relative to the folder). `groups` is what the
     manifest keeps about who wrote which group. Returns False when a complete checkpoint of this step was
-    there already that was made `since` (Unix seconds, the start of the workers): that one stays and ours is
-    removed. An earlier one is of another run, which need not have come the same way: it is moved aside.
-    Raises CheckpointError when a file is missing or has another size, or when the disk refuses.
+    there already that the same `generation` of workers has made: that one stays and ours is removed. One of
+    another generation need not have come the same way: it is moved aside. Raises CheckpointError when a file
+    is missing or has another size, or when the disk refuses.
     """
     temporary, final = root / naming.temporary_name(step), root / naming.final_name(step)
-    if is_complete(root, step) and _made(final) >= since:
+    if is_complete(root, step) and _generation_of(final) == generation:
         disk.remove(temporary)
         _announce(root, step)
         return False
@@ -63,7 +62,8 @@ def publish(
         raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
     _name(temporary, entries)
     _drop_others(temporary, {entry.path for entry in entries})
-    disk.write(temporary / naming.MANIFEST, Manifest.now(step, entries, groups, world_size).encode())
+    described = Manifest.now(step, entries, groups, world_size, generation)
+    disk.write(temporary / naming.MANIFEST, described.encode())
     disk.sync_folders(temporary)
     _move_in(root, step, temporary, final)
     _announce(root, step)
@@ -88,7 +88,7 @@ def sync_regular(root: Path, step: int) -> None:
 
 
 @disk.one_line
-def publish_regular(root: Path, step: int) -> None:
+def publish_regular(root: Path, step: int, generation: str = "") -> None:
     """Gives a regular save, which the framework wrote to `regular_name(step)`, its final name.
 
     The tracker is left to the framework. A complete checkpoint of the same step is replaced by the newer one,
@@ -104,7 +104,7 @@ def publish_regular(root: Path, step: int) -> None:
     for path in disk.files(saving):
         disk.sync(path)
         entries.append(FileEntry(path.relative_to(saving).as_posix(), path.stat().st_size, None))
-    disk.write(saving / naming.MANIFEST, Manifest.now(step, entries, {}, 0).encode())
+    disk.write(saving / naming.MANIFEST, Manifest.now(step, entries, {}, 0, generation).encode())
     disk.sync_folders(saving)
     if not is_complete(root, step):
         _move_in(root, step, saving, final)
@@ -155,12 +155,12 @@ def is_complete(root: Path, step: int) -> bool:
     return named is not None and named >= step
 
 
-def _made(folder: Path) -> float:
-    """When a checkpoint was made (Unix seconds); long ago, where the framework alone made it."""
+def _generation_of(folder: Path) -> str:
+    """Which generation of workers has made a checkpoint; empty where the framework alone made it."""
     try:
-        return datetime.fromisoformat(manifest.read(folder).created).timestamp()
-    except (CheckpointError, ValueError):
-        return 0.0
+        return manifest.read(folder).generation
+    except CheckpointError:
+        return ""
 
 
 def tracked_step(root: Path) -> int | None:

@@ -8,7 +8,8 @@ ENDED      the verdict is out and every worker has been told to exit
 
 Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on
 disk is not written again at the same step; the publish is ordered only when every group is on disk; one agent
-prepares and publishes, and another takes over only when that agent is lost.
+prepares and publishes, and another takes over only when that agent is lost; a holder is given up only where
+others can give all of the same step.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ from adaptor.control.messages import (
     WriteFailed,
     Written,
 )
-from adaptor.control.plan import NoPlan, plan, shares_of
+from adaptor.control.plan import NoPlan, Plan, plan, shares_of
+from adaptor.control.roll_call import RollCall
 
 # A dump that fails this often although nobody died in between will not succeed by trying again.
 MAX_ATTEMPTS = 5
 # A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
 EXPLANATION_S = 2.0
+# A dump moves several times a second, on a slow disk too; and the thread that answers does nothing else.
+STUCK_S = 5.0
 
 
 class State(Enum):
@@ -76,8 +80,9 @@ class Incident:
     """`nodes` maps the ranks that are alive to their nodes, `agents` are the nodes with an agent.
 
     The owner takes out what is gone. `unbegun` ended before training had begun on them, so that no step has
-    finished. `stacks`: the ranks are to tell where they stand; `answer_s`: how long they have for an answer,
-    half of the time where it is not said.
+    finished. `silent` did not close their doors in time, `stuck` were given up in the dump. `stacks`: the
+    ranks are to tell where they stand; `answer_s`: how long they have for an answer, half of the time where
+    it is not said.
     """
 
     number: int
@@ -93,6 +98,7 @@ class Incident:
     outcome: Outcome | None = None
     frozen: dict[int, BoardRecord] = field(default_factory=dict)
     step: int = -1
+    newest: int = -1
     attempt: int = 0
     folder: str = ""
     pending: dict[str, GroupOrder] = field(default_factory=dict)
@@ -102,12 +108,18 @@ class Incident:
     failures: int = 0
     avoid: set[int] = field(default_factory=set)
     silent: list[int] = field(default_factory=list)
+    stuck: list[int] = field(default_factory=list)
     publisher: int = -1
     deadline: float = 0.0
     freeze_deadline: float = 0.0
     explained_by: float = 0.0
     stacks: bool = False
     answer_s: float = 0.0
+    roll_call: RollCall = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Some that are stuck, one after the other, still leave time for the dump.
+        self.roll_call = RollCall(min(STUCK_S, self.timeout_s / 8))
 
     def open(self, by_death: bool) -> list[Directive]:
         """Ask every live rank to freeze. An exception may be the echo of a death that is not known yet.
@@ -136,9 +148,12 @@ class Incident:
         return orders + self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
+        if board.finished >= self.step:  # else its main thread has not come through the door
+            self.roll_call.answer(rank)
         if self.state is not State.FREEZING or rank not in self.nodes:
             return []
         self.frozen[rank] = board
+        self.newest = max(self.newest, _newest(board))
         return self._decide_when_frozen()
 
     def on_deaths(self, ranks: Collection[int]) -> list[Directive]:
@@ -180,6 +195,7 @@ class Incident:
             return []
         holders = self.writers[message.group] = self.pending.pop(message.group).holders
         self.written[message.group] = message.files
+        self.roll_call.moved()
         self.doubts.settle(message.group, holders, message.not_finite)
         if self.pending:
             return []
@@ -208,9 +224,8 @@ class Incident:
     def on_published(self) -> list[Directive]:
         if self.state is not State.PUBLISHING:
             return []
-        # Ranks of a job with local copies may have gone back.
-        begun = [b.ahead if b.phase == Phase.BROKEN else b.finished for b in self.frozen.values()]
-        newest = max(begun, default=self.step)
+        # Ranks of a job with local copies may have gone back; and who was further may be dead by now.
+        newest = max([self.newest, *map(_newest, self.frozen.values())])
         reason = "" if newest <= self.step else f"step {newest} was not finished on every rank"
         return self._end("saved", self.step, reason)
 
@@ -223,6 +238,7 @@ class Incident:
         """The save moves: what it takes is not counted against the time of the incident."""
         if self.state in (State.DUMPING, State.PUBLISHING):
             self.deadline = max(self.deadline, now + self.timeout_s)
+            self.roll_call.moved()
 
     def on_tick(self, now: float) -> list[Directive]:
         if self.state is State.ENDED:
@@ -237,7 +253,30 @@ class Incident:
             for rank in self.silent:
                 del self.nodes[rank]
             return self._decide_when_frozen()
+        if self.state is State.DUMPING and self.roll_call.is_due(now):
+            return self._go_on_without_the_stuck() or self._call_the_roll()
         return []
+
+    def _call_the_roll(self) -> list[Directive]:
+        """Nothing moves: an order that they have followed already costs nothing, and is answered."""
+        taking_part = {rank for order in self.pending.values() for rank in order.ranks}
+        return [Directive(Freeze(self.number), rank=rank) for rank in self.roll_call.call(taking_part)]
+
+    def _go_on_without_the_stuck(self) -> list[Directive]:
+        """Plan without those who have not answered, where others can give what they were chosen for."""
+        stuck = self.roll_call.unanswered
+        others = {rank: board for rank, board in self.frozen.items() if rank not in stuck}
+        if not stuck or isinstance(self._plan_rest(others), NoPlan):
+            return []
+        self.stuck += sorted(stuck)
+        for rank in stuck:
+            del self.nodes[rank], self.frozen[rank]
+        return self._dump_again()
+
+    def _plan_rest(self, boards: Mapping[int, BoardRecord]) -> Plan | NoPlan:
+        """For the groups that are not on disk, at the same step."""
+        shares = shares_of(self.layouts, self.pending.keys())
+        return plan(shares, boards, only=self.step, avoid=self.avoid)
 
     def _decide_when_frozen(self) -> list[Directive]:
         if self.state is not State.FREEZING or not self.nodes.keys() <= self.frozen.keys():
@@ -249,7 +288,9 @@ class Incident:
         origin = max(layout.origin for layout in self.layouts.values())
         decision = plan(shares_of(self.layouts), self.frozen, avoid=self.avoid)
         if isinstance(decision, NoPlan):
-            silent = "".join(f"; rank {rank} is alive, but does not answer" for rank in self.silent)
+            silent = "".join(
+                f"; rank {rank} is alive, but does not answer" for rank in self.silent + self.stuck
+            )
             return self._end("lost", -1, decision.reason + silent, unheld=True)
         if decision.step <= origin:
             reason = f"no step has finished since step {origin}" if origin else "no step has finished"
@@ -266,13 +307,12 @@ class Incident:
 
     def _dump_again(self) -> list[Directive]:
         """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
-        again = plan(
-            shares_of(self.layouts, self.pending.keys()), self.frozen, only=self.step, avoid=self.avoid
-        )
+        again = self._plan_rest(self.frozen)
         if isinstance(again, NoPlan):
             return self._choose()
         self.pending = {order.group: order for order in again.groups}
         self.attempt += 1
+        self.roll_call.moved()
         orders: dict[int, list[GroupOrder]] = {}
         for order in again.groups:
             for rank in order.ranks:
@@ -320,3 +360,8 @@ class Incident:
         self.state = State.ENDED
         self.outcome = Outcome(kind, step, reason, unheld)
         return []
+
+
+def _newest(board: BoardRecord) -> int:
+    """The newest step that this rank has finished, or has left in its middle."""
+    return board.ahead if board.phase == Phase.BROKEN else board.finished

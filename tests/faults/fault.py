@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
-from tests.faults import namespaces
+from tests.faults import cgroups, disks, namespaces
 
 # Where a fault strikes in the step that it names.
 PHASES = {
@@ -38,23 +39,36 @@ PHASES = {
     "save-barrier": "in a regular save, when this rank has written",
     "save-tracker": "in a regular save, when every rank has written (rank 0)",
     "save-named": "in a regular save, when its folder has its name and the tracker is old (rank 0)",
+    "freeze": "when this rank is asked where it stands",
     "dump": "when this rank is ordered to save last words",
+    "let-through": "when this rank has been let through the door, before its update",
+    "dump-gather": "when this rank begins to send or gather shards for last words",
     "dump-write": "while this rank writes last words",
+    "dump-written": "when this rank has written last words (on a rank that writes)",
 }
 KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")
+# The kernel kills it for want of memory; where no group with a limit was made, by the same signal.
+KINDS += ("oom",)
 # What is done to the agent of the rank.
-KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint")
+KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint", "agent-sigint-twice")
 # SIGTERM to the agent and to every process below it, the children of workers included.
 KINDS += ("tree-sigterm",)
 # Hangs: a lock that nobody gives back, a process that is stopped, an interpreter lock that is never let go.
 KINDS += ("deadlock", "sigstop", "holds-the-gil")
 # The network between the nodes is cut, without a word to anyone.
 KINDS += ("cut",)
+# Something happens to the disk, and at the same moment the process is killed.
+KINDS += ("disk", "slow-disk")
 # A device computes nonsense: the optimizer state of this rank is not finite any more, and then it raises.
 KINDS += ("nan",)
-# No fault: something that takes long.
-KINDS += ("pause",)
+# No fault: something that takes long; a cut that is mended before anyone is missed; links that are slow; an
+# agent that is stopped for a while; a wall clock that is put back.
+KINDS += ("pause", "short-cut", "slow-link", "agent-pause", "clock")
 PAUSE_S = 8.0
+# Less than a silence that counts as the loss of a node.
+SHORT_CUT_S = 2.0
+# More than that; but the kernel of a node whose agent stands still goes on answering.
+AGENT_PAUSE_S = 7.0
 
 
 class InjectedError(Exception):
@@ -117,6 +131,7 @@ class Injector:
                 "step": self.step,
                 "phase": fault.phase,
                 "kind": fault.kind,
+                "restart": fault.restart,
             }
             descriptor = os.open(self._stamp, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             os.write(descriptor, (json.dumps(line) + "\n").encode())
@@ -142,8 +157,33 @@ class Injector:
             case "tree-sigterm":
                 for process in _tree(os.getppid()):
                     os.kill(process, signal.SIGTERM)
+            case "agent-sigint-twice":
+                for _ in range(2):
+                    os.kill(os.getppid(), signal.SIGINT)
+                    time.sleep(0.2)  # two at once are one to the kernel
+            case "agent-pause":
+                os.kill(os.getppid(), signal.SIGSTOP)
+                threading.Timer(AGENT_PAUSE_S, os.kill, (os.getppid(), signal.SIGCONT)).start()
             case "cut":
                 namespaces.cut()
+            case "short-cut":
+                namespaces.cut()
+                threading.Timer(SHORT_CUT_S, namespaces.slow_down).start()
+            case "slow-link":
+                namespaces.slow_down()
+            case "clock":
+                _put_the_clock_back()
+            case "disk":
+                disks.worsen()
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "slow-disk":
+                for process in _tree(os.getppid()):
+                    cgroups.join(Path(os.environ[cgroups.SLOW]), process)
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "oom":
+                if cgroups.MEMORY in os.environ:
+                    cgroups.eat(Path(os.environ[cgroups.MEMORY]))
+                os.kill(os.getpid(), signal.SIGKILL)
             case "nan":
                 _spoil()
                 raise InjectedError(str(fault))
@@ -169,6 +209,21 @@ def _spoil() -> None:
     for optimizer in gc.get_objects():
         if isinstance(optimizer, torch.optim.Optimizer):
             next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] = math.nan
+
+
+def _put_the_clock_back() -> None:
+    """By a day, for all that runs in this process and asks for the time of day."""
+    now, real, day = time.time, datetime, timedelta(days=1)
+
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return real.now(tz) - day
+
+    time.time = lambda: now() - day.total_seconds()
+    for module in list(sys.modules.values()):
+        if getattr(module, "datetime", None) is real:
+            module.datetime = Earlier  # type: ignore[attr-defined]
 
 
 def _tree(root: int) -> list[int]:

@@ -83,8 +83,13 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     before("norm", "megatron.core.optimizer.clip_grads", "get_grad_norm_fp32")
     after("door-before", "adaptor.control.board", "Board.ready")
     _wrap("adaptor.control.door", "Door.enter", _door(injector))
+    before("freeze", "adaptor.control.session", "Session.freeze")
     before("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump")
+    _wrap("adaptor.control.session", "Session.bring_to", _let_through(injector))
+    for act in ("send", "gather"):
+        before("dump-gather", "adaptor.checkpoint.shards", act)
     after("dump-write", "adaptor.checkpoint.manifest", "HashingFile.write")
+    after("dump-written", "adaptor.checkpoint.megatron", "write_files")
     if injector.expects("update"):
         _watch_updates(injector)
     if injector.expects("copy"):
@@ -128,6 +133,15 @@ def _door(injector: Injector) -> Wrapper:
         return wrapped(*args, **kwargs)
 
     return strikes_past_the_barrier
+
+
+def _let_through(injector: Injector) -> Wrapper:
+    def strikes_at_a_late_update(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if instance.board.finished < args[0]:
+            injector.reach("let-through")
+        return wrapped(*args, **kwargs)
+
+    return strikes_at_a_late_update
 
 
 def _watch_updates(injector: Injector) -> None:

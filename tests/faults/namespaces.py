@@ -14,6 +14,8 @@ VARIABLE = "TTP_TEST_NAMESPACES"
 LINK = "ttp0"
 # Every packet is longer than this bucket and is dropped without a word: nobody is told, no link is down.
 _SILENCE = ("root", "tbf", "rate", "1kbit", "burst", "10", "limit", "10")
+# A step of the tiny models takes a second, where it took a tenth of one.
+_SLOW = ("root", "tbf", "rate", "30mbit", "burst", "256kb", "latency", "500ms")
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,17 @@ def two() -> Iterator[Namespaces]:
 
 def cut() -> None:
     """From inside: nothing gets through from now on, in either direction."""
+    _let_both(*_SILENCE)
+
+
+def slow_down() -> None:
+    """From inside: the links carry what they carry, but slowly."""
+    _let_both(*_SLOW)
+
+
+def _let_both(*rule: str) -> None:
     for name in os.environ[VARIABLE].split():
-        _run("tc", "-n", name, "qdisc", "add", "dev", LINK, *_SILENCE)
+        _run("tc", "-n", name, "qdisc", "replace", "dev", LINK, *rule)
 
 
 def _run(*command: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from adaptor.control.controller import ANSWER_S
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, DP2_LOADERS, DP4, Job, Layout
 from tests.faults.scenario import BaselineOf, assert_last_words, survives
@@ -34,6 +35,26 @@ def test_the_job_is_told_to_end(
     assert "was told to end by SIG" in ended.last_line
     assert all(line["restart"] == 0 for lines in ended.records.values() for line in lines)
     assert ended.seconds_after_the_fault < AT_ONCE_S
+
+
+def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """A stopped rank is waited for, and would not hear SIGTERM either."""
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        save_interval=3,
+        faults=[
+            "rank=0,step=5,phase=data,kind=sigstop",
+            "rank=1,step=5,phase=forward,kind=agent-sigint-twice",
+        ],
+    )
+    ended = harness.run(job)
+    assert ended.code == 130
+    assert ended.last_line == "[ttp] ended by SIGINT, and the workers with it"
+    assert job.save is not None
+    assert_last_words(job.save, 3, baseline_of(DP2))
+    assert ended.seconds_after_the_fault < ANSWER_S
 
 
 def test_the_agent_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:

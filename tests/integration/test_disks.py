@@ -1,52 +1,96 @@
-"""The disk refuses the last words: the job says so, and what was saved before stays as it is."""
+"""The disk refuses the last words: the job says so, and what was saved before stays as it is. A slow one is
+waited for."""
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from tests.faults import harness, outcome
-from tests.faults.harness import DP2, Job
+from tests.faults import cgroups, disks, harness, outcome
+from tests.faults.harness import DP2, Ended, Job
 from tests.faults.same import differences
-from tests.faults.scenario import BaselineOf
+from tests.faults.scenario import Baseline, BaselineOf, assert_last_words
+
+_T = TypeVar("_T")
+KILL = "rank=1,step=7,phase=backward,kind=sigkill"
+TROUBLE = "rank=1,step=7,phase=backward,kind=disk"
+MIB = 1 << 20
 
 
-@contextmanager
-def _disk(place: Path, size: int) -> Iterator[None]:
-    """A disk of `size` bytes at `place`, for as long as it is needed."""
-    place.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+@pytest.fixture
+def stack() -> ExitStack:
+    with ExitStack() as stack:
+        yield stack
+
+
+def _enter(stack: ExitStack, make: Callable[..., AbstractContextManager[_T]], *given: object) -> _T:
     try:
-        subprocess.run(mounting, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this user may not mount a disk")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+        return stack.enter_context(make(*given))
+    except OSError as error:
+        pytest.skip(f"not on this machine, or not for this user: {error}")
 
 
-def test_the_disk_is_full(tmp_path: Path, baseline_of: BaselineOf) -> None:
+def _refused(job: Job, baseline: Baseline, *words: str) -> Ended:
+    """The job is lost, and the regular save of step 4 is all that there is."""
+    assert job.save is not None
+    ended = harness.run(job)
+    folder = outcome.assert_saved(job.save, 4)
+    assert outcome.steps_in(job.save) == [4]
+    assert differences(folder, baseline.checkpoints / folder.name) == []
+    assert ended.code == 137
+    for word in ("the state cannot be saved: ", *words):
+        assert word in ended.last_line
+    assert ended.last_line.endswith(f"the newest checkpoint in {job.save} is step 4")
+    return ended
+
+
+def test_the_disk_is_full(tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack) -> None:
     baseline = baseline_of(DP2)
     one = sum(path.stat().st_size for path in (baseline.checkpoints / "iter_0000004").rglob("*.*"))
-    save = tmp_path / "disk"
-    with _disk(save, one * 3 // 2):
-        job = Job(
-            tmp_path / "job",
-            DP2,
-            save=save,
-            save_interval=4,
-            faults=["rank=1,step=7,phase=backward,kind=sigkill"],
-        )
-        ended = harness.run(job)
-        folder = outcome.assert_saved(save, 4)
-        assert outcome.steps_in(save) == [4]
-        assert differences(folder, baseline.checkpoints / folder.name) == []
-    assert ended.code == 137
-    assert "the state cannot be saved: " in ended.last_line
-    assert "No space left on device" in ended.last_line
-    assert ended.last_line.endswith(f"the newest checkpoint in {save} is step 4")
+    disk = _enter(stack, disks.memory, tmp_path / "disk", one * 3 // 2)
+    job = Job(tmp_path / "job", DP2, save=disk.place, save_interval=4, faults=[KILL])
+    _refused(job, baseline, "No space left on device")
+
+
+def test_the_folder_may_not_be_written_any_more(
+    tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack
+) -> None:
+    disk = _enter(stack, disks.memory, tmp_path / "disk", 64 * MIB)
+    environment = dict(disk.will("read-only"))
+    job = Job(
+        tmp_path / "job", DP2, save=disk.place, save_interval=4, faults=[TROUBLE], environment=environment
+    )
+    _refused(job, baseline_of(DP2), "Read-only file system")
+
+
+def test_the_disk_takes_what_it_then_loses(tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack) -> None:
+    """Every write succeeds, and fsync tells of the error: the device fails, not the file system."""
+    disk = _enter(stack, disks.block, tmp_path / "disk", 64 * MIB)
+    environment = dict(disk.will("fail"))
+    job = Job(
+        tmp_path / "job", DP2, save=disk.place, save_interval=4, faults=[TROUBLE], environment=environment
+    )
+    _refused(job, baseline_of(DP2), "mp_rank_00 could not be written: CheckpointError: ")
+
+
+def test_the_disk_is_slow(tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack) -> None:
+    """The save takes longer than an incident may last, and moves."""
+    disk = _enter(stack, disks.block, tmp_path / "disk", 64 * MIB)
+    assert disk.device is not None
+    group = _enter(stack, cgroups.slow_writes, disk.device, MIB // 2)
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=disk.place,
+        options=["--ttp-ot", "10"],
+        faults=["rank=1,step=7,phase=backward,kind=slow-disk"],
+        environment={cgroups.SLOW: str(group)},
+    )
+    ended = harness.run(job)
+    assert "step 6 is saved, no finished step is lost" in ended.last_line
+    assert_last_words(disk.place, 6, baseline_of(DP2))
+    assert ended.seconds_after_the_fault > 10.0

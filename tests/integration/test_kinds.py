@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import cgroups
 from tests.faults.harness import DP4, Job
-from tests.faults.scenario import BaselineOf, survives
+from tests.faults.scenario import BaselineOf, ends, survives
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,20 @@ def test_a_process_that_is_told_to_end(tmp_path: Path, baseline_of: BaselineOf) 
     )
     ended = survives(job, baseline_of(DP4), code=143, saved={4, 5, 6, 7})
     assert "rank 2 was told to end by SIGTERM" in ended.last_line
+
+
+def test_the_kernel_kills_a_process_for_want_of_memory(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    try:
+        with cgroups.too_little_memory() as group:
+            job = Job(
+                tmp_path / "job",
+                DP4,
+                save=tmp_path / "save",
+                faults=["rank=2,step=6,phase=backward,kind=oom"],
+                environment={cgroups.MEMORY: str(group)},
+            )
+            ended, _ = ends(job, baseline_of(DP4), code=137, saved={5})
+            assert cgroups.killed_in(group) == 1
+    except OSError as error:
+        pytest.skip(f"not on this machine, or not for this user: {error}")
+    assert "rank 2 was ended by SIGKILL" in ended.last_line

@@ -80,3 +80,25 @@ def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) ->
     assert "the controller's node is lost; nothing more can be saved from node 1" in ended.logs[1]
     assert outcome.steps_in(save) == [5]
     assert_last_words(save, 5, baseline_of(DP4))
+
+
+@pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
+def test_what_is_slow_is_not_lost(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """A cut that is mended, links that are slow from then on, an agent that stands still for a while."""
+    with namespaces.two() as network:
+        job = Job(
+            tmp_path / "job",
+            DP4,
+            save=tmp_path / "save",
+            nodes=2,
+            network=network,
+            environment={"TTP_TLS": "plain"},
+            faults=[
+                "rank=3,step=3,phase=forward,kind=short-cut",
+                "rank=2,step=5,phase=forward,kind=agent-pause",
+            ],
+        )
+        ended = harness.run(job)
+    assert ended.codes == (0, 0), ended.log[-3000:]
+    assert not list((job.out / "logs").glob("incident-*"))
+    outcome.assert_same_training(ended, baseline_of(DP4).records)

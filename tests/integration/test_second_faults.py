@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import DP4, Job
-from tests.faults.scenario import BaselineOf, survives
+from tests.faults.scenario import BaselineOf, ends, survives
 
 FIRST = "rank=3,step=6,phase=backward,kind=sigkill"
 
@@ -31,3 +31,15 @@ def test_the_holder_that_sends_is_killed(tmp_path: Path, baseline_of: BaselineOf
     faults = ["rank=2,step=6,phase=backward,kind=sigkill", "rank=1,phase=dump,kind=sigkill"]
     job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=faults)
     survives(job, baseline_of(DP4), code=137, saved={5})
+
+
+def test_the_writer_is_stopped(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """It has been chosen, and does not answer any more."""
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        options=["--ttp-ot", "20"],
+        faults=[FIRST, "rank=0,phase=dump-gather,kind=sigstop"],
+    )
+    ends(job, baseline_of(DP4), code=137, saved={5})

@@ -58,7 +58,6 @@ class Agent(Process):
         self.filing = 0  # jobs on the disk
         self._dismissed = False
         self._silent = False
-        self._began = self.clock.now
 
     def begin(self) -> None:
         self._up(AgentHello(self.node, self.ranks))
@@ -162,7 +161,7 @@ class Agent(Process):
         self.filing += 1
         answer: Published | PublishFailed = Published(order.incident, order.step, order.save)
         try:
-            yield from self.world.disk.publish(order, self._began)
+            yield from self.world.disk.publish(order)
         except Exception as error:
             answer = PublishFailed(order.incident, str(error))
         self.filing -= 1

@@ -30,7 +30,6 @@ class Disk:
         self._random = random
         self._on_final = on_final
         self.folders: dict[str, dict[str, Any]] = {}
-        self.made: dict[str, float] = {}
         self.tracker: int | None = None
         self.slow_s = self.names_s = 0.005
         self.slices = random.choice([1, 2, 4])
@@ -63,12 +62,12 @@ class Disk:
         self.folders[name] = {}
         return name
 
-    def publish(self, order: Publish, began: float) -> Body[None]:
+    def publish(self, order: Publish) -> Body[None]:
         step = order.step
         temporary, final = naming.temporary_name(step), naming.final_name(step)
         yield self.pause()
         self._may_fail()
-        if self.is_complete(step) and self.made[final] >= began:
+        if self.is_complete(step):  # this world is of one generation
             self.folders.pop(temporary, None)
             self._announce(step)
             return
@@ -89,16 +88,13 @@ class Disk:
             self.folders[f"aside_{final}.{len(self.folders)}"] = self.folders.pop(final)
         self._folder(temporary)
         self.folders[final] = self.folders.pop(temporary)
-        self.made[final] = self._clock.now
         self._on_final(step, self.folders[final])
         yield self.pause()
         self._announce(step)
 
     def publish_regular(self, step: int) -> None:
         """A save of the framework gets its name; the one that is there is replaced."""
-        name = naming.final_name(step)
-        self.folders[name] = {REGULAR: step}
-        self.made[name] = self._clock.now
+        self.folders[naming.final_name(step)] = {REGULAR: step}
 
     def replace_tracker(self, step: int) -> None:
         if self.tracker is None or self.tracker < step:

@@ -20,7 +20,6 @@ class Faults:
     hurt  ranks of which it cannot be asked that they give their state, and why
     by    what each rank did that a verdict may name as its cause; -1: somebody wanted the job to end
     cut   nodes that no packet reaches
-    stuck  somebody who has answered, and may be a holder, does nothing any more: that costs the save
     stalls  a connection is silent for some seconds
     unexplained  an exception may be known long before what has caused it
     """
@@ -33,7 +32,6 @@ class Faults:
         self.cut: set[int] = set()
         self.unexplained = False
         self.stalls = False
-        self.stuck = False
         self.disk_fails = False
         self.count = draw.choices([0, 1, 2, 3, 4], [5, 45, 30, 14, 6])[0]
         # (phase of a worker, state of the controller, or a point that a worker passes; how many are let by)
@@ -118,7 +116,6 @@ class Faults:
     def in_an_update(self, worker: Worker) -> None:
         """The main thread of `worker` hangs or raises there."""
         self.hurt[worker.rank] = "in the middle of an update"
-        self.stuck = self.stuck or (worker.main_hangs and self._world.controller.incident is not None)
 
     def _tell(self, what: str) -> None:
         self._world.tell(f"-- {what}")
@@ -157,7 +154,6 @@ class Faults:
         self._tell(f"rank {worker.rank} is stopped")
         self.unexplained = True  # out of the middle of a step, only the others' time-outs tell
         worker.stopped = True
-        self.stuck = self.stuck or self._world.controller.incident is not None
         self.hurt[worker.rank] = "stopped"
         self._blame(worker.rank, "hang")
         # Somebody sees to it at last: outside of a step nothing else would.

@@ -143,7 +143,7 @@ class Invariants:
             assert verdict.step in self.saved or self._regular(verdict.step), "saved, and not on disk"
             assert world.disk.tracker == verdict.step, "saved, and the tracker names another step"
             assert verdict.step > job.origin
-        if world.faults.disk_fails or world.faults.stuck or not self._has_sound_holders():
+        if world.faults.disk_fails or not self._has_sound_holders():
             return
         if "training had not begun" in verdict.line and (world.faults.stalls or self._lost):
             return  # by design: word of it is not waited for as long as a silence may last

@@ -118,3 +118,24 @@ def test_close_waits_for_the_disk_once(tmp_path: Path, monkeypatch: pytest.Monke
         file.write(b"x")
     file.close()
     assert len(synced) == 1
+
+
+@pytest.mark.parametrize(("seconds", "synced"), [(0.1, [4, 12, 28, 44]), (1.5, [4, 8, 12, 16])])
+def test_a_slow_disk_is_asked_more_often(
+    seconds: float, synced: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bytes, four a slice and at most sixteen: the stretches between two syncs."""
+    monkeypatch.setattr(manifest, "_SLICE", 4)
+    monkeypatch.setattr(manifest, "_LONGEST", 16)
+    now, at = [0.0], []
+    monkeypatch.setattr(manifest.time, "monotonic", lambda: now[0])
+
+    def sync(descriptor: int) -> None:
+        at.append(os.fstat(descriptor).st_size)
+        now[0] += seconds
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    with HashingFile(tmp_path / "file") as file:
+        for _ in range(15):
+            file.write(b"four")
+    assert at[:4] == synced

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -314,16 +313,26 @@ def test_a_complete_checkpoint_of_the_framework_wins(root: Path) -> None:
 
 
 def test_a_complete_checkpoint_of_an_earlier_run_is_moved_aside(root: Path) -> None:
+    """Whatever the clock says: it may have been put back, or ahead, in between."""
     assert dump(root, b"earlier")
-    started = time.time()
     entries = write(publish.prepare(root, STEP), b"now")
     (root / naming.TRACKER).write_text(str(OLDER))
-    assert publish.publish(root, STEP, entries, {}, 2, since=started)
+    assert publish.publish(root, STEP, entries, {}, 2, "second")
     assert content_of(root, STEP).startswith(b"now")
     assert [path.name for path in root.glob("aside*")] == [naming.aside_name(STEP, 1)]
     entries = write(publish.prepare(root, STEP), b"again")
-    assert not publish.publish(root, STEP, entries, {}, 2, since=started)
+    assert not publish.publish(root, STEP, entries, {}, 2, "second")
     assert content_of(root, STEP).startswith(b"now")
+
+
+def test_a_regular_save_of_the_same_generation_wins(root: Path) -> None:
+    (root / naming.regular_name(STEP)).mkdir()
+    write(root / naming.regular_name(STEP), b"regular")
+    publish.publish_regular(root, STEP, "second")
+    entries = write(publish.prepare(root, STEP), b"now")
+    assert not publish.publish(root, STEP, entries, {}, 2, "second")
+    assert content_of(root, STEP).startswith(b"regular")
+    assert list(root.glob("aside*")) == []
 
 
 def test_an_incomplete_one_is_moved_aside_and_kept(root: Path) -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+
+import pytest
 
 from adaptor.control.board import BoardMemory
 
@@ -63,4 +67,24 @@ def test_whoever_waits_late_is_told_all_the_same() -> None:
         process.kill()
         process.wait()
         assert _wait(memory).wait(LIMIT_S)
+    memory.close()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "pthread_mutex_clocklock"), reason="glibc before 2.30")
+def test_a_wall_clock_that_is_put_back_makes_no_wait_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read of it, the kernel would wait for: an hour here."""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
+    memory = BoardMemory([0, 1])
+    with _holder(memory) as process:
+        asked = iter([True, False])
+        over = threading.Event()
+
+        def wait() -> None:
+            assert not memory.lifelines[1].wait(lambda: next(asked))
+            over.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        assert over.wait(LIMIT_S)
+        process.kill()
     memory.close()

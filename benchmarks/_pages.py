@@ -1,0 +1,35 @@
+"""The page of a campaign for docs/."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from _verdicts import EXPLAINED, FAILED, SURVIVED
+
+WHAT = """\
+Jobs of several layouts train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun`. Each generation
+of their processes is hit by a fault of a random kind, at a random rank, step and phase, and often by a second
+one in the incident that the first has opened; then the next goes on. All is drawn from a seed before anything
+runs; what can be survived follows from which ranks were struck, and which shards they hold.
+
+- {survived}: the newest finished step is saved, the tracker names it, every file is what the manifest says.
+- {explained}: too many ranks were gone; the last line says which shard nobody holds, the newest checkpoint is
+  what it was, and nothing is left behind.
+- {failed}: anything else.
+
+Every loss and grad norm of every rank is compared, bit for bit, with a run of the unmodified framework
+without faults. Cells count {survived} / {explained} / {failed}."""
+
+
+def page(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
+    """`tables` and `summary` as they were printed; `command` makes all of it again, or goes on with it."""
+    parts = [
+        "# A campaign of random faults",
+        WHAT.format(survived=SURVIVED, explained=EXPLAINED, failed=FAILED),
+        f"    {command}",
+        f"On {where}, {time.strftime('%Y-%m-%d')}.",
+        "\n".join(f"- {line}" for line in summary),
+        *tables,
+    ]
+    return "\n\n".join(parts) + "\n"

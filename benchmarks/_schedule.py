@@ -1,0 +1,118 @@
+"""What happens in a campaign: drawn from a seed, before anything runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from _layouts import CUTS, Cut
+
+from tests.faults.fault import PHASES, Fault
+
+SAVE_INTERVAL = 7
+IN_AN_INCIDENT = ("freeze", "dump", "let-through", "dump-gather", "dump-write", "dump-written")
+# Those of a step and of a regular save; the rest are of other tests: before there is anything to save, and in
+# the middle of a local copy.
+CHOICE = tuple(phase for phase in PHASES if phase not in ("start", "copy", *IN_AN_INCIDENT))
+# Only there does the framework reach them.
+ON_RANK_0 = ("save-write", "save-tracker", "save-named")
+HANGS = ("deadlock", "sigstop", "holds-the-gil")
+# Of the kinds that a campaign has by itself, and how often each of them.
+KINDS: Mapping[str, int] = {
+    "sigkill": 5,
+    "sigsegv": 1,
+    "oom": 2,
+    "os._exit": 2,
+    "sys.exit": 1,
+    "exception": 3,
+    "nan": 3,
+    "deadlock": 1,
+    "sigstop": 1,
+    "holds-the-gil": 1,
+    "sigterm": 1,
+    "agent-sigterm": 1,
+    "agent-sigint": 1,
+    "tree-sigterm": 1,
+    "agent-sigkill": 6,
+}
+SECOND = ("sigkill", "sigkill", "os._exit", "exception", "sigstop")
+# An exception elsewhere in an incident would be one of the adaptor's own code.
+RAISES_IN = ("dump", "dump-gather", "dump-write")
+# Before that many steps nothing is known of how long they take: no hang is noticed.
+LEARNT = 3
+TWO_AT_ONCE = 0.1
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An incident: `fault` strikes `after` so many steps, and `second`, if its phase is come to, in the
+    incident that it opens."""
+
+    number: int
+    cut: str
+    fault: Fault
+    after: int
+    second: Fault | None
+
+    def at(self, base: int, restart: int) -> Planned:
+        """With the step at which it strikes, where the one before struck at `base`, and its generation."""
+        step = base + self.after
+        if self.fault.phase.startswith("save"):
+            step += -step % SAVE_INTERVAL
+        second = self.second and replace(self.second, restart=restart)
+        return replace(self, fault=replace(self.fault, step=step, restart=restart), second=second)
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [self.fault] if self.second is None else [self.fault, self.second]
+
+    def __str__(self) -> str:
+        fault = self.fault
+        words = f"{self.cut}: {fault.kind} of rank {fault.rank}"
+        words += f" and {fault.also}" if fault.also is not None else ""
+        words += f", {fault.phase}" + (f" of step {fault.step}" if fault.step is not None else "")
+        second = self.second
+        return words if second is None else f"{words}; {second.kind} of rank {second.rank}, {second.phase}"
+
+
+def schedule(
+    seed: int, count: int, kinds: Sequence[str], cuts: Sequence[str], share: float
+) -> Iterator[Planned]:
+    """`count` incidents; a `share` of them has a second fault. A kind that is named twice comes twice as
+    often."""
+    source, more = random.Random(seed), random.Random(f"{seed} more")
+    for number in range(count):
+        name = more.choice(cuts)
+        cut = CUTS[name]
+        phase = source.choice(CHOICE)
+        rank = 0 if phase in ON_RANK_0 else source.randrange(cut.ranks)
+        after = source.randint(2, 4)
+        kind = source.choice([kind for kind in kinds if _fits(kind, phase, rank, cut)] or ["sigkill"])
+        after += LEARNT if kind in HANGS else 0
+        fault = Fault(rank=rank, phase=phase, kind=kind, code=more.choice((0, 7)) if "exit" in kind else 1)
+        second = None
+        draw = more.random()
+        if kind not in ("nan", "agent-sigkill") and draw < share:
+            second = _second(more, cut, rank)
+        elif share and kind == "sigkill" and draw > 1 - TWO_AT_ONCE and cut.nodes == 1:
+            fault = replace(fault, also=more.choice([r for r in range(cut.ranks) if r != rank]))
+        yield Planned(number, name, fault, after, second)
+
+
+def _second(more: random.Random, cut: Cut, rank: int) -> Fault:
+    kind = more.choice(SECOND)
+    phase = more.choice(RAISES_IN if kind == "exception" else IN_AN_INCIDENT)
+    others = [r for r in range(cut.ranks) if r != rank]
+    # The first of them is mostly chosen to write.
+    other = others[0] if more.random() < 0.5 else more.choice(others)
+    return Fault(rank=other, phase=phase, kind=kind, code=7)
+
+
+def _fits(kind: str, phase: str, rank: int, cut: Cut) -> bool:
+    if kind in HANGS:  # between two steps only the framework's own time-outs tell
+        return phase != "between" and not phase.startswith("save")
+    if kind == "nan":  # afterwards the framework itself would save it, as it is
+        return phase in ("data", "forward", "backward")
+    # With the controller's node nothing is saved.
+    return kind != "agent-sigkill" or cut.node(rank) > 0

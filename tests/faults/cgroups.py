@@ -1,0 +1,77 @@
+"""Control groups in which a process has too little memory, or a slow disk."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# For the faults `oom` and `disk`: the folder of the group that a process is to move to.
+MEMORY = "TTP_TEST_MEMORY_GROUP"
+SLOW = "TTP_TEST_SLOW_GROUP"
+_ROOT = Path("/sys/fs/cgroup")
+_UNIFIED = (_ROOT / "cgroup.controllers").exists()
+_LIMIT = 64 << 20
+# Far more than the limit: a group that does not stop it is a failure of the test.
+_HOARD = 16 * _LIMIT
+
+
+@contextmanager
+def too_little_memory() -> Iterator[Path]:
+    """A group whose processes the kernel kills as soon as they need 64 MiB more.
+
+    Raises OSError where this user, on this machine, may not make one.
+    """
+    limits = (
+        {"memory.max": _LIMIT, "memory.swap.max": 0}
+        if _UNIFIED
+        else {"memory.limit_in_bytes": _LIMIT, "memory.swappiness": 0}
+    )
+    with _group("memory", limits) as group:
+        yield group
+
+
+@contextmanager
+def slow_writes(device: Path, rate: int) -> Iterator[Path]:
+    """A group whose processes write `rate` bytes a second to a block device; raises like the other."""
+    number = device.stat().st_rdev
+    where = f"{os.major(number)}:{os.minor(number)}"
+    limits = (
+        {"io.max": f"{where} wbps={rate}"}
+        if _UNIFIED
+        else {"blkio.throttle.write_bps_device": f"{where} {rate}"}
+    )
+    with _group("io" if _UNIFIED else "blkio", limits) as group:
+        yield group
+
+
+def killed_in(group: Path) -> int:
+    """How many processes the kernel has killed there for want of memory."""
+    events = group / ("memory.events" if _UNIFIED else "memory.oom_control")
+    (count,) = [line.split()[1] for line in events.read_text().splitlines() if line.startswith("oom_kill ")]
+    return int(count)
+
+
+def join(group: Path, process: int) -> None:
+    (group / "cgroup.procs").write_text(str(process))
+
+
+def eat(group: Path) -> None:
+    """From inside: use up the memory of `group`."""
+    join(group, os.getpid())
+    hoard = [b"\1" * (1 << 20) for _ in range(_HOARD >> 20)]
+    raise MemoryError(f"{len(hoard)} MiB fitted into {group}")
+
+
+@contextmanager
+def _group(controller: str, limits: dict[str, object]) -> Iterator[Path]:
+    path = (_ROOT if _UNIFIED else _ROOT / controller) / f"ttp-{uuid.uuid4().hex[:8]}"
+    path.mkdir()
+    try:
+        for name, limit in limits.items():
+            (path / name).write_text(str(limit))
+        yield path
+    finally:
+        path.rmdir()

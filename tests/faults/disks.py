@@ -1,0 +1,87 @@
+"""Small disks on this machine that fill up, fail, slow down or may not be written any more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+# For the fault `disk`: what is to become of it, and its folder.
+VARIABLE = "TTP_TEST_DISK"
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Mounted at `place`.
+
+    device  the block device, where it has one
+    below   the folder of the file behind the device: it holds less than the disk seems to
+    """
+
+    place: Path
+    device: Path | None = None
+    below: Path | None = None
+
+    def will(self, what: str) -> Mapping[str, str]:
+        """The environment of a job in which the fault `disk` makes it `fail`, or `read-only`."""
+        return {VARIABLE: f"{what} {self.below if what == 'fail' else self.place}"}
+
+
+@contextmanager
+def memory(place: Path, size: int) -> Iterator[Disk]:
+    """A disk of `size` bytes; raises OSError where this user may not mount one."""
+    place.mkdir()
+    _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place))
+    try:
+        yield Disk(place)
+    finally:
+        _run("umount", str(place))
+
+
+@contextmanager
+def block(place: Path, room: int) -> Iterator[Disk]:
+    """A disk with a block device that seems to be larger than the `room` bytes that it has."""
+    below = place.with_name(f"{place.name}-below")
+    with memory(below, room):
+        file = below / "file"
+        with file.open("wb") as sparse:
+            sparse.truncate(4 * room)
+        # Without a journal: a write that fails does not make the whole disk read-only.
+        _run("mkfs.ext4", "-q", "-O", "^has_journal", "-E", "lazy_itable_init=1,nodiscard", str(file))
+        device = _run("losetup", "--find", "--show", str(file)).strip()
+        try:
+            place.mkdir()
+            _run("mount", device, str(place))
+            try:
+                (place / "lost+found").rmdir()
+                yield Disk(place, Path(device), below)
+            finally:
+                _run("umount", str(place))
+        finally:
+            _run("losetup", "--detach", device)
+
+
+def worsen() -> None:
+    """From inside: what the environment says happens to the disk."""
+    what, _, place = os.environ[VARIABLE].partition(" ")
+    if what == "read-only":
+        _run("mount", "-o", "remount,ro", place)
+        return
+    # What the disk below has no room for, the device cannot take: that is known when it is synced.
+    with (Path(place) / "other").open("wb", buffering=0) as other:
+        try:
+            while other.write(bytes(_MIB)):
+                pass
+        except OSError:
+            pass
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"{' '.join(command)}: {error.stderr.strip()}") from None

@@ -1,0 +1,75 @@
+"""The campaign of benchmarks/: what it draws, and what it takes for survivable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.faults.fault import Fault
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def schedules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _schedule
+
+    return _schedule
+
+
+def _killed(*ranks: int, kind: str = "sigkill") -> list[Fault]:
+    return [Fault(rank, "backward", kind) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("cut", "struck", "survives"),
+    [
+        ("dp2", _killed(0), True),
+        ("dp2", _killed(0, 1), False),
+        ("dp4", _killed(0, 1), True),
+        ("dp4", _killed(1, 3), False),
+        ("dp4", [Fault(1, "data", "sigkill", also=3)], False),
+        ("dp4", [*_killed(1), Fault(3, "update", "exception")], None),
+        ("dp4", [*_killed(1), Fault(2, "update", "exception")], True),
+        ("dp4", _killed(0, 1, 2, 3, kind="sigterm"), True),
+        ("dp4", [*_killed(1), Fault(3, "dump", "sigstop")], False),
+        ("dp4-nodes2", _killed(2, kind="agent-sigkill"), True),
+        ("dp3-mirror", _killed(2), True),
+        ("dp3-mirror", _killed(0, 2), False),
+        ("tp2-dp2", _killed(0, 1), True),
+        ("tp2-dp2", _killed(0, 2), False),
+        ("pp2-dp2", _killed(0, 1), False),
+        ("pp2-dp2", _killed(1, 2), True),
+        ("dp2-whole", _killed(1), True),
+    ],
+)
+def test_who_holds_what(cut: str, struck: list[Fault], survives: bool | None, schedules: ModuleType) -> None:
+    assert schedules.CUTS[cut].survives(struck) is survives
+
+
+def test_a_seed_is_a_schedule(schedules: ModuleType) -> None:
+    kinds, cuts = list(schedules.KINDS), list(schedules.CUTS)
+    drawn = list(schedules.schedule(1, 500, kinds, cuts, 0.4))
+    assert drawn == list(schedules.schedule(1, 500, kinds, cuts, 0.4))
+    assert drawn != list(schedules.schedule(2, 500, kinds, cuts, 0.4))
+    assert {one.cut for one in drawn} == set(cuts)
+    assert {one.fault.kind for one in drawn} == set(kinds)
+    assert {one.second.phase for one in drawn if one.second} == set(schedules.IN_AN_INCIDENT)
+    for one in drawn:
+        struck = one.at(40, restart=3)
+        assert struck.fault.step > 41  # a step is finished in between
+        assert [Fault.parse(str(fault)) for fault in struck.faults] == struck.faults
+        assert one.second is None or one.second.rank != one.fault.rank
+
+
+def test_kills_alone_are_those_of_the_first_campaign(schedules: ModuleType) -> None:
+    """docs/campaign.md can be made again."""
+    base, steps = 1, []
+    for one in schedules.schedule(20261121, 200, ["sigkill"], ["dp4"], 0.0):
+        assert (one.second, one.fault.also) == (None, None)
+        base = one.at(base, 0).fault.step
+        steps.append(base)
+    assert steps[-1] == 770
