@@ -67,7 +67,7 @@ class Job:
         environment: Mapping[str, str] | None = None,
         nodes: int = 1,
         tp: int = 1,
-        distributed_optimizer: bool = True,
+        distributed: bool = True,
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
         without the adaptor, which makes two itself; `watch`, `native` and `gate` are `_worker.py`'s; the
@@ -103,7 +103,7 @@ class Job:
             load=self.save,
             save_interval=save_interval,
             tp=tp,
-            distributed_optimizer=distributed_optimizer,
+            distributed_optimizer=distributed,
             extra=extra,
         )
         inherited = {k: v for k, v in args.environment().items() if not k.startswith(_SETTINGS)}

@@ -18,6 +18,12 @@ runs; what can be survived follows from which ranks were struck, and which shard
   what it was, and nothing is left behind.
 - {failed}: anything else.
 
+Kinds: a process ends (`sigkill`, now and then two processes at once; `sigsegv`; `oom`, by the kernel, in a
+memory cgroup; `os._exit`, with code 0 or another; `sys.exit`) or raises (`exception`; `nan`: after its
+optimizer state has become not finite); it hangs (`deadlock` of its main thread, `sigstop`, `holds-the-gil`);
+a process is told to end (`sigterm`), or ttprun (`agent-sigterm`, and `agent-sigint`, which is Ctrl-C), or all
+of them (`tree-sigterm`); a node other than the first loses ttprun and its processes (`agent-sigkill`).
+
 Every loss and grad norm of every rank is compared, bit for bit, with a run of the unmodified framework
 without faults. Cells count {survived} / {explained} / {failed}."""
 

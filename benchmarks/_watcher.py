@@ -57,9 +57,9 @@ class Campaign:
         return sorted((self.folder / cut).glob("job-*"), key=lambda path: int(path.name[4:]))
 
     def rounds(self) -> Iterator[str]:
-        """The layout whose turn it is, as long as anything is left to do."""
+        """The layout whose turn it is, that with the fewest incidents, as long as anything is left to do."""
         while left := [cut for cut in CUTS if self.remaining(cut)]:
-            yield from left
+            yield min(left, key=lambda cut: sum(one.cut == cut for one in self.incidents))
 
     def remaining(self, cut: str) -> list[Planned]:
         done = {incident.number for incident in self.incidents}

@@ -35,7 +35,7 @@ from adaptor.checkpoint.publish import tracked_step
 from tests.faults import cgroups
 
 # So many incidents of a layout before the next layout has its turn.
-ROUND = 8
+ROUND = 4
 # Longer than a step takes beside all that the machine does; and the shortest that leaves a dump time.
 OPTIONS = ["--ttp-hang", "8", "--ttp-ot", "20"]
 
@@ -95,7 +95,7 @@ def _job(campaign: Campaign, cut: str, folder: Path, *, extra: Sequence[str] = (
         train_iters=campaign.train_iters(cut),
         ranks=layout.processes,
         tp=layout.tp,
-        distributed_optimizer=layout.distributed_optimizer,
+        distributed=layout.distributed_optimizer,
         instances=2 if layout.reference else 1,
         extra=[*layout.arguments, *extra],
         **settings,
