@@ -147,7 +147,7 @@ async def knock(
         async with deadline(KNOCK_S):
             while True:
                 try:
-                    return await _knock_once(address, port, secret, tls)
+                    return await knock_once(address, port, secret, tls)
                 except (EOFError, ssl.SSLEOFError):
                     reason = "it shuts the connection"
                 except ssl.SSLError as error:
@@ -159,9 +159,10 @@ async def knock(
         raise StartError(_no_way(address, port, reason or "it does not answer")) from None
 
 
-async def _knock_once(
+async def knock_once(
     address: str, port: int, secret: bytes, tls: Tls | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to who listens there, both sides proved; raises whatever is in the way."""
     reader, writer = await asyncio.open_connection(address, port, ssl=tls and tls.client)
     try:
         wire.notice_silence(writer.get_extra_info("socket"))
