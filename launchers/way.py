@@ -12,8 +12,6 @@ waits until that node has lost the controller, too: none begins while the one be
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ssl
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -42,18 +40,14 @@ from adaptor.control.messages import (
     Told,
     Verdict,
 )
-from adaptor.errors import StartError
 from adaptor.launchers.chronicle import Chronicle
-from adaptor.launchers.gate import LOOPBACK, Gate, knock, knock_once
+from adaptor.launchers.gate import LOOPBACK, Gate, knock, reach
 from adaptor.launchers.hub import Hub
 from adaptor.launchers.strangers import Strangers
 from adaptor.launchers.tls import Tls
 
 # What is said to a new controller again: all but answers to the one that is lost, and what is said often.
-_LASTING = AgentHello | Hello | Layout | Refused | Raised | Told | Leave | Dying | Died
-# A node that stands by lets an agent in within this time, if it lives; its kernel refuses at once if only its
-# agent is gone, and a first packet that is lost is sent again after a second.
-REACH_S = 2.0
+LASTING = AgentHello | Hello | Layout | Refused | Raised | Told | Leave | Dying | Died
 # So long an agent waits at the gate of a node that has not lost the controller. It will have in a moment; if
 # not, the network is cut between this node and the controller alone.
 PATIENCE_S = 5.0
@@ -131,7 +125,7 @@ class Way:
 
     def say(self, message: FromAgent) -> None:
         """To the controller; what it must know, to the next one as well."""
-        if isinstance(message, _LASTING):
+        if isinstance(message, LASTING):
             self._said.append(message)
         if self._send is not None:
             self._send(message)
@@ -258,9 +252,9 @@ class Way:
                 return None
             gate = self._gates.get(self._term)
             if gate is not None and self._term != self._node:
-                with contextlib.suppress(EOFError, OSError, ssl.SSLError, StartError, asyncio.TimeoutError):
-                    async with deadline(REACH_S):
-                        return await knock_once(gate.address, gate.port, self._secret, self._tls)
+                found = await reach(gate.address, gate.port, self._secret, self._tls)
+                if found is not None:
+                    return found
         self._despair()
         return None
 

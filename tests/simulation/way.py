@@ -14,7 +14,7 @@ from adaptor.control.messages import (
     Recalled,
     Verdict,
 )
-from adaptor.launchers.way import _LASTING, PATIENCE_S
+from adaptor.launchers.way import LASTING, PATIENCE_S
 from tests.simulation.clock import Body, Process
 from tests.simulation.hub import Hub
 from tests.simulation.network import Connection, Lost
@@ -60,7 +60,7 @@ class Follower(Process):
         raise NotImplementedError
 
     def say(self, message: FromAgent) -> None:
-        if isinstance(message, _LASTING):
+        if isinstance(message, LASTING):
             self._said.append(message)
         self._say(message)
 
