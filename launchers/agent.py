@@ -7,13 +7,33 @@ import sys
 from typing import Any
 
 from torch.distributed import PrefixStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from adaptor import config
 from adaptor.control.messages import Verdict
 from adaptor.launchers.node import Node
+
+
+class _Rendezvous:
+    """torch's own, but for this: while it cannot be asked whether nodes wait to join, none does.
+
+    It often lives on the node whose loss is to be survived.
+    """
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def num_nodes_waiting(self) -> int:
+        try:
+            return int(self._handler.num_nodes_waiting())
+        except RendezvousConnectionError:
+            return 0
 
 
 class SurvivorsAgent(LocalElasticAgent):
@@ -21,8 +41,9 @@ class SurvivorsAgent(LocalElasticAgent):
 
     last_verdict: Verdict | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
+        spec.rdzv_handler = _Rendezvous(spec.rdzv_handler)  # type: ignore[assignment]
+        super().__init__(spec, *args, **kwargs)
         self._config = config.load()
         self._control = Node(self._config)
         self._generations = 0

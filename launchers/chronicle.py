@@ -88,6 +88,10 @@ class Chronicle:
             case PublishFailed(reason=reason):
                 self._add("failed", time.time(), None, node, reason)
 
+    def took_over(self, node: int) -> None:
+        """The controller is on `node` from now on."""
+        self._add("took-over", time.time(), None, node, "the controllers of earlier terms are lost")
+
     def ordered(self, node: int, rank: int | None, order: object) -> None:
         """An order of the controller; the verdict ends the incident and writes the report."""
         if isinstance(order, Verdict):

@@ -26,7 +26,7 @@ class Filing:
 
     async def prepare(self, order: Prepare) -> Prepared:
         try:
-            folder = await self._in_thread(publish.prepare, Path(order.save), order.step)
+            folder = await self._in_thread(publish.prepare, Path(order.save), order.step, order.term)
         except Exception as error:
             return Prepared(order.incident, "", _line(error))
         return Prepared(order.incident, str(folder), "")
@@ -34,12 +34,14 @@ class Filing:
     async def publish(self, order: Publish, generation: str) -> Published | PublishFailed:
         """`generation`: of the workers that the incident is of."""
         root = Path(order.save)
-        rest = (order.files, order.writers, order.world_size, generation)
+        rest = (order.files, order.writers, order.world_size, generation, order.term)
         try:
             await self._in_thread(publish.publish, root, order.step, *rest)
         except Exception as error:
             return PublishFailed(order.incident, _line(error))
-        return Published(order.incident, order.step, order.save)
+        # The other side of a cut network may have saved a later step.
+        step = max(order.step, publish.tracked_step(root) or 0)
+        return Published(order.incident, step, order.save)
 
     async def _in_thread(self, act: Callable[..., Any], *args: Any) -> Any:
         job = functools.partial(act, *args)

@@ -8,6 +8,7 @@ who has proved it is never turned out for another. An agent that a flood has pus
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import resource
 import socket
@@ -32,6 +33,9 @@ MOST = 256
 # So long an agent knocks: the controller listens before its address is told, so all that can keep it out is a
 # flood, or a network that has just come up.
 KNOCK_S = 30.0
+# Who lives answers a knock within this time: a first packet that is lost is sent again after a second. Where
+# only the agent is gone, its kernel says so at once.
+REACH_S = 2.0
 # Between two knocks. A flood that turns everyone out within that time has to be a fast one.
 PAUSE_S = 0.2
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -157,6 +161,23 @@ async def knock(
                 await asyncio.sleep(PAUSE_S)
     except asyncio.TimeoutError:
         raise StartError(_no_way(address, port, reason or "it does not answer")) from None
+
+
+async def reach(
+    address: str, port: int, secret: bytes, tls: Tls | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    """The agent's side, where nobody may be left: None then, at once, or after `REACH_S` of silence."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        async with deadline(KNOCK_S):
+            while True:
+                try:
+                    async with deadline(REACH_S):
+                        return await _knock_once(address, port, secret, tls)
+                except (EOFError, ConnectionResetError, ssl.SSLEOFError):
+                    await asyncio.sleep(PAUSE_S)  # turned out for another: all nodes of a job come at once
+                except (OSError, asyncio.TimeoutError):  # errors of TLS are OSErrors, too
+                    return None
+    return None
 
 
 async def _knock_once(

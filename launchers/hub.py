@@ -1,4 +1,4 @@
-"""The hub: drives the controller of one generation of workers, in the agent of node rank 0.
+"""The hub: drives a controller of one generation of workers, in the agent of a node.
 
 It owns what the controller must not have: the clock, the connections to the agents, the store for dumps, the
 timeline. Everything runs in the event loop of the agent's control thread.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import secrets
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -20,20 +19,22 @@ import msgspec
 
 from adaptor.control import wire
 from adaptor.control.controller import Controller, Orders
+from adaptor.control.legacy import Heirs
 from adaptor.control.messages import (
     Addressed,
     AgentHello,
     AgentLost,
+    Beat,
     ControllerToAgent,
     Dismissed,
     FromAgent,
+    Legacy,
     ToController,
 )
 from adaptor.launchers.chronicle import Chronicle
-from adaptor.launchers.gate import LOOPBACK, Gate
+from adaptor.launchers.gate import LOOPBACK
 from adaptor.launchers.roll import Roll
 from adaptor.launchers.strangers import Strangers
-from adaptor.launchers.tls import Tls
 
 Send = Callable[[ControllerToAgent], None]
 # How often the controller is told the time: deadlines are tens of seconds.
@@ -41,38 +42,49 @@ TICK_S = 0.25
 
 
 class Hub:
-    """One per generation; `host` is the address at which other nodes reach this one."""
+    """With the controller of node `term`, which is this one.
+
+    Args:
+        host: the address at which other nodes reach this one.
+        strangers: counts what was not for an agent to say.
+    """
 
     def __init__(
         self,
+        term: int,
         world_size: int,
         nodes: int,
         timeout_s: float,
         host: str,
         chronicle: Chronicle,
-        tls: Tls | None = None,
+        strangers: Strangers,
     ):
-        self._host = host
+        self.term = term
+        self._nodes = nodes
         self._roll = Roll(world_size, nodes)
         self._sends: dict[int, Send] = {}
         # Lives here, in an agent, so that no worker's death takes it along.
-        self._store = _store(LOOPBACK if nodes == 1 else host, timeout_s)
-        self.controller = Controller(
-            world_size, timeout_s, (self._store.host, self._store.port), chronicle.next_incident
-        )
+        self._store = _store(host, timeout_s)
+        store = (self._store.host, self._store.port)
+        self.controller = Controller(world_size, timeout_s, store, chronicle.next_incident, term)
         self._chronicle = chronicle
-        self._secret = secrets.token_bytes(32)
-        self._strangers = Strangers("the controller's port")
-        self._gate = Gate(self._secret, tls, self._strangers, self._hear)
-        self._ticker: asyncio.Task[None] | None = None
-
-    def listen(self, port: int) -> tuple[int, str]:
-        """Accept agents of other nodes; returns the port (the next free one from `port`) and the secret."""
-        address = LOOPBACK if self._host == LOOPBACK else ""
-        return self._gate.listen(address, port), self._secret.hex()
+        self._strangers = strangers
+        self._heirs = Heirs() if term == 0 else None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._tick()), loop.create_task(self._beat())]
+
+    def succeed(self, legacy: Iterable[Legacy]) -> None:
+        """Take the place of the controllers of all earlier terms, of which this is the `legacy`."""
+        self._chronicle.took_over(self.term)
+        self.controller.succeed(legacy, range(self.term, self._nodes), time.monotonic())
+
+    def lose(self, node: int) -> None:
+        """The agent of `node` is gone."""
+        self._sends.pop(node, None)
+        self._tell(node, AgentLost(node))
 
     def take(self, node: int, message: FromAgent, send: Send | None = None) -> bool:
         """One message of the agent of `node`, whose orders go to `send` from its hello on.
@@ -90,32 +102,43 @@ class Hub:
 
     def _tell(self, node: int, message: ToController) -> None:
         self._chronicle.heard(node, message)
+        for heir, order in self._heirs.hear(message) if self._heirs else ():
+            self._say(heir, order)
         self._let(functools.partial(self.controller.handle, message))
+
+    def _say(self, node: int, order: ControllerToAgent) -> None:
+        if node in self._sends:
+            self._sends[node](order)
 
     async def close(self) -> None:
         # In the middle of an incident the others' workers wait to be asked: their agents must end them.
         if self.controller.incident is None and self.controller.verdict is None:
-            for node, send in self._sends.items():
-                if node != 0:
-                    send(Dismissed())
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
-        await self._gate.close()
-        self._strangers.close()
+            self._say_to_others(Dismissed())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         del self._store
+
+    def _say_to_others(self, order: ControllerToAgent) -> None:
+        for node in self._sends:
+            if node != self.term:
+                self._say(node, order)
 
     def _deliver(self, orders: Orders) -> None:
         for node, order in orders:
             rank = order.rank if isinstance(order, Addressed) else None
             self._chronicle.ordered(node, rank, order.message if isinstance(order, Addressed) else order)
-            if node in self._sends:
-                self._sends[node](order)
+            self._say(node, order)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._let(self.controller.tick)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(wire.BEAT_S)
+            self._say_to_others(Beat())
 
     def _let(self, decide: Callable[[float], Orders]) -> None:
         """Let the controller decide; an error of its own ends the job, because nobody else would."""
@@ -126,7 +149,7 @@ class Hub:
             orders = self.controller.give_up(f"{type(error).__name__}: {error}")
         self._deliver(orders)
 
-    async def _hear(
+    async def hear(
         self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """An agent that has proved the secret, to its end."""
@@ -135,10 +158,11 @@ class Hub:
             return
         try:
             while True:
-                self.take(node, await wire.read(reader, wire.from_agent, wire.SLOW_S))
+                message = await wire.read(reader, wire.from_agent, wire.SLOW_S)
+                if not isinstance(message, Beat):
+                    self.take(node, message)
         except (EOFError, OSError, msgspec.DecodeError):
-            del self._sends[node]
-            self._tell(node, AgentLost(node))
+            self.lose(node)
 
 
 def _store(host: str, timeout_s: float) -> Any:

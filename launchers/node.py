@@ -19,11 +19,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from adaptor.checkpoint import publish
 from adaptor.config import Config
-from adaptor.control import wire
 from adaptor.control.messages import (
     Addressed,
     AgentHello,
@@ -48,9 +45,9 @@ from adaptor.errors import CheckpointError
 from adaptor.launchers import tls
 from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.filing import Filing
-from adaptor.launchers.gate import LOOPBACK, knock
-from adaptor.launchers.hub import Hub
+from adaptor.launchers.gate import LOOPBACK
 from adaptor.launchers.log import Log
+from adaptor.launchers.way import Way
 from adaptor.launchers.workers import Workers
 
 # The boards are read this often, for progress (TTP_OT is at least 10 s) and for workers that stand still.
@@ -74,14 +71,12 @@ class Node:
         self._chronicle = Chronicle(config.log_path)
         self._log = Log(config)
         self._node = 0
-        self._nodes = 1
         self._begun = 0  # generations
         self._generation = ""
-        self._hub: Hub | None = None
+        self._way: Way | None = None
         self._filing = Filing()
         self._up: Callable[[FromAgent], None] = lambda message: None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._dismissed = False
         self.verdict: Verdict | None = None
         self.settled = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ttp-agent", daemon=True)
@@ -103,7 +98,6 @@ class Node:
         if self._tls is None and self._config.tls != "plain":
             host = LOOPBACK  # ttprun has seen to it that all nodes are on this machine
         self._node = node
-        self._nodes = nodes
         self._begun += 1
         boards = self._workers.begin(ranks)
         os.environ[AGENT] = self._workers.address
@@ -111,18 +105,24 @@ class Node:
         os.environ[BOARD_RANKS] = boards.slots
         os.environ[SCRATCH] = self._scratch.name
         self.verdict = None
-        self._dismissed = False
         self.settled.clear()
+        self._chronicle.begin()
+        way = Way(
+            *(node, nodes, world_size, self._config, self._tls, self._chronicle),
+            *(self._obey, lambda: self._judge("the controller's node is lost")),
+        )
+        self._way = way
+        self._up = way.say
         if node == 0:
-            generation, resume = secrets.token_hex(8), str(int(self._begun > 1))
-            where = self._await(self._host(world_size, nodes, host))
-            store.set("ttp/controller", f"{generation} {resume} {where}")
+            generation, resume, secret = secrets.token_hex(8), int(self._begun > 1), secrets.token_bytes(32)
+            port = self._await(way.host(host, secret))
+            store.set("ttp/controller", f"{generation} {resume} {port} {secret.hex()}")
+            self._await(self._say(AgentHello(node, tuple(ranks))))
         else:
-            generation, resume, where = store.get("ttp/controller").decode().split(maxsplit=2)
-            self._await(self._join(host, where))
+            generation, resume, port, secret = store.get("ttp/controller").decode().split()
+            self._await(way.join(host, int(port), bytes.fromhex(secret), tuple(ranks)))
         self._generation = os.environ[GENERATION] = generation
-        os.environ[RESUME] = resume
-        self._await(self._say(AgentHello(node, tuple(ranks))))
+        os.environ[RESUME] = str(resume)
 
     def watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
         """The workers have been started; `processes` by rank."""
@@ -167,33 +167,6 @@ class Node:
 
     # the control thread
 
-    async def _host(self, world_size: int, nodes: int, host: str) -> str:
-        self._chronicle.begin()
-        hub = Hub(world_size, nodes, self._config.timeout_s, host, self._chronicle, self._tls)
-        self._hub = hub
-        hub.start()
-        self._up = lambda message: hub.take(0, message, self._obey_soon)
-        if nodes == 1:
-            return ""
-        port, secret = hub.listen(self._config.port)
-        return f"{port} {secret}"
-
-    async def _join(self, host: str, where: str) -> None:
-        port, secret = where.split()
-        reader, writer = await knock(host, int(port), bytes.fromhex(secret), self._tls)
-        self._up = lambda message: writer.write(wire.frame(message))
-        self._spawn(self._hear_controller(reader, writer))
-
-    async def _hear_controller(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                self._obey(await wire.read(reader, wire.to_agent, wire.SLOW_S))
-        except (EOFError, OSError, msgspec.DecodeError):
-            if not self._dismissed:
-                self._judge("the controller's node is lost")
-        finally:
-            writer.close()
-
     def _judge(self, what: str) -> None:
         """The verdict where no controller gives one."""
         if self.verdict is None:
@@ -213,7 +186,13 @@ class Node:
                 self._judge(f"rank {rank} raised {error} after node 0 had finished")
 
     async def _hold_tongue(self) -> None:
-        self._up = self._let_go
+        self._rest(self._let_go)
+
+    def _rest(self, up: Callable[[FromAgent], None]) -> None:
+        """Nothing more is said to the controller, and if it is lost nobody minds."""
+        self._up = up
+        if self._way is not None:
+            self._way.rest()
 
     def _let_go(self, message: FromAgent) -> None:
         """A worker that is to end waits to be a holder; nobody will ask for its state."""
@@ -228,10 +207,8 @@ class Node:
         self._spawn(self._watch_boards())
 
     def _job_is_over(self) -> bool:
-        return not self._workers.alive and (self._hub is None or self._hub.controller.everyone_is_dead)
-
-    def _obey_soon(self, order: ControllerToAgent) -> None:
-        self._loop.call_soon(self._obey, order)
+        hub = self._way.hub if self._way is not None else None
+        return not self._workers.alive and (hub is None or hub.controller.everyone_is_dead)
 
     def _obey(self, order: ControllerToAgent) -> None:
         match order:
@@ -242,8 +219,7 @@ class Node:
             case Publish():
                 self._spawn(self._answer(self._filing.publish(order, self._generation)))
             case Dismissed():
-                self._dismissed = True
-                self._up = self._judge_alone
+                self._rest(self._judge_alone)
             case Verdict():
                 self.verdict = order
                 self._spawn(self._see_them_off())
@@ -266,8 +242,9 @@ class Node:
     def _settle(self) -> None:
         # After a time-out a thread may still be at work there, and nothing may be removed under it.
         try:
-            if not self._filing.busy and self._node == 0 and self.verdict is not None and self.verdict.save:
-                publish.clean(Path(self.verdict.save))
+            hub = self._way.hub if self._way is not None else None
+            if not self._filing.busy and hub is not None and self.verdict is not None and self.verdict.save:
+                publish.clean(Path(self.verdict.save), hub.term)
         except CheckpointError as error:
             print(f"[ttp] {error}", file=sys.stderr)
         finally:
@@ -296,13 +273,13 @@ class Node:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._workers.end()
-        if self._hub is not None:
+        way, self._way = self._way, None
+        if way is not None:
             # Other nodes may still be at work in the folder; the next job's first rank cleans it, too.
-            if self._nodes == 1 and self._hub.controller.save and not self._filing.busy:
+            if way.hub is not None and way.alone and way.hub.controller.save and not self._filing.busy:
                 with contextlib.suppress(CheckpointError):
-                    publish.clean(Path(self._hub.controller.save))
-            await self._hub.close()
-            self._hub = None
+                    publish.clean(Path(way.hub.controller.save))
+            await way.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

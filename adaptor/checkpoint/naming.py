@@ -1,7 +1,7 @@
 """Names of checkpoint folders and of the tracker file, as Megatron spells them, and ours beside them.
 
 iter_0000012               a complete checkpoint; under this name nothing else ever lies
-iter_0000012_tmp           last words being written
+iter_0000012_tmp           last words being written; iter_0000012_tmp2 by the controller of term 2
 iter_0000012_saving        a regular save of the framework being written
 aside_iter_0000012.1       what lay under the final name, incomplete, damaged or of an earlier run
 replaced_iter_0000012      a complete checkpoint whose newer version is just being moved in
@@ -18,7 +18,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "ttp_manifest.json"
 
 _FINAL = re.compile(r"iter_(\d{7,})")
-_TEMPORARY = re.compile(r"iter_(\d{7,})_(?:tmp|saving)")
+_TEMPORARY = re.compile(r"iter_\d{7,}_(?:tmp(\d*)|saving)")
 _REPLACED = re.compile(r"replaced_iter_(\d{7,})")
 
 
@@ -29,9 +29,12 @@ def final_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
-def temporary_name(step: int) -> str:
-    """The folder that last words are written to until they are published."""
-    return f"{final_name(step)}_tmp"
+def temporary_name(step: int, term: int = 0) -> str:
+    """The folder that last words are written to until they are published.
+
+    Two controllers may be at work, one on each side of a cut network; no two have the same `term`.
+    """
+    return f"{final_name(step)}_tmp{term or ''}"
 
 
 def regular_name(step: int) -> str:
@@ -52,6 +55,12 @@ def replaced_name(step: int) -> str:
 def is_temporary(name: str) -> bool:
     """Whether `name` is a folder that only a live process may own."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def term_of(name: str) -> int:
+    """The term of the controller that has a temporary folder made; 0 as well for a regular save."""
+    match = _TEMPORARY.fullmatch(name)
+    return int(match.group(1) or 0) if match else 0
 
 
 def step_of(name: str) -> int | None:

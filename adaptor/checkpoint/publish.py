@@ -4,7 +4,8 @@ does no harm.
 The promises: a folder `iter_N` is complete and on disk, or it is not there; the tracker file is replaced
 atomically, last, and never goes backwards but from what is damaged; an older checkpoint is not touched. Every
 function may be called again after a crash. One process at a time works on a root: the agent that the
-controller runs in, or the rank that saves for the framework.
+controller runs in, or the rank that saves for the framework. Two controllers may be at work, one on each
+side of a cut network: each writes to folders of its own, and they take turns at final names and the tracker.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from adaptor.checkpoint import disk, manifest, naming
 from adaptor.checkpoint.manifest import FileEntry, Manifest
+from adaptor.checkpoint.turn import remove_abandoned, turn
 from adaptor.errors import CheckpointError
 
 _AT_FDCWD = -100
@@ -26,10 +28,13 @@ _RENAME_EXCHANGE = 2
 
 
 @disk.one_line
-def prepare(root: Path, step: int) -> Path:
-    """Makes an empty temporary folder for the last words of `step` and returns it; a stale one is removed."""
+def prepare(root: Path, step: int, term: int = 0) -> Path:
+    """Makes an empty temporary folder for the last words of `step` and returns it; a stale one is removed.
+
+    `term` is that of the controller; no two that may be at work have the same.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / naming.temporary_name(step)
+    folder = root / naming.temporary_name(step, term)
     disk.remove(folder)
     folder.mkdir()
     return folder
@@ -43,41 +48,50 @@ def publish(
     groups: Mapping[str, Any],
     world_size: int,
     generation: str = "",
+    term: int = 0,
 ) -> bool:
-    """Turns the temporary folder of `step` into its checkpoint and lets the tracker name it.
+    """Turns the temporary folder of `step` and `term` into a checkpoint and lets the tracker name it.
 
     Call it once every group has reported its `files` (paths relative to the folder). `groups` is what the
     manifest keeps about who wrote which group. Returns False when a complete checkpoint of this step was
     there already that the same `generation` of workers has made: that one stays and ours is removed. One of
-    another generation need not have come the same way: it is moved aside. Raises CheckpointError when a file
-    is missing or has another size, or when the disk refuses.
+    another generation need not have come the same way: it is moved aside. Where the tracker names a later
+    step of the same generation, another controller has saved it, and it stays. Raises CheckpointError when a
+    file is missing or has another size, or when the disk refuses.
     """
-    temporary, final = root / naming.temporary_name(step), root / naming.final_name(step)
-    if is_complete(root, step) and _generation_of(final) == generation:
+    temporary, final = root / naming.temporary_name(step, term), root / naming.final_name(step)
+    if not _is_of_this_run(root, step, generation):
+        entries = tuple(files)
+        if not entries:
+            raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
+        _name(temporary, entries)
+        _drop_others(temporary, {entry.path for entry in entries})
+        described = Manifest.now(step, entries, groups, world_size, generation)
+        disk.write(temporary / naming.MANIFEST, described.encode())
+        disk.sync_folders(temporary)
+    with turn(_draft(root)):
+        ours = not _is_of_this_run(root, step, generation)
+        if ours:
+            _move_in(root, step, temporary, final)
+        _announce(root, step, generation)
+    if not ours:
         disk.remove(temporary)
-        _announce(root, step)
-        return False
-    entries = tuple(files)
-    if not entries:
-        raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
-    _name(temporary, entries)
-    _drop_others(temporary, {entry.path for entry in entries})
-    described = Manifest.now(step, entries, groups, world_size, generation)
-    disk.write(temporary / naming.MANIFEST, described.encode())
-    disk.sync_folders(temporary)
-    _move_in(root, step, temporary, final)
-    _announce(root, step)
-    return True
+    return ours
 
 
-def _announce(root: Path, step: int) -> None:
-    """Lets the tracker name `step`; a later one there is of another run, and a restart would follow it."""
+def _is_of_this_run(root: Path, step: int, generation: str) -> bool:
+    """Whether a complete checkpoint of `step` is there that the same generation of workers has made."""
+    return is_complete(root, step) and _generation_of(root / naming.final_name(step)) == generation
+
+
+def _announce(root: Path, step: int, generation: str) -> None:
+    """Lets the tracker name `step`; a later one of another run stays there, and a restart would follow it."""
     named = tracked_step(root)
-    if named is not None and named > step:
+    if named is not None and named > step and not _is_of_this_run(root, named, generation):
         raise CheckpointError(
             f"{root}: the tracker names step {named}, so step {step} would not be resumed from"
         )
-    replace_tracker(root, step)
+    _advance_tracker(root, step)
 
 
 @disk.one_line
@@ -106,6 +120,11 @@ def publish_regular(root: Path, step: int, generation: str = "") -> None:
         entries.append(FileEntry(path.relative_to(saving).as_posix(), path.stat().st_size, None))
     disk.write(saving / naming.MANIFEST, Manifest.now(step, entries, {}, 0, generation).encode())
     disk.sync_folders(saving)
+    with turn(_draft(root)):
+        _replace_regular(root, step, saving, final)
+
+
+def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> None:
     if not is_complete(root, step):
         _move_in(root, step, saving, final)
         return
@@ -123,10 +142,16 @@ def publish_regular(root: Path, step: int, generation: str = "") -> None:
 
 
 @disk.one_line
-def clean(root: Path) -> list[str]:
-    """Removes what dead processes left behind and returns the names; only call it while no worker lives."""
+def clean(root: Path, term: int | None = None) -> list[str]:
+    """Removes what dead processes left behind and returns the names; only call it while no worker lives.
+
+    At the end of an incident workers on the other side of a cut network may live: only what was made for the
+    controller of `term` is removed then; regular saves count as made for the first one, with rank 0.
+    """
     removed = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if term is not None and naming.term_of(path.name) != term:
+            continue
         step = naming.step_of_replaced(path.name)
         if step is not None and not (root / naming.final_name(step)).exists():
             path.rename(root / naming.final_name(step))
@@ -134,7 +159,8 @@ def clean(root: Path) -> list[str]:
         elif step is not None or naming.is_temporary(path.name):
             disk.remove(path)
             removed.append(path.name)
-    for draft in (_draft(root), *root.glob(f"{naming.TRACKER}.*.saving")):
+    remove_abandoned(_draft(root))
+    for draft in root.glob(f"{naming.TRACKER}.*.saving") if not term else ():
         draft.unlink(missing_ok=True)
     return removed
 
@@ -179,6 +205,11 @@ def replace_tracker(root: Path, step: int) -> bool:
     `release` (a converted model to start from) counts as older than any step: the framework replaces it as
     well.
     """
+    with turn(_draft(root)):
+        return _advance_tracker(root, step)
+
+
+def _advance_tracker(root: Path, step: int) -> bool:
     named = tracked_step(root)
     if named is not None and named >= step:
         return False
@@ -196,10 +227,12 @@ def go_back(root: Path, step: int, damaged: Mapping[int, Path]) -> None:
     for which, aside in damaged.items():
         (root / naming.final_name(which)).rename(aside)
     disk.sync(root)
-    _set_tracker(root, step)
+    with turn(_draft(root)):
+        _set_tracker(root, step)
 
 
 def _set_tracker(root: Path, step: int) -> None:
+    """In a turn of this process."""
     disk.write(_draft(root), str(step).encode())
     _draft(root).replace(root / naming.TRACKER)
     disk.sync(root)

@@ -1,13 +1,16 @@
 """The controller of a job: opens an incident at the first failure, drives it, gives the verdict.
 
 It has no clock and no socket: messages and the time (monotonic seconds) come in as arguments, orders go out
-as return values. It keeps nothing that the agents could not tell it again.
+as return values. It keeps nothing that the agents could not tell it again, so the controller of a later term
+takes the place of one that is lost by listening (`succeed`).
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Set
+from collections.abc import Iterable, Set
+
+import msgspec
 
 from adaptor.control.causes import Causes
 from adaptor.control.incident import Directive, Incident, Outcome
@@ -23,6 +26,7 @@ from adaptor.control.messages import (
     Hello,
     Layout,
     Leave,
+    Legacy,
     Moving,
     Phase,
     Prepared,
@@ -30,6 +34,7 @@ from adaptor.control.messages import (
     Published,
     PublishFailed,
     Raised,
+    Recalled,
     Refused,
     Still,
     ToController,
@@ -45,6 +50,10 @@ REFUSED_EXIT_CODE = 2
 # A rank that has stood still for long is in no update that will end soon: it answers at once, or never. And
 # who is told to end has no time to wait for one that does not answer.
 ANSWER_S = 5.0
+# So long a new controller waits for nodes while none comes, before it decides without those that have not.
+# One that lives has noticed the loss half a second later at most (`wire`), and comes at once; this leaves a
+# busy machine time. Whoever is there has been told to freeze meanwhile.
+ROLL_S = 2.0
 
 
 class Controller:
@@ -55,13 +64,20 @@ class Controller:
         timeout_s: how long an incident may last without progress (TTP_OT).
         store: host and port of the store over which dump groups are formed.
         number: the number that the next incident gets.
+        term: 0 for the first controller; the one that takes the place of another has a larger one. No two in
+            a generation have the same.
     """
 
-    def __init__(self, world_size: int, timeout_s: float, store: tuple[str, int], number: int = 1) -> None:
+    def __init__(
+        self, world_size: int, timeout_s: float, store: tuple[str, int], number: int = 1, term: int = 0
+    ) -> None:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._store = store
-        self._number = number
+        self._number = number + term  # so what belongs to an incident of an earlier term is known by it
+        self.term = term
+        self._awaited: set[int] = set()
+        self._awaited_until = 0.0
         self._node_of: dict[int, int] = {}
         self._agents: set[int] = set()
         self._connected: set[int] = set()
@@ -73,6 +89,21 @@ class Controller:
         self._still: set[int] = set()  # nodes whose workers all stand still
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
+
+    def succeed(self, legacy: Iterable[Legacy], nodes: Iterable[int], now: float) -> None:
+        """Take the place of a controller that is lost; that its node is lost is told as ever, afterwards.
+
+        Args:
+            legacy: what it had passed on.
+            nodes: those that are still to say again what they know, this one's included.
+        """
+        for message in legacy:
+            if isinstance(message, Layout):
+                self._layouts[message.rank] = message
+            else:
+                self._node_of.update(dict.fromkeys(message.ranks, message.node))
+        self._awaited.update(nodes)
+        self._awaited_until = now + ROLL_S
 
     @property
     def everyone_is_dead(self) -> bool:
@@ -88,10 +119,10 @@ class Controller:
                     return [(node, self.verdict)]
             case Hello(rank=rank):
                 self._connected.add(rank)
-                if self.incident is not None:  # which waits for layouts still: nobody has been asked anything
-                    self.incident.nodes[rank] = self._node_of[rank]
                 if self.verdict is not None:
                     return [(self._node_of[rank], Addressed(rank, Exit(self.verdict.incident)))]
+                if self.incident is not None and rank not in self._dead and rank not in self._dying:
+                    return self._route(self.incident.on_joined(rank, self._node_of[rank]))
             case Layout(rank=rank):
                 return self._on_layout(rank, message, now)
             case Refused(rank=rank, reason=reason):
@@ -116,6 +147,8 @@ class Controller:
                 if board.phase == Phase.ENDED:
                     self._causes.ended.add(rank)
                 return self._on_deaths({rank: status}, now)
+            case Recalled(node=node, verdict=verdict):
+                return self._on_recalled(node, verdict, now)
             case AgentLost(node=node):
                 return self._on_agent_lost(node, now)
             case _:
@@ -131,6 +164,8 @@ class Controller:
             incident.outcome is not None and now >= incident.deadline
         ):  # all is done but to learn how they ended
             return self._on_deaths(dict.fromkeys(self._dying, -signal.SIGKILL), now)
+        if self._awaited and now >= self._awaited_until:
+            return [order for node in sorted(self._awaited) for order in self._on_agent_lost(node, now)]
         return self._route(incident.on_tick(now))
 
     def _on_layout(self, rank: int, layout: Layout, now: float) -> Orders:
@@ -192,12 +227,24 @@ class Controller:
 
     def _on_agent_lost(self, node: int, now: float) -> Orders:
         self._agents.discard(node)
+        self._awaited.discard(node)
         ranks = [rank for rank, home in self._node_of.items() if home == node and rank not in self._dead]
         self._causes.lost[node] = ranks
         orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), now)
         if self.incident is not None:
             orders += self._route(self.incident.on_agent_lost(node))
+            orders += self._route(self.incident.on_recalled())
         return orders
+
+    def _on_recalled(self, node: int, verdict: Verdict | None, now: float) -> Orders:
+        if node not in self._awaited:
+            return []
+        self._awaited.discard(node)
+        self._awaited_until = now + ROLL_S
+        if verdict is not None and self.verdict is None:
+            self.verdict = msgspec.structs.replace(verdict, leaves=0)
+            return self._farewell(verdict.incident)
+        return self._route(self.incident.on_recalled()) if self.incident is not None else []
 
     def _fault(self, now: float, *, by_death: bool) -> Orders:
         if self.incident is not None or self.verdict is not None:
@@ -217,6 +264,8 @@ class Controller:
             self._timeout_s,
             self._store,
             self._unbegun,
+            self._awaited,
+            self.term,
             stacks=self._causes.hang_s > 0,
             answer_s=ANSWER_S if self._causes.hang_s or self._causes.asked else 0.0,
         )
@@ -241,8 +290,8 @@ class Controller:
                 directives = incident.on_written(message)
             case WriteFailed(incident=incident.number):
                 directives = incident.on_write_failed(message)
-            case Published(incident=incident.number):
-                directives = incident.on_published()
+            case Published(incident=incident.number, step=step):
+                directives = incident.on_published(step)
             case PublishFailed(incident=incident.number, reason=reason):
                 directives = incident.on_publish_failed(reason)
         return self._route(directives)
@@ -290,7 +339,7 @@ class Controller:
             cause.rank,
             cause.exit_code,
             self.save,
-            cause.leaves,
+            0 if 0 in self._causes.lost else cause.leaves,
         )
         return self._farewell(incident.number)
 
@@ -315,12 +364,13 @@ class Controller:
 
     def _farewell(self, number: int) -> Orders:
         assert self.verdict is not None
-        exits: Orders = [
+        # First to the agents: no worker exits whose agent does not know the verdict, whatever dies now.
+        verdicts: Orders = [(node, self.verdict) for node in sorted(self._agents)]
+        return verdicts + [
             (node, Addressed(rank, Exit(number)))
             for rank, node in self._node_of.items()
             if rank not in self._dead
         ]
-        return exits + [(node, self.verdict) for node in sorted(self._agents)]
 
     def _advice(self) -> str:
         owners: dict[tuple[str, int], list[int]] = {}

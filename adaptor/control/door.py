@@ -53,7 +53,8 @@ class Door:
         with self._changed:
             self._closed = True
 
-    def let_through(self, step: int) -> None:
+    def let_through(self, step: int | None) -> None:
+        """Let the window of `step` open, and no other; None: none."""
         with self._changed:
             self._let_through = step
             self._changed.notify_all()

@@ -80,9 +80,10 @@ class Incident:
     """`nodes` maps the ranks that are alive to their nodes, `agents` are the nodes with an agent.
 
     The owner takes out what is gone. `unbegun` ended before training had begun on them, so that no step has
-    finished. `silent` did not close their doors in time, `stuck` were given up in the dump. `stacks`: the
-    ranks are to tell where they stand; `answer_s`: how long they have for an answer, half of the time where
-    it is not said.
+    finished. `awaited` are nodes that may yet come to a controller that has taken the place of another; its
+    `term` is 0 for the first. `silent` did not close their doors in time, `stuck` were given up in the dump.
+    `stacks`: the ranks are to tell where they stand; `answer_s`: how long they have for an answer, half of
+    the time where it is not said.
     """
 
     number: int
@@ -94,6 +95,8 @@ class Incident:
     timeout_s: float
     store: tuple[str, int]
     unbegun: Collection[int] = ()
+    awaited: Collection[int] = ()
+    term: int = 0
     state: State = State.FREEZING
     outcome: Outcome | None = None
     frozen: dict[int, BoardRecord] = field(default_factory=dict)
@@ -132,7 +135,7 @@ class Incident:
         self.freeze_deadline = self.opened_at + min(half, self.answer_s or half)
         if len(self.layouts) == self.world_size:
             return self._freeze()
-        if by_death and self.unbegun:
+        if by_death and self.unbegun and not self.awaited:
             return self._end_before_training()
         self.explained_by = self.opened_at + EXPLANATION_S
         return []
@@ -144,8 +147,23 @@ class Incident:
         return self._freeze()
 
     def _freeze(self) -> list[Directive]:
-        orders = [Directive(Freeze(self.number, self.stacks), rank=rank) for rank in self.nodes]
-        return orders + self._decide_when_frozen()
+        return [self._order_freeze(rank) for rank in self.nodes] + self._decide_when_frozen()
+
+    def _order_freeze(self, rank: int) -> Directive:
+        return Directive(Freeze(self.number, self.stacks), rank=rank)
+
+    def on_joined(self, rank: int, node: int) -> list[Directive]:
+        """A rank that was not known to be there when others were asked to freeze."""
+        if self.state is not State.FREEZING or rank in self.nodes:
+            return []
+        self.nodes[rank] = node
+        return [] if self.explained_by else [self._order_freeze(rank)]
+
+    def on_recalled(self) -> list[Directive]:
+        """One node less is `awaited`."""
+        if self.explained_by:
+            return self._end_before_training() if self.unbegun and not self.awaited else []
+        return self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
         if board.finished >= self.step:  # else its main thread has not come through the door
@@ -159,7 +177,7 @@ class Incident:
     def on_deaths(self, ranks: Collection[int]) -> list[Directive]:
         """`ranks` are no longer in `nodes`."""
         if self.explained_by:
-            return self._end_before_training() if self.unbegun else []
+            return self._end_before_training() if self.unbegun and not self.awaited else []
         for rank in ranks:
             self.frozen.pop(rank, None)
         if self.state is State.FREEZING:
@@ -221,9 +239,10 @@ class Incident:
         dumping = self.state is State.DUMPING and message.attempt == self.attempt
         return dumping and message.group in self.pending
 
-    def on_published(self) -> list[Directive]:
+    def on_published(self, step: int) -> list[Directive]:
         if self.state is not State.PUBLISHING:
             return []
+        self.step = max(self.step, step)
         # Ranks of a job with local copies may have gone back; and who was further may be dead by now.
         newest = max([self.newest, *map(_newest, self.frozen.values())])
         reason = "" if newest <= self.step else f"step {newest} was not finished on every rank"
@@ -279,7 +298,7 @@ class Incident:
         return plan(shares, boards, only=self.step, avoid=self.avoid)
 
     def _decide_when_frozen(self) -> list[Directive]:
-        if self.state is not State.FREEZING or not self.nodes.keys() <= self.frozen.keys():
+        if self.state is not State.FREEZING or self.awaited or not self.nodes.keys() <= self.frozen.keys():
             return []
         return self._choose()
 
@@ -303,7 +322,7 @@ class Incident:
         return [self._order_prepare()]
 
     def _order_prepare(self) -> Directive:
-        return Directive(Prepare(self.number, self._save(), self.step), node=self.publisher)
+        return Directive(Prepare(self.number, self._save(), self.step, self.term), node=self.publisher)
 
     def _dump_again(self) -> list[Directive]:
         """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
@@ -347,7 +366,7 @@ class Incident:
 
     def _order_publish(self) -> Directive:
         files = tuple(entry for group in sorted(self.written) for entry in self.written[group])
-        order = Publish(self.number, self._save(), self.step, files, self.writers, self.world_size)
+        order = Publish(self.number, self._save(), self.step, files, self.writers, self.world_size, self.term)
         return Directive(order, node=self.publisher)
 
     def _save(self) -> str:

@@ -186,11 +186,19 @@ class Noted(Message, frozen=True):
 # agent -> controller
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Where somebody listens."""
+
+    address: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
 class AgentHello(Message, frozen=True):
-    """An agent and the ranks of its workers."""
+    """An agent and the ranks of its workers; `gate`: where it would be found as the controller's."""
 
     node: Number
     ranks: tuple[Number, ...]
+    gate: Place | None = None
 
 
 class Died(Message, frozen=True):
@@ -230,6 +238,10 @@ class Moving(Message, frozen=True):
     node: Number
 
 
+class Beat(Message, frozen=True):
+    """Nothing; that it does not arrive tells of a connection on which nothing arrives (`wire`)."""
+
+
 class AgentLost(Message, frozen=True):
     """The connection to an agent is gone, and its workers with it; no agent can say it of another."""
 
@@ -244,7 +256,10 @@ class Progress(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """The checkpoint is under its final name and the tracker names it; `path` is its folder."""
+    """The checkpoint is under its final name and the tracker names it; `path` is its folder.
+
+    `step` is a later one than was ordered where the other side of a cut network has saved that.
+    """
 
     incident: int
     step: int
@@ -311,11 +326,12 @@ class Exit(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Make a clean temporary folder for `step`; the answer is `Prepared`."""
+    """Make a clean temporary folder for `step`; the answer is `Prepared`. `term`: of the controller."""
 
     incident: int
     save: str
     step: int
+    term: int = 0
 
 
 class Prepared(Message, frozen=True):
@@ -335,6 +351,7 @@ class Publish(Message, frozen=True):
     files: tuple[FileEntry, ...]
     writers: dict[str, tuple[int, ...]]
     world_size: int
+    term: int = 0
 
 
 class Verdict(Message, frozen=True):
@@ -354,6 +371,16 @@ class Dismissed(Message, frozen=True):
     """The controller's node has done its work and leaves; what fails from now on cannot be saved."""
 
 
+class Recalled(Message, frozen=True):
+    """The agent of `node` has told a new controller again all that it had told the one that is lost.
+
+    `verdict`: the one that it had been given, which stands.
+    """
+
+    node: Number
+    verdict: Verdict | None = None
+
+
 FromWorker = Hello | Layout | Refused | Raised | Told | Frozen | Written | WriteFailed | Noted
 ToWorker = Freeze | Dump | Exit
 FromAgent = (
@@ -368,9 +395,13 @@ FromAgent = (
     | Prepared
     | Published
     | PublishFailed
+    | Recalled
+    | Beat
 )
 ToController = FromAgent | AgentLost
-ToAgent = Prepare | Publish | Verdict | Dismissed
+# What the controller passes on to those that may have to take its place.
+Legacy = AgentHello | Layout
+ToAgent = Prepare | Publish | Verdict | Dismissed | Legacy | Beat
 
 
 class Addressed(Message, frozen=True):

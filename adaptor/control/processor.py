@@ -60,7 +60,7 @@ class Processor:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect("\0" + address)
         self._session: Session | None = None
-        self._attempt = 0
+        self._current = (0, 0)  # the incident and the attempt of the newest order
         self.incident = 0
         self.exit_code = EXIT_SURVIVOR
 
@@ -131,9 +131,13 @@ class Processor:
         match order:
             case Freeze():
                 self.incident = order.incident
+                self._current = (order.incident, 0)
+                assert self._session is not None
+                # A controller that is lost may have let the main thread through: what is told now must hold.
+                self._session.let_through(None)
                 self._in_thread("freeze", self._freeze, order)
             case Dump():
-                self._attempt = order.attempt
+                self._current = (order.incident, order.attempt)
                 assert self._session is not None
                 # Here, not in a thread: in the order of the attempts, so that no older one opens the door.
                 self._session.let_through(order.step)
@@ -160,6 +164,9 @@ class Processor:
                 stacks.write(path)
                 self._note("stacks", str(path))
 
+    def _is_current(self, order: Dump) -> bool:
+        return self._current == (order.incident, order.attempt)
+
     def _dump(self, order: Dump) -> None:
         session = self._session
         assert session is not None
@@ -181,7 +188,7 @@ class Processor:
                     attempt=order.attempt,
                     connect=lambda ranks, group=group: _connect(order, group, self._rank, ranks),  # type: ignore[misc]
                     progress=session.board.advance,
-                    cancelled=lambda: self._attempt != order.attempt,
+                    cancelled=lambda: not self._is_current(order),
                     as_is=group.group in order.as_is,
                     remark=remarks.append,
                     past=past,
@@ -196,7 +203,7 @@ class Processor:
                 else:
                     self._note("gathered", group.group)
         except Exception as error:  # whatever it was, the controller decides what comes next
-            if self._attempt == order.attempt:
+            if self._is_current(order):
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 doubted = error.ranks if isinstance(error, NotFiniteError) else ()
                 self._note("failed", reason)

@@ -283,8 +283,8 @@ class Session:
         """Close the door; the board once no window is open, None where one still is after `timeout_s`."""
         return self.board.record() if self.door.close(timeout_s) else None
 
-    def let_through(self, step: int) -> None:
-        """Let the main thread through the door to `step`, and to no other step from now on."""
+    def let_through(self, step: int | None) -> None:
+        """Let the main thread through the door to `step`, and to no other step from now on; None: to none."""
         self.door.let_through(step)
 
     def bring_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from adaptor.checkpoint import publish
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP4, Job
-from tests.faults.scenario import BaselineOf, assert_last_words, ends, restarts
+from tests.faults.scenario import BaselineOf, assert_last_words, ends, goes_on, restarts
 
 RANKS = pytest.mark.parametrize("rank", [1, 2], ids=["node0", "node1"])
 
@@ -60,9 +61,55 @@ def test_one_node_is_told_to_end(rank: int, tmp_path: Path, baseline_of: Baselin
     assert all(line["restart"] == 0 for lines in ended.records.values() for line in lines)
 
 
+def test_the_agent_with_the_controller_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """And rank 0 with it: the other node takes over, and saves what it holds."""
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        nodes=2,
+        restarts=1,
+        faults=["rank=0,step=6,phase=backward,kind=agent-sigkill"],
+    )
+    ended = harness.run(job)
+    assert ended.codes == (137, 137), ended.log[-3000:]
+    assert (
+        ended.logs[1]
+        .rstrip()
+        .endswith(
+            "[ttp] node 0 is lost; step 5 is saved, no finished step is lost; "
+            f"the newest checkpoint in {job.save} is step 5"
+        )
+    )
+    assert_last_words(tmp_path / "save", 5, baseline_of(DP4))
+    goes_on(job, baseline_of(DP4), 5)
+
+
+def test_the_node_that_takes_over_is_killed_while_it_saves(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """With TLS between the agents, and certificates at every gate."""
+    save = tmp_path / "save"
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=save,
+        nodes=4,
+        faults=[
+            "rank=0,step=6,phase=backward,kind=agent-sigkill",
+            "rank=1,phase=dump,kind=agent-sigkill",
+        ],
+        environment=Authority(tmp_path / "signer").settings(),
+    )
+    ended = harness.run(job)
+    assert ended.codes == (137,) * 4, ended.log[-3000:]
+    for log in ended.logs[2:]:
+        assert "[ttp] node 0 is lost, node 1 is lost; step 5 is saved, no finished step is lost" in log
+    assert publish.clean(save) == ["iter_0000005_tmp1"]  # what the next start does
+    assert_last_words(save, 5, baseline_of(DP4))
+
+
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
 def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """No connection is closed, no packet arrives. The side with the controller saves, the other one ends."""
+    """No connection is closed, no packet arrives. Both sides save the same step into the same folder."""
     save = tmp_path / "save"
     with namespaces.two() as network:
         job = Job(
@@ -75,9 +122,9 @@ def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) ->
             faults=["rank=3,step=6,phase=forward,kind=cut"],
         )
         ended = harness.run(job)
-    assert ended.codes == (137, 1), ended.log[-3000:]
-    assert "node 1 is lost; step 5 is saved, no finished step is lost" in ended.logs[0]
-    assert "the controller's node is lost; nothing more can be saved from node 1" in ended.logs[1]
+    assert ended.codes == (137, 137), ended.log[-3000:]
+    for node, log in enumerate(ended.logs):
+        assert f"node {1 - node} is lost; step 5 is saved, no finished step is lost" in log
     assert outcome.steps_in(save) == [5]
     assert_last_words(save, 5, baseline_of(DP4))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from adaptor.control.board import BoardMemory
+from adaptor.control.legacy import stands_by
 from adaptor.control.messages import (
     Addressed,
     AgentHello,
@@ -22,6 +23,7 @@ from adaptor.control.messages import (
     Leave,
     Moving,
     Phase,
+    Place,
     Prepare,
     Prepared,
     Progress,
@@ -35,32 +37,34 @@ from adaptor.control.messages import (
 )
 from adaptor.control.stillness import Stillness
 from adaptor.launchers.node import EXIT_GRACE_S, FAREWELL_S, PROGRESS_S
-from tests.simulation.clock import Body, Process
+from tests.simulation.clock import Body
+from tests.simulation.way import Follower
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
 
-class Agent(Process):
-    """`up` says something to the controller, while there is a way to it."""
+class Agent(Follower):
+    """One node's; its ranks' boards outlive them."""
 
     def __init__(self, world: World, node: int) -> None:
-        super().__init__(world.clock)
-        self.world = world
-        self.node = node
+        super().__init__(world, node)
         self.ranks = tuple(rank for rank in world.job.ranks if world.job.nodes[rank] == node)
         self.boards = BoardMemory(self.ranks)
         self.living = set(self.ranks)
-        self.verdict: Verdict | None = None
         self.settled = False
         self.left = False  # torch has ended the workers, after somebody wanted this agent to end
         self.filing = 0  # jobs on the disk
+        self.controlled = True  # it has not been left to itself
         self._dismissed = False
         self._silent = False
 
     def begin(self) -> None:
-        self._up(AgentHello(self.node, self.ranks))
+        if self.node:
+            self.connection = self.world.network.join(self, 0)
+        gate = Place("here", 1) if stands_by(self.node) else None
+        self.say_first(AgentHello(self.node, self.ranks, gate))
         for rank in self.ranks:
             worker = self.world.workers[rank]
             worker.later(self.world.random.uniform(0.05, 0.5), worker.start)
@@ -72,7 +76,7 @@ class Agent(Process):
         elif self._dismissed:
             self._judge_alone(message)
         else:
-            self.world.network.up(self.node, message)
+            self.say(message)
 
     # workers
 
@@ -112,7 +116,7 @@ class Agent(Process):
                 last = total
                 self._up(Progress(self.node, total))
 
-    # the controller
+    # orders
 
     def obey(self, order: ControllerToAgent) -> None:
         match order:
@@ -131,11 +135,15 @@ class Agent(Process):
                 self.verdict = order
                 self.thread(self._see_them_off())
 
-    def lose_controller(self) -> None:
-        if not self._dismissed:
-            self._judge("the controller's node is lost")
+    @property
+    def resting(self) -> bool:
+        return self._dismissed or self._silent
+
+    def despair(self) -> None:
+        self._judge("the controller's node is lost")
 
     def _judge(self, what: str) -> None:
+        self.controlled = False
         if self.verdict is None:
             self.obey(Verdict(0, "lost", -1, what, -1, 1, ""))
 
@@ -159,9 +167,10 @@ class Agent(Process):
 
     def _publish(self, order: Publish) -> Body[None]:
         self.filing += 1
-        answer: Published | PublishFailed = Published(order.incident, order.step, order.save)
+        answer: Published | PublishFailed
         try:
-            yield from self.world.disk.publish(order)
+            step = yield from self.world.disk.publish(order, self)
+            answer = Published(order.incident, step, order.save)
         except Exception as error:
             answer = PublishFailed(order.incident, str(error))
         self.filing -= 1
@@ -173,11 +182,11 @@ class Agent(Process):
             self.world.end(self.world.workers[rank], -9)
         over = self.clock.now + FAREWELL_S
         while self.clock.now < over and (
-            self.living or (self.node == 0 and not self.world.controller.everyone_is_dead)
+            self.living or (self.hub is not None and not self.hub.controller.everyone_is_dead)
         ):
             yield 0.1
-        if self.node == 0 and not self.filing and self.verdict is not None and self.verdict.save:
-            self.world.disk.clean()
+        if self.hub is not None and not self.filing and self.verdict is not None and self.verdict.save:
+            self.world.disk.clean(self.node)
         self.settled = True
 
     def _until_gone(self, seconds: float) -> Body[None]:
@@ -205,4 +214,6 @@ class Agent(Process):
             self.world.end(self.world.workers[rank], -9)
         yield from self._until_gone(30.0)
         self.left = self.settled = True
+        if self.hub is not None:
+            self.hub.leave()
         self.world.network.close(self.node)

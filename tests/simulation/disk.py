@@ -9,7 +9,7 @@ from typing import Any
 from adaptor.checkpoint import naming
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.control.messages import Prepare, Publish
-from tests.simulation.clock import Body, Clock
+from tests.simulation.clock import Body, Clock, Process
 
 # What the framework's own save has written: right by definition.
 REGULAR = "regular"
@@ -36,6 +36,7 @@ class Disk:
         self.trouble = 0.0  # how often something on it fails
         self.stuck_at = float("inf")  # from then on nothing on it returns
         self.full_for: set[int] = set()  # nodes that cannot write to it
+        self._turn: tuple[Process, Publish] | None = None  # whose it is; it goes with the process
 
     def pause(self, seconds: float = 0.0) -> float:
         """How long a call takes: about `seconds`, or as long as names and folders take."""
@@ -52,7 +53,7 @@ class Disk:
         return naming.final_name(step) in self.folders
 
     def prepare(self, order: Prepare) -> Body[str]:
-        name = naming.temporary_name(order.step)
+        name = naming.temporary_name(order.step, order.term)
         yield self.pause()
         self._may_fail()
         self.folders.pop(name, None)
@@ -62,15 +63,30 @@ class Disk:
         self.folders[name] = {}
         return name
 
-    def publish(self, order: Publish) -> Body[None]:
+    def publish(self, order: Publish, by: Process) -> Body[int]:
+        """The step that the tracker names then."""
         step = order.step
-        temporary, final = naming.temporary_name(step), naming.final_name(step)
+        temporary, final = naming.temporary_name(step, order.term), naming.final_name(step)
         yield self.pause()
         self._may_fail()
-        if self.is_complete(step):  # this world is of one generation
-            self.folders.pop(temporary, None)
+        if not self.is_complete(step):  # this world is of one generation
+            yield from self._make_ready(order, temporary)
+        while self._turn is not None and self._turn[0].alive:
+            yield 0.05
+        self._turn = mine = (by, order)
+        try:
+            if not self.is_complete(step):
+                yield from self._move_in(step, temporary, final)
+            yield self.pause()
             self._announce(step)
-            return
+        finally:
+            if self._turn is mine:
+                self._turn = None
+        yield self.pause()
+        self.folders.pop(temporary, None)
+        return max(step, self.tracker or 0)
+
+    def _make_ready(self, order: Publish, temporary: str) -> Body[None]:
         if not order.files:
             raise DiskError("nothing to publish")
         for entry in order.files:
@@ -82,6 +98,8 @@ class Disk:
             del files[path]
         yield self.pause()
         self._folder(temporary)  # the manifest
+
+    def _move_in(self, step: int, temporary: str, final: str) -> Body[None]:
         yield self.pause()
         self._may_fail()
         if final in self.folders:
@@ -89,8 +107,6 @@ class Disk:
         self._folder(temporary)
         self.folders[final] = self.folders.pop(temporary)
         self._on_final(step, self.folders[final])
-        yield self.pause()
-        self._announce(step)
 
     def publish_regular(self, step: int) -> None:
         """A save of the framework gets its name; the one that is there is replaced."""
@@ -100,10 +116,11 @@ class Disk:
         if self.tracker is None or self.tracker < step:
             self.tracker = step
 
-    def clean(self) -> None:
-        """At the end of a generation."""
+    def clean(self, term: int) -> None:
+        """At the end of an incident."""
         for name in [name for name in self.folders if naming.is_temporary(name)]:
-            del self.folders[name]
+            if naming.term_of(name) == term:
+                del self.folders[name]
 
     def _name(self, folder: str, entry: FileEntry) -> None:
         files = self._folder(folder)
@@ -118,7 +135,7 @@ class Disk:
         return self.folders[name]
 
     def _announce(self, step: int) -> None:
-        if self.tracker is not None and self.tracker > step:
+        if self.tracker is not None and self.tracker > step and not self.is_complete(self.tracker):
             raise DiskError(f"the tracker names step {self.tracker}")
         self.replace_tracker(step)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _PHASES = ("RUNNING", "READY", "READY", "UPDATING")
-_STATES = ("FREEZING", "PREPARING", "DUMPING", "DUMPING", "PUBLISHING")
+_STATES = ("FREEZING", "PREPARING", "DUMPING", "DUMPING", "PUBLISHING", "TAKING OVER", "ENDED")
 _POINTS = ("frozen", "let through", "let through", "written")
 
 
@@ -42,7 +42,7 @@ class Faults:
         if draw.random() < 0.15:
             self._trouble_the_disk()
         if draw.random() < 0.2 and len(world.agents) > 1:
-            node = draw.randrange(1, len(world.agents))
+            node = draw.randrange(len(world.agents))
             world.clock.after(draw.uniform(0.0, 3.0), self._stall, node)
 
     def _plan(self, *, first: bool) -> None:
@@ -73,6 +73,8 @@ class Faults:
             self._at_state[state] -= 1
             if state in ("PREPARING", "PUBLISHING") and self._draw.random() < 0.3:
                 self._world.clock.after(self._soon(), self._strike_publisher)
+            elif self._draw.random() < (0.8 if state == "ENDED" else 0.3):
+                self._world.clock.after(self._soon(), self._strike_controller)
             else:
                 self._world.clock.after(self._soon(), self._strike_any)
 
@@ -86,11 +88,18 @@ class Faults:
             self._strike(self._draw.choice(alive if self._draw.random() < 0.7 else alive[:2]))
 
     def _strike_publisher(self) -> None:
-        incident = self._world.controller.incident
+        incident = self._world.newest.controller.incident
         assert incident is not None
-        if self._world.agents[incident.publisher].alive:
-            worker = self._world.workers[self._world.agents[incident.publisher].ranks[0]]
-            self._draw.choice([self._lose_loudly, self._lose_silently, self._cut_off])(worker)
+        if incident.publisher >= 0 and self._world.agents[incident.publisher].alive:
+            self._strike_node(incident.publisher)
+
+    def _strike_node(self, node: int) -> None:
+        worker = self._world.workers[self._world.agents[node].ranks[0]]
+        self._draw.choice([self._lose_loudly, self._lose_silently, self._cut_off])(worker)
+
+    def _strike_controller(self) -> None:
+        if self._world.newest.agent.alive and len(self._world.agents) > 1:
+            self._strike_node(self._world.newest.term)
 
     def _strike(self, worker: Worker) -> None:
         """One fault, which begins with `worker`, or its node."""
@@ -113,9 +122,9 @@ class Faults:
         act = self._draw.choices(acts, weights)[0]
         act(worker)
 
-    def in_an_update(self, worker: Worker) -> None:
-        """The main thread of `worker` hangs or raises there."""
-        self.hurt[worker.rank] = "in the middle of an update"
+    def in_a_window(self, worker: Worker) -> None:
+        """The main thread of `worker` hangs there, or raises in the middle of an update."""
+        self.hurt[worker.rank] = "in the middle of a window"
 
     def _tell(self, what: str) -> None:
         self._world.tell(f"-- {what}")
@@ -196,7 +205,7 @@ class Faults:
         if node in self.cut or node not in self._world.network.heard:
             self.unexplained = True
         for worker in self._world.workers.values():
-            if worker.node == node or node == 0:
+            if worker.node == node:
                 self.hurt[worker.rank] = what
         for rank in self._world.agents[node].ranks:
             self._blame(rank, "node")
@@ -204,39 +213,38 @@ class Faults:
     def _lose_loudly(self, worker: Worker) -> None:
         """`ttprun` is killed, and its workers with it."""
         node = worker.node
-        if node == 0 and self._draw.random() < 0.7:
+        if not self._world.agents[node].alive:
             return
         self._tell(f"ttprun of node {node} is killed")
         self._lose(node, "its agent was killed")
         self._world.end_node(node, told=True)
-        self._world.network.close(node)
 
     def _lose_silently(self, worker: Worker) -> None:
         """No power."""
         node = worker.node
-        if node == 0:
+        if not self._world.agents[node].alive:
             return
         self._tell(f"node {node} loses its power")
         self.cut.add(node)
         self._lose(node, "no power")
+        self._world.network.silence(node)
         self._world.end_node(node, told=False)
-        self._world.network.cut(node)
 
     def _cut_off(self, worker: Worker) -> None:
         """The node lives, and nothing reaches it."""
         node = worker.node
-        if node == 0:
+        if len(self._world.agents) == 1:
             return
         self._tell(f"node {node} is cut off")
         self.cut.add(node)
         self._lose(node, "cut off")
-        self._world.network.cut(node)
+        self._world.network.silence(node)
 
     def _stall(self, node: int) -> None:
         """No fault: packets are lost and sent again, for less time than a silence that counts."""
         self._tell(f"nothing passes to and from node {node} for a while")
         self.unexplained = self.stalls = True
-        self._world.network.stall(node, self._draw.uniform(0.5, 4.0))
+        self._world.network.stall(node, self._draw.uniform(0.2, 0.9))
 
     def _trouble_the_disk(self) -> None:
         disk, draw = self._world.disk, self._draw

@@ -12,11 +12,11 @@ from adaptor.control.messages import (
     Died,
     Dump,
     Exit,
-    FromAgent,
     Frozen,
     Phase,
     Progress,
     Publish,
+    ToController,
     Verdict,
     Written,
 )
@@ -24,6 +24,7 @@ from tests.simulation.disk import REGULAR
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Agent
+    from tests.simulation.hub import Hub
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
@@ -40,14 +41,8 @@ class Invariants:
         self._world = world
         self.begun = world.job.origin
         self.saved: list[int] = []  # last words, in the order in which they got their final names
-        self._frozen: dict[int, BoardRecord] = {}
-        self._dead: set[int] = set()
-        self._lost: set[int] = set()
-        self._reported: dict[str, int] = {}
         self._tracker = -1
-        self._moved_at = 0.0
-        self._latest_fault = 0.0
-        self._verdict: Verdict | None = None
+        self.latest_fault = 0.0
         self._verdicts: dict[int, Verdict] = {}
 
     # boards and faults
@@ -60,100 +55,25 @@ class Invariants:
             self._world.faults.hurt[worker.rank] = "ended"
 
     def fault(self, rank: int, what: str) -> None:
-        self._latest_fault = self._world.clock.now
+        self.latest_fault = self._world.clock.now
         if what in ("death", "node"):
             self._world.clock.after(NOTICED_S, self._noticed, rank)
 
     def _noticed(self, rank: int) -> None:
-        controller, node = self._world.controller, self._world.job.nodes[rank]
-        if node not in self._world.network.heard:
+        world = self._world
+        if world.job.nodes[rank] not in world.network.heard:
             return  # by design, a node that never came is waited for as long as the framework does
-        known = controller.incident is not None or controller.verdict is not None
-        assert known or self._world.controller_left, f"the loss of rank {rank} has not been noticed"
-
-    # the controller
-
-    def heard(self, message: FromAgent) -> None:
-        match message:
-            case Died(rank=rank):
-                self._dead.add(rank)
-            case AgentLost(node=node):
-                self._lost.add(node)
-                self._dead.update(self._world.agents[node].ranks)
-            case Progress():
-                self._moved_at = self._world.clock.now
-            case Frozen(rank=rank, board=board):
-                self._frozen.setdefault(rank, board)
-            case Written(group=group, attempt=attempt):
-                incident = self._world.controller.incident
-                if incident is not None and incident.attempt == attempt:
-                    self._reported[group] = incident.step
-
-    def ordered(self, node: int, order: ControllerToAgent) -> None:
-        assert node not in self._lost, "an order to a node that is known to be lost"
-        if isinstance(order, Addressed):
-            assert order.rank not in self._dead, "an order to a rank that is known to be dead"
-            assert self._world.job.nodes[order.rank] == node, "an order to another node than the rank's"
-            assert isinstance(order.message, Exit) or self._verdict is None, "an order after the verdict"
-            if isinstance(order.message, Dump):
-                self._dump(order.rank, order.message)
-        elif not isinstance(order, Verdict):
-            assert self._verdict is None, "an order after the verdict"
-            if isinstance(order, Publish):
-                written = {group for group, step in self._reported.items() if step == order.step}
-                assert written == set(self._world.job.groups), "a publish without every group written"
-
-    def _dump(self, rank: int, order: Dump) -> None:
-        job = self._world.job
-        for part in order.groups:
-            assert rank in part.ranks, "a rank takes part in what is not its group"
-            assert part.writer in job.groups[part.group], "a rank writes files of another group"
-            assert len(part.holders) == job.size(part.group), "a shard is missing from a dump"
-            assert not self._dead.intersection(part.ranks), "a dead rank takes part"
-            for index, holder in enumerate(part.holders):
-                held = {(s.group, s.index) for s in job.shares[holder]}
-                assert (part.group, index) in held, "a rank is asked for a shard that it has not"
-                assert self._frozen[holder].provides(order.step), "a rank is asked for a step that it has not"
-
-    def decided(self) -> None:
-        """After each thing that the controller has heard."""
-        controller, now = self._world.controller, self._world.clock.now
-        verdict, incident = controller.verdict, controller.incident
-        assert self._verdict is None or verdict is self._verdict, "two verdicts"
-        if incident is not None and not self._world.faults.by:
-            raise AssertionError("an incident without a fault")
-        if incident is not None and verdict is None:
-            latest = max(incident.opened_at, self._moved_at) + self._world.timeout_s
-            assert now < latest + 1.0, "an incident that lasts too long"
-        if verdict is not None and self._verdict is None:
-            self._verdict = verdict
-            self._judge(verdict)
+        if not any(agent.alive for agent in world.agents.values()):
+            return
+        hubs = world.hubs.values()
+        known = any(h.left or h.controller.incident or h.controller.verdict for h in hubs)
+        assert known, f"the loss of rank {rank} has not been noticed"
 
     def verdict(self, agent: Agent, verdict: Verdict) -> None:
         assert agent.node not in self._verdicts, "an agent is given two verdicts"
         self._verdicts[agent.node] = verdict
 
-    def _judge(self, verdict: Verdict) -> None:
-        world, job = self._world, self._world.job
-        if not world.faults.unexplained and world.clock.now > self._latest_fault + EXPLAINED_S:
-            assert verdict.cause_rank in world.faults.by or verdict.cause_rank == -1, (
-                f"rank {verdict.cause_rank} is blamed, and nothing happened to it"
-            )
-        if verdict.outcome == "saved":
-            assert verdict.step in self.saved or self._regular(verdict.step), "saved, and not on disk"
-            assert world.disk.tracker == verdict.step, "saved, and the tracker names another step"
-            assert verdict.step > job.origin
-        if world.faults.disk_fails or not self._has_sound_holders():
-            return
-        if "training had not begun" in verdict.line and (world.faults.stalls or self._lost):
-            return  # by design: word of it is not waited for as long as a silence may last
-        if self.begun <= job.origin:
-            assert verdict.outcome in ("nothing", "saved"), verdict.line
-        else:
-            assert verdict.outcome == "saved", f"step {self.begun} is lost: {verdict.line}"
-            assert verdict.step >= self.begun, f"step {self.begun} is lost: {verdict.line}"
-
-    def _has_sound_holders(self) -> bool:
+    def has_sound_holders(self) -> bool:
         """Whether ranks to which nothing has happened have every shard, and can write every group."""
         job, hurt = self._world.job, self._world.faults.hurt
         sound = [rank for rank in job.ranks if rank not in hurt]
@@ -163,7 +83,7 @@ class Invariants:
             for group, ranks in job.groups.items()
         )
 
-    def _regular(self, step: int) -> bool:
+    def regular(self, step: int) -> bool:
         return REGULAR in self._world.disk.folders.get(f"iter_{step:07d}", {})
 
     # the disk
@@ -195,18 +115,116 @@ class Invariants:
 
     def at_the_end(self) -> None:
         world = self._world
-        verdict = self._verdict
+        told = {}
         for agent in world.agents.values():
             if not agent.alive:
                 continue
             assert not any(w.alive for w in world.workers.values() if w.node == agent.node), (
                 "a process is left"
             )
-            told = self._verdicts.get(agent.node)
-            if verdict is not None and agent.node not in world.network.gone:
-                assert told is verdict, f"node {agent.node} has not been told the verdict"
+            verdict = self._verdicts.get(agent.node)
+            if agent.node not in world.network.cut and not agent.left and agent.controlled:
+                told[agent.node] = verdict.line if verdict is not None else None
+        assert len(set(told.values())) <= 1, f"nodes have been told different verdicts: {told}"
         if not world.faults.by:
-            assert verdict is None, "a verdict without a fault"
-            assert world.controller.everyone_is_dead, "it ended, and the controller does not know"
-        if verdict is not None and verdict.outcome == "nothing":
-            assert not self.saved, "published, and the verdict says that there is nothing"
+            assert not self._verdicts, "a verdict without a fault"
+            assert world.newest.controller.everyone_is_dead, "it ended, and the controller does not know"
+        for hub in world.hubs.values():
+            verdict = hub.controller.verdict
+            if verdict is not None and verdict.outcome == "nothing" and hub.term not in world.network.cut:
+                assert not self.saved, "published, and the verdict says that there is nothing"
+
+
+class Watch:
+    """What must hold of one controller."""
+
+    def __init__(self, world: World, hub: Hub) -> None:
+        self._world = world
+        self._hub = hub
+        self._frozen: dict[int, BoardRecord] = {}
+        self._dead: set[int] = set()
+        self._lost: set[int] = set()
+        self._reported: dict[str, int] = {}
+        self._moved_at = 0.0
+        self._verdict: Verdict | None = None
+
+    def heard(self, message: ToController) -> None:
+        incident = self._hub.controller.incident
+        match message:
+            case Died(rank=rank):
+                self._dead.add(rank)
+            case AgentLost(node=node):
+                self._lost.add(node)
+                self._dead.update(self._world.agents[node].ranks)
+            case Progress():
+                self._moved_at = self._world.clock.now
+            case Frozen(rank=rank, incident=number, board=board):
+                if incident is not None and incident.number == number:
+                    self._frozen.setdefault(rank, board)
+            case Written(group=group, incident=number, attempt=attempt):
+                if incident is not None and (incident.number, incident.attempt) == (number, attempt):
+                    self._reported[group] = incident.step
+
+    def ordered(self, node: int, order: ControllerToAgent) -> None:
+        late = node in self._lost and isinstance(order, Verdict)  # it has come after all
+        assert node not in self._lost or late, "an order to a node that is known to be lost"
+        if isinstance(order, Addressed):
+            assert order.rank not in self._dead, "an order to a rank that is known to be dead"
+            assert self._world.job.nodes[order.rank] == node, "an order to another node than the rank's"
+            assert isinstance(order.message, Exit) or self._verdict is None, "an order after the verdict"
+            if isinstance(order.message, Dump):
+                self._dump(order.rank, order.message)
+        elif not isinstance(order, Verdict):
+            assert self._verdict is None, "an order after the verdict"
+            if isinstance(order, Publish):
+                written = {group for group, step in self._reported.items() if step == order.step}
+                assert written == set(self._world.job.groups), "a publish without every group written"
+
+    def _dump(self, rank: int, order: Dump) -> None:
+        job = self._world.job
+        for part in order.groups:
+            assert rank in part.ranks, "a rank takes part in what is not its group"
+            assert part.writer in job.groups[part.group], "a rank writes files of another group"
+            assert len(part.holders) == job.size(part.group), "a shard is missing from a dump"
+            assert not self._dead.intersection(part.ranks), "a dead rank takes part"
+            for index, holder in enumerate(part.holders):
+                held = {(s.group, s.index) for s in job.shares[holder]}
+                assert (part.group, index) in held, "a rank is asked for a shard that it has not"
+                assert self._frozen[holder].provides(order.step), "a rank is asked for a step that it has not"
+
+    def decided(self) -> None:
+        """After each thing that the controller has heard."""
+        controller, now = self._hub.controller, self._world.clock.now
+        verdict, incident = controller.verdict, controller.incident
+        assert self._verdict is None or verdict is self._verdict, "two verdicts"
+        if incident is not None and not self._world.faults.by:
+            raise AssertionError("an incident without a fault")
+        if incident is not None and verdict is None:
+            latest = max(incident.opened_at, self._moved_at) + self._world.timeout_s
+            assert now < latest + 1.0, "an incident that lasts too long"
+        if verdict is not None and self._verdict is None:
+            self._verdict = verdict
+            self._judge(verdict)
+
+    def _judge(self, verdict: Verdict) -> None:
+        world, job, known = self._world, self._world.job, self._world.invariants
+        if verdict.outcome == "saved":
+            assert verdict.step in known.saved or known.regular(verdict.step), "saved, and not on disk"
+            assert world.disk.tracker is not None
+            assert world.disk.tracker >= verdict.step, "saved, and the tracker names an earlier step"
+            assert verdict.step > job.origin
+        if self._hub.term in world.network.cut:
+            return  # it knows of nothing but its own node, and others may save better
+        if not world.faults.unexplained and world.clock.now > known.latest_fault + EXPLAINED_S:
+            assert verdict.cause_rank in world.faults.by or verdict.cause_rank == -1, (
+                f"rank {verdict.cause_rank} is blamed, and nothing happened to it"
+            )
+        if world.faults.disk_fails or not known.has_sound_holders():
+            return
+        if "training had not begun" in verdict.line and (world.faults.stalls or self._lost):
+            return  # by design: word of it is not waited for as long as a silence may last
+        if known.begun <= job.origin:
+            assert verdict.outcome in ("nothing", "saved"), verdict.line
+        else:
+            assert verdict.outcome == "saved", f"step {known.begun} is lost: {verdict.line}"
+            assert verdict.step >= known.begun, f"step {known.begun} is lost: {verdict.line}"

@@ -103,12 +103,13 @@ class Dumping:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._given: dict[tuple[int, str], dict[int, int]] = {}
+        self._given: dict[tuple[int, int, str], dict[int, int]] = {}
 
     def take_part(
         self, worker: Worker, order: Dump, group: GroupOrder, record: tuple[int, int]
     ) -> Body[tuple[FileEntry, ...]]:
-        names = [("dump", order.attempt, group.group, stage) for stage in ("connect", "shards", "thanks")]
+        dump = ("dump", order.incident, order.attempt, group.group)
+        names = [(*dump, stage) for stage in ("connect", "shards", "thanks")]
         try:
             return (yield from self._take_part(worker, order, group, record, *names))
         except Exception:
@@ -130,7 +131,7 @@ class Dumping:
         yield from worker.through(lambda: worker.meet(connect, everyone))
         yield world.random.uniform(0.0, 0.05)
         self._check(worker, order)
-        given = self._given.setdefault((order.attempt, group.group), {})
+        given = self._given.setdefault((order.incident, order.attempt, group.group), {})
         for index, holder in enumerate(group.holders):
             if holder == worker.rank:
                 given[index] = worker.trainee.tensors[group.group, index]
@@ -144,7 +145,7 @@ class Dumping:
         return (yield from self._write(worker, order, group, record, given))
 
     def _check(self, worker: Worker, order: Dump) -> None:
-        if worker.cancelled(order.attempt):
+        if worker.cancelled(order):
             raise RuntimeError("a newer attempt has replaced this one")
 
     def _write(

@@ -1,102 +1,127 @@
-"""The connections between agents and the controller, which lives in the agent of node 0."""
+"""The connections between agents and controllers, each of which lives in an agent."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from adaptor.control.messages import AgentHello, AgentLost, ControllerToAgent, Dismissed, FromAgent
-from tests.simulation.clock import Link
+from adaptor.control import wire
+from adaptor.control.messages import AgentHello, ControllerToAgent, FromAgent
+from adaptor.launchers.gate import REACH_S
+from tests.simulation.clock import Body, Link
 
 if TYPE_CHECKING:
+    from tests.simulation.agent import Agent
     from tests.simulation.world import World
 
-# The kernel ends a connection whose other side is silent (`wire.notice_silence`); it looks every second.
-SILENT_S = (5.0, 6.5)
+# When a silence is noticed, after it has begun.
+SILENT_S = (wire.SILENT_S, wire.SILENT_S + wire.BEAT_S + 0.1)
+
+
+class Lost:
+    """What arrives last on a connection of which one side has ended, where that is known."""
+
+
+class Connection:
+    """Of the agent of `node` to the gate of `to`. It keeps its order, different ones overtake each other."""
+
+    def __init__(self, network: Network, node: int, to: int) -> None:
+        self.node = node
+        self.to = to
+        self._network = network
+        clock = network.world.clock
+        self.up = Link(clock, network.delay, self._rises)
+        self.down = Link(clock, network.delay, self._falls)
+
+    def _rises(self, message: FromAgent | Lost) -> None:
+        agent = self._network.world.agents[self.to]
+        if isinstance(message, AgentHello):
+            self._network.heard.add(message.node)
+        agent.do(agent.at_the_gate, self, message)
+
+    def _falls(self, order: ControllerToAgent | Lost) -> None:
+        agent = self._network.world.agents[self.node]
+        agent.do(agent.told, self, order)
+
+    def side(self, node: int) -> Link:
+        """What goes to `node`."""
+        return self.up if node == self.to else self.down
 
 
 class Network:
-    """A connection keeps its order, different ones overtake each other.
-
-    gone   nodes that nothing reaches
-    heard  nodes that have said who they are
+    """cut    nodes that nothing reaches
+    closed  nodes whose agents have ended
+    heard   nodes that have said who they are
     """
 
     def __init__(self, world: World) -> None:
-        self._world = world
-        self.gone: set[int] = set()
+        self.world = world
+        self.cut: set[int] = set()
+        self.closed: set[int] = set()
         self.heard: set[int] = set()
-        self._ups: dict[int, Link] = {}
-        self._downs: dict[int, Link] = {}
-        for node, agent in world.agents.items():
-            if node:
-                self._ups[node] = Link(world.clock, self._delay, self._hear)
-                self._downs[node] = Link(
-                    world.clock, self._delay, lambda m, agent=agent: agent.do(agent.obey, m)
-                )
+        self._connections: list[Connection] = []
 
-    def _delay(self) -> float:
-        draw = self._world.random
+    def delay(self) -> float:
+        draw = self.world.random
         return draw.uniform(0.0002, 0.3 if draw.random() < 0.05 else 0.003)
 
-    def _hear(self, message: FromAgent) -> None:
-        if isinstance(message, AgentHello):
-            self.heard.add(message.node)
-        if not isinstance(message, AgentLost) or message.node in self.heard:
-            self._world.hear(message)
+    def join(self, agent: Agent, to: int) -> Connection:
+        made = Connection(self, agent.node, to)
+        if {agent.node, to} & (self.cut | self.closed):
+            self._notice(made, agent.node, SILENT_S[1])
+        else:
+            self._connections.append(made)
+        return made
 
-    def up(self, node: int, message: FromAgent) -> None:
-        if node == 0:
-            self._hear(message)
-        elif node not in self.gone:
-            self._ups[node].send(message)
+    def reach(self, agent: Agent, to: int) -> Body[Connection | None]:
+        """A connection to the gate of `to`; None where nobody lets it in."""
+        if to in self.cut or agent.node in self.cut:
+            yield REACH_S
+            return None
+        yield self.delay()
+        if to in self.closed or {to, agent.node} & self.cut:
+            return None
+        return self.join(agent, to)
 
-    def down(self, node: int, order: ControllerToAgent) -> None:
-        if node == 0:
-            agent = self._world.agents[0]
-            self._world.clock.after(0.0, agent.do, agent.obey, order)
-        elif node not in self.gone:
-            self._downs[node].send(order)
+    def _of(self, node: int) -> list[Connection]:
+        return [c for c in self._connections if node in (c.node, c.to)]
 
     def stall(self, node: int, seconds: float) -> None:
-        for link in (self._ups[node], self._downs[node]):
-            link.stall(seconds)
+        for connection in self._of(node):
+            connection.up.stall(seconds)
+            connection.down.stall(seconds)
 
     def close(self, node: int) -> None:
         """The agent of `node` ends: its kernel says so, after or instead of what the agent had to say."""
-        if node in self.gone:
+        if node in self.closed:
             return
-        self.gone.add(node)
-        if node == 0:
-            self._close_controller()
-            return
-        up = self._ups[node]
-        if self._world.random.random() < 0.5:
-            up.send(AgentLost(node))
+        self.closed.add(node)
+        for connection in self._of(node):
+            other = connection.to if node == connection.node else connection.node
+            if node not in self.cut:
+                self._end(connection.side(other), other, connection)
+            connection.side(node).cut()
+            self._connections.remove(connection)
+
+    def _end(self, link: Link, other: int, connection: Connection) -> None:
+        if self.world.random.random() < 0.5:
+            link.send(Lost())
         else:
-            up.cut()
-            self._world.clock.after(self._delay(), self._hear, AgentLost(node))
-        self._downs[node].cut()
+            link.cut()
+            self._notice(connection, other, self.delay())
 
-    def cut(self, node: int) -> None:
+    def silence(self, node: int) -> None:
         """Nothing passes any longer; both sides notice by themselves."""
-        if node in self.gone:
+        if node in self.cut:
             return
-        self.gone.add(node)
-        self._ups[node].cut()
-        self._downs[node].cut()
-        clock, draw, agent = self._world.clock, self._world.random, self._world.agents[node]
-        clock.after(draw.uniform(*SILENT_S), self._hear, AgentLost(node))
-        agent.later(draw.uniform(*SILENT_S), agent.lose_controller)
+        self.cut.add(node)
+        draw = self.world.random
+        for connection in self._of(node):
+            for side in (connection.node, connection.to):
+                connection.side(side).cut()
+                self._notice(connection, side, draw.uniform(*SILENT_S))
+            self._connections.remove(connection)
 
-    def _close_controller(self) -> None:
-        controller = self._world.controller
-        self._world.controller_left = True
-        undisturbed = (
-            self._world.agents[0].alive and controller.incident is None and controller.verdict is None
-        )
-        for node, agent in self._world.agents.items():
-            if node and node not in self.gone:
-                self.gone.add(node)
-                if undisturbed:
-                    self._downs[node].send(Dismissed())
-                agent.later(self._delay() + 0.3, agent.lose_controller)
+    def _notice(self, connection: Connection, side: int, seconds: float) -> None:
+        agent = self.world.agents[side]
+        act: Any = agent.at_the_gate if side == connection.to else agent.told
+        agent.later(seconds, act, connection, Lost())

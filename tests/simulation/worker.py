@@ -100,7 +100,7 @@ class Worker(Process):
         self.raises = False  # an exception is about to leave the script
         self.main_hangs = False
         self._exit_code = 0
-        self._attempt = 0
+        self._current = (0, 0)
         self._outcomes: dict[Any, bool] = {}  # of what it does with other ranks
         self.waits_for: dict[Any, frozenset[int]] = {}
         self._hanging: set[Any] = set()
@@ -189,8 +189,9 @@ class Worker(Process):
 
     def _busy(self, seconds: float) -> Body[None]:
         yield seconds
-        if self.session.updating and (self.main_hangs or self.raises):
-            self.world.faults.in_an_update(self)
+        updating, inside = self.session.updating, self.session.door._inside > 0
+        if (updating and (self.main_hangs or self.raises)) or (inside and self.main_hangs):
+            self.world.faults.in_a_window(self)
         while self.main_hangs:
             yield None
         if self.raises:
@@ -243,9 +244,11 @@ class Worker(Process):
     def _obey(self, order: ToWorker) -> None:
         match order:
             case Freeze():
+                self._current = (order.incident, 0)
+                self.session.let_through(None)
                 self.thread(self._freeze(order))
             case Dump():
-                self._attempt = order.attempt
+                self._current = (order.incident, order.attempt)
                 self.session.let_through(order.step)
                 self.thread(self._dump(order))
             case Exit():
@@ -274,12 +277,12 @@ class Worker(Process):
                     self.say(Written(self.rank, order.incident, order.attempt, group.group, files))
                     self.world.at_point(self, "written")
         except Exception as error:
-            if self._attempt == order.attempt:
+            if not self.cancelled(order):
                 reason = f"{type(error).__name__}: {error}"
                 self.say(WriteFailed(self.rank, order.incident, order.attempt, group.group, reason))
 
-    def cancelled(self, attempt: int) -> bool:
-        return self._attempt != attempt
+    def cancelled(self, order: Dump) -> bool:
+        return self._current != (order.incident, order.attempt)
 
     def _wake(self) -> int:
         self.world.meetings.shut(self)

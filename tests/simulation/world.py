@@ -1,21 +1,18 @@
-"""One generation of a job around the real controller, from its start to its end, driven by a seed."""
+"""One generation of a job around real controllers, from its start to its end, driven by a seed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
-from typing import Any
 
 from adaptor.control import session
-from adaptor.control.controller import Controller
-from adaptor.control.messages import AgentLost, FromAgent
-from adaptor.launchers.hub import TICK_S
 from tests.simulation import jobs
 from tests.simulation.agent import Agent
 from tests.simulation.clock import Clock
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
+from tests.simulation.hub import Hub
 from tests.simulation.invariants import Invariants
 from tests.simulation.meetings import Dumping, Meetings
 from tests.simulation.network import Network
@@ -26,7 +23,7 @@ NEVER_S = 2000.0
 
 
 class World:
-    """`log` tells a person what happened, in order; None where nobody will read it."""
+    """`log` tells a person what happened, in order; None where nobody will read it. `hubs` by their terms."""
 
     def __init__(self, seed: int, *, traced: bool = False) -> None:
         self.random = Random(seed)
@@ -40,9 +37,7 @@ class World:
         self.update_s = draw.choice([0.001, 0.05])
         self._save_interval = draw.choice([0, 0, 0, 2])
         self._pause_before = draw.choice(self.job.steps) if draw.random() < 0.1 else -1
-        self.controller = Controller(len(self.job.nodes), self.timeout_s, ("store", 1))
-        self.controller_left = False
-        self._ticking = False
+        self.hubs: dict[int, Hub] = {}
         self.invariants = Invariants(self)
         self.disk = Disk(self.clock, draw, self.invariants.final)
         self.meetings = Meetings(self)
@@ -51,6 +46,7 @@ class World:
         self.network = Network(self)
         self.workers = {rank: Worker(self, rank) for rank in self.job.ranks}
         self.faults = Faults(self)
+        self.agents[0].have_the_controller()
         for agent in self.agents.values():
             agent.later(draw.uniform(0.0, 0.2) if agent.node else 0.0, agent.begin)
         self.tell(str(self.job))
@@ -77,44 +73,17 @@ class World:
         cut = self.faults.cut
         return one.node != other.node and (one.node in cut or other.node in cut)
 
+    @property
+    def newest(self) -> Hub:
+        """With the controller of the latest term."""
+        return self.hubs[max(self.hubs)]
+
     def on_board(self, worker: Worker) -> None:
         self.invariants.board(worker)
         self.faults.on_phase(worker, worker.session.board.phase.name)
 
     def at_point(self, worker: Worker, point: str) -> None:
         self.faults.on_phase(worker, point)
-
-    # the hub
-
-    def hear(self, message: FromAgent) -> None:
-        if self.controller_left:
-            return
-        if isinstance(message, AgentLost):
-            self.network.gone.add(message.node)
-        if self.log is not None:
-            self.tell(f"heard {message}")
-        self.invariants.heard(message)
-        self._obey(self.controller.handle(message, self.clock.now))
-        if self.controller.incident is not None and not self._ticking:
-            self._ticking = True
-            self.clock.after(TICK_S, self._tick)
-
-    def _tick(self) -> None:
-        if self.controller_left or self.controller.verdict is not None:
-            return
-        self._obey(self.controller.tick(self.clock.now))
-        self.clock.after(TICK_S, self._tick)
-
-    def _obey(self, orders: list[tuple[int, Any]]) -> None:
-        for node, order in orders:
-            if self.log is not None:
-                self.tell(f"    orders node {node}: {order}")
-            self.invariants.ordered(node, order)
-            self.network.down(node, order)
-        self.invariants.decided()
-        incident = self.controller.incident
-        if incident is not None:
-            self.faults.on_state(incident.state.name)
 
     # ends
 
@@ -141,12 +110,12 @@ class World:
             if worker.node == node:
                 self.end(worker, -9, told=told)
         self.agents[node].alive = False
+        self.network.close(node)
 
     def over(self) -> bool:
         """Every agent has seen its workers off, or the script has come to its end on every rank."""
-        ended = self.controller.incident is None and (
-            self.controller_left or self.controller.everyone_is_dead
-        )
+        controller = self.newest.controller
+        ended = controller.incident is None and (self.newest.left or controller.everyone_is_dead)
         return all(
             agent.settled or (ended and agent.verdict is None and not agent.living)
             for agent in self.agents.values()

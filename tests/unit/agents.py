@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from typing import Any
 
 from adaptor.control import wire
-from adaptor.control.messages import ControllerToAgent
+from adaptor.control.messages import Beat, ControllerToAgent, Legacy
 from adaptor.launchers import proof
 
 
@@ -34,7 +35,11 @@ class Agent:
         self.writer.write(b"".join(wire.frame(message) for message in messages))
 
     async def hears(self) -> ControllerToAgent:
-        return await wire.read(self.reader, wire.to_agent)
+        """The next order; what is passed on for later is none."""
+        while True:
+            message = await wire.read(self.reader, wire.to_agent)
+            if not isinstance(message, Beat | Legacy):
+                return message
 
     async def is_shut_out(self) -> bool:
         """Whether the other side ends the connection without a message."""
@@ -42,6 +47,11 @@ class Agent:
             return await self.reader.read() == b""
         except ConnectionResetError:  # it had not read all that was sent to it
             return True
+
+    async def is_dropped(self) -> None:
+        """Returns when the other side ends the connection, whatever it has passed on before."""
+        with contextlib.suppress(ConnectionResetError):
+            await self.reader.read()
 
     async def close(self) -> None:
         self.writer.close()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from adaptor import config
 from adaptor.checkpoint import publish
 from adaptor.control.messages import Verdict
+from adaptor.launchers.hub import Hub
 from adaptor.launchers.node import Node
 from tests.unit.threads import LONG_S
 
@@ -42,6 +43,13 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def hub_of(node: Node) -> Hub:
+    """Where a node has the controller."""
+    assert node._way is not None
+    assert node._way.hub is not None
+    return node._way.hub
 
 
 class Worker:
@@ -119,8 +127,7 @@ class Job:
         """All of them."""
         for worker in self.workers.values():
             worker.does("begin", *lines)
-        hub = self.nodes[0]._hub
-        assert hub is not None
+        hub = hub_of(self.nodes[0])
         wait_until(lambda: len(hub.controller._layouts) == len(self.workers), "the layouts are known")
 
     def verdict(self, node: int = 0) -> Verdict:

@@ -28,6 +28,7 @@ def test_a_step_is_read_back_from_its_final_name_alone(step: int) -> None:
 def test_only_folders_of_a_live_process_are_temporary() -> None:
     assert naming.is_temporary("iter_0000012_tmp")
     assert naming.is_temporary("iter_0000012_saving")
+    assert naming.is_temporary(naming.temporary_name(12, 3))
     for name in (
         "iter_0000012",
         "aside_iter_0000012.1",
@@ -36,6 +37,13 @@ def test_only_folders_of_a_live_process_are_temporary() -> None:
         "my_tmp",
     ):
         assert not naming.is_temporary(name)
+
+
+def test_no_two_controllers_write_to_the_same_folder() -> None:
+    names = [naming.temporary_name(12, term) for term in range(12)]
+    assert len(set(names)) == len(names)
+    assert [naming.term_of(name) for name in names] == list(range(12))
+    assert naming.term_of(naming.regular_name(12)) == 0
 
 
 def test_what_is_moved_aside_does_not_look_like_a_checkpoint() -> None:

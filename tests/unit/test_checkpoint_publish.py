@@ -3,8 +3,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 from adaptor.checkpoint import manifest, naming, publish
 from adaptor.checkpoint.manifest import FileEntry, HashingFile, Manifest
+from adaptor.checkpoint.turn import turn
 from adaptor.errors import CheckpointError
+from tests.unit.threads import Thread
 
 STEP = 20
 OLDER = 10
@@ -432,6 +435,79 @@ def test_clean_leaves_checkpoints_and_what_it_does_not_know(root: Path) -> None:
         "mine_tmp",
     ]
     assert publish.clean(root / "missing") == []
+
+
+def test_both_sides_of_a_cut_network_publish(root: Path) -> None:
+    """The same step, at the same time: one of the two has it, and the other one's folder goes."""
+    made = {}
+    sides = [write(publish.prepare(root, STEP, term), b"new") for term in (0, 1)]
+
+    def save(term: int) -> None:
+        made[term] = publish.publish(root, STEP, sides[term], {}, 2, "ours", term)
+
+    with Thread(save, 0), Thread(save, 1):
+        pass
+    assert sorted(made.values()) == [False, True]
+    assert tracker(root) == str(STEP)
+    check_promises(root)
+    assert left_over(root) == []
+
+
+def test_many_sides_publish_different_steps(root: Path) -> None:
+    """The tracker is never seen to go backwards, and ends at the newest."""
+    steps = range(STEP, STEP + 6)
+    entries = {step: write(publish.prepare(root, step, step), b"new") for step in steps}
+    seen: list[int] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.append(int(tracker(root)))
+
+    with ExitStack() as stack:
+        stack.enter_context(Thread(look))
+        stack.callback(done.set)
+        for step in steps:
+            stack.enter_context(Thread(publish.publish, root, step, entries[step], {}, 2, "ours", step))
+    assert seen == sorted(seen)
+    assert tracker(root) == str(steps[-1])
+    assert [naming.step_of(path.name) for path in sorted(root.glob("iter_*"))] == [OLDER, *steps]
+
+
+def test_a_step_of_this_run_that_is_newer_than_ours_stays(root: Path) -> None:
+    ours = write(publish.prepare(root, STEP, 1), b"ours")
+    theirs = write(publish.prepare(root, STEP + 1), b"theirs")
+    assert publish.publish(root, STEP + 1, theirs, {}, 2, "ours")
+    assert publish.publish(root, STEP, ours, {}, 2, "ours", 1)
+    assert tracker(root) == str(STEP + 1)
+    assert content_of(root, STEP).startswith(b"ours")
+
+
+def test_a_draft_that_a_dead_process_has_left_is_nobody_s(root: Path) -> None:
+    draft = root / f"{naming.TRACKER}.tmp"
+    draft.write_text("99")
+    assert dump(root)
+    assert tracker(root) == str(STEP)
+    draft.write_text("99")
+    publish.clean(root, 1)
+    assert not draft.exists()
+
+
+def test_a_draft_that_somebody_holds_is_not_removed(root: Path) -> None:
+    draft = root / f"{naming.TRACKER}.tmp"
+    with turn(draft):
+        publish.clean(root, 1)
+        assert draft.exists()
+    assert not draft.exists()
+
+
+def test_one_side_does_not_clean_up_after_the_other(root: Path) -> None:
+    names = ("iter_0000021_tmp", "iter_0000021_tmp1", "iter_0000021_tmp2", "iter_0000022_saving")
+    for name in names:
+        (root / name).mkdir()
+    assert publish.clean(root, 1) == ["iter_0000021_tmp1"]
+    assert publish.clean(root, 0) == ["iter_0000021_tmp", "iter_0000022_saving"]
+    assert publish.clean(root) == ["iter_0000021_tmp2"]
 
 
 def test_a_regular_save_that_is_not_there_is_one_line(root: Path) -> None:

@@ -18,9 +18,9 @@ from adaptor.control import wire
 from adaptor.control.messages import AgentHello
 from adaptor.errors import StartError
 from adaptor.launchers import gate as gate_module
+from adaptor.launchers import proof, tls
 from adaptor.launchers import strangers as strangers_module
-from adaptor.launchers import tls
-from adaptor.launchers.gate import Gate, knock
+from adaptor.launchers.gate import Gate, knock, reach
 from adaptor.launchers.strangers import Strangers
 from adaptor.launchers.tls import Tls
 from tests.certificates import Authority
@@ -139,6 +139,40 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_module, "KNOCK_S", 0.1)
     with pytest.raises(StartError, match=r"cannot be reached: .*Connect call failed"):
         asyncio.run(knock("127.0.0.1", free_port(), SECRET, None))
+
+
+@pytest.mark.parametrize("who", ["nobody", "silent", "stranger", "crowded"])
+def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent goes on to the next node, but not because all the others came at the same time."""
+    monkeypatch.setattr(gate_module, "PAUSE_S", 0.01)
+    if who == "silent":
+        monkeypatch.setattr(gate_module, "REACH_S", 0.1)
+    came: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.append(1)
+        try:
+            if who == "stranger":
+                writer.write(secrets.token_bytes(64))
+            elif len(came) == 3:
+                await proof.ask(reader, writer, SECRET)
+            if who != "crowded":
+                await reader.read()
+        finally:
+            writer.close()
+
+    async def act() -> None:
+        port = free_port()
+        server = None if who == "nobody" else await asyncio.start_server(answer, "127.0.0.1", port)
+        found = await reach("127.0.0.1", port, SECRET, None)
+        assert (found is not None) == (who == "crowded")
+        assert len(came) == {"nobody": 0, "crowded": 3}.get(who, 1)
+        if found is not None:
+            found[1].close()
+        if server is not None:
+            server.close()
+
+    asyncio.run(act())
 
 
 def test_a_mirror_does_not_pass() -> None:

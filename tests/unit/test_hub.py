@@ -12,24 +12,30 @@ from typing import Any
 
 import pytest
 
-from adaptor.control import wire
+from adaptor.control import legacy, wire
 from adaptor.control.messages import (
     AgentHello,
     BoardRecord,
     ControllerToAgent,
     Died,
     Leave,
+    Noted,
     Raised,
     Verdict,
 )
 from adaptor.control.processor import EXIT_SURVIVOR
 from adaptor.errors import StartError
 from adaptor.launchers import node as node_module
+from adaptor.launchers import way
 from adaptor.launchers.chronicle import Chronicle
+from adaptor.launchers.gate import Gate
 from adaptor.launchers.hub import Hub
+from adaptor.launchers.node import Node
+from adaptor.launchers.strangers import Strangers
+from adaptor.launchers.way import Way
 from tests.certificates import Authority
 from tests.unit.agents import Agent, free_port
-from tests.unit.nodes import Job, job
+from tests.unit.nodes import Job, hub_of, job, wait_until
 from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
@@ -55,6 +61,26 @@ def addresses_of(port: int) -> list[str]:
         for line in table.read_text().splitlines()[1:]
     ]
     return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+
+
+def way_of(node: Node) -> Way:
+    assert node._way is not None
+    return node._way
+
+
+def port_of(node: Node) -> int:
+    """Of its gate."""
+    gate = way_of(node)._gate
+    assert gate is not None
+    return int(gate._listeners[0].getsockname()[1])
+
+
+def lose(node: Node) -> None:
+    """A node that is lost takes no leave."""
+    hub = way_of(node).hub
+    if hub is not None:
+        hub._sends.clear()
+    node.close()
 
 
 def of_both(job: Job) -> list[tuple[str, int, int]]:
@@ -100,18 +126,15 @@ def test_a_node_with_a_certificate_of_another_signer(job: Job, tmp_path: Path) -
 
 def test_nothing_of_one_machine_can_be_reached_from_another(two_nodes: Job) -> None:
     """Neither certificates nor `plain`: all that listens does so on loopback."""
-    hub = two_nodes.nodes[0]._hub
-    assert hub is not None
-    for port in (hub._gate._listeners[0].getsockname()[1], hub._store.port):
+    ports = [port_of(node) for node in two_nodes.nodes]
+    for port in (*ports, hub_of(two_nodes.nodes[0])._store.port):
         assert addresses_of(port) == ["0100007F"]
 
 
 def test_the_secret_is_seen_nowhere(two_nodes: Job) -> None:
     """Not in the environment of a worker, on a command line or in the log."""
     job = two_nodes
-    hub = job.nodes[0]._hub
-    assert hub is not None
-    secret = hub._secret
+    secret = way_of(job.nodes[0])._secret
     job.train("step")
     worker = Path(f"/proc/{job.workers[0].process.pid}")
     seen = [(worker / name).read_bytes() for name in ("environ", "cmdline")]
@@ -140,18 +163,86 @@ def test_a_lost_node_is_the_death_of_its_workers(two_nodes: Job) -> None:
     assert job.workers[0].status() == EXIT_SURVIVOR
 
 
-def test_the_loss_of_the_controller_ends_the_others(two_nodes: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.1)
+def test_the_loss_of_the_controller_is_survived(two_nodes: Job) -> None:
+    """The next node takes its place, and saves with what is left."""
     job = two_nodes
     job.train("step")
-    lost = job.nodes.pop(0)
-    assert lost._hub is not None
-    lost._hub._sends.clear()  # a node that is lost takes no leave
-    lost.close()
+    lose(job.nodes.pop(0))
     verdict = job.verdict()
-    assert verdict.outcome == "lost"
-    assert verdict.line.startswith("the controller's node is lost")
-    assert job.workers[1].status() == -signal.SIGKILL
+    assert (verdict.outcome, verdict.step, verdict.exit_code, verdict.leaves) == ("saved", FIRST, 137, 0)
+    assert verdict.line.startswith(f"node 0 is lost; step {FIRST} is saved")
+    assert job.workers[1].status() == EXIT_SURVIVOR
+
+
+def test_the_node_that_takes_over_is_lost_as_well(job: Job) -> None:
+    """In the middle of its incident: rank 1 does not answer, until its agent goes."""
+    port = str(free_port())
+    nodes = [job.node(TTP_PORT=port) for _ in range(3)]
+    job.begin(3, nodes)
+    job.train("step")
+    job.workers[1].process.send_signal(signal.SIGSTOP)
+    lose(job.nodes.pop(0))
+    wait_until(lambda: way_of(nodes[1]).hub is not None, "node 1 has taken over")
+    wait_until(lambda: 2 in hub_of(nodes[1]).controller._agents, "node 2 has come to it")
+    lose(job.nodes.pop(0))
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.incident) == ("saved", FIRST, 3)
+    assert verdict.line.startswith("node 0 is lost, node 1 is lost; ")
+    assert job.saved() == {"g.txt": f"{FIRST} {FIRST} {FIRST * 4} 1024.0"}
+
+
+def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
+    port = str(free_port())
+    nodes = [job.node(TTP_PORT=port) for _ in range(3)]
+    job.begin(3, nodes)
+    job.train("step")
+    told = Verdict(1, "saved", FIRST, "as it was", 0, 3, str(job.save))
+    loop = nodes[0]._loop
+    loop.call_soon_threadsafe(lambda: hub_of(nodes[0])._sends[2](told))
+    wait_until(lambda: nodes[2].verdict == told, "node 2 has been told")
+    lose(job.nodes.pop(0))
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.line, verdict.exit_code) == ("saved", "as it was", 3)
+    assert nodes[2].verdict == told
+    assert job.workers[1].status() == EXIT_SURVIVOR
+
+
+def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node that would have has gone before."""
+    monkeypatch.setattr(legacy, "STANDBYS", 1)
+    monkeypatch.setattr(way, "STANDBYS", 1)
+    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.1)
+    port = str(free_port())
+    nodes = [job.node(TTP_PORT=port) for _ in range(3)]
+    job.begin(3, nodes)
+    job.train("step")
+    job.workers[2].process.send_signal(signal.SIGSTOP)
+    lose(job.nodes.pop(1))
+    wait_until(lambda: hub_of(nodes[0]).controller.incident is not None, "it is known")
+    lose(job.nodes.pop(0))
+    verdict = job.verdict()
+    assert verdict.line == "the controller's node is lost; nothing more can be saved from node 2"
+    assert job.workers[2].status() == -signal.SIGKILL
+
+
+def test_a_node_loses_the_controller_and_others_do_not(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides save, and neither harms the other: there are two controllers, in one folder."""
+    monkeypatch.setattr(way, "PATIENCE_S", 0.5)
+    port = str(free_port())
+    nodes = [job.node(TTP_PORT=port) for _ in range(3)]
+    job.begin(3, nodes)
+    job.train("step", "step")
+    too_much = Noted(2, 0, 0.0, "x" * wire.MAX_SIZE)
+    nodes[2]._loop.call_soon_threadsafe(lambda: way_of(nodes[2]).say(too_much))
+    lines = [job.verdict(node).line for node in range(3)]
+    kept = f"step {FIRST + 1} is saved, no finished step is lost"
+    assert lines == [f"node 2 is lost; {kept}"] * 2 + [f"node 0 is lost, node 1 is lost; {kept}"]
+    assert job.saved() == {"g.txt": f"{FIRST + 1} {FIRST + 1} {(FIRST + 1) * 4} 1024.0"}
+    assert sorted(path.name for path in job.save.iterdir()) == [
+        f"iter_{FIRST + 1:07d}",
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert job.statuses() == dict.fromkeys(range(3), EXIT_SURVIVOR)
 
 
 def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> None:
@@ -164,16 +255,15 @@ def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> Non
     assert verdict.line.startswith("rank 1 ended with status -9 after node 0 had finished")
 
 
-def test_a_node_that_leaves_in_the_middle_of_an_incident_ends_the_others(two_nodes: Job) -> None:
-    """Their workers wait to be asked for their state, and nobody will ask."""
+def test_a_node_that_leaves_in_the_middle_of_an_incident(two_nodes: Job) -> None:
+    """Nobody asks the others' workers for their state any more, until the next node does."""
     job = two_nodes
     job.train("step", "step")
-    job.workers[1].process.send_signal(signal.SIGSTOP)  # so that the incident cannot be over
+    job.workers[0].process.send_signal(signal.SIGSTOP)  # so that the incident cannot be over
     job.nodes[0].leave("SIGTERM", 0.0)
     job.nodes.pop(0).close()
     verdict = job.verdict()
-    assert verdict.outcome == "lost"
-    assert verdict.line.startswith("the controller's node is lost")
+    assert (verdict.outcome, verdict.step, verdict.incident) == ("saved", FIRST + 1, 2)
 
 
 def test_a_second_generation_finds_the_new_controller(two_nodes: Job) -> None:
@@ -190,9 +280,7 @@ def test_a_second_generation_finds_the_new_controller(two_nodes: Job) -> None:
 
 def test_strangers_do_not_disturb_a_job(two_nodes: Job) -> None:
     job = two_nodes
-    hub = job.nodes[0]._hub
-    assert hub is not None
-    port = hub._gate._listeners[0].getsockname()[1]
+    port = port_of(job.nodes[0])
     strangers = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(3)]
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + secrets.token_bytes(100))
     strangers[2].close()
@@ -207,16 +295,33 @@ def test_strangers_do_not_disturb_a_job(two_nodes: Job) -> None:
 # the hub alone
 
 
+class Open:
+    """A hub for two nodes, and a gate before it."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.strangers = Strangers("the gate")
+        secret = secrets.token_bytes(32)
+        self.secret = secret.hex()
+        self.hub = Hub(0, 2, 2, 10.0, "127.0.0.1", Chronicle(str(folder)), self.strangers)
+        self.gate = Gate(secret, None, self.strangers, self.hub.hear)
+        self.port = self.gate.listen("127.0.0.1", port)
+        self.hub.start()
+
+    async def close(self) -> None:
+        await self.hub.close()
+        await self.gate.close()
+        self.strangers.close()
+
+
 def with_hub(act: Callable[[Hub, int, str], Coroutine[Any, Any, None]], tmp_path: Path) -> None:
     """Run `act(hub, port, secret)` beside a hub for two nodes."""
 
     async def main() -> None:
-        hub = Hub(2, 2, 10.0, "127.0.0.1", Chronicle(str(tmp_path)))
-        hub.start()
+        opened = Open(tmp_path, free_port())
         try:
-            await asyncio.wait_for(act(hub, *hub.listen(free_port())), LONG_S)
+            await asyncio.wait_for(act(opened.hub, opened.port, opened.secret), LONG_S)
         finally:
-            await hub.close()
+            await opened.close()
 
     asyncio.run(main())
 
@@ -324,7 +429,7 @@ def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: py
         await asyncio.sleep(0.2)
         assert 1 in hub._sends
         agent.writer.write(wire.frame(Raised(1, "boom", 1))[:-1])
-        assert await agent.is_shut_out()
+        await agent.is_dropped()
         (verdict,) = [order for order in heard if isinstance(order, Verdict)]
         assert "node 1 is lost" in verdict.line
         await agent.close()
@@ -354,10 +459,9 @@ def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path: Path
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     async def act(hub: Hub, port: int, secret: str) -> None:
-        other = Hub(2, 2, 10.0, "127.0.0.1", Chronicle(str(tmp_path)))
-        taken, other_secret = other.listen(port)
-        assert taken > port
-        assert other_secret != secret
+        other = Open(tmp_path, port)
+        assert other.port > port
+        assert other.secret != secret
         await other.close()
 
     with_hub(act, tmp_path)
@@ -365,14 +469,12 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 def test_no_port_is_left(tmp_path: Path) -> None:
     async def act(hub: Hub, port: int, secret: str) -> None:
-        other = Hub(2, 2, 10.0, "127.0.0.1", Chronicle(str(tmp_path)))
-        first, _ = other.listen(65535)
-        assert first == 65535
-        third = Hub(2, 2, 10.0, "127.0.0.1", Chronicle(str(tmp_path)))
+        other = Open(tmp_path, 65535)
+        assert other.port == 65535
+        gate = Gate(b"", None, other.strangers, hub.hear)
         with pytest.raises(OSError, match="no free port from 65535 on"):
-            third.listen(65535)
+            gate.listen("127.0.0.1", 65535)
         await other.close()
-        await third.close()
 
     with_hub(act, tmp_path)
 

@@ -18,7 +18,7 @@ from adaptor.control.lifeline import Lifeline
 from adaptor.control.messages import Hello, Raised, Verdict
 from adaptor.control.processor import EXIT_SURVIVOR
 from adaptor.launchers import node as node_module
-from tests.unit.nodes import Job, is_gone, job, state_of, wait_until
+from tests.unit.nodes import Job, hub_of, is_gone, job, state_of, wait_until
 from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
@@ -334,8 +334,7 @@ def test_an_error_of_the_controller_s_own_ends_the_job(
 ) -> None:
     job.begin(2)
     job.train("step")
-    hub = job.nodes[0]._hub
-    assert hub is not None
+    hub = hub_of(job.nodes[0])
 
     def broken(*_: object) -> None:
         raise KeyError("a mistake")
@@ -366,8 +365,7 @@ def test_nothing_is_left_behind(job: Job) -> None:
     before, threads = open_descriptors(), threading.active_count()
     job.begin(2)
     address = os.environ["TTP_AGENT"]
-    hub = job.nodes[0]._hub
-    assert hub is not None
+    hub = hub_of(job.nodes[0])
     store = hub.controller._store
     assert address in Path("/proc/net/unix").read_text()
     with socket.create_connection(store, LONG_S):

@@ -16,6 +16,9 @@ what the controller then orders. The first line says what the job is like:
     > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
     > written 0 shard 1 is not finite it has written that as it is
     > write-failed 0 reason...        with doubted=1, what rank 1 gave is not finite
+    > succeed 1                       the controller of term 1 takes the place of the one before
+    > again 1                         the agent of node 1 says again who it is, and what its ranks hold
+    > recalled 1                      that was all of it; with a word, it has been given this verdict
     > agent-lost 1, progress 0, refused 2 reason..., layout 3 other copies=1, agent-hello 1, hello 2
     > at 60.5                         the time is now 60.5 seconds, and the controller is told
 
@@ -53,6 +56,7 @@ from adaptor.control.messages import (
     Published,
     PublishFailed,
     Raised,
+    Recalled,
     Refused,
     Share,
     Standing,
@@ -92,6 +96,13 @@ class Trace:
         if name == "job":
             self._begin(**{key: int(value) for key, value in settings.items()})
             return
+        if name == "succeed":
+            self._succeed(int(words[0]))
+            return
+        if name == "again":
+            for message in self._known_of(int(words[0])):
+                yield from _lines(self.controller.handle(message, self.now))
+            return
         if name == "at":
             self.now = float(words[0])
             orders = self.controller.tick(self.now)
@@ -105,6 +116,7 @@ class Trace:
     ) -> None:
         """`started` is 0 for a job of which no rank has told its layout yet."""
         self._shards, self._origin, self._copies = shards, origin, bool(copies)
+        self._nodes, self._started = nodes, bool(started)
         world = nodes * RANKS_PER_NODE
         self.controller = Controller(world, 120.0, ("store", 1))
         for node in range(nodes):
@@ -114,6 +126,17 @@ class Trace:
             assert not self.controller.handle(Hello(rank, 1000 + rank), 0.0)
         for rank in range(world if started else 0):
             assert not self.controller.handle(self._layout(rank, "same"), 0.0)
+
+    def _succeed(self, term: int) -> None:
+        self.controller = Controller(self._nodes * RANKS_PER_NODE, 120.0, ("store", term), term=term)
+        legacy = [m for node in range(self._nodes) for m in self._known_of(node)]
+        known = [m for m in legacy if isinstance(m, AgentHello | Layout)]
+        self.controller.succeed(known, range(term, self._nodes), self.now)
+
+    def _known_of(self, node: int) -> list[FromAgent]:
+        ranks = tuple(range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE))
+        layouts = [self._layout(rank, "same") for rank in ranks if self._started]
+        return [AgentHello(node, ranks), *(Hello(rank, 1000 + rank) for rank in ranks), *layouts]
 
     def _layout(self, rank: int, fingerprint: str) -> Layout:
         share = Share(GROUP, rank % self._shards, self._shards)
@@ -146,6 +169,9 @@ class Trace:
                 return Hello(rank, 1000 + rank)
             case "agent-hello":
                 return AgentHello(rank, tuple(range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)))
+            case "recalled":
+                verdict = Verdict(1, words[1], 5, "as it was", 0, 3, SAVE) if words[1:] else None
+                return Recalled(rank, verdict)
             case "agent-lost":
                 return AgentLost(rank)
             case "progress":
@@ -166,7 +192,8 @@ class Trace:
                 doubted = (int(settings["doubted"]),) if "doubted" in settings else ()
                 return WriteFailed(rank, number, attempt, GROUP, text, doubted)
             case "published":
-                return Published(number, incident.step if incident else -1, SAVE)
+                step = int(settings.get("step", incident.step if incident else -1))
+                return Published(number, step, SAVE)
             case "publish-failed":
                 return PublishFailed(number, " ".join(words))
         raise ValueError(f"no such line: {name}")
@@ -190,8 +217,8 @@ def _words(order: Message) -> str:
             return f"dump step {step}, attempt {attempt}: {'; '.join(parts)}{as_is}"
         case Exit():
             return "exit"
-        case Prepare(step=step):
-            return f"prepare step {step}"
+        case Prepare(step=step, term=term):
+            return f"prepare step {step}" + (f" in term {term}" if term else "")
         case Publish(step=step, files=files, writers=writers):
             return f"publish step {step}: {', '.join(entry.draft for entry in files)}; holders {writers}"
         case Verdict(outcome=outcome, step=step, line=line, cause_rank=rank, exit_code=code, leaves=node):

@@ -1,0 +1,90 @@
+"""The processor of a worker, which hears two controllers, one after the other."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from adaptor.control import processor as processor_module
+from adaptor.control import wire
+from adaptor.control.board import Board, BoardMemory
+from adaptor.control.messages import Dump, Freeze, Frozen, GroupOrder, Hello, Noted, Phase, ToWorker, Written
+from adaptor.control.processor import Processor
+from adaptor.control.session import Session
+from tests.unit.threads import LONG_S, Thread, wait_for_waiter, watched
+from tests.unit.trainee import CountingTrainee, Loop
+
+
+def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lost one had let the main thread through to step 5, not begun yet; the new one wants step 4."""
+    left = threading.Event()
+    monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
+    monkeypatch.setattr(processor_module.wake, "shut_collectives", lambda keep: 0)
+    memory = BoardMemory([0])
+    board = Board(0, memory.path, memory.slots)
+    session = Session(board, lambda *heard: None, lambda error: None)
+    changed = watched(session.door)
+    broken = threading.Event()
+    trainee = CountingTrainee(barrier=lambda: assert_set(broken))
+    loop = Loop(session, trainee)
+    loop.begin(4)
+    address = f"ttp-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + address)
+        listener.listen()
+        processor = Processor(0, address, 10.0, 0, tmp_path)
+        agent, _ = listener.accept()
+    agent.settimeout(LONG_S)
+
+    def order(message: ToWorker) -> None:
+        agent.sendall(wire.frame(message))
+
+    def hears(kind: type) -> object:
+        while isinstance(message := wire.receive(agent, wire.from_worker), Noted) and kind is not Noted:
+            pass
+        assert isinstance(message, kind)
+        return message
+
+    with agent:
+        processor.start(session)
+        hears(Hello)
+        with Thread(loop.step, 5) as main:
+            while memory.read(0).phase != Phase.READY:
+                pass
+            order(Freeze(1))
+            frozen = hears(Frozen)
+            assert isinstance(frozen, Frozen)
+            assert frozen.board.provides(5)
+            order(dump(1, 5, tmp_path / "first"))
+            wait_for_waiter(changed)  # the dump waits for the update
+            order(Freeze(2))
+            frozen = hears(Frozen)
+            assert isinstance(frozen, Frozen)
+            assert (frozen.incident, frozen.board.provides(4)) == (2, True)
+            broken.set()
+            wait_for_waiter(changed)  # the main thread, at the door
+            (tmp_path / "second").mkdir()
+            order(dump(2, 4, tmp_path / "second"))
+            written = hears(Written)
+            assert isinstance(written, Written)
+            assert written.incident == 2
+            assert (tmp_path / "second" / "g.txt.1").read_text().startswith("4 4 ")
+            assert main.running
+            order(dump(2, 5, tmp_path / "second"))
+            hears(Written)
+            main.result()
+    assert_set(left)
+    processor._connection.close()
+    memory.close()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(LONG_S)
+
+
+def dump(incident: int, step: int, folder: Path) -> Dump:
+    return Dump(incident, 1, step, str(folder), (GroupOrder("g", (0,), 0),), "", 0, 10.0)
