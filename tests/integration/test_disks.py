@@ -3,7 +3,7 @@ waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def stack() -> ExitStack:
+def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
 
