@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from adaptor.checkpoint import disk, manifest, naming
+from adaptor.checkpoint import dcp, disk, manifest, naming
 from adaptor.checkpoint.manifest import FileEntry, Manifest
 from adaptor.errors import CheckpointError
 
@@ -51,14 +51,15 @@ def publish(
     manifest keeps about who wrote which group. Returns False when a complete checkpoint of this step was
     there already that was made `since` (Unix seconds, the start of the workers): that one stays and ours is
     removed. An earlier one is of another run, which need not have come the same way: it is moved aside.
-    Raises CheckpointError when a file is missing or has another size, or when the disk refuses.
+    Raises CheckpointError when a file is missing or has another size, when parts do not make a whole, or when
+    the disk refuses.
     """
     temporary, final = root / naming.temporary_name(step), root / naming.final_name(step)
     if is_complete(root, step) and _made(final) >= since:
         disk.remove(temporary)
         _announce(root, step)
         return False
-    entries = tuple(files)
+    entries = dcp.join(temporary, tuple(files))
     if not entries:
         raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
     _name(temporary, entries)
