@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from adaptor.checkpoint.megatron import Files, TrainingState
 
 # The kinds of optimizer state that stand-ins can build; None without the distributed optimizer.
-KINDS = (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "dp_zero_gather_scatter")
+ONE_INSTANCE = "dp_zero_gather_scatter"
+KINDS = (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space", ONE_INSTANCE)
 
 # What a stand-in changes: where a version has no such thing, it would gather in another way.
 _CHANGED = (
@@ -173,7 +174,11 @@ def _with_everything(optimizer: Any, plain: Any, world: Mapping[Any, Any], store
 
 
 def _without_padding(optimizer: Any, buffer: Any) -> SimpleNamespace:
-    """As much of a buffer as the framework asks when it saves."""
+    """What the framework asks of a buffer when it saves, with places as they are in the gathered state.
+
+    Places in a live buffer count the padding at the end of buckets, which the gathered state does not have:
+    Megatron-core 0.15 and 0.16 save params behind such padding from a wrong place (fully_reshardable).
+    """
     buckets = shards.buckets_of(optimizer, buffer)
     return SimpleNamespace(
         param_dtype=buffer.param_dtype,
@@ -221,6 +226,11 @@ def agree(
     for optimizer, _, _ in state.chained:
         if shards.is_sharded(optimizer) and not all(hasattr(optimizer, name) for name in _CHANGED):
             raise LayoutError(_refused("the optimizer of this version"))
+        if kind == ONE_INSTANCE and (made := _instances(optimizer)) > 1:
+            raise LayoutError(
+                f"--ckpt-format is torch_dist: the framework cannot load optimizer state of the kind {kind} "
+                f"with {made} optimizer instances; use TTP_REPLICA=mirror, or --ckpt-fully-parallel-save"
+            )
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
     marks = tuple((base.key, base.replica_id) for base in _bases(_model(state.chunks, metadata)))
@@ -237,6 +247,11 @@ def agree(
     sharding = Sharding(first, metadata, known, tuple(objects))
     _rehearse(sharding, state)
     return sharding
+
+
+def _instances(optimizer: Any) -> int:
+    config = getattr(optimizer, "ddp_config", None)
+    return int(getattr(config, "num_distributed_optimizer_instances", 1))
 
 
 def _rehearse(sharding: Sharding, state: TrainingState) -> None:

@@ -90,3 +90,13 @@ def test_what_cannot_be_written_is_refused(kind: str, missing: str, words: str) 
     state = TrainingState([rank.model], optimizer, None, "mp_rank_00")
     with pytest.raises(LayoutError, match=f"--ckpt-format is torch_dist: {words} cannot be written by"):
         torch_dist.agree(state, {"distrib_optim_sharding_type": kind}, None, 0, cast(Any, None))
+
+
+def test_what_the_framework_could_not_load_is_refused() -> None:
+    rank = Rank(0, 1)
+    optimizer, _ = optimizer_of(rank)
+    optimizer.ddp_config = SimpleNamespace(num_distributed_optimizer_instances=2)
+    state = TrainingState([rank.model], optimizer, None, "mp_rank_00")
+    metadata = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
+    with pytest.raises(LayoutError, match="with 2 optimizer instances; use TTP_REPLICA=mirror, or"):
+        torch_dist.agree(state, metadata, None, 0, cast(Any, None))
