@@ -7,11 +7,13 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from adaptor.checkpoint import torch_dist
 from adaptor.checkpoint.megatron import FLOPS, TrainingState, unwrapped
 from adaptor.checkpoint.naming import TRACKER
 from adaptor.checkpoint.rng import RandomStates
@@ -21,6 +23,9 @@ from adaptor.replica import layout
 
 # What counts up in the framework's arguments; a version may have less.
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+
+# How the framework's checkpoints are sharded; written with them.
+SHARDED = "_build_sharded_state_dict_metadata"
 
 # Options that say how a run begins, not how a restart goes on.
 _START_ONLY = {"finetune": False, "no_load_optim": None, "no_load_rng": None, "ckpt_step": None}
@@ -126,19 +131,20 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         layout.expert_data_parallel_size(args),
     )
     place = place_of(optimizer, mirrors, folder, everyone)
+    state = TrainingState(
+        model=[unwrapped(chunk) for chunk in model],
+        optimizer=optimizer,
+        scheduler=scheduler,
+        folder=folder,
+        args=args,
+        args_overrides={
+            "rank": place.first,
+            "local_rank": place.first % int(os.environ["LOCAL_WORLD_SIZE"]),
+        },
+        stored=place.stored,
+    )
     return MegatronTrainee(
-        state=TrainingState(
-            model=[unwrapped(chunk) for chunk in model],
-            optimizer=optimizer,
-            scheduler=scheduler,
-            folder=folder,
-            args=args,
-            args_overrides={
-                "rank": place.first,
-                "local_rank": place.first % int(os.environ["LOCAL_WORLD_SIZE"]),
-            },
-            stored=place.stored,
-        ),
+        state=_in_the_format_of(args, state, place.first),
         save=str(Path(args.save).resolve()),
         shares=place.shares,
         random=RandomStates(
@@ -153,6 +159,24 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         rerun=_rerun_state(),
         local_copy=local_copy_of(optimizer, mirrors),
     )
+
+
+def _in_the_format_of(args: Any, state: TrainingState, first: int) -> TrainingState:
+    """Last words are in the format of regular saves: `torch_dist` since it says how state is sharded (0.13).
+
+    Before, they are in the format torch, which the framework loads as well.
+    """
+    from megatron.core import mpu
+    from megatron.training import checkpointing
+
+    if getattr(args, "ckpt_format", "") != "torch_dist" or not hasattr(checkpointing, SHARDED):
+        return state
+    metadata = getattr(checkpointing, SHARDED)(args)
+    groups = (mpu.get_tensor_model_parallel_group(), mpu.get_pipeline_model_parallel_group())
+    asked = inspect.signature(checkpointing.get_rng_state).parameters
+    random = checkpointing.get_rng_state(args.ckpt_format, *(groups if "tp_group" in asked else ()))
+    peers = mpu.get_data_parallel_group(with_context_parallel=True)
+    return replace(state, form=torch_dist.agree(state, metadata, random, first, peers))
 
 
 def _rerun_state() -> Callable[[], Any]:

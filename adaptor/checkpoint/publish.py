@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from adaptor.checkpoint import disk, manifest, naming
+from adaptor.checkpoint import dcp, disk, manifest, naming
 from adaptor.checkpoint.manifest import FileEntry, Manifest
 from adaptor.checkpoint.turn import remove_abandoned, turn
 from adaptor.errors import CheckpointError
@@ -57,11 +57,11 @@ def publish(
     there already that the same `generation` of workers has made: that one stays and ours is removed. One of
     another generation need not have come the same way: it is moved aside. Where the tracker names a later
     step of the same generation, another controller has saved it, and it stays. Raises CheckpointError when a
-    file is missing or has another size, or when the disk refuses.
+    file is missing or has another size, when parts do not make a whole, or when the disk refuses.
     """
     temporary, final = root / naming.temporary_name(step, term), root / naming.final_name(step)
     if not _is_of_this_run(root, step, generation):
-        entries = tuple(files)
+        entries = dcp.join(temporary, tuple(files))
         if not entries:
             raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
         _name(temporary, entries)

@@ -220,7 +220,7 @@ class Place:
 
     group   the name of the files that it could write: ranks of one group write the same
     first   the lowest rank of the group, which the framework lets write
-    stored  per optimizer of the chain: whether the group's optimizer file holds its state
+    stored  per optimizer of the chain: whether this group saves its state
     shares  what this rank holds, of its own group and of others
     """
 

@@ -7,7 +7,7 @@ whatever its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from adaptor.checkpoint import finite, shards
 from adaptor.errors import CheckpointError
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]
+# A tensor among what a model saves: its name, itself, and what puts another in its place.
+Place = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]
 
 
 class _Buffer:
@@ -70,13 +72,14 @@ class Weights:
         )
         for params, mains in zip(*groups, strict=True):
             for param, main in zip(params, mains, strict=True):
-                self._whole[_place(param)] = main
+                self._whole[_address(param)] = main
         for param, main in zip(live.get_parameters(), optimizer.get_parameters(), strict=True):
-            self._whole.setdefault(_place(param), main)
+            self._whole.setdefault(_address(param), main)
 
-    def rebuild(self, chunk: Any, buffers: Mapping[int, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
-        """What a model chunk saves of itself, with the weights from the main params; names of those not
-        finite.
+    def rebuild(self, chunk: Any, places: Iterable[Place], buffers: Mapping[int, torch.Tensor]) -> list[str]:
+        """Puts in its place what is to be saved of each tensor of a model chunk: weights from main params.
+
+        Returns the names of weights that are not finite.
 
         Args:
             buffers: copies to save in the place of live buffers, by their address (`Buffers.copies`).
@@ -84,24 +87,21 @@ class Weights:
         Raises CheckpointError for a trained weight without a main param here.
         """
         trained = {param.data_ptr() for param in chunk.parameters() if param.requires_grad and param.numel()}
-        saved: dict[str, Any] = chunk.state_dict_for_save_checkpoint()
         not_finite = []
-        for name, value in saved.items():
-            if not isinstance(value, torch.Tensor):
-                continue
+        for name, value, put in places:
             weight = self._rebuilt(value)
             if weight is None:
                 if value.data_ptr() in trained:
                     raise CheckpointError(f"{name}: no optimizer of this rank has its main param")
-                saved[name] = self._to_host(buffers.get(value.data_ptr(), value))
+                put(self._to_host(buffers.get(value.data_ptr(), value)))
                 continue
             if not finite.is_finite(weight):
                 not_finite.append(name)
-            saved[name] = weight
-        return saved, not_finite
+            put(weight)
+        return not_finite
 
     def _rebuilt(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        main = self._whole.get(_place(tensor))
+        main = self._whole.get(_address(tensor))
         if main is not None:
             return self._to_host(main.detach()).to(tensor.dtype)
         for buffer in self._buffers:
@@ -111,5 +111,5 @@ class Weights:
         return None
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
+def _address(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
     return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -25,6 +25,7 @@ _PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("no_save_optim", (False, None), "--no-save-optim, without which nothing can go on from a checkpoint,"),
     ("no_save_rng", (False, None), "--no-save-rng, without which nothing can go on bitwise,"),
     ("ckpt_format", ("torch", "torch_dist"), "this --ckpt-format"),
+    ("verify_integrity", (False, None), "--verify-integrity, whose hashes last words do not have,"),
 )
 
 

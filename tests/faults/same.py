@@ -1,47 +1,20 @@
-"""Compares two checkpoints of Megatron-LM's `torch` format, bit by bit, without the framework."""
+"""Compares two checkpoints of Megatron-LM, bit by bit, without the framework."""
 
 from __future__ import annotations
 
-import pickle
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
 
+from tests.faults import sharded
+from tests.faults.pickles import load
+
 # What a run with another save folder and interval, or with the adaptor, says of itself in its arguments.
 OWN_ARGUMENTS = frozenset({"save", "save_interval", "num_distributed_optimizer_instances"})
-
-
-class _Stranger:
-    """Stands in for an object of a class of the framework."""
-
-    def __init__(self, *given: Any) -> None:
-        self.given = given
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-_strangers: dict[tuple[str, str], type] = {}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] == "megatron":
-            return _strangers.setdefault((module, name), type(name, (_Stranger,), {}))
-        return super().find_class(module, name)
-
-
-def load(path: Path) -> Any:
-    """The content of a file that a test of ours has written."""
-    pickling = SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
-    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=pickling)
 
 
 def files(folder: Path) -> set[str]:
@@ -53,11 +26,16 @@ def differences(ours: Path, theirs: Path) -> list[str]:
     """What differs between two checkpoint folders, a line each; keys in the same order, dtypes, bits."""
     if files(ours) != files(theirs):
         return [f"files: {sorted(files(ours))} and {sorted(files(theirs))}"]
-    return [
+    found = [
         f"{name}{line}"
         for name in sorted(files(ours))
         for line in _differences("", load(ours / name), load(theirs / name))
     ]
+    if (theirs / "metadata.json").exists():
+        read = [(root / "metadata.json").read_text() for root in (ours, theirs)]
+        found += _differences("metadata.json", *read)
+        found += _differences("sharded", sharded.load(ours), sharded.load(theirs))
+    return found
 
 
 def _differences(place: str, ours: Any, theirs: Any) -> Iterator[str]:

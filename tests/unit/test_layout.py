@@ -50,6 +50,7 @@ REFUSED = [
     ("no_save_optim", True),
     ("no_save_rng", True),
     ("ckpt_format", "zarr"),
+    ("verify_integrity", True),
 ]
 
 

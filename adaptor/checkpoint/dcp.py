@@ -1,0 +1,120 @@
+"""A checkpoint of `torch.distributed.checkpoint` without a collective: every writer writes a part of it.
+
+Of each writer there is a data file, `__R_0.distcp`, and `.metadata.R`, its part of what is known of all of
+them: its plan, and where each item lies. Who publishes joins these parts to `.metadata`, as torch's
+coordinator would have after gathering them, and lets torch's planner check that nothing is missing.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from adaptor.checkpoint import manifest
+from adaptor.checkpoint.manifest import FileEntry, HashingFile
+from adaptor.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+METADATA = ".metadata"
+_PART = f"{METADATA}."
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A part: the SavePlan of a writer, its WriteResults, and what Megatron-core's planner adds."""
+
+    plan: Any
+    results: Sequence[Any]
+    extra: Mapping[str, Any] | None
+
+
+class Part:
+    """What one rank writes.
+
+    Args:
+        rank: that names the files.
+        planner: a SavePlanner, set up with the state dict of this rank.
+    """
+
+    def __init__(self, rank: int, planner: Any) -> None:
+        self.data_file = f"__{rank}_0.distcp"
+        self.part_file = f"{_PART}{rank}"
+        self._planner = planner
+        self._plan = planner.create_local_plan()
+        self._results: list[Any] = []
+
+    @property
+    def has_data(self) -> bool:
+        return bool(self._plan.items)
+
+    def write_data(self, file: HashingFile) -> None:
+        import torch
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.planner import WriteItemType
+        from torch.distributed.checkpoint.storage import WriteResult
+
+        for item in self._plan.items:
+            start = file.bytes
+            data = self._planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                file.write(data.getbuffer())
+            else:
+                torch.save(_by_itself(data), cast(Any, file))
+            length = file.bytes - start
+            self._results.append(WriteResult(item.index, length, _StorageInfo(self.data_file, start, length)))
+
+    def write_part(self, file: HashingFile) -> None:
+        """Once the data is written."""
+        from torch.distributed.checkpoint.planner import SavePlan
+
+        # A planner's own kind of plan is unknown where the parts are joined.
+        plan = SavePlan(items=list(self._plan.items))
+        known = (plan, tuple(self._results), getattr(self._plan, "mcore_data", None))
+        file.write(pickle.dumps(known))
+
+
+def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, without the rest of the memory that it is a view of, which torch would save with it."""
+    tensor = tensor.detach().cpu()
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+
+
+def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
+    """Joins the parts among the files of a checkpoint, if there are any; returns what it then consists of.
+
+    It may be called again after a crash. A part is read only if it is, bit for bit, what its writer reported.
+    Raises CheckpointError.
+    """
+    parts = [entry for entry in entries if entry.path.startswith(_PART)]
+    if not parts:
+        return tuple(entries)
+    joined = folder / METADATA
+    if not joined.exists():  # it gets its name when it is complete
+        problems = manifest.compare(folder, [replace(part, path=part.draft) for part in parts])
+        if problems:
+            raise CheckpointError(f"{problems[0]}: it was reported as written")
+        parts.sort(key=lambda part: int(part.path.removeprefix(_PART)))
+        _finish(folder, [_Known(*pickle.loads((folder / part.draft).read_bytes())) for part in parts])
+    whole = FileEntry(METADATA, joined.stat().st_size, manifest.hash_file(joined))
+    return (*(entry for entry in entries if entry not in parts), whole)
+
+
+def _finish(folder: Path, parts: Sequence[_Known]) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    try:
+        _, metadata = planner.create_global_plan([part.plan for part in parts])
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: the parts do not make a whole ({error})") from error
+    extras = [part.extra for part in parts if part.extra is not None]
+    if extras:  # Megatron-core up to 0.16 keeps it there
+        vars(metadata)["mcore_data"] = dict(chain.from_iterable(extra.items() for extra in extras))
+    FileSystemWriter(str(folder)).finish(metadata, [list(part.results) for part in parts])
