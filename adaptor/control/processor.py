@@ -130,11 +130,12 @@ class Processor:
     def _obey(self, order: ToWorker) -> None:
         match order:
             case Freeze():
-                self.incident = order.incident
-                self._current = (order.incident, 0)
                 assert self._session is not None
-                # A controller that is lost may have let the main thread through: what is told now must hold.
-                self._session.let_through(None)
+                if order.incident != self.incident:  # else it is asked whether it is there
+                    self.incident = order.incident
+                    self._current = (order.incident, 0)
+                    # A controller that is lost may have let the main thread through: what is told must hold.
+                    self._session.let_through(None)
                 self._in_thread("freeze", self._freeze, order)
             case Dump():
                 self._current = (order.incident, order.attempt)

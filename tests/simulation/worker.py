@@ -244,8 +244,9 @@ class Worker(Process):
     def _obey(self, order: ToWorker) -> None:
         match order:
             case Freeze():
-                self._current = (order.incident, 0)
-                self.session.let_through(None)
+                if order.incident != self._current[0]:
+                    self._current = (order.incident, 0)
+                    self.session.let_through(None)
                 self.thread(self._freeze(order))
             case Dump():
                 self._current = (order.incident, order.attempt)
