@@ -56,17 +56,20 @@ class Job:
         ranks: int = RANKS,
         save_interval: int = 1_000_000,
         instances: int = 2,
+        distributed: bool = True,
         extra: Sequence[str] = (),
         launcher: Sequence[str] = (),
         watch: bool = False,
         native: bool = False,
         save: Path | None = None,
         gate: str = "",
+        memory: bool = False,
         faults: Sequence[Fault] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
-        without the adaptor, which makes two itself; `watch`, `native` and `gate` are `_worker.py`'s."""
+        without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
+        `watch`, `native`, `gate` and `memory` are `_worker.py`'s."""
         self.folder = folder
         self.save = save or folder / "ckpt"
         self.logs = folder / "logs"
@@ -85,12 +88,18 @@ class Job:
             self._command += ["--watch"] if watch else []
             self._command += ["--native", str(folder / "native")] if native else []
             self._command += ["--gate", gate] if gate else []
+            self._command += ["--memory"] if memory else []
         if faults:
             self._command += [str(Path(inject.__file__)), "--stamp", str(self.stamps)]
             self._command += [word for fault in faults for word in ("--fault", str(fault))]
         self._command += [str(prepare.megatron_lm() / "pretrain_gpt.py")]
         self._command += args.tiny_gpt(
-            train_iters=train_iters, save=self.save, load=self.save, save_interval=save_interval, extra=extra
+            train_iters=train_iters,
+            save=self.save,
+            load=self.save,
+            save_interval=save_interval,
+            distributed_optimizer=distributed,
+            extra=extra,
         )
         inherited = {k: v for k, v in args.environment().items() if not k.startswith(_SETTINGS)}
         self._environment = inherited | {
