@@ -63,13 +63,13 @@ class Job:
         native: bool = False,
         save: Path | None = None,
         gate: str = "",
-        memory: bool = False,
+        cost: bool = False,
         faults: Sequence[Fault] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
         without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
-        `watch`, `native`, `gate` and `memory` are `_worker.py`'s."""
+        `watch`, `native`, `gate` and `cost` are `_worker.py`'s."""
         self.folder = folder
         self.save = save or folder / "ckpt"
         self.logs = folder / "logs"
@@ -88,7 +88,7 @@ class Job:
             self._command += ["--watch"] if watch else []
             self._command += ["--native", str(folder / "native")] if native else []
             self._command += ["--gate", gate] if gate else []
-            self._command += ["--memory"] if memory else []
+            self._command += ["--cost"] if cost else []
         if faults:
             self._command += [str(Path(inject.__file__)), "--stamp", str(self.stamps)]
             self._command += [word for fault in faults for word in ("--fault", str(fault))]

@@ -5,12 +5,14 @@ For each layout and replica the jobs of step_cost.py take turns, and besides the
 memory  of a rank, while it waits between two steps: the bytes of all its tensors, and all memory of its
         process that is no file's
 bytes   on the loopback while a job makes a block of steps: all that gloo sends, with the headers. Where it
-        may, the benchmark moves into a network namespace of its own, so that nothing else is counted
+        may, the benchmark moves into a network namespace of its own, so that nothing else is counted. What
+        `split` sends between the optimizer instances is counted in the calls besides
 
-More memory and more bytes are against the unmodified framework with one optimizer instance. The step time is
-too, but with `split` against the framework's own two instances. Beside each measured figure is, in brackets,
-what the table of the design says: for N parameters on d ranks 12·N/d bytes of memory, and with `mirror` 4·N/d
-bytes more and as many to send; with TTP_LOCAL_COPY 12 bytes for each parameter that a rank updates.
+The counterpart of a job is the unmodified framework: with `split` with its own two optimizer instances, else
+with one. Step times are against it, memory and bytes also against one instance. In brackets is what the table
+of the design says: for N parameters on d ranks 12·N/d bytes of memory, and 8·N/d bytes to send with `split`;
+with `mirror` 4·N/d bytes more memory, and as many to send; with TTP_LOCAL_COPY 12 bytes for each parameter
+that a rank updates.
 
 With `--only` the rows of the other layouts are those of an earlier run, if there was one.
 """
@@ -43,6 +45,10 @@ LAYOUTS = (DP4, DP3, TP2_DP2, PP2_DP2, MOE_EP2, DP2_WHOLE)
 # The one that the targets are for; with it, local copies are measured, too.
 MAIN = DP4
 SECTION = "What it costs"
+GLOO = (
+    "torch makes a reduce-scatter over gloo as an all-reduce, which sends twice as much, and in the smaller "
+    "groups of `split` less: so `split` may send less in all than one instance."
+)
 _CLONE_NEWNET = 0x40000000
 
 
@@ -79,6 +85,19 @@ def alone_on_the_network() -> bool:
     return True
 
 
+def _busy() -> float:
+    """The cores that are in use while no job of ours runs, in the mean of a second."""
+
+    def idle() -> int:
+        _, _, _, _, idle, iowait, *_ = Path("/proc/stat").read_text().split()
+        return int(idle) + int(iowait)
+
+    before, began = idle(), time.monotonic()
+    time.sleep(1.0)
+    free = (idle() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began)
+    return max(0.0, (os.cpu_count() or 1) - free)
+
+
 def measure(row: Row, folder: Path, given: argparse.Namespace, source: random.Random) -> dict[str, Any]:
     """Run both jobs of a row; the figures of each, for a rank of the mean."""
     layout = row.layout
@@ -92,9 +111,9 @@ def measure(row: Row, folder: Path, given: argparse.Namespace, source: random.Ra
         environment={"TTP_REPLICA": layout.replica, "TTP_LOCAL_COPY": str(row.copies)},
         ranks=layout.processes,
         distributed=layout.distributed_optimizer,
-        memory=True,
+        cost=True,
     )
-    load = os.getloadavg()[0]
+    others = _busy()
     ended = one_start(folder, race, source)
     ratios = [on / off for off, on in zip(ended["off"], ended["on"], strict=True)]
     arms = {arm: _figures(ended["watched"][arm], ended["sent"][arm], layout) for arm in ("off", "on")}
@@ -104,16 +123,16 @@ def measure(row: Row, folder: Path, given: argparse.Namespace, source: random.Ra
         "interval": interval(ratios, given.seed),
         "milliseconds": 1000 * statistics.median(ended["off"]),
         "compared": ended["compared"],
-        "load": load,
+        "others": others,
         "at": time.strftime("%Y-%m-%d %H:%M"),
     }
 
 
 def _figures(watched: list[dict[str, Any]], sent: float, layout: Layout) -> dict[str, Any]:
-    ranks = [line for line in watched if line["what"] == "memory"]
+    ranks = [line for line in watched if line["what"] == "cost"]
     if len(ranks) != layout.processes:
-        raise JobError(f"{len(ranks)} of {layout.processes} ranks said what memory they take")
-    mean = {key: statistics.mean(line[key] for line in ranks) for key in ("tensors", "anonymous")}
+        raise JobError(f"{len(ranks)} of {layout.processes} ranks said what they take")
+    mean = {key: statistics.mean(line[key] for line in ranks) for key in ("tensors", "anonymous", "between")}
     shard = statistics.mean(
         line["dense"] / line["sharing_dense"] + line["experts"] / line["sharing_experts"] for line in ranks
     )
@@ -130,19 +149,22 @@ def by_design(row: Row, shard: float) -> tuple[float, float]:
 
 def line(row: Row, found: Mapping[str, Any], one: Mapping[str, Any]) -> list[str]:
     """A line of the table; `one` has the figures of the framework with one optimizer instance."""
-    on = found["on"]
-    memory, sent = by_design(row, on["shard"])
+    on, off = found["on"], found["off"]
+    memory, copies = by_design(row, on["shard"])
+    # The counterpart of split sends it, too.
+    sent = on["between"] if row.replica == "split" else on["sent"] - off["sent"]
     low, high = found["interval"]
     return [
         row.name,
         f"{_mb(on['tensors'] - one['tensors'])} ({_mb(memory)})",
         _mb(on["anonymous"] - one["anonymous"]),
-        f"{_mb(one['sent'])}",
-        f"{_mb(on['sent'] - one['sent'])} ({_mb(sent)})",
-        _mb(on["sent"] - found["off"]["sent"]),
+        _mb(on["anonymous"] - off["anonymous"]),
+        f"{_mb(one['sent'])} → {_mb(on['sent'])}",
+        f"{_mb(sent)} ({_mb(copies)})",
+        _mb(on["sent"] - off["sent"]),
         f"{found['ratio']:.3f} ({low:.3f} to {high:.3f})",
         f"{found['milliseconds']:.0f}",
-        f"{found['load']:.1f}",
+        f"{found['others']:.1f}",
     ]
 
 
@@ -152,14 +174,15 @@ def _mb(count: float) -> str:
 
 HEAD = [
     "layout, replica",
-    "more tensors, MB (table)",
+    "more tensors, MB (design)",
     "more memory of the process, MB",
-    "sent by a rank in a step, one instance, MB",
-    "more, MB (table)",
-    "more than its counterpart, MB",
+    "... than its counterpart",
+    "sent by a rank in a step, MB",
+    "of it for second copies (design)",
+    "more than its counterpart",
     "step time, on / off (95 %)",
     "off, ms",
-    "load",
+    "cores that others used",
 ]
 
 
@@ -202,7 +225,7 @@ def main() -> None:
     # The counterpart of `mirror`, and of what needs no replicas, has one instance.
     one = {row.family: found[row.name]["off"] for row in known if row.replica != "split"}
     text = table(HEAD, [line(row, found[row.name], one[row.family]) for row in known])
-    text += f"\n\nBytes are counted on the loopback {counted}."
+    text += f"\n\nBytes are counted on the loopback {counted}. {GLOO}"
     for row in known:
         target = TARGETS.get(row.replica)
         if row.family == MAIN.name and not row.copies and target:

@@ -40,7 +40,7 @@ class Race:
     extra        arguments of the script
     distributed  whether the optimizer is
     environment  of the job with the adaptor
-    memory       whether what the processes take is written down
+    cost         whether what the processes take is written down
     """
 
     pairs: int
@@ -51,7 +51,7 @@ class Race:
     environment: Mapping[str, str] = field(default_factory=dict)
     ranks: int = RANKS
     distributed: bool = True
-    memory: bool = False
+    cost: bool = False
 
 
 class Referee:
@@ -158,7 +158,7 @@ def one_start(folder: Path, race: Race, source: random.Random) -> dict[str, Any]
             distributed=race.distributed,
             extra=race.extra,
             gate=f"{name},{arm},{race.block}",
-            memory=race.memory,
+            cost=race.cost,
             instances=race.instances,
             environment=race.environment,
         )
