@@ -116,7 +116,11 @@ IMPOSSIBLE = (
     ),
     Impossible(
         Layout(
-            "moe-tp2-dp2-ep2, experts cut by TP, too", 4, tp=2, extra=(*MOE_EP2.extra, "--sequence-parallel")
+            "moe-tp2-dp2-ep2, experts cut by TP, too",
+            4,
+            tp=2,
+            replica="mirror",
+            extra=(*MOE_EP2.extra, "--sequence-parallel"),
         ),
         "ProcessGroupGloo",
         "tokens are gathered from ranks that have different numbers of them, which gloo cannot; trained with "
