@@ -9,7 +9,8 @@ from pathlib import Path
 def write_section(page: Path, heading: str, text: str) -> None:
     """Put `text` below the line `## heading`, in place of what is there; a new section goes to the end."""
     old = page.read_text() if page.exists() else ""
-    section = f"## {heading}\n\n{text.strip()}\n"
+    body = text.strip("\n")
+    section = f"## {heading}\n\n{body}\n"
     found = re.search(rf"^## {re.escape(heading)}\n.*?(?=^## |\Z)", old, re.MULTILINE | re.DOTALL)
     if found is None:
         new = f"{old.rstrip()}\n\n{section}".lstrip()

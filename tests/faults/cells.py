@@ -109,7 +109,7 @@ class Cell:
 
 
 def cells(faults: int) -> list[Cell]:
-    """All of them; after the n-th turn through the layouts each layout has n, or has no more.
+    """All of them, in turns: each turn has one of every layout, until it has no more.
 
     Args:
         faults: 1 for one fault in each combination, early or late in turn; 2 for both.
@@ -119,14 +119,14 @@ def cells(faults: int) -> list[Cell]:
 
 
 def _of(layout: Layout, number: int, faults: int) -> list[Cell]:
-    """Those of a layout. They begin elsewhere for each `number`, so that the first turn has some of all."""
+    """Those of a layout, shuffled, so that the first turns have some of all."""
     moments = list(MOMENTS)
     found = []
     for turn, (precision, (replica, cut), copies, kind) in enumerate(_combinations(layout)):
         for moment in (moments + moments)[(turn + number) % 2 :][:faults]:
             found.append(Cell(layout.name, _in(cut, layout, precision), replica, copies, kind, moment))
-    start = number % len(found)
-    return found[start:] + found[:start]
+    random.Random(layout.name).shuffle(found)
+    return found
 
 
 def _combinations(layout: Layout) -> Iterator[tuple[str, tuple[str, Layout], bool, str]]:

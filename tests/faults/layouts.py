@@ -39,6 +39,11 @@ _RECOMPUTE = (
     "1",
 )
 _UNTIED = "--untie-embeddings-and-output-weights"
+_ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
+# Experts are cut by tensor parallelism like the rest: no two ranks have the same.
+MOE_CUT = Layout(
+    "moe-tp2-dp2-ep2-cut", 4, tp=2, replica="mirror", extra=(*MOE_EP2.extra, "--sequence-parallel")
+)
 
 # With a pipeline, embeddings are tied across its stages unless a layout says otherwise.
 LAYOUTS = (
@@ -83,12 +88,13 @@ LAYOUTS = (
     # Six ranks share what is dense, three have the same experts.
     Layout("moe-dp6-ep2", 6, replica="mirror", extra=(*MOE_EP2.extra, "--global-batch-size", "12")),
     replace(MOE_TP2_EP2, name="moe-tp2-dp2-ep2", replica="auto"),
+    MOE_CUT,
     Layout("moe-pp2-dp4-ep2", 8, pp=2, extra=MOE_EP2.extra),
 )
 # Trained in fp16 and fp32, too, and with the format torch_dist.
 VARIED = (DP2, DP3, DP2_WHOLE, TP2_DP2, PP2_DP2, MOE_EP2)
 # A rank of these has something that no other has: its death loses that, an exception does not.
-ALONE = frozenset({"dp1", TP2_DP1.name, "pp2-dp1", MOE_EP2_DP2.name})
+ALONE = frozenset({"dp1", TP2_DP1.name, "pp2-dp1", MOE_EP2_DP2.name, MOE_CUT.name})
 # Of Megatron-core as a library: on a CPU Megatron-LM itself has no attention for it.
 CONTEXT = Layout("cp2-dp2", 4)
 
@@ -115,16 +121,10 @@ IMPOSSIBLE = (
         "with Megatron-core as a library and a plain attention instead (cp2-dp2 above)",
     ),
     Impossible(
-        Layout(
-            "moe-tp2-dp2-ep2, experts cut by TP, too",
-            4,
-            tp=2,
-            replica="mirror",
-            extra=(*MOE_EP2.extra, "--sequence-parallel"),
-        ),
+        replace(MOE_CUT, name="moe-tp2-dp2-ep2-cut, alltoall", extra=(*MOE_CUT.extra, *_ALLTOALL)),
         "ProcessGroupGloo",
         "tokens are gathered from ranks that have different numbers of them, which gloo cannot; trained with "
-        "`--expert-tensor-parallel-size 1` instead",
+        "the dispatcher `allgather`, and with experts that are not cut by tensor parallelism",
     ),
     Impossible(
         DP2,

@@ -92,13 +92,14 @@ def _assert_told(ended: Ended, cell: Cell) -> None:
 
 
 def _entry(cell: Cell, fault: Fault, step: int) -> Result:
+    kind = "SIGKILL" if fault.kind == "sigkill" else fault.kind
     return {
         "layout": cell.family,
         "precision": cell.layout.precision,
         "replica": cell.replica,
         "copies": cell.copies,
         "format": cell.format,
-        "fault": f"{fault.kind} of rank {fault.rank}, {fault.phase} of step {fault.step}",
+        "fault": f"{kind} of rank {fault.rank}, {fault.phase} of step {fault.step}",
         "saved": step,
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.faults.harness import Layout
 from tests.faults.layouts import CONTEXT, LAYOUTS
 from tests.frameworks import prepare
 from tests.pages import table, write_section
@@ -79,13 +80,18 @@ def _layouts() -> list[list[str]]:
         [
             layout.name,
             str(layout.processes),
-            f"TP{layout.tp}·PP{layout.pp}·DP{layout.data_parallel_size}"
-            + ("" if layout.distributed_optimizer else ", plain DDP"),
+            _cut(layout),
             f"`{' '.join(layout.extra)}`" if layout.extra else "",
         ]
         for layout in LAYOUTS
     ]
     return [*rows, [CONTEXT.name, "4", "CP2·DP2", "Megatron-core as a library, a loop of one's own"]]
+
+
+def _cut(layout: Layout) -> str:
+    parts = {"TP": layout.tp, "PP": layout.pp, "DP": layout.data_parallel_size}
+    words = "·".join(f"{name}{size}" for name, size in parts.items() if size > 1 or name == "DP")
+    return words if layout.distributed_optimizer else f"{words}, plain DDP"
 
 
 def _survived(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
