@@ -7,8 +7,8 @@ step, bit for bit, and under plain torchrun the unmodified framework must go on 
 gradient norms of a run that never failed. What the framework itself cannot run on a CPU must fail with the
 reason that is listed.
 
-It can be interrupted and started again: what is in OUT/results.jsonl is not run again, unless it failed. Remove
-OUT after a change to what is tested.
+It can be interrupted and started again: what is in OUT/results.jsonl is not run again, unless it failed.
+Remove OUT after a change to what is tested.
 The exit code is 1 if a cell has failed, 3 if `--limit` has ended it before all were run.
 """
 
