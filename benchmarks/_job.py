@@ -57,21 +57,23 @@ class Job:
         ranks: int = RANKS,
         save_interval: int = 1_000_000,
         instances: int = 2,
+        distributed: bool = True,
         extra: Sequence[str] = (),
         launcher: Sequence[str] = (),
         watch: bool = False,
         native: bool = False,
         save: Path | None = None,
         gate: str = "",
+        cost: bool = False,
         faults: Sequence[Fault] = (),
         environment: Mapping[str, str] | None = None,
         nodes: int = 1,
         tp: int = 1,
-        distributed: bool = True,
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
-        without the adaptor, which makes two itself; `watch`, `native` and `gate` are `_worker.py`'s; the
-        ranks are divided among `nodes`, all on this machine."""
+        without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
+        `watch`, `native`, `gate` and `cost` are `_worker.py`'s; the ranks are divided among `nodes`, all on
+        this machine."""
         self.folder = folder
         self.save = save or folder / "ckpt"
         self.logs = folder / "logs"
@@ -93,6 +95,7 @@ class Job:
             self._command += ["--watch"] if watch else []
             self._command += ["--native", str(folder / "native")] if native else []
             self._command += ["--gate", gate] if gate else []
+            self._command += ["--cost"] if cost else []
         if faults:
             self._command += [str(Path(inject.__file__)), "--stamp", str(self.stamps)]
             self._command += [word for fault in faults for word in ("--fault", str(fault))]

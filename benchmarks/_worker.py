@@ -3,6 +3,7 @@
 --watch   writes down how long the parts of a dump took
 --native  calls the framework's own save, unpatched and timed, after the second step of each start
 --gate    waits before every block of iterations until the benchmark says that it is this job's turn
+--cost    writes down, at the third gate, the memory and parameters of the process, and what it sends
 
 Lines of JSON go to OUT/rank<R>.jsonl: what, time (when it ended), seconds, restart. It hooks from outside,
 as the recorder does.
@@ -11,9 +12,11 @@ as the recorder does.
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import json
 import os
+import re
 import runpy
 import shutil
 import socket
@@ -127,8 +130,9 @@ class NativeSave:
 class Gate:
     """Stands in a queue with the other ranks of this job, before every block of iterations."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, cost: Cost | None) -> None:
         name, arm, block = address.split(",")
+        self._cost = cost
         self._block = int(block)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect("\0" + name)
@@ -138,10 +142,60 @@ class Gate:
         from megatron.training.global_vars import get_args
 
         if get_args().curr_iteration % self._block == 0:
+            if self._cost is not None and get_args().curr_iteration == 2 * self._block:
+                self._cost.note(args[2], get_args().curr_iteration)
             self._connection.sendall(b"?")
             if not self._connection.recv(1):
                 os._exit(1)  # nobody is left who would say when it is our turn
         return wrapped(*args, **kwargs)
+
+
+class Cost:
+    """What this rank takes, and what it gives to the other optimizer instances."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._between = 0
+        hook("torch.distributed", "all_reduce", self._all_reduce)
+
+    def _all_reduce(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+
+        # Its getter refuses to say that there is none.
+        between = parallel_state._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
+        if between is not None and kwargs.get("group") is between:
+            self._between += args[0].nbytes
+        return wrapped(*args, **kwargs)
+
+    def note(self, model: Any, steps: int) -> None:
+        """After so many steps."""
+        self._notes.add("cost", 0.0, between=self._between / steps, **_memory(), **_parameters(model))
+
+
+def _memory() -> dict[str, int]:
+    """Bytes: of all tensors that Python can reach, and of all memory of this process that is no file's."""
+    import torch
+
+    gc.collect()
+    # Some objects answer isinstance for others.
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    (anonymous,) = re.findall(r"^Anonymous:\s+(\d+) kB", rollup, re.MULTILINE)
+    return {"tensors": sum(storages.values()), "anonymous": 1024 * int(anonymous)}
+
+
+def _parameters(model: Any) -> dict[str, int]:
+    """How many this rank has, those of experts apart, and how many ranks share the update of each."""
+    from megatron.core import parallel_state
+
+    sizes = {"dense": 0, "experts": 0}
+    for param in [param for chunk in model for param in chunk.parameters() if param.requires_grad]:
+        sizes["dense" if getattr(param, "allreduce", True) else "experts"] += param.numel()
+    return sizes | {
+        "sharing_dense": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        "sharing_experts": parallel_state.get_expert_data_parallel_world_size(),
+    }
 
 
 def main() -> None:
@@ -150,6 +204,7 @@ def main() -> None:
     parser.add_argument("--watch", action="store_true")
     parser.add_argument("--native", type=Path, metavar="FOLDER")
     parser.add_argument("--gate", metavar="SOCKET,ARM,BLOCK")
+    parser.add_argument("--cost", action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parsed = parser.parse_args()
@@ -159,7 +214,11 @@ def main() -> None:
     if parsed.native:
         hook("megatron.training.training", "train_step", NativeSave(notes, parsed.native).after_step)
     if parsed.gate:
-        hook("megatron.training.training", "train_step", Gate(parsed.gate).wait)
+        hook(
+            "megatron.training.training",
+            "train_step",
+            Gate(parsed.gate, Cost(notes) if parsed.cost else None).wait,
+        )
     sys.argv = [parsed.script, *parsed.arguments]
     sys.path[0] = str(Path(parsed.script).resolve().parent)
     runpy.run_path(parsed.script, run_name="__main__")

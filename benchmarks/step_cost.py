@@ -16,7 +16,8 @@ import shutil
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,43 @@ _START_S = 300.0
 _RESAMPLES = 10_000
 
 
+@dataclass(frozen=True)
+class Race:
+    """Two jobs of one layout.
+
+    instances    optimizer instances of the job without the adaptor
+    alike        whether the losses must be the same, bit for bit
+    extra        arguments of the script
+    distributed  whether the optimizer is
+    environment  of the job with the adaptor
+    cost         whether what the processes take is written down
+    """
+
+    pairs: int
+    block: int
+    instances: int
+    alike: bool
+    extra: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = RANKS
+    distributed: bool = True
+    cost: bool = False
+
+
 class Referee:
     """Says whose turn it is; every rank of a job stands at the gate when its block is done."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ranks: int) -> None:
+        self._expected = 2 * ranks
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind("\0" + name)
-        self._server.listen(2 * RANKS)
+        self._server.listen(self._expected)
         self._server.settimeout(_START_S)
         self._ranks: dict[str, list[socket.socket]] = {arm: [] for arm in ARMS}
 
     def gather(self) -> None:
         """Every rank of both jobs has connected and stands at its first gate."""
-        for _ in range(2 * RANKS):
+        for _ in range(self._expected):
             connection, _ = self._server.accept()
             connection.settimeout(_START_S)
             name = b""
@@ -52,11 +77,13 @@ class Referee:
         for arm in ARMS:
             self._await(arm)
 
-    def play(self, arm: str) -> None:
-        """Let a job make one block."""
+    def play(self, arm: str) -> int:
+        """Let a job make one block; returns what was sent meanwhile over the loopback, in bytes."""
+        before = _loopback()
         for connection in self._ranks[arm]:
             connection.sendall(b"!")
         self._await(arm)
+        return _loopback() - before
 
     def dismiss(self) -> None:
         for connection in [one for ranks in self._ranks.values() for one in ranks]:
@@ -67,6 +94,14 @@ class Referee:
         for connection in self._ranks[arm]:
             if connection.recv(1) != b"?":
                 raise JobError(f"a rank of the job {arm} is gone: see its log")
+
+
+def _loopback() -> int:
+    """Bytes sent so far in this network namespace, headers included."""
+    (line,) = [
+        line for line in Path("/proc/net/dev").read_text().splitlines() if line.lstrip().startswith("lo:")
+    ]
+    return int(line.partition(":")[2].split()[8])
 
 
 def medians(job: Job, block: int) -> list[float]:
@@ -105,27 +140,32 @@ def compare(off: Job, on: Job) -> int:
     return compared
 
 
-def one_start(folder: Path, given: argparse.Namespace, source: random.Random) -> dict[str, Any]:
-    """Start both jobs, let them take turns; the median step times of their blocks, in pairs."""
+def one_start(folder: Path, race: Race, source: random.Random) -> dict[str, Any]:
+    """Start both jobs, let them take turns.
+
+    Returns the median step times of each job's blocks, in pairs; the bytes that it sends in a step; what its
+    ranks wrote down; which job began each pair; how many records were compared. JobError if two differ.
+    """
     name = f"ttp-step-cost-{folder.name}-{time.time_ns()}"
-    referee = Referee(name)
-    blocks = given.pairs + 1
+    referee = Referee(name, race.ranks)
+    blocks = race.pairs + 1
     jobs = {
         arm: Job(
             folder / arm,
             adaptor=arm == "on",
-            train_iters=(blocks + 1) * given.block,
-            extra=[
-                *model(given.layers, given.hidden, given.sequence),
-                *("--global-batch-size", str(given.global_batch)),
-            ],
-            gate=f"{name},{arm},{given.block}",
-            instances=given.instances,
-            environment={"TTP_REPLICA": given.replica},
+            train_iters=(blocks + 1) * race.block,
+            ranks=race.ranks,
+            distributed=race.distributed,
+            extra=race.extra,
+            gate=f"{name},{arm},{race.block}",
+            cost=race.cost,
+            instances=race.instances,
+            environment=race.environment,
         )
         for arm in ARMS
     }
     order: list[str] = []
+    sent: dict[str, list[float]] = {arm: [] for arm in ARMS}
     try:
         with jobs["off"], jobs["on"]:
             referee.gather()
@@ -133,16 +173,21 @@ def one_start(folder: Path, given: argparse.Namespace, source: random.Random) ->
                 turn = source.sample(ARMS, k=2)
                 order.append(turn[0])
                 for arm in turn:
-                    referee.play(arm)
+                    sent[arm].append(referee.play(arm) / race.block)
                 if pair % 10 == 0:
-                    print(f"  pair {pair} of {given.pairs}", flush=True)
+                    print(f"  pair {pair} of {race.pairs}", flush=True)
     finally:
         referee.dismiss()
-    alike = given.instances == (2 if given.replica == "split" else 1)
-    compared = compare(jobs["off"], jobs["on"]) if alike else 0
     # The first pair warms up.
-    off, on = (medians(jobs[arm], given.block)[1:blocks] for arm in ARMS)
-    return {"off": off, "on": on, "first": order[1:], "compared": compared}
+    off, on = (medians(jobs[arm], race.block)[1:blocks] for arm in ARMS)
+    return {
+        "off": off,
+        "on": on,
+        "first": order[1:],
+        "sent": {arm: statistics.median(sent[arm][1:]) for arm in ARMS},
+        "watched": {arm: jobs[arm].watched() for arm in ARMS},
+        "compared": compare(jobs["off"], jobs["on"]) if race.alike else 0,
+    }
 
 
 def main() -> None:
@@ -171,10 +216,21 @@ def main() -> None:
     benchmark = Benchmark("step_cost", vars(given))
     source = random.Random(given.seed)
     folder = new_folder("step_cost")
+    race = Race(
+        given.pairs,
+        given.block,
+        given.instances,
+        given.instances == (2 if given.replica == "split" else 1),
+        [
+            *model(given.layers, given.hidden, given.sequence),
+            *("--global-batch-size", str(given.global_batch)),
+        ],
+        {"TTP_REPLICA": given.replica},
+    )
     starts = []
     for number in range(given.starts):
         print(f"start {number + 1} of {given.starts}", flush=True)
-        starts.append(one_start(folder / str(number), given, source))
+        starts.append(one_start(folder / str(number), race, source))
     shutil.rmtree(folder)
 
     ratios = [on / off for start in starts for off, on in zip(start["off"], start["on"], strict=True)]

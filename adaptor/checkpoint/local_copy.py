@@ -51,7 +51,8 @@ class _Kept:
                     state[key] = torch.empty_like(value)
                 into.append(state[key])
                 given.append(value)
-        torch._foreach_copy_(into, given)
+        if given:  # a shard that is padding alone has no params, which torch takes for a mistake
+            torch._foreach_copy_(into, given)
 
 
 class LocalCopy:

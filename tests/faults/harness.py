@@ -228,6 +228,9 @@ def run(job: Job) -> Ended:
         leftovers.end(mark)
         tail = "".join(log.read_text(errors="replace")[-3000:] for log in logs)
         pytest.fail(f"the job had not ended after {job.timeout_s:g} s:\n{tail}")
+    except BaseException:
+        leftovers.end(mark)  # whoever waits for it was told to end
+        raise
     at = time.time()
     leftovers.assert_nothing_left(mark, ports, scratch, shared_before)
     shutil.rmtree(scratch, ignore_errors=True)

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.faults import harness, outcome
-from tests.faults.harness import DP4, ITERATIONS, Ended, Job
-from tests.frameworks import prepare
-
-SCRIPT = harness.ROOT / "tests/frameworks/train_core.py"
-
-
-def _train(
-    out: Path, *arguments: str, launcher: str = "ttprun", restarts: int = 0, faults: Sequence[str] = ()
-) -> Ended:
-    path = f"{prepare.megatron_core()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-    instances = ("--instances", "2") if launcher == "torchrun" else ()
-    job = Job(
-        out,
-        DP4,
-        launcher=launcher,
-        restarts=restarts,
-        faults=faults,
-        script=SCRIPT,
-        arguments=[*arguments, "--iters", str(ITERATIONS), *instances],
-        environment={"PYTHONPATH": path},
-    )
-    return harness.run(job)
+from tests.faults import outcome
+from tests.faults.harness import ITERATIONS, Ended
+from tests.faults.library import train
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """Without the adaptor."""
-    ended = _train(tmp_path_factory.mktemp("library") / "run", launcher="torchrun")
+    ended = train(tmp_path_factory.mktemp("library") / "run", launcher="torchrun")
     assert ended.code == 0, ended.log[-3000:]
     return ended
 
@@ -52,11 +30,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 )
 def test_a_fault(fault: str, code: int, step: int, tmp_path: Path, undisturbed: Ended) -> None:
     save = tmp_path / "save"
-    ended = _train(tmp_path / "job", "--save", str(save), faults=[fault])
+    ended = train(tmp_path / "job", "--save", str(save), faults=[fault])
     assert ended.code == code, ended.log[-3000:]
     outcome.assert_saved(save, step)
     outcome.assert_same_training(ended, undisturbed.records, steps=range(1, step))
-    resumed = _train(tmp_path / "resumed", "--save", str(save), launcher="torchrun")
+    resumed = train(tmp_path / "resumed", "--save", str(save), launcher="torchrun")
     assert resumed.code == 0, resumed.log[-3000:]
     outcome.assert_same_training(resumed, undisturbed.records, steps=range(step + 1, ITERATIONS + 1))
 
@@ -64,7 +42,7 @@ def test_a_fault(fault: str, code: int, step: int, tmp_path: Path, undisturbed: 
 def test_a_killed_rank_and_the_job_goes_on_by_itself(tmp_path: Path, undisturbed: Ended) -> None:
     save = tmp_path / "save"
     fault = "rank=2,step=6,phase=backward,kind=sigkill"
-    ended = _train(tmp_path / "job", "--save", str(save), restarts=1, faults=[fault])
+    ended = train(tmp_path / "job", "--save", str(save), restarts=1, faults=[fault])
     assert ended.code == 0, ended.log[-3000:]
     outcome.assert_saved(save, 5)
     outcome.assert_same_training(ended, undisturbed.records)
@@ -73,14 +51,14 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(tmp_path: Path, undisturbed
 def test_shared_sequences_and_a_frozen_part(tmp_path: Path) -> None:
     """Context parallelism: ranks that share a sequence share the optimizer state, like data-parallel ones."""
     layout = ("--context", "2", "--freeze")
-    undisturbed = _train(tmp_path / "undisturbed", *layout, launcher="torchrun")
+    undisturbed = train(tmp_path / "undisturbed", *layout, launcher="torchrun")
     assert undisturbed.code == 0, undisturbed.log[-3000:]
     save = tmp_path / "save"
     fault = "rank=1,step=6,phase=update,kind=sigkill"
-    ended = _train(tmp_path / "job", *layout, "--save", str(save), faults=[fault])
+    ended = train(tmp_path / "job", *layout, "--save", str(save), faults=[fault])
     assert ended.code == 137, ended.log[-3000:]
     outcome.assert_saved(save, 6)
     outcome.assert_same_training(ended, undisturbed.records, steps=range(1, 6))
-    resumed = _train(tmp_path / "resumed", *layout, "--save", str(save), launcher="torchrun")
+    resumed = train(tmp_path / "resumed", *layout, "--save", str(save), launcher="torchrun")
     assert resumed.code == 0, resumed.log[-3000:]
     outcome.assert_same_training(resumed, undisturbed.records, steps=range(7, ITERATIONS + 1))

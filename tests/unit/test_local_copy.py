@@ -152,3 +152,9 @@ def test_a_bare_optimizer_and_one_without_params() -> None:
     chained = LocalCopy(Chain(live, Stub()), (None, None))  # type: ignore[arg-type]
     assert [type(one) for one in chained.optimizer.chained_optimizers] == [Whole, Stub]
     chained.take()
+
+
+def test_a_shard_that_is_padding_alone() -> None:
+    kept = LocalCopy(Whole("adam", [], []), (None,))
+    kept.take()
+    assert kept.nbytes == 0

@@ -1,0 +1,46 @@
+"""Jobs of a script of our own that uses Megatron-core as a library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.faults import harness
+from tests.faults.harness import DP4, ITERATIONS, Ended, Job, Layout
+from tests.frameworks import prepare
+
+SCRIPT = harness.ROOT / "tests/frameworks/train_core.py"
+
+
+def train(
+    out: Path,
+    *arguments: str,
+    layout: Layout = DP4,
+    instances: int = 2,
+    launcher: str = "ttprun",
+    restarts: int = 0,
+    faults: Sequence[str] = (),
+    options: Sequence[str] = (),
+) -> Ended:
+    """Run it to its end.
+
+    Args:
+        arguments: of the script, besides the number of iterations.
+        instances: copies of the optimizer state without the adaptor.
+        options: of the launcher.
+    """
+    path = f"{prepare.megatron_core()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    copies = ("--instances", str(instances)) if launcher == "torchrun" else ()
+    job = Job(
+        out,
+        layout,
+        launcher=launcher,
+        restarts=restarts,
+        faults=faults,
+        options=options,
+        script=SCRIPT,
+        arguments=[*arguments, "--iters", str(ITERATIONS), *copies],
+        environment={"PYTHONPATH": path},
+    )
+    return harness.run(job)

@@ -1,0 +1,253 @@
+"""The whole cross product: `python -m tests.integration.matrix --write docs/layouts.md`.
+
+Layouts × replicas × local copies or the barrier, for some × precisions and checkpoint formats; in each,
+Megatron-LM trains under ttprun and loses a rank, once early in a step and once late (rank, phase and step are
+drawn by `--seed`). What the survivors have saved must be the unmodified framework's own checkpoint of that
+step, bit for bit, and under plain torchrun the unmodified framework must go on from it with the losses and
+gradient norms of a run that never failed. What the framework itself cannot run on a CPU must fail with the
+reason that is listed.
+
+It can be interrupted and started again: what is in OUT/results.jsonl is not run again, unless it failed.
+Remove OUT after a change to what is tested.
+The exit code is 1 if a cell has failed, 3 if `--limit` has ended it before all were run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.faults import harness, library, outcome, scenario
+from tests.faults.cells import FORMATS, Cell, cells, in_torch
+from tests.faults.fault import Fault
+from tests.faults.harness import ITERATIONS, ROOT, Ended, Job
+from tests.faults.layouts import CONTEXT, IMPOSSIBLE, Impossible
+from tests.faults.scenario import BaselineOf
+from tests.integration.matrix_page import write
+
+SEED = 20261121
+# By replica: the phase of step 6, and the step that is saved then.
+CONTEXT_FAULTS = {"split": ("update", 6), "mirror": ("backward", 5)}
+# Written after a cell: what it was, and what has become of it.
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One entry of the matrix. `run` gets an empty folder and returns what is to be said of it."""
+
+    name: str
+    run: Callable[[Path], Result]
+
+
+def strike(cell: Cell, seed: int, baseline_of: BaselineOf, out: Path) -> Result:
+    """A cell: the fault, what it left, and how the unmodified framework goes on. AssertionError if not so."""
+    baseline = baseline_of(cell.layout)
+    skipped = {line["iteration"] for line in baseline.records[0] if line["skipped"]}
+    fault, saved = cell.fault(seed, skipped)
+    print(f"  {fault}", flush=True)
+    form = FORMATS[cell.format]
+    job = Job(
+        out / "job",
+        cell.layout,
+        save=out / "save",
+        save_interval=form.interval,
+        arguments=form.arguments,
+        options=["--ttp-local-copy", str(cell.copies)],
+        faults=[str(fault)],
+    )
+    code = 1 if fault.kind == "exception" else 137
+    ended, step = scenario.ends(job, baseline, code=code, saved=saved, compare=in_torch)
+    _assert_told(ended, cell)
+    assert ended.last_line.startswith("[ttp] "), ended.last_line
+    assert f"step {step} is saved, " in ended.last_line, ended.last_line
+    scenario.goes_on(job, baseline, step)
+    return _entry(cell, fault, step)
+
+
+def _assert_told(ended: Ended, cell: Cell) -> None:
+    """The job had the replicas and the copies that the cell is about."""
+    words = {
+        "split": "second copies of optimizer shards by split, 2 instances",
+        "mirror": "second copies of optimizer shards by mirror",
+        "none": "the data-parallel size is 1"
+        if cell.layout.data_parallel_size == 1
+        else "every data-parallel rank has the whole optimizer state",
+    }
+    assert words[cell.replica] in ended.log, f"no replicas by {cell.replica}: {ended.said}"
+    assert ("[ttp] a local copy of the optimizer state" in ended.log) == cell.copies, ended.said
+
+
+def _entry(cell: Cell, fault: Fault, step: int) -> Result:
+    kind = "SIGKILL" if fault.kind == "sigkill" else fault.kind
+    return {
+        "layout": cell.family,
+        "precision": cell.layout.precision,
+        "replica": cell.replica,
+        "copies": cell.copies,
+        "format": cell.format,
+        "fault": f"{kind} of rank {fault.rank}, {fault.phase} of step {fault.step}",
+        "saved": step,
+    }
+
+
+def share_sequences(replica: str, out: Path) -> Result:
+    """Context parallelism, by a script of our own: it saves nothing by itself that could be compared."""
+    phase, step = CONTEXT_FAULTS[replica]
+    cell = Cell(CONTEXT.name, CONTEXT, replica, False, "torch", "")
+    fault = Fault(rank=1, step=6, phase=phase, kind="sigkill")
+    train = partial(library.train, layout=CONTEXT, instances=2 if replica == "split" else 1)
+    words = ("--context", "2")
+    undisturbed = train(out / "undisturbed", *words, launcher="torchrun")
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    print(f"  {fault}", flush=True)
+    words += ("--save", str(out / "save"))
+    ended = train(out / "job", *words, options=["--ttp-replica", replica], faults=[str(fault)])
+    assert ended.code == 137, ended.log[-3000:]
+    _assert_told(ended, cell)
+    outcome.assert_saved(out / "save", step)
+    outcome.assert_same_training(ended, undisturbed.records, steps=range(1, step))
+    resumed = train(out / "resumed", *words, launcher="torchrun")
+    assert resumed.code == 0, resumed.log[-3000:]
+    outcome.assert_same_training(resumed, undisturbed.records, steps=range(step + 1, ITERATIONS + 1))
+    return _entry(cell, fault, step)
+
+
+def fails_by_itself(what: Impossible, out: Path) -> Result:
+    """The unmodified framework says what is listed."""
+    job = Job(
+        out / "job",
+        what.layout,
+        launcher="torchrun",
+        save=out / "save",
+        save_interval=4,
+        arguments=what.arguments,
+    )
+    ended = harness.run(job)
+    assert ended.code != 0, "it runs: take it off the list"
+    assert what.says in ended.log, ended.log[-3000:]
+    words = " ".join((*what.layout.arguments, *what.arguments))
+    return {"impossible": what.layout.name.partition(",")[0], "arguments": words, "because": what.because}
+
+
+class Results:
+    """The file of what is known, a line for each run of a trial."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.lines: list[Result] = []
+        if path.exists():
+            self.lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def add(self, line: Result) -> None:
+        self.lines.append(line)
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    @property
+    def latest(self) -> dict[str, Result]:
+        """By the name of the trial."""
+        return {line["trial"]: line for line in self.lines}
+
+    def passed(self, name: str) -> bool:
+        return name in self.latest and not self.latest[name]["problem"]
+
+
+def trials(faults: int, seed: int, baseline_of: BaselineOf) -> list[Trial]:
+    """All of them, in the order in which they are run."""
+    found = [Trial(cell.name, partial(strike, cell, seed, baseline_of)) for cell in cells(faults)]
+    found += [
+        Trial(f"{CONTEXT.name} / {replica}", partial(share_sequences, replica)) for replica in CONTEXT_FAULTS
+    ]
+    return found + [Trial(f"not: {one.layout.name}", partial(fails_by_itself, one)) for one in IMPOSSIBLE]
+
+
+def attempt(trial: Trial, out: Path, seed: int) -> Result:
+    """Run one; what goes wrong is a part of the result."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    began = time.time()
+    problem, said = "", {}
+    try:
+        said = trial.run(out)
+    except (AssertionError, ValueError, pytest.fail.Exception) as error:
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {error}"[:2000] or "failed"
+    else:
+        shutil.rmtree(out)
+    seconds = round(time.time() - began, 1)
+    return {"trial": trial.name, "problem": problem, "seed": seed, "began": began, "seconds": seconds, **said}
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out/matrix", help="where jobs run and results lie"
+    )
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--faults", type=int, choices=(1, 2), default=2, help="in each combination")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="trials whose name has it"
+    )
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin no trial after so long")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables of the page")
+    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    given = parser.parse_args()
+    # A job must not outlive the one who looks after it.
+    signal.signal(signal.SIGTERM, _leave)
+    out = given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    kept = os.environ.get("TTP_TEST_BASELINES")
+    baseline_of = scenario.baselines(Path(kept) if kept else out / "baselines")
+    every = trials(given.faults, given.seed, baseline_of)
+    chosen = [trial for trial in every if not given.only or any(text in trial.name for text in given.only)]
+    if not chosen:
+        parser.error(f"--only is {', '.join(given.only)}: no trial has that in its name; see --list")
+    if given.list:
+        print("\n".join(trial.name for trial in chosen))
+        return 0
+    results = Results(out / "results.jsonl")
+    began = time.monotonic()
+    for number, trial in enumerate(chosen, 1):
+        if results.passed(trial.name):
+            continue
+        if given.limit is not None and time.monotonic() - began > given.limit:
+            break
+        print(f"{number} of {len(chosen)}: {trial.name}", flush=True)
+        results.add(attempt(trial, out / "trial", given.seed))
+        line = results.lines[-1]
+        print(f"  {line['problem'] or 'passed'}, {line['seconds']:.0f} s", flush=True)
+        if line["problem"]:
+            (out / "trial").rename(out / f"failed-{len(results.lines)}")
+    names = {trial.name for trial in chosen}
+    known = [line for name, line in results.latest.items() if name in names]
+    failed = [line["trial"] for line in known if line["problem"]]
+    left = len(names) - len(known)
+    print(f"{len(known) - len(failed)} passed, {len(failed)} failed, {left} not run yet", *failed, sep="\n  ")
+    if given.write:
+        write(given.write, results.lines, [trial.name for trial in every], given.seed, given.faults)
+    return 1 if failed else 3 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The tables of docs/layouts.md that the matrix writes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import runpy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.faults.harness import Layout
+from tests.faults.layouts import CONTEXT, LAYOUTS
+from tests.frameworks import prepare
+from tests.pages import table, write_section
+
+SURVIVED = "What survives"
+IMPOSSIBLE = "What the framework cannot run on a CPU"
+_HEAD = ["layout", "precision", "format", "replica", "with the barrier", "with a local copy"]
+
+
+def write(page: Path, lines: Sequence[dict[str, Any]], trials: Sequence[str], seed: int, faults: int) -> None:
+    """Write both sections.
+
+    Args:
+        lines: every result, in the order in which they came.
+        trials: the names of all there is.
+        seed: and `faults`: with which it was run.
+    """
+    names = set(trials)
+    latest = {line["trial"]: line for line in lines if line["trial"] in names}
+    survived = [line for line in latest.values() if "fault" in line]
+    parts = [
+        _summary(list(latest.values()), lines, len(trials), seed, faults),
+        table(["layout", "processes", "cut", "more arguments"], _layouts()),
+        "Each entry: the fault, and the step that was saved.",
+        table(_HEAD, _survived(survived)),
+    ]
+    failed = [
+        f"- {line['trial']}: `{_short(line['problem'])}`" for line in latest.values() if line["problem"]
+    ]
+    if failed:
+        parts.append("Failed:\n\n" + "\n".join(failed))
+    write_section(page, SURVIVED, "\n\n".join(parts))
+    rows = [
+        [line["impossible"], f"`{line['arguments']}`", line["because"]]
+        for line in latest.values()
+        if "impossible" in line
+    ]
+    words = "Each was run without the adaptor, and ended with the error that is meant here.\n\n"
+    write_section(page, IMPOSSIBLE, words + table(["layout", "arguments", "why"], rows))
+
+
+def _summary(
+    latest: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]], trials: int, seed: int, faults: int
+) -> str:
+    failed = [line for line in latest if line["problem"]]
+    again = {line["trial"] for line in lines if line["problem"]} - {line["trial"] for line in failed}
+    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["began"])) for line in latest})
+    framework = runpy.run_path(str(prepare.megatron_lm() / "megatron/core/package_info.py"))["__version__"]
+    minutes = sum(line["seconds"] for line in lines) / 60
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    counts = f"{len(latest) - len(failed)} of {trials} passed, {len(failed)} failed"
+    counts += f", {trials - len(latest)} not run" if len(latest) < trials else ""
+    where = f"Megatron-LM {framework}, Python {platform.python_version()}, torch {torch.__version__}"
+    said = [
+        f"    python -m tests.integration.matrix --seed {seed} --faults {faults} --write docs/layouts.md",
+        f"{when}: {counts}. {minutes:.0f} minutes on {os.cpu_count()} cores. {where}.",
+    ]
+    if again:
+        said.append("Failed first, and passed when run again: " + "; ".join(sorted(again)) + ".")
+    return "\n\n".join(said)
+
+
+def _layouts() -> list[list[str]]:
+    rows = [
+        [
+            layout.name,
+            str(layout.processes),
+            _cut(layout),
+            f"`{' '.join(layout.extra)}`" if layout.extra else "",
+        ]
+        for layout in LAYOUTS
+    ]
+    return [*rows, [CONTEXT.name, "4", "CP2·DP2", "Megatron-core as a library, a loop of one's own"]]
+
+
+def _cut(layout: Layout) -> str:
+    parts = {"TP": layout.tp, "PP": layout.pp, "DP": layout.data_parallel_size}
+    words = "·".join(f"{name}{size}" for name, size in parts.items() if size > 1 or name == "DP")
+    return words if layout.distributed_optimizer else f"{words}, plain DDP"
+
+
+def _survived(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A row for each layout, precision, format and replica, in the order of the layouts."""
+    places = [layout.name for layout in LAYOUTS] + [CONTEXT.name]
+    rows: dict[tuple[str, ...], dict[bool, list[str]]] = {}
+    for line in sorted(lines, key=lambda line: places.index(line["layout"])):
+        key = (line["layout"], line["precision"], line["format"], line["replica"])
+        entry = f"{line['fault']} → {line['saved']}"
+        rows.setdefault(key, {False: [], True: []})[line["copies"]].append(entry)
+    return [
+        [*key, *("<br>".join(found[copies]) or "–" for copies in (False, True))]
+        for key, found in rows.items()
+    ]
+
+
+def _short(problem: str) -> str:
+    return problem.splitlines()[0][:200].replace("`", "'")
