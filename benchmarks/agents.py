@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import resource
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -47,8 +48,9 @@ from adaptor.control.messages import (
     Written,
 )
 from adaptor.launchers.chronicle import Chronicle
-from adaptor.launchers.gate import LOOPBACK, knock
+from adaptor.launchers.gate import LOOPBACK, Gate, knock
 from adaptor.launchers.hub import Hub
+from adaptor.launchers.strangers import Strangers
 
 PER_NODE = 8
 STEP = 12
@@ -163,13 +165,15 @@ class CountingHub(Hub):
 
 async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, float]:
     """One job from its start to its end: seconds, MiB, and the share of a core at rest."""
-    hub = CountingHub(nodes * PER_NODE, nodes, GIVE_UP_S, LOOPBACK, Chronicle(folder))
+    strangers, secret = Strangers("the controller's port"), secrets.token_bytes(32)
+    hub = CountingHub(0, nodes * PER_NODE, nodes, GIVE_UP_S, LOOPBACK, Chronicle(folder), strangers)
+    gate = Gate(secret, None, strangers, hub.hear)
     before = _resident_mib()
     hub.start()
-    port, secret = hub.listen(PORT)
+    port = gate.listen(LOOPBACK, PORT)
     agents = await asyncio.create_subprocess_exec(
         sys.executable,
-        *(__file__, "--play", str(port), secret, fault, "--nodes", str(nodes), "--groups", str(groups)),
+        *(__file__, "--play", str(port), secret.hex(), fault, "--nodes", str(nodes), "--groups", str(groups)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -192,6 +196,7 @@ async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, flo
     await agents.wait()
     began = time.monotonic()
     await hub.close()
+    await gate.close()
     found["closed"] = time.monotonic() - began
     return found
 

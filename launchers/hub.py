@@ -11,7 +11,7 @@ import functools
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +36,7 @@ from adaptor.launchers.gate import LOOPBACK
 from adaptor.launchers.roll import Roll
 from adaptor.launchers.strangers import Strangers
 
-Send = Callable[[ControllerToAgent], None]
+Send = Callable[[Sequence[ControllerToAgent]], None]
 # How often the controller is told the time: deadlines are tens of seconds.
 TICK_S = 0.25
 
@@ -103,12 +103,12 @@ class Hub:
     def _tell(self, node: int, message: ToController) -> None:
         self._chronicle.heard(node, message)
         for heir, order in self._heirs.hear(message) if self._heirs else ():
-            self._say(heir, order)
+            self._say(heir, [order])
         self._let(functools.partial(self.controller.handle, message))
 
-    def _say(self, node: int, order: ControllerToAgent) -> None:
+    def _say(self, node: int, orders: Sequence[ControllerToAgent]) -> None:
         if node in self._sends:
-            self._sends[node](order)
+            self._sends[node](orders)
 
     async def close(self) -> None:
         # In the middle of an incident the others' workers wait to be asked: their agents must end them.
@@ -122,13 +122,16 @@ class Hub:
     def _say_to_others(self, order: ControllerToAgent) -> None:
         for node in self._sends:
             if node != self.term:
-                self._say(node, order)
+                self._say(node, [order])
 
     def _deliver(self, orders: Orders) -> None:
+        for_node: dict[int, list[ControllerToAgent]] = {}
         for node, order in orders:
             rank = order.rank if isinstance(order, Addressed) else None
             self._chronicle.ordered(node, rank, order.message if isinstance(order, Addressed) else order)
-            self._say(node, order)
+            for_node.setdefault(node, []).append(order)
+        for node, all_of_it in for_node.items():  # in one go each: an order to every rank is thousands
+            self._say(node, all_of_it)
 
     async def _tick(self) -> None:
         while True:
@@ -154,7 +157,7 @@ class Hub:
     ) -> None:
         """An agent that has proved the secret, to its end."""
         node = hello.node
-        if not self.take(node, hello, lambda order: writer.write(wire.frame(order))):
+        if not self.take(node, hello, lambda orders: writer.write(b"".join(map(wire.frame, orders)))):
             return
         try:
             while True:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -165,10 +165,13 @@ class Way:
         rest = self._world_size, self._nodes, self._config.timeout_s
         self.hub = hub = Hub(self._node, *rest, address, self._chronicle, self._strangers)
         hub.start()
-        loop = asyncio.get_running_loop()
-        self._send = lambda m: hub.take(self._node, m, lambda order: loop.call_soon(self._heard, order))
+        self._send = lambda message: hub.take(self._node, message, self._hear_soon)
         self._my_turn.set()
         return hub
+
+    def _hear_soon(self, orders: Sequence[ControllerToAgent]) -> None:
+        for order in orders:
+            asyncio.get_running_loop().call_soon(self._heard, order)
 
     async def _welcome(
         self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -65,8 +65,8 @@ KINDS += ("nan",)
 # agent that is stopped for a while; a wall clock that is put back.
 KINDS += ("pause", "short-cut", "slow-link", "agent-pause", "clock")
 PAUSE_S = 8.0
-# Less than a silence that counts as the loss of a node.
-SHORT_CUT_S = 2.0
+# Less than a silence that counts as the loss of a node; the kernel sends again after 0.2 s and 0.6 s.
+SHORT_CUT_S = 0.4
 # More than that; but the kernel of a node whose agent stands still goes on answering.
 AGENT_PAUSE_S = 7.0
 

@@ -198,7 +198,7 @@ def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
     job.train("step")
     told = Verdict(1, "saved", FIRST, "as it was", 0, 3, str(job.save))
     loop = nodes[0]._loop
-    loop.call_soon_threadsafe(lambda: hub_of(nodes[0])._sends[2](told))
+    loop.call_soon_threadsafe(lambda: hub_of(nodes[0])._sends[2]([told]))
     wait_until(lambda: nodes[2].verdict == told, "node 2 has been told")
     lose(job.nodes.pop(0))
     verdict = job.verdict()
@@ -370,7 +370,7 @@ def test_an_agent_speaks_for_itself_alone(first: AgentHello, then: Any, tmp_path
 
     async def act(hub: Hub, port: int, secret: str) -> None:
         heard: list[ControllerToAgent] = []
-        hub.take(0, AgentHello(0, (0,)), heard.append)
+        hub.take(0, AgentHello(0, (0,)), heard.extend)
         confused = await Agent.connect(port)
         await confused.prove(secret)
         confused.say(first)
@@ -422,7 +422,7 @@ def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: py
 
     async def act(hub: Hub, port: int, secret: str) -> None:
         heard: list[ControllerToAgent] = []
-        hub.take(0, AgentHello(0, (0,)), heard.append)
+        hub.take(0, AgentHello(0, (0,)), heard.extend)
         agent = await Agent.connect(port)
         await agent.prove(secret)
         agent.say(AgentHello(1, (1,)))
@@ -441,7 +441,7 @@ def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: py
 def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path: Path) -> None:
     async def act(hub: Hub, port: int, secret: str) -> None:
         heard: list[ControllerToAgent] = []
-        hub.take(0, AgentHello(0, (0,)), heard.append)
+        hub.take(0, AgentHello(0, (0,)), heard.extend)
         agent = await Agent.connect(port)
         await agent.prove(secret)
         agent.say(AgentHello(1, (1,)))
