@@ -97,6 +97,7 @@ class Sharding:
 
     def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files:
         from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
         from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
@@ -105,12 +106,15 @@ class Sharding:
             name: value for name, value in self.metadata.items() if name != "dp_cp_group"
         }
         sharded, common = save_preprocess(body, False)
-        part = dcp.Part(self.first, _planner(sharded))
+        config = dataclasses.asdict(CheckpointingConfig("torch_dist"))
         files: Files = {}
-        if self.first == 0:
-            config = json.dumps(dataclasses.asdict(CheckpointingConfig("torch_dist")))
+        if "common_backend" not in config:  # later versions know one more object, in the place of a file
+            sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=self.first)
+        elif self.first == 0:
             files[COMMON_STATE_FNAME] = partial(save, common)
-            files[CONFIG_FNAME] = lambda file: file.write(config.encode())
+        if self.first == 0:
+            files[CONFIG_FNAME] = lambda file: file.write(json.dumps(config).encode())
+        part = dcp.Part(self.first, _planner(sharded))
         if part.has_data:
             files[part.data_file] = part.write_data
         files[part.part_file] = part.write_part
