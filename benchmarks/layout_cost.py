@@ -117,13 +117,15 @@ def measure(row: Row, folder: Path, given: argparse.Namespace, source: random.Ra
     others = _busy()
     ended = one_start(folder, race, source)
     ratios = [on / off for off, on in zip(ended["off"], ended["on"], strict=True)]
-    arms = {arm: _figures(ended["watched"][arm], ended["sent"][arm], layout) for arm in ("off", "on")}
+    sent = ended["sent"]
+    arms = {arm: _figures(ended["watched"][arm], statistics.median(sent[arm]), layout) for arm in sent}
     return {
         **arms,
         "ratio": statistics.median(ratios),
         "interval": interval(ratios, given.seed),
         "milliseconds": 1000 * statistics.median(ended["off"]),
         "compared": ended["compared"],
+        "sent": sent,
         "others": others,
         "at": time.strftime("%Y-%m-%d %H:%M"),
     }
