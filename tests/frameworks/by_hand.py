@@ -100,6 +100,13 @@ CHECKS = {
         SAVED.format(6),
         "rank=3,step=6,phase=door-after,kind=sigkill",
     ),
+    "torch_dist": Check(
+        replace(DP2, name="dp2-torch_dist", extra=("--ckpt-format", "torch_dist")),
+        "SIGKILL of rank 1, backward of step 6",
+        _survives(5),
+        SAVED.format(5),
+        "rank=1,step=6,phase=backward,kind=sigkill",
+    ),
     "restart": Check(
         DP2,
         "SIGKILL of rank 0, backward of step 4",
