@@ -82,6 +82,7 @@ def record_step() -> tuple[Callable[[], None], Callable[[], None]]:
 
     from adaptor import devices
     from adaptor.checkpoint.megatron import TrainingState
+    from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee
     from tests.frameworks import prepare
 
@@ -120,7 +121,7 @@ def record_step() -> tuple[Callable[[], None], Callable[[], None]]:
         state=TrainingState(model=[torch.nn.Identity()], optimizer=optimizer, scheduler=scheduler, folder=""),
         save="",
         shares=(),
-        tracker=tracker,
+        random=RandomStates(tracker, None),
         counters=lambda: counters,
         growth=lambda: counters,
         increment=lambda: 8,

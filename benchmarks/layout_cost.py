@@ -14,7 +14,8 @@ of the design says: for N parameters on d ranks 12·N/d bytes of memory, and 8·
 with `mirror` 4·N/d bytes more memory, and as many to send; with TTP_LOCAL_COPY 12 bytes for each parameter
 that a rank updates.
 
-With `--only` the rows of the other layouts are those of an earlier run, if there was one.
+With `--only` the rows of the other layouts are those of an earlier run, if there was one. Without names after
+it nothing is run, and the rows that there are are written.
 """
 
 from __future__ import annotations
@@ -116,13 +117,15 @@ def measure(row: Row, folder: Path, given: argparse.Namespace, source: random.Ra
     others = _busy()
     ended = one_start(folder, race, source)
     ratios = [on / off for off, on in zip(ended["off"], ended["on"], strict=True)]
-    arms = {arm: _figures(ended["watched"][arm], ended["sent"][arm], layout) for arm in ("off", "on")}
+    sent = ended["sent"]
+    arms = {arm: _figures(ended["watched"][arm], statistics.median(sent[arm]), layout) for arm in sent}
     return {
         **arms,
         "ratio": statistics.median(ratios),
         "interval": interval(ratios, given.seed),
         "milliseconds": 1000 * statistics.median(ended["off"]),
         "compared": ended["compared"],
+        "sent": sent,
         "others": others,
         "at": time.strftime("%Y-%m-%d %H:%M"),
     }
@@ -169,7 +172,7 @@ def line(row: Row, found: Mapping[str, Any], one: Mapping[str, Any]) -> list[str
 
 
 def _mb(count: float) -> str:
-    return f"{count / 1e6:.2f}"
+    return f"{round(count / 1e6, 2) + 0.0:.2f}"  # no negative zero
 
 
 HEAD = [
@@ -197,7 +200,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1, help="of the order of turns and of the intervals")
     names = [layout.name for layout in LAYOUTS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="LAYOUT", help=str(names))
+    parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="LAYOUT", help=str(names))
     parser.add_argument(
         "--write", type=Path, metavar="PAGE", help="write the table into its section of a page"
     )
@@ -223,20 +226,24 @@ def main() -> None:
 
     known = [row for row in rows() if row.name in found]
     # The counterpart of `mirror`, and of what needs no replicas, has one instance.
-    one = {row.family: found[row.name]["off"] for row in known if row.replica != "split"}
-    text = table(HEAD, [line(row, found[row.name], one[row.family]) for row in known])
-    text += f"\n\nBytes are counted on the loopback {counted}. {GLOO}"
+    ones = {row.family: found[row.name]["off"] for row in known if row.replica != "split"}
+    lines = [
+        line(row, found[row.name], ones[row.family] if row.replica == "split" else found[row.name]["off"])
+        for row in known
+    ]
+    text = table(HEAD, lines)
+    text += f"\n\nBytes are counted on the loopback {counted}. {GLOO}\n"
     for row in known:
         target = TARGETS.get(row.replica)
         if row.family == MAIN.name and not row.copies and target:
             ratio = found[row.name]["ratio"]
             verdict = "reached" if ratio <= target else "MISSED"
-            text += f"\n{row.name}: {ratio:.3f}, at most {target:g}: {verdict}"
+            text += f"\n- {row.name}: {ratio:.3f}, at most {target:g}: {verdict}"
     compared = sum(found[row.name]["compared"] for row in known)
-    text += f"\nlosses and grad norms: {compared} compared, all equal, bit for bit"
+    text += f"\n- losses and grad norms: {compared} compared, all equal, bit for bit"
     benchmark.finish(text, {"rows": found, "counted": counted})
     if given.write:
-        command = "    python benchmarks/layout_cost.py --write docs/layouts.md"
+        command = f"    python benchmarks/layout_cost.py --pairs {given.pairs} --write docs/layouts.md"
         when = " and ".join(sorted({found[row.name]["at"][:10] for row in known}))
         write_section(given.write, SECTION, f"{command}\n\nOn {benchmark.where}, {when}.\n\n{text}")
 

@@ -143,8 +143,8 @@ def compare(off: Job, on: Job) -> int:
 def one_start(folder: Path, race: Race, source: random.Random) -> dict[str, Any]:
     """Start both jobs, let them take turns.
 
-    Returns the median step times of each job's blocks, in pairs; the bytes that it sends in a step; what its
-    ranks wrote down; which job began each pair; how many records were compared. JobError if two differ.
+    Returns, for each block of each job, the median step time and the bytes sent in a step; what the ranks
+    wrote down; which job began each pair; how many records were compared. JobError if two differ.
     """
     name = f"ttp-step-cost-{folder.name}-{time.time_ns()}"
     referee = Referee(name, race.ranks)
@@ -184,7 +184,7 @@ def one_start(folder: Path, race: Race, source: random.Random) -> dict[str, Any]
         "off": off,
         "on": on,
         "first": order[1:],
-        "sent": {arm: statistics.median(sent[arm][1:]) for arm in ARMS},
+        "sent": {arm: sent[arm][1:] for arm in ARMS},
         "watched": {arm: jobs[arm].watched() for arm in ARMS},
         "compared": compare(jobs["off"], jobs["on"]) if race.alike else 0,
     }

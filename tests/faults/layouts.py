@@ -122,7 +122,7 @@ IMPOSSIBLE = (
     ),
     Impossible(
         replace(MOE_CUT, name="moe-tp2-dp2-ep2-cut, alltoall", extra=(*MOE_CUT.extra, *_ALLTOALL)),
-        "ProcessGroupGloo",
+        "ProcessGroupGloo::allgather: invalid tensor size",
         "tokens are gathered from ranks that have different numbers of them, which gloo cannot; trained with "
         "the dispatcher `allgather`, and with experts that are not cut by tensor parallelism",
     ),
