@@ -46,9 +46,11 @@ LAYOUTS = (DP4, DP3, TP2_DP2, PP2_DP2, MOE_EP2, DP2_WHOLE)
 # The one that the targets are for; with it, local copies are measured, too.
 MAIN = DP4
 SECTION = "What it costs"
-GLOO = (
+WHY = (
     "torch makes a reduce-scatter over gloo as an all-reduce, which sends twice as much, and in the smaller "
-    "groups of `split` less: so `split` may send less in all than one instance."
+    "groups of `split` less: so `split` may send less in all than one instance. With experts the framework "
+    "gathers all parameters after each of its optimizers, the adaptor once: that is sent less, and taken off "
+    "what `mirror` sends more."
 )
 _CLONE_NEWNET = 0x40000000
 
@@ -212,7 +214,7 @@ def main() -> None:
     counted = "in a network namespace of its own"
     if not alone_on_the_network():
         counted = "of the whole machine, which has other traffic (no network namespace may be made here)"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["WHY_SOCKET_IFNAME"] = "lo"
     kept = OUT / "layout_cost.json"
     before = json.loads(kept.read_text()) if kept.exists() else {}
     found: dict[str, Any] = before["rows"] if before.get("settings") == settings else {}
@@ -232,7 +234,7 @@ def main() -> None:
         for row in known
     ]
     text = table(HEAD, lines)
-    text += f"\n\nBytes are counted on the loopback {counted}. {GLOO}\n"
+    text += f"\n\nBytes are counted on the loopback {counted}. {WHY}\n"
     for row in known:
         target = TARGETS.get(row.replica)
         if row.family == MAIN.name and not row.copies and target:
