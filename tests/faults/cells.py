@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tests.faults.fault import Fault
 from tests.faults.harness import DP2, DP3, Layout
 from tests.faults.layouts import ALONE, LAYOUTS, VARIED, replicas
-from tests.faults.same import differences
 
 # A fault before any rank can be at the door of its step, and one after.
 MOMENTS = {
@@ -24,8 +21,6 @@ _UNDECIDED = ("norm", "door-before")
 # An exception keeps the state readable, unless it is inside the update and there is no copy.
 _READABLE = ("norm", "between")
 STEPS = (6, 7)
-# The last words of a job that saves in another format are in `torch`, and say so nowhere but here.
-_OF_THE_FORMAT = re.compile(r"/args\./(ckpt_format|use_dist_ckpt|async_save): ")
 
 
 @dataclass(frozen=True)
@@ -47,16 +42,11 @@ FORMATS = {
 }
 
 
-def in_torch(ours: Path, theirs: Path) -> list[str]:
-    """Like `differences`, but for what only says of the job in which format it was to save."""
-    return [line for line in differences(ours, theirs) if not _OF_THE_FORMAT.search(line)]
-
-
 @dataclass(frozen=True)
 class Cell:
     """One combination, and the moment of its fault.
 
-    family  the name of its layout, without precision and replica
+    family  the name of its layout, without precision, replica and format
     layout  with these: names the run of the unmodified framework that belongs to it
     copies  whether there are local copies, in place of the barrier
     """
@@ -124,7 +114,8 @@ def _of(layout: Layout, number: int, faults: int) -> list[Cell]:
     found = []
     for turn, (precision, (replica, cut), copies, kind) in enumerate(_combinations(layout)):
         for moment in (moments + moments)[(turn + number) % 2 :][:faults]:
-            found.append(Cell(layout.name, _in(cut, layout, precision), replica, copies, kind, moment))
+            own = _saving(_in(cut, layout, precision), kind)
+            found.append(Cell(layout.name, own, replica, copies, kind, moment))
     random.Random(layout.name).shuffle(found)
     return found
 
@@ -144,3 +135,11 @@ def _in(cut: Layout, layout: Layout, precision: str) -> Layout:
     if precision == cut.precision:
         return cut
     return replace(cut, name=cut.name.replace(layout.name, f"{layout.name}-{precision}"), precision=precision)
+
+
+def _saving(layout: Layout, kind: str) -> Layout:
+    """A layout that saves in another format."""
+    if kind == "torch":
+        return layout
+    name = f"{layout.name}-{kind.replace(', ', '-').replace('_', '-')}"
+    return replace(layout, name=name, extra=(*layout.extra, *FORMATS[kind].arguments))

@@ -51,18 +51,10 @@ def baselines(root: Path, framework: Path | None = None) -> BaselineOf:
     return baseline
 
 
-def ends(
-    job: Job,
-    baseline: Baseline,
-    *,
-    code: int,
-    saved: Collection[int],
-    compare: Callable[[Path, Path], list[str]] = differences,
-) -> tuple[Ended, int]:
+def ends(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> tuple[Ended, int]:
     """The job ends with `code` and the last words of one of the steps `saved`; returns it and the step.
 
-    Up to its end it has trained as the baseline has, and its checkpoint is what the framework saved there:
-    `compare` finds no differences between the folders.
+    Up to its end it has trained as the baseline has, and its checkpoint is what the framework saved there.
     """
     assert job.save is not None
     before = outcome.steps_in(job.save) if job.save.exists() else []
@@ -70,20 +62,15 @@ def ends(
     assert set(ended.codes) == {code}, ended.log[-3000:]
     (step,) = set(outcome.steps_in(job.save)) - set(before) - _regular(job)
     assert step in saved
-    assert_last_words(job.save, step, baseline, compare)
+    assert_last_words(job.save, step, baseline)
     outcome.assert_same_training(ended, baseline.records, steps=range(1, step))
     return ended, step
 
 
-def assert_last_words(
-    save: Path,
-    step: int,
-    baseline: Baseline,
-    compare: Callable[[Path, Path], list[str]] = differences,
-) -> None:
+def assert_last_words(save: Path, step: int, baseline: Baseline) -> None:
     """The newest checkpoint is the one that the framework itself saved at this step."""
     folder = outcome.assert_saved(save, step)
-    assert compare(folder, baseline.checkpoints / folder.name) == []
+    assert differences(folder, baseline.checkpoints / folder.name) == []
 
 
 def goes_on(job: Job, baseline: Baseline, step: int) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 import pytest
 
 from tests.faults import harness, library, outcome, scenario
-from tests.faults.cells import FORMATS, Cell, cells, in_torch
+from tests.faults.cells import FORMATS, Cell, cells
 from tests.faults.fault import Fault
 from tests.faults.harness import ITERATIONS, ROOT, Ended, Job
 from tests.faults.layouts import CONTEXT, IMPOSSIBLE, Impossible
@@ -60,18 +60,16 @@ def strike(cell: Cell, seed: int, baseline_of: BaselineOf, out: Path) -> Result:
     skipped = {line["iteration"] for line in baseline.records[0] if line["skipped"]}
     fault, saved = cell.fault(seed, skipped)
     print(f"  {fault}", flush=True)
-    form = FORMATS[cell.format]
     job = Job(
         out / "job",
         cell.layout,
         save=out / "save",
-        save_interval=form.interval,
-        arguments=form.arguments,
+        save_interval=FORMATS[cell.format].interval,
         options=["--ttp-local-copy", str(cell.copies)],
         faults=[str(fault)],
     )
     code = 1 if fault.kind == "exception" else 137
-    ended, step = scenario.ends(job, baseline, code=code, saved=saved, compare=in_torch)
+    ended, step = scenario.ends(job, baseline, code=code, saved=saved)
     _assert_told(ended, cell)
     assert ended.last_line.startswith("[ttp] "), ended.last_line
     assert f"step {step} is saved, " in ended.last_line, ended.last_line
