@@ -141,7 +141,8 @@ def _holders(chosen: Mapping[Share, int]) -> dict[str, tuple[int, ...]]:
 
 def _writer(holders: Collection[int], able: list[int], avoid: Collection[int]) -> int:
     """One who takes part anyway, if there is one."""
-    return min(able, key=lambda rank: (rank in avoid, rank not in holders, rank))
+    present = frozenset(holders)  # of thousands of ranks hundreds may hold shards of a group
+    return min(able, key=lambda rank: (rank in avoid, rank not in present, rank))
 
 
 def _missing(
