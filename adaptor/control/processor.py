@@ -61,7 +61,6 @@ class Processor:
         self._connection.connect("\0" + address)
         self._session: Session | None = None
         self._current = (0, 0)  # the incident and the attempt of the newest order
-        self.incident = 0
         self.exit_code = EXIT_SURVIVOR
 
     def start(self, session: Session) -> None:
@@ -131,8 +130,7 @@ class Processor:
         match order:
             case Freeze():
                 assert self._session is not None
-                if order.incident != self.incident:  # else it is asked whether it is there
-                    self.incident = order.incident
+                if order.incident != self._current[0]:  # else it is asked whether it is there
                     self._current = (order.incident, 0)
                     # A controller that is lost may have let the main thread through: what is told must hold.
                     self._session.let_through(None)
@@ -151,7 +149,7 @@ class Processor:
         threading.Thread(target=act, args=(order,), name=f"ttp-{name}", daemon=True).start()
 
     def _note(self, what: str, detail: str = "") -> None:
-        self.say(Noted(self._rank, self.incident, time.time(), what, detail))
+        self.say(Noted(self._rank, self._current[0], time.time(), what, detail))
 
     def _freeze(self, order: Freeze) -> None:
         assert self._session is not None
