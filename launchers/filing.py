@@ -35,12 +35,16 @@ class Filing:
         """`generation`: of the workers that the incident is of."""
         root = Path(order.save)
         rest = (order.files, order.writers, order.world_size, generation, order.term)
+
+        def act() -> int:
+            publish.publish(root, order.step, *rest)
+            # The other side of a cut network may have saved a later step.
+            return max(order.step, publish.tracked_step(root) or 0)
+
         try:
-            await self._in_thread(publish.publish, root, order.step, *rest)
+            step = await self._in_thread(act)
         except Exception as error:
             return PublishFailed(order.incident, _line(error))
-        # The other side of a cut network may have saved a later step.
-        step = max(order.step, publish.tracked_step(root) or 0)
         return Published(order.incident, step, order.save)
 
     async def _in_thread(self, act: Callable[..., Any], *args: Any) -> Any:
