@@ -46,6 +46,7 @@ from adaptor.launchers import tls
 from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.filing import Filing
 from adaptor.launchers.gate import LOOPBACK
+from adaptor.launchers.hub import Hub
 from adaptor.launchers.log import Log
 from adaptor.launchers.way import Way
 from adaptor.launchers.workers import Workers
@@ -207,8 +208,13 @@ class Node:
         self._spawn(self._watch_boards())
 
     def _job_is_over(self) -> bool:
-        hub = self._way.hub if self._way is not None else None
+        hub = self._hub
         return not self._workers.alive and (hub is None or hub.controller.everyone_is_dead)
+
+    @property
+    def _hub(self) -> Hub | None:
+        """Where this agent has the controller."""
+        return self._way.hub if self._way is not None else None
 
     def _obey(self, order: ControllerToAgent) -> None:
         match order:
@@ -242,7 +248,7 @@ class Node:
     def _settle(self) -> None:
         # After a time-out a thread may still be at work there, and nothing may be removed under it.
         try:
-            hub = self._way.hub if self._way is not None else None
+            hub = self._hub
             if not self._filing.busy and hub is not None and self.verdict is not None and self.verdict.save:
                 publish.clean(Path(self.verdict.save), hub.term)
         except CheckpointError as error:
