@@ -86,9 +86,9 @@ VPP2_DP2 = Layout(
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3")
 DP2_OVERLAP = Layout("dp2-overlap", 2, extra=OVERLAP)
 DP3_OVERLAP = Layout("dp3-overlap", 3, extra=(*OVERLAP, "--global-batch-size", "9"))
-_EXPERTS = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2")
-MOE_DP2 = Layout("moe-dp2", 2, extra=_EXPERTS)
-MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*_EXPERTS, "--expert-model-parallel-size", "2"))
+EXPERTS = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2")
+MOE_DP2 = Layout("moe-dp2", 2, extra=EXPERTS)
+MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*EXPERTS, "--expert-model-parallel-size", "2"))
 MOE_EP2_MIRROR = Layout("moe-dp4-ep2-mirror", 4, extra=MOE_EP2.extra, replica="mirror")
 # No two ranks have the same experts.
 MOE_EP2_DP2 = Layout("moe-dp2-ep2", 2, extra=MOE_EP2.extra, replica="mirror")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tests.faults.harness import (
-    _EXPERTS,
     DP2,
     DP2_LOADERS,
     DP2_OVERLAP,
@@ -15,6 +14,7 @@ from tests.faults.harness import (
     DP3,
     DP3_OVERLAP,
     DP4,
+    EXPERTS,
     MOE_DP2,
     MOE_EP2,
     MOE_EP2_DP2,
@@ -82,7 +82,7 @@ LAYOUTS = (
     Layout("vpp2-dp2-overlap", 4, pp=2, extra=(*VPP2_DP2.extra, *OVERLAP)),
     PP2_TP2_DP2,
     MOE_DP2,
-    Layout("moe-dp3", 3, extra=(*_EXPERTS, *DP3.extra)),
+    Layout("moe-dp3", 3, extra=(*EXPERTS, *DP3.extra)),
     MOE_EP2,
     MOE_EP2_DP2,
     # Six ranks share what is dense, three have the same experts.

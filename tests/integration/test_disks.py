@@ -56,25 +56,30 @@ def test_the_disk_is_full(tmp_path: Path, baseline_of: BaselineOf, stack: ExitSt
     _refused(job, baseline, "No space left on device")
 
 
-def test_the_folder_may_not_be_written_any_more(
-    tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack
+@pytest.mark.parametrize(
+    ("make", "what", "words"),
+    [
+        pytest.param(disks.memory, "read-only", "Read-only file system", id="read-only"),
+        # Every write succeeds, and fsync tells of the error: the device fails, not the file system.
+        pytest.param(
+            disks.block, "fail", "mp_rank_00 could not be written: CheckpointError: ", id="loses what it took"
+        ),
+    ],
+)
+def test_the_disk_gets_worse(
+    make: Callable[[Path, int], AbstractContextManager[disks.Disk]],
+    what: str,
+    words: str,
+    tmp_path: Path,
+    baseline_of: BaselineOf,
+    stack: ExitStack,
 ) -> None:
-    disk = _enter(stack, disks.memory, tmp_path / "disk", 64 * MIB)
-    environment = dict(disk.will("read-only"))
+    disk = _enter(stack, make, tmp_path / "disk", 64 * MIB)
+    environment = dict(disk.will(what))
     job = Job(
         tmp_path / "job", DP2, save=disk.place, save_interval=4, faults=[TROUBLE], environment=environment
     )
-    _refused(job, baseline_of(DP2), "Read-only file system")
-
-
-def test_the_disk_takes_what_it_then_loses(tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack) -> None:
-    """Every write succeeds, and fsync tells of the error: the device fails, not the file system."""
-    disk = _enter(stack, disks.block, tmp_path / "disk", 64 * MIB)
-    environment = dict(disk.will("fail"))
-    job = Job(
-        tmp_path / "job", DP2, save=disk.place, save_interval=4, faults=[TROUBLE], environment=environment
-    )
-    _refused(job, baseline_of(DP2), "mp_rank_00 could not be written: CheckpointError: ")
+    _refused(job, baseline_of(DP2), words)
 
 
 def test_the_disk_is_slow(tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack) -> None:
