@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import os
 import random
 import shutil
 import socket
@@ -27,9 +29,21 @@ from tests.frameworks import args, prepare, record
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/frameworks/record.py"
 INJECT = ROOT / "tests/faults/inject.py"
+WARM = ROOT / "tests/faults/warm.py"
+# Set: every launcher and every worker is an interpreter of its own, as a user starts them.
+COLD = "TTP_TEST_COLD"
 # A quiet machine needs 15 s; one with twenty times the load must pass as well.
 JOB_TIMEOUT_S = 400.0
 ITERATIONS = 8
+
+
+@functools.cache
+def _index() -> tempfile.TemporaryDirectory[str]:
+    """Where the framework keeps the index of the mock data, half a second's work for each process.
+
+    It is not written in one go: no two jobs that run at the same time may share it.
+    """
+    return tempfile.TemporaryDirectory(prefix="ttp-index-")
 
 
 @dataclass(frozen=True)
@@ -135,6 +149,7 @@ class Job:
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
+    cold       start as a user does; else workers are forks that have torch imported (`warm.py`)
     """
 
     out: Path
@@ -152,6 +167,7 @@ class Job:
     network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
+    cold: bool = field(default_factory=lambda: COLD in os.environ)
     timeout_s: float = JOB_TIMEOUT_S
 
 
@@ -249,8 +265,9 @@ def run(job: Job) -> Ended:
 
 def _command(job: Job, node: int, port: int) -> list[str]:
     layout = job.layout
+    launcher = str(Path(sys.executable).with_name(job.launcher))
     command = [
-        str(Path(sys.executable).with_name(job.launcher)),
+        *([launcher] if job.cold else [sys.executable, str(WARM), job.launcher]),
         *("--nproc-per-node", str(layout.processes // job.nodes)),
         *("--max-restarts", str(job.restarts)),
         *("--master-addr", job.network.address if job.network else "127.0.0.1", "--master-port", str(port)),
@@ -289,6 +306,7 @@ def _training(job: Job) -> list[str]:
         distributed_optimizer=layout.distributed_optimizer,
         checkpoint_format="torch" if has_formats else None,
         extra=(
+            *("--data-cache-path", _index().name),
             *layout.arguments,
             *(layout.reference if job.launcher == "torchrun" else ()),
             *job.arguments,
