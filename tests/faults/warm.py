@@ -1,4 +1,4 @@
-"""Starts a launcher whose workers have torch imported when they are born: `warm.py ttprun|torchrun ARGUMENTS`.
+"""Starts a launcher whose workers are born with torch imported: `warm.py ttprun|torchrun ARGUMENTS`.
 
 Of the CPU time of a tiny job four fifths are the imports of torch in every worker. Here the launcher
 imports, once, what every framework imports (not the framework, not the adaptor), and each worker is a fork of
