@@ -21,6 +21,7 @@ import psutil
 from demo.runs import end_tree
 from tests.faults import inject
 from tests.faults.fault import Fault
+from tests.faults.namespaces import Namespaces
 from tests.frameworks import args, prepare, record
 
 RANKS = 4
@@ -68,18 +69,20 @@ class Job:
         faults: Sequence[Fault] = (),
         environment: Mapping[str, str] | None = None,
         nodes: int = 1,
+        network: Namespaces | None = None,
         tp: int = 1,
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
         without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
         `watch`, `native`, `gate` and `cost` are `_worker.py`'s; the ranks are divided among `nodes`, all on
-        this machine."""
+        this machine, each in its part of `network` if there is one."""
         self.folder = folder
         self.save = save or folder / "ckpt"
         self.logs = folder / "logs"
         self.stamps = folder / "stamps.jsonl"
         self.log = folder / "log"
         self._nodes = nodes
+        self._network = network
         self._command = [sys.executable, "-m", "adaptor.launchers.ttprun", "--ttp-device", "cpu"]
         if not adaptor:
             self._command = [sys.executable, "-m", "torch.distributed.run"]
@@ -116,6 +119,10 @@ class Job:
             "PYTHONWARNINGS": "ignore",
             **(environment or {}),
         }
+        # Without bytecode each process would compile what it imports.
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        if network is not None:
+            self._environment |= network.environment | {"TTP_TLS": "plain"}
         self._agents: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Job:
@@ -124,8 +131,11 @@ class Job:
         for node in range(self._nodes):
             command = list(self._command)
             if self._nodes > 1:
-                there = ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+                address = self._network.address if self._network is not None else "127.0.0.1"
+                there = ["--node-rank", str(node), "--master-addr", address, "--master-port", str(port)]
                 command[3:3] = there
+            if self._network is not None:
+                command = [*self._network.command(node), *command]
             with (self.log if node == 0 else self.log.with_name(f"log{node}")).open("ab") as log:
                 self._agents.append(
                     subprocess.Popen(

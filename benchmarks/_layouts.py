@@ -65,12 +65,15 @@ class Cut:
             return {0}
         return {place, (place - 1) % size} if self.mirrors else {place % (size // 2)}
 
-    def survives(self, struck: Iterable[Fault]) -> bool | None:
+    def survives(self, struck: Iterable[Fault], side: int | None = None) -> bool | None:
         """Whether what is left after these faults has every shard of the newest step.
 
         None: it has every shard, but those that some of the ranks have may be of the step before.
+
+        Args:
+            side: of what is left on this node, where the network has been cut.
         """
-        gone: set[int] = set()
+        gone = {rank for rank in range(self.ranks) if side is not None and self.node(rank) != side}
         hurt: set[int] = set()
         for fault in struck:
             away = {fault.rank} if fault.also is None else {fault.rank, fault.also}
@@ -96,6 +99,8 @@ CUTS = {
     "pp2-dp2": Cut(harness.PP2_DP2),
     "dp2-whole": Cut(harness.DP2_WHOLE),
     "dp4-nodes2": Cut(harness.DP4, nodes=2),
+    "dp2-nodes2": Cut(harness.DP2_MIRROR, nodes=2),
+    "pp2-dp2-nodes2": Cut(harness.PP2_DP2, nodes=2),
     "dp2-copy": Cut(harness.DP2, local_copy=True),
     "dp3-copy": Cut(harness.DP3, local_copy=True),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from _verdicts import EXPLAINED, FAILED, SURVIVED
+from _verdicts import EXPLAINED, FAILED, LEFT, SURVIVED
 
 WHAT = """\
 Jobs of several layouts train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun`. Each generation
@@ -22,17 +22,22 @@ Kinds: a process ends (`sigkill`, now and then two processes at once; `sigsegv`;
 memory cgroup; `os._exit`, with code 0 or another; `sys.exit`) or raises (`exception`; `nan`: after its
 optimizer state has become not finite); it hangs (`deadlock` of its main thread, `sigstop`, `holds-the-gil`);
 a process is told to end (`sigterm`), or ttprun (`agent-sigterm`, and `agent-sigint`, which is Ctrl-C), or all
-of them (`tree-sigterm`); a node other than the first loses ttprun and its processes (`agent-sigkill`).
+of them (`tree-sigterm`); a node other than the first loses ttprun and its processes (`agent-sigkill`), or the
+first does, which has the controller (`controller-sigkill`); the network between two nodes drops all packets,
+both ways, and heals some seconds later (`cut`). Jobs of two nodes have a network namespace for each. Where
+the network is cut, both sides are judged, and it counts as {survived} if one of them could and did save.
 
 Every loss and grad norm of every rank is compared, bit for bit, with a run of the unmodified framework
-without faults. Cells count {survived} / {explained} / {failed}."""
+without faults. Cells count {survived} / {explained} / {left}, then what {failed}, if anything did; – is where
+the seed draws nothing, or where there is no such fault: the framework saves only on some ranks, it can not
+hang between two steps, only jobs of two nodes have a network."""
 
 
 def page(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
     """`tables` and `summary` as they were printed; `command` makes all of it again, or goes on with it."""
     parts = [
         "# A campaign of random faults",
-        WHAT.format(survived=SURVIVED, explained=EXPLAINED, failed=FAILED),
+        WHAT.format(survived=SURVIVED, explained=EXPLAINED, failed=FAILED, left=LEFT),
         f"    {command}",
         f"On {where}, {time.strftime('%Y-%m-%d')}.",
         "\n".join(f"- {line}" for line in summary),

@@ -35,7 +35,15 @@ KINDS: Mapping[str, int] = {
     "agent-sigint": 1,
     "tree-sigterm": 1,
     "agent-sigkill": 6,
+    "controller-sigkill": 6,
+    "cut": 6,
 }
+# The same fault on the node that has the controller; the next one takes its place.
+ON_THE_CONTROLLER = {"controller-sigkill": "agent-sigkill"}
+# They take a node from the others, and the job ends.
+OF_NODES = ("agent-sigkill", "cut")
+# Milliseconds after which a cut is mended: both sides have missed the other by then, and save, or have saved.
+HEALS = (2000, 6000)
 SECOND = ("sigkill", "sigkill", "os._exit", "exception", "sigstop")
 # An exception elsewhere in an incident would be one of the adaptor's own code.
 RAISES_IN = ("dump", "dump-gather", "dump-write")
@@ -55,6 +63,13 @@ class Planned:
     after: int
     second: Fault | None
 
+    @property
+    def kind(self) -> str:
+        """That of the schedule."""
+        there = CUTS[self.cut].node(self.fault.rank) == 0
+        names = [name for name, kind in ON_THE_CONTROLLER.items() if there and kind == self.fault.kind]
+        return names[0] if names else self.fault.kind
+
     def at(self, base: int, restart: int) -> Planned:
         """With the step at which it strikes, where the one before struck at `base`, and its generation."""
         step = base + self.after
@@ -69,7 +84,7 @@ class Planned:
 
     def __str__(self) -> str:
         fault = self.fault
-        words = f"{self.cut}: {fault.kind} of rank {fault.rank}"
+        words = f"{self.cut}: {self.kind} of rank {fault.rank}"
         words += f" and {fault.also}" if fault.also is not None else ""
         words += f", {fault.phase}" + (f" of step {fault.step}" if fault.step is not None else "")
         second = self.second
@@ -90,20 +105,26 @@ def schedule(
         after = source.randint(2, 4)
         kind = source.choice([kind for kind in kinds if _fits(kind, phase, rank, cut)] or ["sigkill"])
         after += LEARNT if kind in HANGS else 0
-        fault = Fault(rank=rank, phase=phase, kind=kind, code=more.choice((0, 7)) if "exit" in kind else 1)
+        fault = Fault(rank, phase, ON_THE_CONTROLLER.get(kind, kind))
+        if "exit" in kind:
+            fault = replace(fault, code=more.choice((0, 7)))
+        elif kind == "cut":
+            fault = replace(fault, heals=more.randrange(*HEALS))
         second = None
         draw = more.random()
-        if kind not in ("nan", "agent-sigkill") and draw < share:
-            second = _second(more, cut, rank)
+        if kind != "nan" and draw < share:
+            second = _second(more, cut, fault)
         elif share and kind == "sigkill" and draw > 1 - TWO_AT_ONCE and cut.nodes == 1:
             fault = replace(fault, also=more.choice([r for r in range(cut.ranks) if r != rank]))
         yield Planned(number, name, fault, after, second)
 
 
-def _second(more: random.Random, cut: Cut, rank: int) -> Fault:
+def _second(more: random.Random, cut: Cut, first: Fault) -> Fault:
     kind = more.choice(SECOND)
     phase = more.choice(RAISES_IN if kind == "exception" else IN_AN_INCIDENT)
-    others = [r for r in range(cut.ranks) if r != rank]
+    others = [r for r in range(cut.ranks) if r != first.rank]
+    if first.kind == "agent-sigkill":
+        others = [r for r in others if cut.node(r) != cut.node(first.rank)]
     # The first of them is mostly chosen to write.
     other = others[0] if more.random() < 0.5 else more.choice(others)
     return Fault(rank=other, phase=phase, kind=kind, code=7)
@@ -114,5 +135,6 @@ def _fits(kind: str, phase: str, rank: int, cut: Cut) -> bool:
         return phase != "between" and not phase.startswith("save")
     if kind == "nan":  # afterwards the framework itself would save it, as it is
         return phase in ("data", "forward", "backward")
-    # With the controller's node nothing is saved.
-    return kind != "agent-sigkill" or cut.node(rank) > 0
+    if kind in ("agent-sigkill", "controller-sigkill"):
+        return cut.nodes > 1 and (cut.node(rank) == 0) == (kind in ON_THE_CONTROLLER)
+    return kind != "cut" or cut.nodes > 1

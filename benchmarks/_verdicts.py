@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,28 @@ from typing import Any
 from _bench import table
 from _job import Job
 from _layouts import CUTS
-from _schedule import CHOICE, IN_AN_INCIDENT, Planned
+from _schedule import CHOICE, IN_AN_INCIDENT, KINDS, SECOND, Planned
 
 from adaptor.checkpoint import manifest, naming
 from adaptor.checkpoint.publish import tracked_step
 from adaptor.launchers.node import EXIT_GRACE_S, FAREWELL_S
-from tests.faults.fault import KINDS, PHASES, Fault
+from tests.faults.fault import PHASES, Fault
 
 # An agent tidies up when every worker is gone.
 TIDY_S = EXIT_GRACE_S + FAREWELL_S + 2.0
 UNHELD = ("has no live holder", "nobody is left who can write")
 BEHIND = "was not finished on every rank"
 SURVIVED, EXPLAINED, FAILED = OUTCOMES = ("survived", "explained", "failed")
+LEFT = "not run"
 
 
 @dataclass(frozen=True)
 class Incident:
     """One incident and what became of it.
 
+    kind      as the schedule names it
     second    kind and phase of the second fault, if it struck
+    saved     the newest step of the last words; -1: there are none
     outcome   survived: the newest finished step is saved; explained: it could not be, and the last line says
               why, and nothing was harmed; failed: anything else, `problems` says what
     """
@@ -48,47 +51,71 @@ class Incident:
     problems: tuple[str, ...]
 
 
-def judge(job: Job, report: Mapping[str, Any], planned: Planned) -> Incident:
-    """Whether an incident went as promised, by its report, the newest of `job`, and by the save folder as it
-    has left it."""
-    restart = planned.fault.restart
-    stamps = [stamp for stamp in job.struck() if stamp["restart"] == restart]
+@dataclass(frozen=True)
+class _Side:
+    """What one controller has made of an incident; `saved` is -1 where nothing was."""
+
+    saved: int
+    published: float | None
+    problems: list[str]
+
+
+def judge(job: Job, reports: Sequence[Mapping[str, Any]], planned: Planned) -> Incident:
+    """Whether an incident went as promised: by its report, or one of each side where the network was cut, and
+    by the save folder as it has left it."""
+    stamps = [stamp for stamp in job.struck() if stamp["restart"] == planned.fault.restart]
     struck = _struck(stamps, planned)
-    saved, reason, finished = (
-        int(report["step"]),
-        str(report["reason"]),
-        newest_finished(job, report, restart),
+    cut = planned.fault in struck and planned.fault.kind == "cut"
+    sides = [
+        _judge_side(job, report, planned, struck, side_of(report) if cut else None) for report in reports
+    ]
+    problems = [] if planned.fault in struck else [f"no fault of ours: {reports[0]['reason']}"]
+    problems += [problem for side in sides for problem in side.problems]
+    if cut:
+        silent = set(range(CUTS[planned.cut].nodes)) - {side_of(report) for report in reports}
+        problems += [f"node {node} has not said what it made of the cut" for node in sorted(silent)]
+    saved = max(side.saved for side in sides)
+    problems += checkpoint_problems(job.save, saved if saved >= 0 else tracked_step(job.save))
+    published = [side.published for side in sides if side.published is not None]
+    second = next((f for f in struck if f is planned.second), None)
+    outcome = SURVIVED if saved >= 0 else EXPLAINED
+    return Incident(
+        planned.number,
+        planned.cut,
+        str(planned),
+        planned.kind,
+        planned.fault.phase,
+        second and (second.kind, second.phase),
+        saved,
+        min(published) - stamps[0]["time"] if published and stamps else 0.0,
+        FAILED if problems else outcome,
+        tuple(problems),
     )
-    survives = CUTS[planned.cut].survives(struck)
-    problems = [] if planned.fault in struck else [f"no fault of ours: {reason}"]
-    outcome, published_s = SURVIVED, 0.0
+
+
+def _judge_side(
+    job: Job, report: Mapping[str, Any], planned: Planned, struck: Sequence[Fault], side: int | None
+) -> _Side:
+    saved, reason = int(report["step"]), str(report["reason"])
+    survives = CUTS[planned.cut].survives(struck, side)
+    problems: list[str] = []
     if report["verdict"] == "saved":
-        problems += checkpoint_problems(job.save, saved)
+        finished = newest_finished(job, report, planned.fault.restart)
         behind = survives is None or (CUTS[planned.cut].local_copy and saved == finished - 1)
         if saved < finished and not (behind and BEHIND in reason):
             problems.append(f"step {finished} is finished, step {saved} is saved: {reason}")
         if survives is False:
             problems.append("saved, and no holder should have been left")
         published = [event["t"] for event in report["events"] if event["what"] == "published"]
-        published_s = published[0] - stamps[0]["time"] if published and stamps else 0.0
-    elif report["verdict"] == "lost" and not survives and any(words in reason for words in UNHELD):
-        outcome = EXPLAINED
-        problems += checkpoint_problems(job.save, tracked_step(job.save))
-    else:
+        return _Side(saved, published[0] if published else None, problems)
+    if report["verdict"] != "lost" or survives or not any(words in reason for words in UNHELD):
         problems.append(reason)
-    second = next((f for f in struck if f is planned.second), None)
-    return Incident(
-        planned.number,
-        planned.cut,
-        str(planned),
-        planned.fault.kind,
-        planned.fault.phase,
-        second and (second.kind, second.phase),
-        saved,
-        published_s,
-        FAILED if problems else outcome,
-        tuple(problems),
-    )
+    return _Side(-1, None, problems)
+
+
+def side_of(report: Mapping[str, Any]) -> int:
+    """The node whose controller has written it."""
+    return next((int(event["node"]) for event in report["events"] if event["what"] == "took-over"), 0)
 
 
 def _struck(stamps: Sequence[Mapping[str, Any]], planned: Planned) -> list[Fault]:
@@ -151,57 +178,79 @@ def compare(undisturbed: Job, jobs: Sequence[Job], saved: Iterable[int]) -> tupl
     return equal, problems + [f"step {step} was not recorded on every rank" for step in sorted(missing)]
 
 
-def fault_table(incidents: Sequence[Incident]) -> str:
-    """Survived / explained / failed: a column for each kind of fault, a line for each phase."""
-    rows = [(PHASES[phase], [one for one in incidents if one.phase == phase]) for phase in CHOICE]
-    return _table("the fault strikes", rows, {id(one): one.kind for one in incidents}, times=True)
+def fault_table(incidents: Sequence[Incident], planned: Sequence[Planned]) -> str:
+    """Survived / explained / not run: a column for each kind of fault, a line for each phase."""
+    left = _left(incidents, planned)
+    return _table(
+        "the fault strikes",
+        {phase: PHASES[phase] for phase in CHOICE},
+        list(KINDS),
+        [(one.phase, one.kind, one) for one in incidents],
+        [(one.fault.phase, one.kind) for one in left],
+        times=True,
+    )
 
 
-def second_table(incidents: Sequence[Incident]) -> str:
+def second_table(incidents: Sequence[Incident], planned: Sequence[Planned]) -> str:
     """The same, of the second faults."""
-    struck = [one for one in incidents if one.second is not None]
-    kinds = {id(one): one.second[0] for one in struck if one.second is not None}
-    rows = [
-        (PHASES[phase], [one for one in struck if one.second is not None and one.second[1] == phase])
-        for phase in IN_AN_INCIDENT
-    ]
-    return _table("the second fault strikes", rows, kinds)
+    left = [one.second for one in _left(incidents, planned) if one.second is not None]
+    return _table(
+        "the second fault strikes",
+        {phase: PHASES[phase] for phase in IN_AN_INCIDENT},
+        list(dict.fromkeys(SECOND)),
+        [(one.second[1], one.second[0], one) for one in incidents if one.second is not None],
+        [(fault.phase, fault.kind) for fault in left],
+    )
 
 
-def cut_table(incidents: Sequence[Incident], equal: Mapping[str, int]) -> str:
+def cut_table(incidents: Sequence[Incident], planned: Sequence[Planned], equal: Mapping[str, int]) -> str:
     """The same by layout, and how many of its records were compared."""
-    names = [name for name in CUTS if any(one.cut == name for one in incidents)]
+    left = Counter(one.cut for one in _left(incidents, planned))
     rows = [
-        [name, CUTS[name].words, _cell([one for one in incidents if one.cut == name]), equal[name]]
-        for name in names
+        [name, CUTS[name].words, _cell([one for one in incidents if one.cut == name], left[name]), count]
+        for name, count in ((name, equal.get(name, 0)) for name in CUTS)
+        if any(one.cut == name for one in planned)
     ]
     return table(["layout", "", "incidents", "records as in the reference"], rows)
 
 
+def _left(incidents: Sequence[Incident], planned: Sequence[Planned]) -> list[Planned]:
+    done = {one.number for one in incidents}
+    return [one for one in planned if one.number not in done]
+
+
 def _table(
     head: str,
-    rows: Sequence[tuple[str, Sequence[Incident]]],
-    kinds: Mapping[int, str],
+    lines: Mapping[str, str],
+    kinds: Sequence[str],
+    run: Sequence[tuple[str, str, Incident]],
+    left: Sequence[tuple[str, str]],
     *,
     times: bool = False,
 ) -> str:
-    columns = [kind for kind in KINDS if kind in kinds.values()]
+    """`lines` are phases and their words; `run` and `left`: phase and kind of what was run, and was not."""
+    columns = [kind for kind in kinds if any(kind == one[1] for one in (*run, *left))]
 
-    def of(incidents: Sequence[Incident]) -> list[str]:
-        cells = [_cell([one for one in incidents if kinds[id(one)] == kind]) for kind in columns]
-        cells.append(_cell(incidents))
-        good = [one.published_s for one in incidents if one.published_s]
+    def cells(phases: Collection[str]) -> list[str]:
+        here = [one for one in run if one[0] in phases]
+        more = Counter(kind for phase, kind in left if phase in phases)
+        found = [_cell([one for _, kind, one in here if kind == name], more[name]) for name in columns]
+        found.append(_cell([one for _, _, one in here], more.total()))
+        good = [one.published_s for _, _, one in here if one.published_s]
         median = f"{1000 * statistics.median(good):.0f}" if good else "–"
-        return [*cells, median] if times else cells
+        return [*found, median] if times else found
 
-    everything = [one for _, incidents in rows for one in incidents]
     last = ["fault to published, ms"] if times else []
     return table(
         [head, *columns, "all", *last],
-        [*([name, *of(incidents)] for name, incidents in rows), ["all", *of(everything)]],
+        [*([words, *cells({phase})] for phase, words in lines.items()), ["all", *cells(lines)]],
     )
 
 
-def _cell(incidents: Sequence[Incident]) -> str:
+def _cell(incidents: Sequence[Incident], left: int) -> str:
+    """Survived / explained / not run."""
+    if not incidents and not left:
+        return "–"
     count = Counter(one.outcome for one in incidents)
-    return " / ".join(str(count[outcome]) for outcome in (SURVIVED, EXPLAINED, FAILED)) if incidents else "–"
+    failed = f", {count[FAILED]} {FAILED}" if count[FAILED] else ""
+    return f"{count[SURVIVED]} / {count[EXPLAINED]} / {left}{failed}"

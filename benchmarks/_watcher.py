@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from _job import Job, JobError
 from _layouts import CUTS
-from _schedule import Planned
+from _schedule import OF_NODES, Planned
 from _verdicts import FAILED, Incident, judge
 
 SILENCE_S = 180.0
+# Both sides of a cut have told by then: neither waits for the other longer than for a silence, and TTP_OT.
+SIDES_S = 30.0
 KEEP = 2
-
-
-class EnoughError(Exception):
-    """The job is not needed any longer."""
 
 
 class Campaign:
@@ -32,6 +30,7 @@ class Campaign:
         self.planned = list(planned)
         self.incidents: list[Incident] = []
         self.seconds = 0.0
+        self._kept = time.monotonic()
         self._state = folder / "state.json"
         folder.mkdir(parents=True, exist_ok=True)
         if self._state.exists():
@@ -39,10 +38,12 @@ class Campaign:
             self.incidents = [_incident(one) for one in state["incidents"]]
             self.seconds = state["seconds"]
 
-    def keep(self, incident: Incident, seconds: float) -> None:
+    def keep(self, incident: Incident) -> None:
         """Write down what is known now."""
+        now = time.monotonic()
         self.incidents.append(incident)
-        self.seconds += seconds
+        self.seconds += now - self._kept
+        self._kept = now
         state = {"incidents": [asdict(one) for one in self.incidents], "seconds": self.seconds}
         scratch = self._state.with_suffix(".new")
         scratch.write_text(json.dumps(state, indent=1))
@@ -56,10 +57,10 @@ class Campaign:
         """The folders of its jobs, in order."""
         return sorted((self.folder / cut).glob("job-*"), key=lambda path: int(path.name[4:]))
 
-    def rounds(self) -> Iterator[str]:
-        """The layout whose turn it is, that with the fewest incidents, as long as anything is left to do."""
-        while left := [cut for cut in CUTS if self.remaining(cut)]:
-            yield min(left, key=lambda cut: sum(one.cut == cut for one in self.incidents))
+    def next_layout(self, busy: Collection[str]) -> str | None:
+        """Whose turn it is: that with the fewest incidents; None where all that is left is busy."""
+        left = [cut for cut in CUTS if cut not in busy and self.remaining(cut)]
+        return min(left, key=lambda cut: sum(one.cut == cut for one in self.incidents), default=None)
 
     def remaining(self, cut: str) -> list[Planned]:
         done = {incident.number for incident in self.incidents}
@@ -79,48 +80,60 @@ def _incident(told: dict[str, Any]) -> Incident:
 class Watcher:
     """Follows one job and looks into the save folder after each of its incidents."""
 
-    def __init__(self, campaign: Campaign, job: Job, planned: Sequence[Planned], until: float) -> None:
+    def __init__(self, campaign: Campaign, job: Job, planned: Sequence[Planned]) -> None:
         self._campaign = campaign
         self._job = job
-        self._planned = list(planned)
-        self._until = until
-        self._seen = 0
-        self._kept = self._moved = time.monotonic()
+        self._left = list(planned)
+        self._read = 0  # reports
+        self._told: float | None = None  # when the first side of a cut did
+        self._moved = time.monotonic()
         self._size = 0
 
-    def tick(self) -> None:
+    def tick(self) -> bool:
+        """Look; whether the job is needed any longer. Raises JobError where nothing moves."""
         now = time.monotonic()
+        ended = self._job.returncode is not None
         size = sum(path.stat().st_size for path in self._job.folder.glob("records/*.jsonl"))
         if size != self._size:
             self._size, self._moved = size, now
-        incidents = self._job.incidents() if self._grown() else []
-        for report in incidents[self._seen :]:
-            # The generation that an incident ends is the one of its number, and so is its fault.
-            planned = self._planned[self._seen]
-            self._seen += 1
+        while reports := self._reports(now, ended=ended):
             self._moved = now
-            incident = judge(self._job, report, planned)
-            self._campaign.keep(incident, now - self._kept)
-            self._kept = now
-            state = "; ".join(incident.problems) or f"step {incident.saved} saved"
-            if incident.outcome != FAILED and incident.saved < 0:
-                state = report["reason"]
-            print(
-                f"{len(self._campaign.incidents)}/{len(self._campaign.planned)} {incident.fault}: "
-                f"{incident.outcome}, {state}, {1000 * incident.published_s:.0f} ms",
-                flush=True,
-            )
+            # The generation that an incident ends is the one of its number, and so is its fault.
+            planned = self._left.pop(0)
+            self._campaign.keep(self._tell(judge(self._job, reports, planned), reports))
             remove_old(self._job.save)
             # Where a node is gone, the others would wait for it.
-            if self._seen == len(self._planned) or planned.fault.kind == "agent-sigkill":
-                raise EnoughError
-        if now > self._until:
-            raise EnoughError
+            if not self._left or planned.fault.kind in OF_NODES:
+                return False
         if now - self._moved > SILENCE_S:
             raise JobError(f"no step and no incident for {SILENCE_S:g} s: see {self._job.log}")
+        return not ended
 
-    def _grown(self) -> bool:
-        return len(list(self._job.logs.glob("incident-*.json"))) > self._seen
+    def _reports(self, now: float, *, ended: bool) -> list[dict[str, Any]]:
+        """Those of the next incident, if all are there."""
+        if len(list(self._job.logs.glob("incident-*.json"))) == self._read:
+            return []
+        found, planned = self._job.incidents()[self._read :], self._left[0]
+        struck = [(stamp["kind"], stamp["restart"]) for stamp in self._job.struck()]
+        if ("cut", planned.fault.restart) not in struck:
+            found = found[:1]
+        elif len(found) < CUTS[planned.cut].nodes:
+            self._told = self._told or now
+            if not ended and now - self._told < SIDES_S:
+                return []
+        self._read += len(found)
+        return found
+
+    def _tell(self, incident: Incident, reports: Sequence[dict[str, Any]]) -> Incident:
+        state = "; ".join(incident.problems) or f"step {incident.saved} saved"
+        if incident.outcome != FAILED and incident.saved < 0:
+            state = reports[0]["reason"]
+        print(
+            f"{len(self._campaign.incidents) + 1}/{len(self._campaign.planned)} {incident.fault}: "
+            f"{incident.outcome}, {state}, {1000 * incident.published_s:.0f} ms",
+            flush=True,
+        )
+        return incident
 
 
 def remove_old(save: Path) -> None:

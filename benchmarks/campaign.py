@@ -1,11 +1,11 @@
 """Random faults, one after another: `python benchmarks/campaign.py --write docs/faults.md`.
 
 Every generation of the workers of a job gets one fault: of a random kind, on a random rank, in a random phase
-of a random step; often a second one strikes in the incident that the first has opened. After each incident
-the newest finished step must be saved, the tracker must name it, and every file must be what the manifest
-says; where too many ranks are gone for that, the reason must say so, and nothing else may have changed. At
-the end every loss and grad norm of every rank and every step must be bit for bit that of the unmodified
-framework under plain torchrun, in a run without faults.
+of a random step; some take a whole node, or cut the network between two. Often a second one strikes in the
+incident that the first has opened. After each incident the newest finished step must be saved, the tracker
+must name it, and every file must be what the manifest says; where too many ranks are gone for that, the
+reason must say so, and nothing else may have changed. At the end every loss and grad norm of every rank and
+every step must be bit for bit that of the unmodified framework under plain torchrun, in a run without faults.
 
 Jobs of several layouts take turns. It can be interrupted and started again with the same seed and settings,
 or be given --minutes: it goes on where it was.
@@ -29,43 +29,82 @@ from _layouts import CUTS
 from _pages import page
 from _schedule import KINDS, SAVE_INTERVAL, Planned, schedule
 from _verdicts import OUTCOMES, compare, cut_table, fault_table, second_table
-from _watcher import Campaign, EnoughError, Watcher
+from _watcher import Campaign, Watcher
 
 from adaptor.checkpoint.publish import tracked_step
-from tests.faults import cgroups
+from tests.faults import cgroups, namespaces
+from tests.faults.namespaces import Namespaces
 
-# So many incidents of a layout before the next layout has its turn.
-ROUND = 4
+# So many incidents of a layout before the next layout has its turn: a start of ttprun is worth a second.
+ROUND = 10
+TICK_S = 0.05
 # Longer than a step takes beside all that the machine does; and the shortest that leaves a dump time.
 OPTIONS = ["--ttp-hang", "8", "--ttp-ot", "20"]
 
 
-def fight(campaign: Campaign, limit: int, until: float) -> None:
-    """Run jobs until no fault is left, or it is time to stop; `limit` starts of a job in a row without an
-    incident are too many."""
-    barren = 0
+def fight(campaign: Campaign, limit: int, until: float, workers: int) -> None:
+    """Run jobs, `workers` side by side, until no fault is left or it is time to stop.
+
+    `limit` starts in a row without an incident are too many.
+    """
     with contextlib.ExitStack() as stack:
         group = ""
         with contextlib.suppress(OSError):  # else the same signal is used
             group = str(stack.enter_context(cgroups.too_little_memory()))
-        for cut in campaign.rounds():
-            if time.monotonic() > until or barren == limit:
-                print("it is time to stop" if barren < limit else f"{limit} starts without an incident")
+        fights: dict[str, Fight] = {}
+        stack.callback(lambda: [fight.close() for fight in fights.values()])
+        barren = 0
+        while time.monotonic() < until and barren < limit:
+            while len(fights) < workers and (cut := campaign.next_layout(fights)) is not None:
+                fights[cut] = Fight(campaign, cut, group)
+            if not fights:
                 return
-            before = len(campaign.incidents)
-            job, planned = new_job(campaign, cut, group)
-            try:
-                with job:
-                    code = job.wait(3600.0 * 24, Watcher(campaign, job, planned, until).tick)
-                print(f"ttprun ended with exit code {code}: {job.log}", flush=True)
-            except EnoughError:
-                pass
-            except JobError as error:
-                print(error, flush=True)
-            barren = barren + 1 if len(campaign.incidents) == before else 0
+            for cut, one in list(fights.items()):
+                if not one.goes_on():
+                    barren = 0 if one.incidents else barren + 1
+                    del fights[cut]
+            time.sleep(TICK_S)
+    print("it is time to stop" if barren < limit else f"{limit} starts without an incident")
 
 
-def new_job(campaign: Campaign, cut: str, group: str) -> tuple[Job, list[Planned]]:
+class Fight:
+    """One start of ttprun for a layout, with faults for each of its generations."""
+
+    def __init__(self, campaign: Campaign, cut: str, group: str) -> None:
+        self._planned = len(campaign.remaining(cut))
+        self._campaign, self._cut = campaign, cut
+        with contextlib.ExitStack() as stack:
+            network = None
+            if CUTS[cut].nodes > 1 and namespaces.permitted():
+                network = stack.enter_context(namespaces.two())
+            self._job, planned = new_job(campaign, cut, group, network)
+            self._watcher = Watcher(campaign, self._job, planned)
+            stack.enter_context(self._job)
+            self._stack = stack.pop_all()
+
+    @property
+    def incidents(self) -> int:
+        return self._planned - len(self._campaign.remaining(self._cut))
+
+    def goes_on(self) -> bool:
+        """Look after it; False once it is closed."""
+        try:
+            if self._watcher.tick():
+                return True
+            if self._job.returncode is not None:
+                print(f"ttprun ended with exit code {self._job.returncode}: {self._job.log}", flush=True)
+        except JobError as error:
+            print(error, flush=True)
+        self.close()
+        return False
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def new_job(
+    campaign: Campaign, cut: str, group: str, network: Namespaces | None
+) -> tuple[Job, list[Planned]]:
     """The next start of ttprun for a layout, and what is to happen in each of its generations."""
     base = tracked_step(campaign.save(cut)) or 1
     planned: list[Planned] = []
@@ -83,6 +122,7 @@ def new_job(campaign: Campaign, cut: str, group: str) -> tuple[Job, list[Planned
         launcher=[*OPTIONS, *CUTS[cut].launcher, "--max-restarts", str(len(planned))],
         faults=[fault for one in planned for fault in one.faults],
         nodes=CUTS[cut].nodes,
+        network=network,
         environment={cgroups.MEMORY: group} if group else {},
     )
     return job, planned
@@ -148,24 +188,34 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, help="one that is named twice comes twice as often"
     )
-    parser.add_argument("--layouts", nargs="+", choices=CUTS, default=list(CUTS))
+    # An incident costs four seconds of a processor for each process that starts again.
+    layouts = [name for name, cut in CUTS.items() for _ in range(6 // cut.ranks)]
+    parser.add_argument("--layouts", nargs="+", choices=CUTS, default=layouts, help="as for kinds")
     parser.add_argument("--second", type=float, default=0.35, help="the share with a second fault")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long; go on later")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the tables as a page")
+    parser.add_argument("--workers", type=int, default=1, help="so many jobs run side by side")
     parser.add_argument("--tries", type=int, default=3, help="starts of ttprun in a row without an incident")
     given = parser.parse_args()
     until = time.monotonic() + 60 * given.minutes
     words = [f"--incidents {given.incidents} --seed {given.seed} --second {given.second:g}"]
     words += [f"--kinds {' '.join(given.kinds)}"] if given.kinds else []
-    words += [f"--layouts {' '.join(given.layouts)}"] if given.layouts != list(CUTS) else []
+    words += [f"--layouts {' '.join(given.layouts)}"] if given.layouts != layouts else []
     settings = " ".join(words)
     benchmark = Benchmark("campaign", {"settings": settings})
-    folder = OUT / f"campaign-{given.seed}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
     planned = list(schedule(given.seed, given.incidents, given.kinds or usual, given.layouts, given.second))
+    if any(one.kind == "cut" for one in planned) and not namespaces.permitted():
+        raise JobError(
+            "the kind `cut` needs network namespaces, which this user may not make here: name the --kinds, "
+            "without it"
+        )
+    # What was run for another schedule is none of this one.
+    drawn = hashlib.sha256("\n".join(map(repr, planned)).encode()).hexdigest()[:8]
+    folder = OUT / f"campaign-{given.seed}-{drawn}"
     campaign = Campaign(folder, planned)
     if campaign.incidents:
         print(f"going on after {len(campaign.incidents)} incidents in {folder.relative_to(ROOT)}", flush=True)
-    fight(campaign, given.tries, until)
+    fight(campaign, given.tries, until, given.workers)
     equal, problems = check_records(campaign)
 
     incidents = campaign.incidents
@@ -181,7 +231,11 @@ def main() -> None:
         f"{minutes:.0f} minutes, {each:.1f} s per incident with its restart; starts of ttprun: {starts}.",
     ]
     summary += [f"PROBLEM: {problem}" for problem in problems]
-    tables = [fault_table(incidents), second_table(incidents), cut_table(incidents, equal)]
+    tables = [
+        fault_table(incidents, planned),
+        second_table(incidents, planned),
+        cut_table(incidents, planned, equal),
+    ]
     succeeded = len(incidents) == given.incidents and not problems
     benchmark.finish(
         "\n\n".join([*tables, "\n".join(summary)]),

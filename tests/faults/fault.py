@@ -55,7 +55,7 @@ KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint", "agent-sigint-twice"
 KINDS += ("tree-sigterm",)
 # Hangs: a lock that nobody gives back, a process that is stopped, an interpreter lock that is never let go.
 KINDS += ("deadlock", "sigstop", "holds-the-gil")
-# The network between the nodes is cut, without a word to anyone.
+# The network between the nodes is cut, without a word to anyone, and mended where the fault says when.
 KINDS += ("cut",)
 # Something happens to the disk, and at the same moment the process is killed.
 KINDS += ("disk", "slow-disk")
@@ -77,7 +77,10 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """One SPEC; without a step it strikes when its phase is reached for the first time."""
+    """One SPEC; without a step it strikes when its phase is reached for the first time.
+
+    heals  milliseconds after which a network that is cut is mended; None: never
+    """
 
     rank: int
     phase: str
@@ -86,6 +89,7 @@ class Fault:
     code: int = 1
     also: int | None = None
     restart: int = 0
+    heals: int | None = None
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES or self.kind not in KINDS:
@@ -98,7 +102,7 @@ class Fault:
         return cls(phase=words["phase"], kind=words["kind"], **numbers)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        fields = ("rank", "step", "phase", "kind", "code", "also", "restart")
+        fields = ("rank", "step", "phase", "kind", "code", "also", "restart", "heals")
         return ",".join(f"{name}={getattr(self, name)}" for name in fields if getattr(self, name) is not None)
 
 
@@ -166,6 +170,8 @@ class Injector:
                 threading.Timer(AGENT_PAUSE_S, os.kill, (os.getppid(), signal.SIGCONT)).start()
             case "cut":
                 namespaces.cut()
+                if fault.heals is not None:
+                    namespaces.heal_after(fault.heals / 1000)
             case "short-cut":
                 namespaces.cut()
                 threading.Timer(SHORT_CUT_S, namespaces.slow_down).start()

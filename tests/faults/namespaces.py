@@ -30,8 +30,8 @@ class Namespaces:
         return {VARIABLE: " ".join(self.names), "GLOO_SOCKET_IFNAME": LINK}
 
     def command(self, node: int) -> list[str]:
-        """What goes before a command that is to run on `node`."""
-        return ["ip", "netns", "exec", self.names[node]]
+        """What goes before a command that is to run on `node`: `ip netns exec` would hide control groups."""
+        return ["nsenter", f"--net=/run/netns/{self.names[node]}"]
 
 
 def permitted() -> bool:
@@ -73,6 +73,18 @@ def two() -> Iterator[Namespaces]:
 def cut() -> None:
     """From inside: nothing gets through from now on, in either direction."""
     _let_both(*_SILENCE)
+
+
+def heal_after(seconds: float) -> None:
+    """From inside: the links carry everything again, even if this process has ended by then."""
+    rules = [f"tc -n {name} qdisc del dev {LINK} root" for name in os.environ[VARIABLE].split()]
+    subprocess.Popen(
+        ["sh", "-c", "; ".join([f"sleep {seconds:g}", *rules])],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # the namespaces may be gone, too
+    )
 
 
 def slow_down() -> None:

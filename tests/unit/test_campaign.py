@@ -37,6 +37,10 @@ def _killed(*ranks: int, kind: str = "sigkill") -> list[Fault]:
         ("dp4", _killed(0, 1, 2, 3, kind="sigterm"), True),
         ("dp4", [*_killed(1), Fault(3, "dump", "sigstop")], False),
         ("dp4-nodes2", _killed(2, kind="agent-sigkill"), True),
+        ("dp4-nodes2", _killed(1, kind="agent-sigkill"), True),
+        ("dp4-nodes2", [*_killed(0, kind="agent-sigkill"), Fault(3, "dump", "sigkill")], False),
+        ("dp2-nodes2", _killed(0, kind="agent-sigkill"), True),
+        ("pp2-dp2-nodes2", _killed(2, kind="agent-sigkill"), False),
         ("dp3-mirror", _killed(2), True),
         ("dp3-mirror", _killed(0, 2), False),
         ("tp2-dp2", _killed(0, 1), True),
@@ -50,13 +54,29 @@ def test_who_holds_what(cut: str, struck: list[Fault], survives: bool | None, sc
     assert schedules.CUTS[cut].survives(struck) is survives
 
 
+@pytest.mark.parametrize(
+    ("cut", "more", "sides"),
+    [
+        ("dp4-nodes2", [], [True, True]),
+        ("dp4-nodes2", _killed(3), [True, False]),
+        ("dp2-nodes2", [Fault(0, "dump", "sigstop")], [False, True]),
+        ("pp2-dp2-nodes2", [], [False, False]),
+    ],
+)
+def test_what_each_side_of_a_cut_holds(
+    cut: str, more: list[Fault], sides: list[bool], schedules: ModuleType
+) -> None:
+    struck = [Fault(0, "data", "cut", heals=3000), *more]
+    assert [schedules.CUTS[cut].survives(struck, side) for side in (0, 1)] == sides
+
+
 def test_a_seed_is_a_schedule(schedules: ModuleType) -> None:
     kinds, cuts = list(schedules.KINDS), list(schedules.CUTS)
     drawn = list(schedules.schedule(1, 500, kinds, cuts, 0.4))
     assert drawn == list(schedules.schedule(1, 500, kinds, cuts, 0.4))
     assert drawn != list(schedules.schedule(2, 500, kinds, cuts, 0.4))
     assert {one.cut for one in drawn} == set(cuts)
-    assert {one.fault.kind for one in drawn} == set(kinds)
+    assert {one.kind for one in drawn} == set(kinds)
     assert {one.second.phase for one in drawn if one.second} == set(schedules.IN_AN_INCIDENT)
     for one in drawn:
         struck = one.at(40, restart=3)
