@@ -20,6 +20,7 @@ import psutil
 
 from demo.runs import end_tree
 from tests.faults import inject
+from tests.faults import warm as warm_launcher
 from tests.faults.fault import Fault
 from tests.faults.namespaces import Namespaces
 from tests.frameworks import args, prepare, record
@@ -71,11 +72,13 @@ class Job:
         nodes: int = 1,
         network: Namespaces | None = None,
         tp: int = 1,
+        warm: bool = False,
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
         without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
         `watch`, `native`, `gate` and `cost` are `_worker.py`'s; the ranks are divided among `nodes`, all on
-        this machine, each in its part of `network` if there is one."""
+        this machine, each in its part of `network` if there is one; `warm`: workers are forks that have torch
+        imported, which is quicker where nothing is timed (`tests/faults/warm.py`)."""
         self.folder = folder
         self.save = save or folder / "ckpt"
         self.logs = folder / "logs"
@@ -83,11 +86,13 @@ class Job:
         self.log = folder / "log"
         self._nodes = nodes
         self._network = network
-        self._command = [sys.executable, "-m", "adaptor.launchers.ttprun", "--ttp-device", "cpu"]
-        if not adaptor:
-            self._command = [sys.executable, "-m", "torch.distributed.run"]
-            if instances > 1:
-                extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
+        name, module = (
+            ("ttprun", "adaptor.launchers.ttprun") if adaptor else ("torchrun", "torch.distributed.run")
+        )
+        self._command = [sys.executable, *((warm_launcher.__file__, name) if warm else ("-m", module))]
+        self._command += ["--ttp-device", "cpu"] if adaptor else []
+        if not adaptor and instances > 1:
+            extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
         self._command += ["--nproc-per-node", str(ranks // nodes), *launcher]
         self._command += ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
         if not adaptor:

@@ -106,6 +106,8 @@ def new_job(
     campaign: Campaign, cut: str, group: str, network: Namespaces | None
 ) -> tuple[Job, list[Planned]]:
     """The next start of ttprun for a layout, and what is to happen in each of its generations."""
+    # One that was cut off while it was written would be taken for whole.
+    shutil.rmtree(campaign.folder / cut / "index", ignore_errors=True)
     base = tracked_step(campaign.save(cut)) or 1
     planned: list[Planned] = []
     for restart, one in enumerate(campaign.remaining(cut)[:ROUND]):
@@ -130,6 +132,7 @@ def new_job(
 
 def _job(campaign: Campaign, cut: str, folder: Path, *, extra: Sequence[str] = (), **settings: Any) -> Job:
     layout = CUTS[cut].layout
+    index = campaign.folder / cut / "index"
     return Job(
         folder,
         train_iters=campaign.train_iters(cut),
@@ -137,7 +140,8 @@ def _job(campaign: Campaign, cut: str, folder: Path, *, extra: Sequence[str] = (
         tp=layout.tp,
         distributed=layout.distributed_optimizer,
         instances=2 if layout.reference else 1,
-        extra=[*layout.arguments, *extra],
+        extra=[*layout.arguments, "--data-cache-path", str(index), *extra],
+        warm=True,
         **settings,
     )
 
@@ -188,7 +192,7 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, help="one that is named twice comes twice as often"
     )
-    # An incident costs four seconds of a processor for each process that starts again.
+    # An incident costs a second of a processor for each process that starts again.
     layouts = [name for name, cut in CUTS.items() for _ in range(6 // cut.ranks)]
     parser.add_argument("--layouts", nargs="+", choices=CUTS, default=layouts, help="as for kinds")
     parser.add_argument("--second", type=float, default=0.35, help="the share with a second fault")
