@@ -325,7 +325,8 @@ class Controller:
             case "saved":
                 kept = outcome.reason or "no finished step is lost"
                 line = f"{cause.words}; step {outcome.step} is saved, {kept}"
-                line = "; ".join([line, *incident.remarks])
+                remarks = [incident.writing.doubts.words, *incident.place.remarks]
+                line = "; ".join([line, *filter(None, remarks)])
             case "nothing":
                 line = f"{cause.words}; nothing to save: {outcome.reason}"
             case _:

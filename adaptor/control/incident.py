@@ -7,9 +7,9 @@ PUBLISHING an agent checks the files, renames the folder and replaces the tracke
 ENDED      the verdict is out and every worker has been told to exit
 
 Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on
-disk is not written again at the same step; the publish is ordered only when every group is on disk; one agent
-publishes, and another takes over only when that agent is lost; an agent that prepares in the place of another
-makes a folder of its own; a holder or a writer is given up only where others can do all that it was to do.
+disk is not written again at the same step; the publish is ordered only when every group is on disk; a holder
+or a writer is given up only where others can do all that it was to do. Who makes and publishes the folder:
+`Place`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from adaptor.control.freezing import Freezing
 from adaptor.control.messages import BoardRecord, Freeze, Layout, Prepare, Publish, WriteFailed, Written
+from adaptor.control.place import Place
 from adaptor.control.plan import NoPlan, Plan
 from adaptor.control.roll_call import RollCall
 from adaptor.control.stages import Directive, Outcome, State
@@ -33,10 +34,9 @@ STUCK_S = 5.0
 class Incident:
     """`nodes` maps the ranks that are alive to their nodes, `agents` are the nodes with an agent.
 
-    The owner takes out what is gone. `unbegun` and `awaited`: see `Freezing`; `term` is that of the
-    controller, 0 for the first. `stuck` are ranks that were given up in the dump, `blocked` nodes on which
-    the save folder does not answer. `stacks`: the ranks are to tell where they stand; `answer_s`: how long
-    they have for an answer, half of the time where it is not said.
+    The owner takes out what is gone. `unbegun` and `awaited`: see `Freezing`; `term`: of the controller, 0
+    for the first; `stuck`: ranks that were given up in the dump; `stacks`: the ranks are to tell where they
+    stand; `answer_s`: how long they have for an answer, half of the time where it is not said.
     """
 
     number: int
@@ -53,10 +53,6 @@ class Incident:
     state: State = State.FREEZING
     outcome: Outcome | None = None
     stuck: list[int] = field(default_factory=list)
-    blocked: set[int] = field(default_factory=set)
-    publisher: int = -1
-    folders: int = 0  # how many agents before the publisher were to make one
-    folder: str = ""
     deadline: float = 0.0
     stacks: bool = False
     answer_s: float = 0.0
@@ -69,6 +65,7 @@ class Incident:
             *(self.opened_at, min(half, self.answer_s or half)),
         )
         self.writing = Writing(self.layouts)
+        self.place = Place(self.agents)
         # Some that are stuck, one after the other, still leave time for the dump.
         self.roll_call = RollCall(min(STUCK_S, self.timeout_s / 8))
         # Longer than whoever is stuck is waited for, and time is left for another node's disk.
@@ -81,13 +78,6 @@ class Incident:
     @property
     def attempt(self) -> int:
         return self.writing.attempt
-
-    @property
-    def remarks(self) -> list[str]:
-        """What is to be said of a save that has been made."""
-        where = ", ".join(str(node) for node in sorted(self.blocked))
-        doubts = self.writing.doubts.words
-        return [doubts] * bool(doubts) + [f"the save folder does not answer on node {where}"] * bool(where)
 
     def open(self, by_death: bool) -> list[Directive]:
         """Ask every live rank to freeze. An exception may be the echo of a death that is not known yet.
@@ -148,22 +138,22 @@ class Incident:
 
     def on_agent_lost(self, node: int) -> list[Directive]:
         """The agent of `node` is no longer in `agents`; the deaths of its ranks were told before."""
-        if node != self.publisher or self.state is State.ENDED:
+        if node != self.place.publisher or self.state is State.ENDED:
             return []
-        self.publisher = self._another_publisher()
+        self.place.hand_over()
         if self.state is State.PREPARING:
-            self.folders += 1
+            self.place.number += 1
             return [self._order_prepare()]
         if self.state is State.PUBLISHING:
             return [self._order_publish()]
         return []
 
     def on_prepared(self, folder: str, reason: str, number: int) -> list[Directive]:
-        if self.state is not State.PREPARING or number != self.folders:
+        if self.state is not State.PREPARING or number != self.place.number:
             return []
         if reason:
-            return self._end("lost", -1, reason)
-        self.folder = folder
+            return [self._order_prepare()] if self.place.refuse(reason) else self._end("lost", -1, reason)
+        self.place.path = folder
         self.state = State.DUMPING
         return self._dump_again()
 
@@ -195,7 +185,9 @@ class Incident:
         return self._end("saved", step, reason)
 
     def on_publish_failed(self, reason: str) -> list[Directive]:
-        return self._end("lost", -1, reason) if self.state is State.PUBLISHING else []
+        if self.state is not State.PUBLISHING:
+            return []
+        return [self._order_publish()] if self.place.refuse(reason) else self._end("lost", -1, reason)
 
     def on_progress(self, node: int, now: float) -> None:
         """The save moves: what it takes is not counted against the time of the incident."""
@@ -218,15 +210,14 @@ class Incident:
         if self.state is State.FREEZING and self.freezing.lose_patience(now):
             return self._decide_when_frozen()
         if self.state is State.DUMPING and self.roll_call.is_due(now):
-            return self._go_on_without_the_stuck() or self._call_the_roll()
+            # Nothing moves: an order that they have followed already costs nothing, and is answered.
+            return self._go_on_without_the_stuck() or [
+                Directive(Freeze(self.number), rank=rank)
+                for rank in self.roll_call.call(self.writing.taking_part)
+            ]
         if self.state in (State.PREPARING, State.DUMPING) and (overdue := self.standstill.overdue(now)):
             return self._go_on_elsewhere(overdue)
         return []
-
-    def _call_the_roll(self) -> list[Directive]:
-        """Nothing moves: an order that they have followed already costs nothing, and is answered."""
-        asked = self.roll_call.call(self.writing.taking_part)
-        return [Directive(Freeze(self.number), rank=rank) for rank in asked]
 
     def _go_on_without_the_stuck(self) -> list[Directive]:
         """Plan without those who have not answered, where others can give what they were chosen for."""
@@ -244,22 +235,19 @@ class Incident:
         """Have other nodes do what `overdue` ones were to do with the save folder, where they can."""
         for node in overdue:  # whatever comes of it, it is not asked for again at once
             self.standstill.moved(node)
-        blocked = self.blocked | overdue
+        blocked = self.place.blocked | overdue
         there = {rank for rank, node in self.nodes.items() if node in blocked}
         again = self.writing.elsewhere(there, self.freezing.boards)
         if blocked.issuperset(self.agents) or (again is None and self.state is State.DUMPING):
             return []
-        self.blocked = blocked
+        self.place.blocked |= overdue
         self.writing.avoid |= there
-        if self.publisher in blocked:
-            self.publisher = self._another_publisher()
+        if self.place.publisher in blocked:
+            self.place.hand_over()
         if again is not None and self.state is State.DUMPING:
             return self._order_dump(again)
-        self.folders += 1
+        self.place.number += 1
         return [self._order_prepare()]
-
-    def _another_publisher(self) -> int:
-        return min(self.agents, key=lambda node: (node in self.blocked, node))
 
     def _decide_when_frozen(self) -> list[Directive]:
         return self._choose() if self.state is State.FREEZING and self.freezing.is_over else []
@@ -278,15 +266,13 @@ class Incident:
             return self._end("nothing", origin, reason)
         self.writing.begin(decision)
         self.state = State.PREPARING
-        self.publisher = self.nodes[min(order.writer for order in decision.groups)]
-        if self.publisher in self.blocked:
-            self.publisher = self._another_publisher()
+        self.place.choose(self.nodes[min(order.writer for order in decision.groups)])
         return [self._order_prepare()]
 
     def _order_prepare(self) -> Directive:
-        self.standstill.expect([self.publisher])
-        order = Prepare(self.number, self._save(), self.step, self.term, self.folders)
-        return Directive(order, node=self.publisher)
+        self.standstill.expect([self.place.publisher])
+        order = Prepare(self.number, self._save(), self.step, self.term, self.place.number)
+        return Directive(order, node=self.place.publisher)
 
     def _dump_again(self) -> list[Directive]:
         """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
@@ -297,16 +283,16 @@ class Incident:
         self.writing.begin_attempt(again)
         self.roll_call.moved()
         self.standstill.expect(self.nodes[order.writer] for order in again.groups)
-        orders = self.writing.orders(self.number, self.folder, self.store, self.timeout_s)
+        orders = self.writing.orders(self.number, self.place.path, self.store, self.timeout_s)
         self.freezing.let_through(orders, self.step)
         return [Directive(order, rank=rank) for rank, order in orders.items()]
 
     def _order_publish(self) -> Directive:
         order = Publish(
             *(self.number, self._save(), self.step, self.writing.all_files, self.writing.holders),
-            *(self.world_size, self.term, self.folders),
+            *(self.world_size, self.term, self.place.number),
         )
-        return Directive(order, node=self.publisher)
+        return Directive(order, node=self.place.publisher)
 
     def _save(self) -> str:
         return self.layouts[min(self.layouts)].save

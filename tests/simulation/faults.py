@@ -92,8 +92,8 @@ class Faults:
     def _strike_publisher(self) -> None:
         incident = self._world.newest.controller.incident
         assert incident is not None
-        if incident.publisher >= 0 and self._world.agents[incident.publisher].alive:
-            self._strike_node(incident.publisher)
+        if incident.place.publisher >= 0 and self._world.agents[incident.place.publisher].alive:
+            self._strike_node(incident.place.publisher)
 
     def _strike_node(self, node: int) -> None:
         worker = self._world.workers[self._world.agents[node].ranks[0]]

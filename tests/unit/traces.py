@@ -185,7 +185,7 @@ class Trace:
             case "moving":
                 return Moving(rank)
             case "prepared":
-                folder = int(settings.get("folder", incident.folders if incident else 0))
+                folder = int(settings.get("folder", incident.place.number if incident else 0))
                 return Prepared(number, "" if words else "/save/tmp", " ".join(words), folder)
             case "written":
                 entry = FileEntry(f"{GROUP}/{rank}.pt", 10, "00", attempt)
