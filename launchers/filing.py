@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from adaptor.checkpoint import publish
+from adaptor.control.deadline import deadline
 from adaptor.control.messages import Prepare, Prepared, Publish, Published, PublishFailed
 from adaptor.errors import CheckpointError
+
+# What was not published is removed within it, or by the next start: some files, on a disk that answers.
+CLEAN_S = 30.0
 
 
 class Filing:
@@ -26,15 +32,16 @@ class Filing:
 
     async def prepare(self, order: Prepare) -> Prepared:
         try:
-            folder = await self._in_thread(publish.prepare, Path(order.save), order.step, order.term)
+            where = (Path(order.save), order.step, order.term, order.number)
+            folder = await self._in_thread(publish.prepare, *where)
         except Exception as error:
-            return Prepared(order.incident, "", _line(error))
-        return Prepared(order.incident, str(folder), "")
+            return Prepared(order.incident, "", _line(error), order.number)
+        return Prepared(order.incident, str(folder), "", order.number)
 
     async def publish(self, order: Publish, generation: str) -> Published | PublishFailed:
         """`generation`: of the workers that the incident is of."""
         root = Path(order.save)
-        rest = (order.files, order.writers, order.world_size, generation, order.term)
+        rest = (order.files, order.writers, order.world_size, generation, order.term, order.number)
 
         def act() -> int:
             publish.publish(root, order.step, *rest)
@@ -47,17 +54,34 @@ class Filing:
             return PublishFailed(order.incident, _line(error))
         return Published(order.incident, step, order.save)
 
-    async def _in_thread(self, act: Callable[..., Any], *args: Any) -> Any:
-        job = functools.partial(act, *args)
+    async def clean(self, root: Path, term: int) -> None:
+        """See `publish.clean`; a disk that hangs is not waited for for ever."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with deadline(CLEAN_S):
+                await self._in_thread(publish.clean, root, term)
 
-        def run() -> Any:
+    async def _in_thread(self, act: Callable[..., Any], *args: Any) -> Any:
+        """A thread of its own: one that hangs must not keep ttprun from its end, as one of a pool would."""
+        job = functools.partial(act, *args)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def tell(tell_it: Callable[[Any], None], what: Any) -> None:
+            self._running.discard(job)
+            if not done.done():  # else nobody waits any longer
+                tell_it(what)
+
+        def run() -> None:
             try:
-                return job()
-            finally:
-                self._running.discard(job)
+                answer = done.set_result, job()
+            except Exception as error:
+                answer = done.set_exception, error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
+                loop.call_soon_threadsafe(tell, *answer)
 
         self._running.add(job)
-        return await asyncio.get_running_loop().run_in_executor(None, run)
+        threading.Thread(target=run, name="ttp-filing", daemon=True).start()
+        return await done
 
 
 def _line(error: Exception) -> str:

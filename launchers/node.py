@@ -238,19 +238,19 @@ class Node:
         await self._until(lambda: not self._workers.alive, EXIT_GRACE_S)
         self._workers.end_the_living()
         await self._until(self._job_is_over, FAREWELL_S)
-        self._settle()
+        await self._settle()
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
         deadline = self._loop.time() + seconds
         while not done() and self._loop.time() < deadline:
             await asyncio.sleep(0.01)
 
-    def _settle(self) -> None:
+    async def _settle(self) -> None:
         # After a time-out a thread may still be at work there, and nothing may be removed under it.
         try:
             hub = self._hub
             if not self._filing.busy and hub is not None and self.verdict is not None and self.verdict.save:
-                publish.clean(Path(self.verdict.save), hub.term)
+                await self._filing.clean(Path(self.verdict.save), hub.term)
         except CheckpointError as error:
             print(f"[ttp] {error}", file=sys.stderr)
         finally:

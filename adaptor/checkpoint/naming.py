@@ -1,7 +1,8 @@
 """Names of checkpoint folders and of the tracker file, as Megatron spells them, and ours beside them.
 
 iter_0000012               a complete checkpoint; under this name nothing else ever lies
-iter_0000012_tmp           last words being written; iter_0000012_tmp2 by the controller of term 2
+iter_0000012_tmp           last words being written; iter_0000012_tmp2 by the controller of term 2, and
+iter_0000012_tmp2.1        once the agent that was to make that one was given up
 iter_0000012_saving        a regular save of the framework being written
 aside_iter_0000012.1       what lay under the final name, incomplete, damaged or of an earlier run
 replaced_iter_0000012      a complete checkpoint whose newer version is just being moved in
@@ -18,7 +19,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "ttp_manifest.json"
 
 _FINAL = re.compile(r"iter_(\d{7,})")
-_TEMPORARY = re.compile(r"iter_\d{7,}_(?:tmp(\d*)|saving)")
+_TEMPORARY = re.compile(r"iter_\d{7,}_(?:tmp(\d*)(?:\.\d+)?|saving)")
 _REPLACED = re.compile(r"replaced_iter_(\d{7,})")
 
 
@@ -29,12 +30,13 @@ def final_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
-def temporary_name(step: int, term: int = 0) -> str:
+def temporary_name(step: int, term: int = 0, number: int = 0) -> str:
     """The folder that last words are written to until they are published.
 
-    Two controllers may be at work, one on each side of a cut network; no two have the same `term`.
+    Two controllers may be at work, one on each side of a cut network; no two have the same `term`. And two
+    agents of one controller, where the disk of one hangs: each makes the folder of another `number`.
     """
-    return f"{final_name(step)}_tmp{term or ''}"
+    return f"{final_name(step)}_tmp{term or ''}" + (f".{number}" if number else "")
 
 
 def regular_name(step: int) -> str:

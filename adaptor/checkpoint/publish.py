@@ -28,13 +28,13 @@ _RENAME_EXCHANGE = 2
 
 
 @disk.one_line
-def prepare(root: Path, step: int, term: int = 0) -> Path:
+def prepare(root: Path, step: int, term: int = 0, number: int = 0) -> Path:
     """Makes an empty temporary folder for the last words of `step` and returns it; a stale one is removed.
 
-    `term` is that of the controller; no two that may be at work have the same.
+    `term` is that of the controller, `number` that of the folder; nobody else may be at work in it.
     """
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / naming.temporary_name(step, term)
+    folder = root / naming.temporary_name(step, term, number)
     disk.remove(folder)
     folder.mkdir()
     return folder
@@ -49,8 +49,9 @@ def publish(
     world_size: int,
     generation: str = "",
     term: int = 0,
+    number: int = 0,
 ) -> bool:
-    """Turns the temporary folder of `step` and `term` into a checkpoint and lets the tracker name it.
+    """Turns the temporary folder of `step`, `term`, `number` into a checkpoint and lets the tracker name it.
 
     Call it once every group has reported its `files` (paths relative to the folder). `groups` is what the
     manifest keeps about who wrote which group. Returns False when a complete checkpoint of this step was
@@ -59,7 +60,7 @@ def publish(
     step of the same generation, another controller has saved it, and it stays. Raises CheckpointError when a
     file is missing or has another size, when parts do not make a whole, or when the disk refuses.
     """
-    temporary, final = root / naming.temporary_name(step, term), root / naming.final_name(step)
+    temporary, final = root / naming.temporary_name(step, term, number), root / naming.final_name(step)
     if not _is_of_this_run(root, step, generation):
         entries = dcp.join(temporary, tuple(files))
         if not entries:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Set
 import msgspec
 
 from adaptor.control.causes import Causes
-from adaptor.control.incident import Directive, Incident, Outcome
+from adaptor.control.incident import Incident
 from adaptor.control.messages import (
     Addressed,
     AgentHello,
@@ -43,6 +43,7 @@ from adaptor.control.messages import (
     WriteFailed,
     Written,
 )
+from adaptor.control.stages import Directive, Outcome
 
 Orders = list[tuple[int, ControllerToAgent]]  # (node, order)
 
@@ -278,14 +279,14 @@ class Controller:
             return []
         directives: list[Directive] = []
         match message:
-            case Progress():
-                incident.on_progress(now)
+            case Progress(node=node):
+                incident.on_progress(node, now)
             case Frozen(rank=rank, incident=incident.number, board=board, standing=standing):
                 if standing is not None:
                     self._causes.standing[rank] = standing
                 directives = incident.on_frozen(rank, board)
-            case Prepared(incident=incident.number, folder=folder, reason=reason):
-                directives = incident.on_prepared(folder, reason)
+            case Prepared(incident=incident.number, folder=folder, reason=reason, number=which):
+                directives = incident.on_prepared(folder, reason, which)
             case Written(incident=incident.number):
                 directives = incident.on_written(message)
             case WriteFailed(incident=incident.number):
@@ -316,7 +317,7 @@ class Controller:
         assert incident is not None
         assert incident.outcome is not None
         outcome = incident.outcome
-        cause = self._causes.first(incident.silent)
+        cause = self._causes.first(incident.freezing.silent)
         if outcome.kind == "lost" and cause.rank in self._causes.ended:
             # Others have ended well before, and their states with them.
             outcome = Outcome("nothing", -1, "the training was over")
@@ -324,7 +325,8 @@ class Controller:
             case "saved":
                 kept = outcome.reason or "no finished step is lost"
                 line = f"{cause.words}; step {outcome.step} is saved, {kept}"
-                line += f"; {incident.doubts.words}" if incident.doubts.words else ""
+                remarks = [incident.writing.doubts.words, *incident.place.remarks]
+                line = "; ".join([line, *filter(None, remarks)])
             case "nothing":
                 line = f"{cause.words}; nothing to save: {outcome.reason}"
             case _:

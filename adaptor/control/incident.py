@@ -7,83 +7,36 @@ PUBLISHING an agent checks the files, renames the folder and replaces the tracke
 ENDED      the verdict is out and every worker has been told to exit
 
 Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on
-disk is not written again at the same step; the publish is ordered only when every group is on disk; one agent
-prepares and publishes, and another takes over only when that agent is lost; a holder is given up only where
-others can give all of the same step.
+disk is not written again at the same step; the publish is ordered only when every group is on disk; a holder
+or a writer is given up only where others can do all that it was to do. Who makes and publishes the folder:
+`Place`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
-import msgspec
-
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control.doubts import Doubts
-from adaptor.control.messages import (
-    BoardRecord,
-    Dump,
-    Freeze,
-    GroupOrder,
-    Layout,
-    Phase,
-    Prepare,
-    Publish,
-    WriteFailed,
-    Written,
-)
-from adaptor.control.plan import NoPlan, Plan, plan, shares_of
+from adaptor.control.freezing import Freezing
+from adaptor.control.messages import BoardRecord, Freeze, Layout, Prepare, Publish, WriteFailed, Written
+from adaptor.control.place import Place
+from adaptor.control.plan import NoPlan, Plan
 from adaptor.control.roll_call import RollCall
+from adaptor.control.stages import Directive, Outcome, State
+from adaptor.control.standstill import Standstill
+from adaptor.control.writing import Writing
 
-# A dump that fails this often although nobody died in between will not succeed by trying again.
-MAX_ATTEMPTS = 5
-# A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
-EXPLANATION_S = 2.0
 # A dump moves several times a second, on a slow disk too; and the thread that answers does nothing else.
 STUCK_S = 5.0
-
-
-class State(Enum):
-    FREEZING = auto()
-    PREPARING = auto()
-    DUMPING = auto()
-    PUBLISHING = auto()
-    ENDED = auto()
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How it ended: `kind` is saved, nothing or lost; `reason`, or what is to be said, is for the user.
-
-    `unheld`: it is lost because a shard has no live holder, not because a save failed.
-    """
-
-    kind: str
-    step: int
-    reason: str
-    unheld: bool = False
-
-
-@dataclass(frozen=True)
-class Directive:
-    """An order to one rank (`rank` set), or to the agent of one node."""
-
-    message: Freeze | Dump | Prepare | Publish
-    rank: int | None = None
-    node: int | None = None
 
 
 @dataclass
 class Incident:
     """`nodes` maps the ranks that are alive to their nodes, `agents` are the nodes with an agent.
 
-    The owner takes out what is gone. `unbegun` ended before training had begun on them, so that no step has
-    finished. `awaited` are nodes that may yet come to a controller that has taken the place of another; its
-    `term` is 0 for the first. `silent` did not close their doors in time, `stuck` were given up in the dump.
-    `stacks`: the ranks are to tell where they stand; `answer_s`: how long they have for an answer, half of
-    the time where it is not said.
+    The owner takes out what is gone. `unbegun` and `awaited`: see `Freezing`; `term`: of the controller, 0
+    for the first; `stuck`: ranks that were given up in the dump; `stacks`: the ranks are to tell where they
+    stand; `answer_s`: how long they have for an answer, half of the time where it is not said.
     """
 
     number: int
@@ -99,30 +52,32 @@ class Incident:
     term: int = 0
     state: State = State.FREEZING
     outcome: Outcome | None = None
-    frozen: dict[int, BoardRecord] = field(default_factory=dict)
-    step: int = -1
-    newest: int = -1
-    attempt: int = 0
-    folder: str = ""
-    pending: dict[str, GroupOrder] = field(default_factory=dict)
-    written: dict[str, tuple[FileEntry, ...]] = field(default_factory=dict)
-    writers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    doubts: Doubts = field(default_factory=Doubts)
-    failures: int = 0
-    avoid: set[int] = field(default_factory=set)
-    silent: list[int] = field(default_factory=list)
     stuck: list[int] = field(default_factory=list)
-    publisher: int = -1
     deadline: float = 0.0
-    freeze_deadline: float = 0.0
-    explained_by: float = 0.0
     stacks: bool = False
     answer_s: float = 0.0
-    roll_call: RollCall = field(init=False)
 
     def __post_init__(self) -> None:
+        # Time is left for the dump: a rank that has not closed its door by then is no holder.
+        half = self.timeout_s / 2
+        self.freezing = Freezing(
+            *(self.nodes, self.layouts, self.world_size, self.unbegun, self.awaited),
+            *(self.opened_at, min(half, self.answer_s or half)),
+        )
+        self.writing = Writing(self.layouts)
+        self.place = Place(self.agents)
         # Some that are stuck, one after the other, still leave time for the dump.
         self.roll_call = RollCall(min(STUCK_S, self.timeout_s / 8))
+        # Longer than whoever is stuck is waited for, and time is left for another node's disk.
+        self.standstill = Standstill(self.timeout_s / 3)
+
+    @property
+    def step(self) -> int:
+        return self.writing.step
+
+    @property
+    def attempt(self) -> int:
+        return self.writing.attempt
 
     def open(self, by_death: bool) -> list[Directive]:
         """Ask every live rank to freeze. An exception may be the echo of a death that is not known yet.
@@ -130,23 +85,18 @@ class Incident:
         Where training has only just begun, another node's word of it may still be on its way.
         """
         self.deadline = self.opened_at + self.timeout_s
-        # Time is left for the dump: a rank that has not closed its door by then is no holder.
-        half = self.timeout_s / 2
-        self.freeze_deadline = self.opened_at + min(half, self.answer_s or half)
-        if len(self.layouts) == self.world_size:
+        if self.freezing.knows_all:
             return self._freeze()
-        if by_death and self.unbegun and not self.awaited:
+        if by_death and self.freezing.never_begun:
             return self._end_before_training()
-        self.explained_by = self.opened_at + EXPLANATION_S
+        self.freezing.wait()
         return []
 
     def on_layout(self) -> list[Directive]:
-        if not self.explained_by or len(self.layouts) < self.world_size:
-            return []
-        self.explained_by = 0.0
-        return self._freeze()
+        return self._freeze() if self.freezing.waits and self.freezing.knows_all else []
 
     def _freeze(self) -> list[Directive]:
+        self.freezing.ask()
         return [self._order_freeze(rank) for rank in self.nodes] + self._decide_when_frozen()
 
     def _order_freeze(self, rank: int) -> Directive:
@@ -157,12 +107,12 @@ class Incident:
         if self.state is not State.FREEZING or rank in self.nodes:
             return []
         self.nodes[rank] = node
-        return [] if self.explained_by else [self._order_freeze(rank)]
+        return [] if self.freezing.waits else [self._order_freeze(rank)]
 
     def on_recalled(self) -> list[Directive]:
         """One node less is `awaited`."""
-        if self.explained_by:
-            return self._end_before_training() if self.unbegun and not self.awaited else []
+        if self.freezing.waits:
+            return self._end_before_training() if self.freezing.never_begun else []
         return self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
@@ -170,204 +120,179 @@ class Incident:
             self.roll_call.answer(rank)
         if self.state is not State.FREEZING or rank not in self.nodes:
             return []
-        self.frozen[rank] = board
-        self.newest = max(self.newest, _newest(board))
+        self.freezing.hear(rank, board)
         return self._decide_when_frozen()
 
     def on_deaths(self, ranks: Collection[int]) -> list[Directive]:
         """`ranks` are no longer in `nodes`."""
-        if self.explained_by:
-            return self._end_before_training() if self.unbegun and not self.awaited else []
+        if self.freezing.waits:
+            return self._end_before_training() if self.freezing.never_begun else []
         for rank in ranks:
-            self.frozen.pop(rank, None)
+            self.freezing.forget(rank)
         if self.state is State.FREEZING:
             return self._decide_when_frozen()
-        taking_part = {rank for order in self.pending.values() for rank in order.ranks}
-        if self.state is State.DUMPING and not taking_part.isdisjoint(ranks):
-            self.failures = 0
+        if self.state is State.DUMPING and not self.writing.taking_part.isdisjoint(ranks):
+            self.writing.failures = 0
             return self._dump_again()
         return []
 
     def on_agent_lost(self, node: int) -> list[Directive]:
         """The agent of `node` is no longer in `agents`; the deaths of its ranks were told before."""
-        if node != self.publisher or self.state is State.ENDED:
+        if node != self.place.publisher or self.state is State.ENDED:
             return []
-        self.publisher = min(self.agents)
+        self.place.hand_over()
         if self.state is State.PREPARING:
+            self.place.number += 1
             return [self._order_prepare()]
         if self.state is State.PUBLISHING:
             return [self._order_publish()]
         return []
 
-    def on_prepared(self, folder: str, reason: str) -> list[Directive]:
-        if self.state is not State.PREPARING:
+    def on_prepared(self, folder: str, reason: str, number: int) -> list[Directive]:
+        if self.state is not State.PREPARING or number != self.place.number:
             return []
         if reason:
-            return self._end("lost", -1, reason)
-        self.folder = folder
+            return [self._order_prepare()] if self.place.refuse(reason) else self._end("lost", -1, reason)
+        self.place.path = folder
         self.state = State.DUMPING
         return self._dump_again()
 
     def on_written(self, message: Written) -> list[Directive]:
-        if not self._is_awaited(message):
+        if self.state is not State.DUMPING or not self.writing.awaits(message):
             return []
-        holders = self.writers[message.group] = self.pending.pop(message.group).holders
-        self.written[message.group] = message.files
-        self.roll_call.moved()
-        self.doubts.settle(message.group, holders, message.not_finite)
-        if self.pending:
+        self.writing.take(message)
+        self._moves(self.nodes[message.rank])
+        if self.writing.pending:
             return []
         self.state = State.PUBLISHING
         return [self._order_publish()]
 
     def on_write_failed(self, message: WriteFailed) -> list[Directive]:
-        # Who fails may be alive and its state unreadable; who doubts is well.
-        self.avoid.update(message.doubted or [message.rank])
-        if message.doubted:
-            self.doubts.ranks[message.group] = message.doubted
-        if not self._is_awaited(message):
+        self.writing.doubt(message)
+        if self.state is not State.DUMPING or not self.writing.awaits(message):
             return []
-        if message.doubted:
-            return self._dump_again()
-        self.failures += 1
-        if self.failures >= MAX_ATTEMPTS:
+        if self.writing.fails_for_good(message):
             return self._end("lost", -1, f"{message.group} could not be written: {message.reason}")
         return self._dump_again()
-
-    def _is_awaited(self, message: Written | WriteFailed) -> bool:
-        """Whether it is of this attempt, and of a group that is not on disk."""
-        dumping = self.state is State.DUMPING and message.attempt == self.attempt
-        return dumping and message.group in self.pending
 
     def on_published(self, step: int) -> list[Directive]:
         if self.state is not State.PUBLISHING:
             return []
-        self.step = max(self.step, step)
+        step = max(self.step, step)
         # Ranks of a job with local copies may have gone back; and who was further may be dead by now.
-        newest = max([self.newest, *map(_newest, self.frozen.values())])
-        reason = "" if newest <= self.step else f"step {newest} was not finished on every rank"
-        return self._end("saved", self.step, reason)
+        finished = self.freezing.newest_finished
+        reason = "" if finished <= step else f"step {finished} was not finished on every rank"
+        return self._end("saved", step, reason)
 
     def on_publish_failed(self, reason: str) -> list[Directive]:
         if self.state is not State.PUBLISHING:
             return []
-        return self._end("lost", -1, reason)
+        return [self._order_publish()] if self.place.refuse(reason) else self._end("lost", -1, reason)
 
-    def on_progress(self, now: float) -> None:
+    def on_progress(self, node: int, now: float) -> None:
         """The save moves: what it takes is not counted against the time of the incident."""
         if self.state in (State.DUMPING, State.PUBLISHING):
             self.deadline = max(self.deadline, now + self.timeout_s)
-            self.roll_call.moved()
+            self._moves(node)
+
+    def _moves(self, node: int) -> None:
+        self.roll_call.moved()
+        self.standstill.moved(node)
 
     def on_tick(self, now: float) -> list[Directive]:
         if self.state is State.ENDED:
             return []
-        if self.explained_by:
-            return self._end_before_training() if now >= self.explained_by else []
+        if self.freezing.waits:
+            return self._end_before_training() if self.freezing.is_late(now) else []
         if now >= self.deadline:
             waiting = f"in state {self.state.name.lower()}"
             return self._end("lost", -1, f"not done after {self.timeout_s:g} s (TTP_OT) {waiting}")
-        if self.state is State.FREEZING and now >= self.freeze_deadline:
-            self.silent = [rank for rank in self.nodes if rank not in self.frozen]
-            for rank in self.silent:
-                del self.nodes[rank]
+        if self.state is State.FREEZING and self.freezing.lose_patience(now):
             return self._decide_when_frozen()
         if self.state is State.DUMPING and self.roll_call.is_due(now):
-            return self._go_on_without_the_stuck() or self._call_the_roll()
+            # Nothing moves: an order that they have followed already costs nothing, and is answered.
+            return self._go_on_without_the_stuck() or [
+                Directive(Freeze(self.number), rank=rank)
+                for rank in self.roll_call.call(self.writing.taking_part)
+            ]
+        if self.state in (State.PREPARING, State.DUMPING) and (overdue := self.standstill.overdue(now)):
+            return self._go_on_elsewhere(overdue)
         return []
-
-    def _call_the_roll(self) -> list[Directive]:
-        """Nothing moves: an order that they have followed already costs nothing, and is answered."""
-        taking_part = {rank for order in self.pending.values() for rank in order.ranks}
-        return [Directive(Freeze(self.number), rank=rank) for rank in self.roll_call.call(taking_part)]
 
     def _go_on_without_the_stuck(self) -> list[Directive]:
         """Plan without those who have not answered, where others can give what they were chosen for."""
         stuck = self.roll_call.unanswered
-        others = {rank: board for rank, board in self.frozen.items() if rank not in stuck}
-        if not stuck or isinstance(self._plan_rest(others), NoPlan):
+        others = {rank: board for rank, board in self.freezing.boards.items() if rank not in stuck}
+        if not stuck or isinstance(self.writing.rest(others), NoPlan):
             return []
         self.stuck += sorted(stuck)
         for rank in stuck:
-            del self.nodes[rank], self.frozen[rank]
+            del self.nodes[rank]
+            self.freezing.forget(rank)
         return self._dump_again()
 
-    def _plan_rest(self, boards: Mapping[int, BoardRecord]) -> Plan | NoPlan:
-        """For the groups that are not on disk, at the same step."""
-        shares = shares_of(self.layouts, self.pending.keys())
-        return plan(shares, boards, only=self.step, avoid=self.avoid)
+    def _go_on_elsewhere(self, overdue: set[int]) -> list[Directive]:
+        """Have other nodes do what `overdue` ones were to do with the save folder, where they can."""
+        for node in overdue:  # whatever comes of it, it is not asked for again at once
+            self.standstill.moved(node)
+        blocked = self.place.blocked | overdue
+        there = {rank for rank, node in self.nodes.items() if node in blocked}
+        again = self.writing.elsewhere(there, self.freezing.boards)
+        if blocked.issuperset(self.agents) or (again is None and self.state is State.DUMPING):
+            return []
+        self.place.blocked |= overdue
+        self.writing.avoid |= there
+        if self.place.publisher in blocked:
+            self.place.hand_over()
+        if again is not None and self.state is State.DUMPING:
+            return self._order_dump(again)
+        self.place.number += 1
+        return [self._order_prepare()]
 
     def _decide_when_frozen(self) -> list[Directive]:
-        if self.state is not State.FREEZING or self.awaited or not self.nodes.keys() <= self.frozen.keys():
-            return []
-        return self._choose()
+        return self._choose() if self.state is State.FREEZING and self.freezing.is_over else []
 
     def _choose(self) -> list[Directive]:
         """Take the newest step that there is now."""
         origin = max(layout.origin for layout in self.layouts.values())
-        decision = plan(shares_of(self.layouts), self.frozen, avoid=self.avoid)
+        decision = self.writing.decide(self.freezing.boards)
         if isinstance(decision, NoPlan):
             silent = "".join(
-                f"; rank {rank} is alive, but does not answer" for rank in self.silent + self.stuck
+                f"; rank {rank} is alive, but does not answer" for rank in self.freezing.silent + self.stuck
             )
             return self._end("lost", -1, decision.reason + silent, unheld=True)
         if decision.step <= origin:
             reason = f"no step has finished since step {origin}" if origin else "no step has finished"
             return self._end("nothing", origin, reason)
-        self.step = decision.step
-        self.pending = {order.group: order for order in decision.groups}
-        self.written = {}
+        self.writing.begin(decision)
         self.state = State.PREPARING
-        self.publisher = self.nodes[min(order.writer for order in decision.groups)]
+        self.place.choose(self.nodes[min(order.writer for order in decision.groups)])
         return [self._order_prepare()]
 
     def _order_prepare(self) -> Directive:
-        return Directive(Prepare(self.number, self._save(), self.step, self.term), node=self.publisher)
+        self.standstill.expect([self.place.publisher])
+        order = Prepare(self.number, self._save(), self.step, self.term, self.place.number)
+        return Directive(order, node=self.place.publisher)
 
     def _dump_again(self) -> list[Directive]:
         """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
-        again = self._plan_rest(self.frozen)
-        if isinstance(again, NoPlan):
-            return self._choose()
-        self.pending = {order.group: order for order in again.groups}
-        self.attempt += 1
+        again = self.writing.rest(self.freezing.boards)
+        return self._choose() if isinstance(again, NoPlan) else self._order_dump(again)
+
+    def _order_dump(self, again: Plan) -> list[Directive]:
+        self.writing.begin_attempt(again)
         self.roll_call.moved()
-        orders: dict[int, list[GroupOrder]] = {}
-        for order in again.groups:
-            for rank in order.ranks:
-                orders.setdefault(rank, []).append(order)
-        for rank in orders:
-            board = self.frozen[rank]
-            if (
-                board.finished < self.step
-            ):  # it goes through the door now; without a copy there is no way back
-                oldest = board.finished if self.layouts[rank].goes_back else self.step
-                self.frozen[rank] = msgspec.structs.replace(
-                    board, phase=Phase.RUNNING, oldest=oldest, finished=self.step
-                )
-        host, port = self.store
-        return [
-            Directive(
-                Dump(
-                    self.number,
-                    self.attempt,
-                    self.step,
-                    self.folder,
-                    tuple(groups),
-                    host,
-                    port,
-                    self.timeout_s,
-                    tuple(self.doubts.ranks),
-                ),
-                rank=rank,
-            )
-            for rank, groups in orders.items()
-        ]
+        self.standstill.expect(self.nodes[order.writer] for order in again.groups)
+        orders = self.writing.orders(self.number, self.place.path, self.store, self.timeout_s)
+        self.freezing.let_through(orders, self.step)
+        return [Directive(order, rank=rank) for rank, order in orders.items()]
 
     def _order_publish(self) -> Directive:
-        files = tuple(entry for group in sorted(self.written) for entry in self.written[group])
-        order = Publish(self.number, self._save(), self.step, files, self.writers, self.world_size, self.term)
-        return Directive(order, node=self.publisher)
+        order = Publish(
+            *(self.number, self._save(), self.step, self.writing.all_files, self.writing.holders),
+            *(self.world_size, self.term, self.place.number),
+        )
+        return Directive(order, node=self.place.publisher)
 
     def _save(self) -> str:
         return self.layouts[min(self.layouts)].save
@@ -379,8 +304,3 @@ class Incident:
         self.state = State.ENDED
         self.outcome = Outcome(kind, step, reason, unheld)
         return []
-
-
-def _newest(board: BoardRecord) -> int:
-    """The newest step that this rank has finished, or has left in its middle."""
-    return board.ahead if board.phase == Phase.BROKEN else board.finished

@@ -326,24 +326,30 @@ class Exit(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Make a clean temporary folder for `step`; the answer is `Prepared`. `term`: of the controller."""
+    """Make a clean temporary folder for `step`; the answer is `Prepared`.
+
+    `term`: of the controller; `number`: of the folder. An agent that takes the place of another makes a new
+    one: the other may still be at work, on a disk that hangs.
+    """
 
     incident: int
     save: str
     step: int
     term: int = 0
+    number: int = 0
 
 
 class Prepared(Message, frozen=True):
-    """The temporary folder is there; an empty `reason` means success."""
+    """The temporary folder `number` is there; an empty `reason` means success."""
 
     incident: int
     folder: str
     reason: str
+    number: int = 0
 
 
 class Publish(Message, frozen=True):
-    """Check, name and announce the checkpoint of `step`."""
+    """Check, name and announce the checkpoint of `step`; `term` and `number` are those of its folder."""
 
     incident: int
     save: str
@@ -352,6 +358,7 @@ class Publish(Message, frozen=True):
     writers: dict[str, tuple[int, ...]]
     world_size: int
     term: int = 0
+    number: int = 0
 
 
 class Verdict(Message, frozen=True):

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from tests.faults import cgroups, disks, harness, outcome
-from tests.faults.harness import DP2, Ended, Job
+from tests.faults.harness import DP2, DP4, Ended, Job
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf, assert_last_words
 
@@ -99,3 +99,24 @@ def test_the_disk_is_slow(tmp_path: Path, baseline_of: BaselineOf, stack: ExitSt
     assert "step 6 is saved, no finished step is lost" in ended.last_line
     assert_last_words(disk.place, 6, baseline_of(DP2))
     assert ended.seconds_after_the_fault > 10.0
+
+
+def test_a_disk_hangs_on_one_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """A write there never returns, while its process answers: another node writes in its place."""
+    save = tmp_path / "save"
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=save,
+        nodes=2,
+        options=["--ttp-ot", "12"],
+        faults=["rank=3,step=6,phase=backward,kind=sigkill", "rank=0,phase=dump-write,kind=deadlock"],
+    )
+    ended = harness.run(job)
+    assert ended.codes == (137, 137), ended.log[-3000:]
+    for log in ended.logs:
+        assert (
+            "[ttp] rank 3 was ended by SIGKILL; step 5 is saved, no finished step is lost; "
+            "the save folder does not answer on node 0; " in log
+        )
+    assert_last_words(save, 5, baseline_of(DP4))

@@ -158,10 +158,10 @@ class Agent(Follower):
     def _prepare(self, order: Prepare) -> Body[None]:
         self.filing += 1
         try:
-            folder = yield from self.world.disk.prepare(order)
-            answer = Prepared(order.incident, folder, "")
+            folder = yield from self.world.disk.prepare(order, self.node)
+            answer = Prepared(order.incident, folder, "", order.number)
         except Exception as error:
-            answer = Prepared(order.incident, "", str(error))
+            answer = Prepared(order.incident, "", str(error), order.number)
         self.filing -= 1
         self._up(answer)
 
@@ -169,7 +169,7 @@ class Agent(Follower):
         self.filing += 1
         answer: Published | PublishFailed
         try:
-            step = yield from self.world.disk.publish(order, self)
+            step = yield from self.world.disk.publish(order, self, self.node)
             answer = Published(order.incident, step, order.save)
         except Exception as error:
             answer = PublishFailed(order.incident, str(error))

@@ -34,13 +34,14 @@ class Disk:
         self.slow_s = self.names_s = 0.005
         self.slices = random.choice([1, 2, 4])
         self.trouble = 0.0  # how often something on it fails
-        self.stuck_at = float("inf")  # from then on nothing on it returns
+        self.stuck_at = float("inf")  # from then on nothing on it returns, on these nodes
+        self.stuck_on: set[int] = set()
         self.full_for: set[int] = set()  # nodes that cannot write to it
         self._turn: tuple[Process, Publish] | None = None  # whose it is; it goes with the process
 
-    def pause(self, seconds: float = 0.0) -> float:
-        """How long a call takes: about `seconds`, or as long as names and folders take."""
-        if self._clock.now >= self.stuck_at:
+    def pause(self, node: int, seconds: float = 0.0) -> float:
+        """How long a call on `node` takes: about `seconds`, or as long as names and folders take."""
+        if self._clock.now >= self.stuck_at and node in self.stuck_on:
             return 1e9
         return self._random.uniform(0.1, 2.0) * (seconds or self.names_s)
 
@@ -52,55 +53,56 @@ class Disk:
     def is_complete(self, step: int) -> bool:
         return naming.final_name(step) in self.folders
 
-    def prepare(self, order: Prepare) -> Body[str]:
-        name = naming.temporary_name(order.step, order.term)
-        yield self.pause()
+    def prepare(self, order: Prepare, node: int) -> Body[str]:
+        name = naming.temporary_name(order.step, order.term, order.number)
+        yield self.pause(node)
         self._may_fail()
         self.folders.pop(name, None)
-        yield self.pause()
+        yield self.pause(node)
         if name in self.folders:
             raise DiskError(f"{name}: exists")
         self.folders[name] = {}
         return name
 
-    def publish(self, order: Publish, by: Process) -> Body[int]:
+    def publish(self, order: Publish, by: Process, node: int) -> Body[int]:
         """The step that the tracker names then."""
         step = order.step
-        temporary, final = naming.temporary_name(step, order.term), naming.final_name(step)
-        yield self.pause()
+        temporary = naming.temporary_name(step, order.term, order.number)
+        final = naming.final_name(step)
+        yield self.pause(node)
         self._may_fail()
         if not self.is_complete(step):  # this world is of one generation
-            yield from self._make_ready(order, temporary)
+            yield from self._make_ready(order, temporary, node)
         while self._turn is not None and self._turn[0].alive:
             yield 0.05
         self._turn = mine = (by, order)
         try:
             if not self.is_complete(step):
-                yield from self._move_in(step, temporary, final)
-            yield self.pause()
+                yield from self._move_in(step, temporary, final, node)
+            yield self.pause(node)
             self._announce(step)
         finally:
             if self._turn is mine:
                 self._turn = None
-        yield self.pause()
+        yield self.pause(node)
         self.folders.pop(temporary, None)
         return max(step, self.tracker or 0)
 
-    def _make_ready(self, order: Publish, temporary: str) -> Body[None]:
+    def _make_ready(self, order: Publish, temporary: str, node: int) -> Body[None]:
         if not order.files:
             raise DiskError("nothing to publish")
         for entry in order.files:
             self._name(temporary, entry)
-            yield self.pause()
+            yield self.pause(node)
         wanted = {entry.path for entry in order.files}
         files = self._folder(temporary)
         for path in set(files) - wanted:
             del files[path]
-        yield self.pause()
+        yield self.pause(node)
         self._folder(temporary)  # the manifest
 
-    def _move_in(self, step: int, temporary: str, final: str) -> Body[None]:
-        yield self.pause()
+    def _move_in(self, step: int, temporary: str, final: str, node: int) -> Body[None]:
+        yield self.pause(node)
         self._may_fail()
         if final in self.folders:
             self.folders[f"aside_{final}.{len(self.folders)}"] = self.folders.pop(final)

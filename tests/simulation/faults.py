@@ -20,6 +20,7 @@ class Faults:
     hurt  ranks of which it cannot be asked that they give their state, and why
     by    what each rank did that a verdict may name as its cause; -1: somebody wanted the job to end
     cut   nodes that no packet reaches
+    disk_hangs_on  nodes on which nothing that is asked of the disk returns, from the start
     stalls  a connection is silent for some seconds
     unexplained  an exception may be known long before what has caused it
     """
@@ -33,6 +34,7 @@ class Faults:
         self.unexplained = False
         self.stalls = False
         self.disk_fails = False
+        self.disk_hangs_on: set[int] = set()
         self.count = draw.choices([0, 1, 2, 3, 4], [5, 45, 30, 14, 6])[0]
         # (phase of a worker, state of the controller, or a point that a worker passes; how many are let by)
         self._at_phase: dict[str, list[int]] = {}
@@ -90,8 +92,8 @@ class Faults:
     def _strike_publisher(self) -> None:
         incident = self._world.newest.controller.incident
         assert incident is not None
-        if incident.publisher >= 0 and self._world.agents[incident.publisher].alive:
-            self._strike_node(incident.publisher)
+        if incident.place.publisher >= 0 and self._world.agents[incident.place.publisher].alive:
+            self._strike_node(incident.place.publisher)
 
     def _strike_node(self, node: int) -> None:
         worker = self._world.workers[self._world.agents[node].ranks[0]]
@@ -248,11 +250,16 @@ class Faults:
 
     def _trouble_the_disk(self) -> None:
         disk, draw = self._world.disk, self._draw
-        kind = draw.choice(["slow", "slow", "fails", "full", "stuck"])
+        kind = draw.choice(["slow", "slow", "fails", "full", "stuck", "stuck on one node"])
         self._tell(f"the disk is {kind}")
         if kind == "slow":
             disk.names_s = draw.choice([0.005, 0.5])
             disk.slow_s = draw.choice([0.5, 0.8 * self._world.timeout_s / 2])
+            return
+        if kind == "stuck on one node":
+            # Once it publishes, it is waited for.
+            disk.stuck_at, disk.stuck_on = 0.0, {draw.choice(list(self._world.agents))}
+            self.disk_hangs_on = disk.stuck_on
             return
         self.disk_fails = True
         if kind == "fails":
@@ -260,4 +267,4 @@ class Faults:
         elif kind == "full":
             disk.full_for = {draw.choice(list(self._world.agents))}
         else:
-            disk.stuck_at = draw.uniform(0.5, 4.0)
+            disk.stuck_at, disk.stuck_on = draw.uniform(0.5, 4.0), set(self._world.agents)

@@ -75,11 +75,12 @@ class Invariants:
 
     def has_sound_holders(self) -> bool:
         """Whether ranks to which nothing has happened have every shard, and can write every group."""
-        job, hurt = self._world.job, self._world.faults.hurt
-        sound = [rank for rank in job.ranks if rank not in hurt]
+        job, faults = self._world.job, self._world.faults
+        sound = [rank for rank in job.ranks if rank not in faults.hurt]
+        able = {rank for rank in sound if job.nodes[rank] not in faults.disk_hangs_on}
         held = {(s.group, s.index) for rank in sound for s in job.shares[rank]}
         return all(
-            set(ranks).intersection(sound) and all((group, index) in held for index in range(job.size(group)))
+            able.intersection(ranks) and all((group, index) in held for index in range(job.size(group)))
             for group, ranks in job.groups.items()
         )
 

@@ -12,7 +12,8 @@ what the controller then orders. The first line says what the job is like:
     > dying 3                         its lifeline is cut: how it ends is not known yet
     > raised 1 0 boom                 an exception left the script of rank 1, exit code 1 if not said
     > frozen 0 running 4              the board that comes with it: running 4, ready 5, updating 5, broken 5
-    > prepared [reason...]            with a reason it failed; published and publish-failed likewise
+    > prepared [reason...]            with a reason it failed; published and publish-failed likewise; folder=0
+                                      to say an old one
     > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
     > written 0 shard 1 is not finite it has written that as it is
     > write-failed 0 reason...        with doubted=1, what rank 1 gave is not finite
@@ -184,7 +185,8 @@ class Trace:
             case "moving":
                 return Moving(rank)
             case "prepared":
-                return Prepared(number, "" if words else "/save/tmp", " ".join(words))
+                folder = int(settings.get("folder", incident.place.number if incident else 0))
+                return Prepared(number, "" if words else "/save/tmp", " ".join(words), folder)
             case "written":
                 entry = FileEntry(f"{GROUP}/{rank}.pt", 10, "00", attempt)
                 return Written(rank, number, attempt, GROUP, (entry,), text)
@@ -217,8 +219,9 @@ def _words(order: Message) -> str:
             return f"dump step {step}, attempt {attempt}: {'; '.join(parts)}{as_is}"
         case Exit():
             return "exit"
-        case Prepare(step=step, term=term):
-            return f"prepare step {step}" + (f" in term {term}" if term else "")
+        case Prepare(step=step, term=term, number=number):
+            where = f", folder {number}" if number else ""
+            return f"prepare step {step}" + (f" in term {term}" if term else "") + where
         case Publish(step=step, files=files, writers=writers):
             return f"publish step {step}: {', '.join(entry.draft for entry in files)}; holders {writers}"
         case Verdict(outcome=outcome, step=step, line=line, cause_rank=rank, exit_code=code, leaves=node):

@@ -1,0 +1,56 @@
+"""The temporary folder of an incident, and the agent that makes and publishes it; pure, without a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+# An error of one node's disk, or of its rights, is worth a try elsewhere; a third one is that of the folder.
+MAX_REFUSALS = 3
+
+
+class Place:
+    """Of one incident.
+
+    Invariants: two agents are never at work on one folder, so who makes it in the place of one that may still
+    be at it makes another `number`; one agent at a time publishes, and hands over by failing or by its loss.
+
+    Args:
+        agents: the nodes with an agent; the owner takes out what is gone.
+
+    path     of the folder, once it is there
+    blocked  nodes on which the save folder does not answer
+    """
+
+    def __init__(self, agents: Collection[int]) -> None:
+        self._agents = agents
+        self._refusals: dict[int, str] = {}
+        self.publisher = -1
+        self.number = 0
+        self.path = ""
+        self.blocked: set[int] = set()
+
+    def choose(self, node: int) -> None:
+        """The agent of `node`, unless its disk is known to fail."""
+        self.publisher = min({node, *self._agents}, key=lambda one: (self._fails(one), one != node, one))
+
+    def hand_over(self) -> None:
+        """The agent with it is lost, or its disk hangs."""
+        self.publisher = min(self._agents, key=lambda node: (self._fails(node), node))
+
+    def _fails(self, node: int) -> bool:
+        return node in self.blocked or node in self._refusals
+
+    def refuse(self, reason: str) -> bool:
+        """The agent with it has failed, for this `reason`; whether another one has it now."""
+        self._refusals[self.publisher] = reason
+        if all(map(self._fails, self._agents)) or len(self._refusals) >= MAX_REFUSALS:
+            return False
+        self.hand_over()
+        return True
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is to be said of a save that has been made."""
+        where = ", ".join(str(node) for node in sorted(self.blocked))
+        said = [f"node {node} could not publish it: {reason}" for node, reason in self._refusals.items()]
+        return [f"the save folder does not answer on node {where}"] * bool(where) + said

@@ -1,0 +1,102 @@
+"""What of the step that is saved is on disk, and who gives and who writes the rest; pure, without a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from adaptor.checkpoint.manifest import FileEntry
+from adaptor.control.doubts import Doubts
+from adaptor.control.messages import BoardRecord, Dump, GroupOrder, Layout, WriteFailed, Written
+from adaptor.control.plan import NoPlan, Plan, plan, shares_of
+
+# A dump that fails this often although nobody died in between will not succeed by trying again.
+MAX_ATTEMPTS = 5
+
+
+@dataclass
+class Writing:
+    """Of one incident. Invariant: a group that is on disk is not written again at the same step.
+
+    step, attempt  that are being written; no two attempts of an incident have the same number
+    pending        the groups that are not on disk, and who is at them
+    files          of those that are, and the `holders` who gave them
+    avoid          ranks that are chosen only for what nobody else can give, or write
+    failures       attempts that have failed since the last death
+    """
+
+    layouts: Mapping[int, Layout]
+    step: int = -1
+    attempt: int = 0
+    pending: dict[str, GroupOrder] = field(default_factory=dict)
+    files: dict[str, tuple[FileEntry, ...]] = field(default_factory=dict)
+    holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    doubts: Doubts = field(default_factory=Doubts)
+    avoid: set[int] = field(default_factory=set)
+    failures: int = 0
+
+    @property
+    def taking_part(self) -> set[int]:
+        return {rank for order in self.pending.values() for rank in order.ranks}
+
+    def decide(self, boards: Mapping[int, BoardRecord]) -> Plan | NoPlan:
+        """The newest step that there is now, with all its groups."""
+        return plan(shares_of(self.layouts), boards, avoid=self.avoid)
+
+    def begin(self, decision: Plan) -> None:
+        """Nothing of this step is on disk."""
+        self.step = decision.step
+        self.pending = {order.group: order for order in decision.groups}
+        self.files = {}
+
+    def rest(self, boards: Mapping[int, BoardRecord], avoid: Collection[int] = ()) -> Plan | NoPlan:
+        """For the groups that are not on disk, at the same step; `avoid` these ranks, too."""
+        shares = shares_of(self.layouts, self.pending.keys())
+        return plan(shares, boards, only=self.step, avoid={*self.avoid, *avoid})
+
+    def elsewhere(self, there: Collection[int], boards: Mapping[int, BoardRecord]) -> Plan | None:
+        """The rest with other writers for those that are `there`; None where no group can have another."""
+        again = self.rest(boards, avoid=there)
+        if isinstance(again, NoPlan):
+            return None
+        away = {order.group for order in again.groups if order.writer not in there}
+        return again if any(self.pending[group].writer in there for group in away) else None
+
+    def begin_attempt(self, decision: Plan) -> None:
+        self.pending = {order.group: order for order in decision.groups}
+        self.attempt += 1
+
+    def orders(self, incident: int, folder: str, store: tuple[str, int], timeout_s: float) -> dict[int, Dump]:
+        """What each rank that takes part in this attempt is to do."""
+        parts: dict[int, list[GroupOrder]] = {}
+        for order in self.pending.values():
+            for rank in order.ranks:
+                parts.setdefault(rank, []).append(order)
+        what = (incident, self.attempt, self.step, folder)
+        rest = (*store, timeout_s, tuple(self.doubts.ranks))
+        return {rank: Dump(*what, tuple(groups), *rest) for rank, groups in parts.items()}
+
+    def awaits(self, message: Written | WriteFailed) -> bool:
+        """Whether it is of this attempt, and of a group that is not on disk."""
+        return message.attempt == self.attempt and message.group in self.pending
+
+    def take(self, message: Written) -> None:
+        """A group is on disk."""
+        holders = self.holders[message.group] = self.pending.pop(message.group).holders
+        self.files[message.group] = message.files
+        self.doubts.settle(message.group, holders, message.not_finite)
+
+    def doubt(self, message: WriteFailed) -> None:
+        """Who fails may be alive and its state unreadable; who doubts is well."""
+        self.avoid.update(message.doubted or [message.rank])
+        if message.doubted:
+            self.doubts.ranks[message.group] = message.doubted
+
+    def fails_for_good(self, message: WriteFailed) -> bool:
+        """Whether this was one failure too many; a doubt is none."""
+        self.failures += not message.doubted
+        return not message.doubted and self.failures >= MAX_ATTEMPTS
+
+    @property
+    def all_files(self) -> tuple[FileEntry, ...]:
+        return tuple(entry for group in sorted(self.files) for entry in self.files[group])
