@@ -166,8 +166,8 @@ class Incident:
         return self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
-        if board.finished >= self.step:  # else its main thread has not come through the door
-            self.roll_call.answer(rank)
+        if board.finished >= self.step and board.phase != Phase.UNREADABLE:
+            self.roll_call.answer(rank)  # else its main thread has not come through the door, or never will
         if self.state is not State.FREEZING or rank not in self.nodes:
             return []
         self.frozen[rank] = board
@@ -307,10 +307,14 @@ class Incident:
         origin = max(layout.origin for layout in self.layouts.values())
         decision = plan(shares_of(self.layouts), self.frozen, avoid=self.avoid)
         if isinstance(decision, NoPlan):
-            silent = "".join(
+            useless = "".join(
                 f"; rank {rank} is alive, but does not answer" for rank in self.silent + self.stuck
+            ) + "".join(
+                f"; rank {rank} is alive, but its device cannot be read: {board.error}"
+                for rank, board in self.frozen.items()
+                if board.phase == Phase.UNREADABLE
             )
-            return self._end("lost", -1, decision.reason + silent, unheld=True)
+            return self._end("lost", -1, decision.reason + useless, unheld=True)
         if decision.step <= origin:
             reason = f"no step has finished since step {origin}" if origin else "no step has finished"
             return self._end("nothing", origin, reason)
