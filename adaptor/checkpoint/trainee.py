@@ -24,7 +24,7 @@ from adaptor.checkpoint.shards import Exchange
 from adaptor.control.messages import GroupOrder, Share
 from adaptor.control.session import DumpRun, NotFiniteError
 from adaptor.devices.device import Device
-from adaptor.replica import choice, twin
+from adaptor.replica import choice, kinds, twin
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
 
@@ -178,9 +178,12 @@ def replicas_of(optimizer: Any, size: int, experts: int) -> tuple[Mirror | None,
         experts: ranks that have the same experts.
 
     Raises:
-        LayoutError: a shard cannot be mirrored.
+        LayoutError: a shard cannot be mirrored, or what an optimizer keeps is not protected.
     """
     inner = records.chain(optimizer)
+    for one in inner:
+        if getattr(one, "optimizer", None) is not None:
+            kinds.require_protected(one.optimizer)
     sharded = [one for one in inner if shards.is_sharded(one)]
     made = size // sharded[0].data_parallel_group.size() if sharded else 1
     sizes = [one.data_parallel_group.size() for one in sharded]
