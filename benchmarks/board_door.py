@@ -19,6 +19,7 @@ from _bench import Benchmark, spread, table
 from adaptor.control.board import Board, BoardMemory
 from adaptor.control.door import Door
 from adaptor.control.session import Session
+from adaptor.devices.device import HOST
 
 TARGET_US = 10.0
 
@@ -28,6 +29,7 @@ class _Idle:
 
     save = ""
     shares = ()
+    device = HOST
     goes_back = False
 
     def take_record(self, step: int) -> None: ...

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 from torch.distributed import PrefixStore
@@ -15,6 +17,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from adaptor import config
 from adaptor.control.messages import Verdict
 from adaptor.launchers.node import Node
+
+# What torch does about a collective that has failed, as it has in the survivors when a rank is lost: to end
+# the process would end a holder, and to abort the collective would let the device go on with gradients that
+# nobody has reduced. 0: nothing.
+_WATCHDOGS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_HCCL_ASYNC_ERROR_HANDLING")
 
 
 class _Rendezvous:
@@ -46,6 +53,7 @@ class SurvivorsAgent(LocalElasticAgent):
         super().__init__(spec, *args, **kwargs)
         self._config = config.load()
         self._control = Node(self._config)
+        _keep_survivors(os.environ)
         self._generations = 0
         self._interrupted = False
 
@@ -132,3 +140,16 @@ class SurvivorsAgent(LocalElasticAgent):
         pid = self._pcontext.pids()[worker.local_rank]
         failure = ProcessFailure(worker.local_rank, pid, verdict.exit_code, error_file="")
         return RunResult(state=WorkerState.FAILED, failures={worker.global_rank: failure})
+
+
+def _keep_survivors(environ: MutableMapping[str, str]) -> None:
+    """torch elastic would have set the first of these to 1 for its workers, where nobody has set it."""
+    for name in _WATCHDOGS:
+        said = environ.get(name, "0")
+        if said != "0":
+            print(
+                f"[ttp] {name} is {said}: 0 is used, for a survivor must outlive the collectives of the dead",
+                file=sys.stderr,
+                flush=True,
+            )
+        environ[name] = "0"

@@ -174,7 +174,7 @@ def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> t
 def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[Any], list[tuple[str, int]]]:
     """All main params; the state of each optimizer, None of one without shards; what of it is not finite, and
     who gave it."""
-    weights = Weights(exchange.to_host)
+    weights = Weights(exchange.device.to_host)
     worlds: list[Any] = []
     doubts: list[tuple[str, int]] = []
     optimizers = chain(state.optimizer)
@@ -263,7 +263,7 @@ def _on_host(value: Any, exchange: Exchange) -> Any:
     """Copies the tensors of a nested state to the host; those that lie there stay what they are."""
     if isinstance(value, torch.Tensor):
         exchange.check()
-        return value if value.device.type == "cpu" else exchange.to_host(value)
+        return value if value.device.type == "cpu" else exchange.device.to_host(value)
     if isinstance(value, dict):
         return {key: _on_host(item, exchange) for key, item in value.items()}
     if isinstance(value, list):

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from adaptor.devices.device import HOST, Device
 from adaptor.errors import CheckpointError
 from adaptor.replica.mirror import Mirror, Piece
 
@@ -28,11 +29,6 @@ class DumpCancelled(CheckpointError):
     """The dump was abandoned by the one who ordered it."""
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself on a CPU, a copy of it on the host elsewhere. Waits for the current stream."""
-    return tensor.detach().cpu()
-
-
 @dataclass(frozen=True)
 class Exchange:
     """One attempt to write a checkpoint, seen from one rank of the process group made for it.
@@ -44,7 +40,7 @@ class Exchange:
     tag        of all messages
     progress   is called with the number of bytes that were sent, received or written
     cancelled  is asked between tensors
-    to_host    copies a tensor of the framework to the host beside a blocked stream, as float32 or as it is
+    device     where the tensors of the framework lie
     doubt      is called before anything is written, if some shards are not finite: with what they are, and
                the ranks of `group` that gave them; what it raises ends the dump
     """
@@ -56,7 +52,7 @@ class Exchange:
     tag: int = 0
     progress: Callable[[int], None] = field(default=lambda count: None)
     cancelled: Callable[[], bool] = field(default=lambda: False)
-    to_host: Callable[[torch.Tensor], torch.Tensor] = to_host
+    device: Device = HOST
     doubt: Callable[[str, Sequence[int]], None] = field(default=lambda what, ranks: None)
 
     def check(self) -> None:
@@ -268,7 +264,7 @@ def _copy_own(part: Part, targets: Mapping[str, torch.Tensor], exchange: Exchang
         for key, target in targets.items():
             if key not in tensors:
                 raise CheckpointError(f"the optimizer has no {key} yet: no update has been made")
-            target[start:end].copy_(exchange.to_host(tensors[key]).view(-1))
+            exchange.device.copy(target[start:end], tensors[key])
 
 
 def _is_there(piece: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

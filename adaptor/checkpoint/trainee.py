@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from adaptor import config
+from adaptor import config, devices
 from adaptor.checkpoint import megatron, records, shards
 from adaptor.checkpoint.local_copy import LocalCopy
 from adaptor.checkpoint.manifest import FileEntry
@@ -22,7 +23,8 @@ from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.shards import Exchange
 from adaptor.control.messages import GroupOrder, Share
 from adaptor.control.session import DumpRun, NotFiniteError
-from adaptor.replica import choice
+from adaptor.devices.device import Device
+from adaptor.replica import choice, kinds, twin
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
 
@@ -72,6 +74,14 @@ class MegatronTrainee:
     def goes_back(self) -> bool:
         return self.local_copy is not None
 
+    @cached_property
+    def device(self) -> Device:
+        """First asked for on the main thread, when training begins."""
+        inner = (getattr(one, "optimizer", None) for one in records.chain(self.state.optimizer))
+        mains = (param for one in inner if one is not None for param in twin.params(one))
+        weights = (param for chunk in self.state.model for param in chunk.parameters())
+        return devices.of(chain(mains, weights))
+
     def copy_state(self) -> None:
         assert self.local_copy is not None
         self.local_copy.take()
@@ -79,6 +89,7 @@ class MegatronTrainee:
     def exchange(self) -> None:
         for mirror in filter(None, self.mirrors):
             mirror.exchange()
+        self.device.catch_up()
 
     def update_replicas(self) -> None:
         for mirror in filter(None, self.mirrors):
@@ -143,14 +154,16 @@ class MegatronTrainee:
             rank=ranks.index(run.rank),
             sources=[list(islice(holders, count)) for count in counts],
             mirrors=mirrors,
+            device=self.device,
             progress=run.progress,
             cancelled=run.cancelled,
             doubt=doubt,
         )
-        if run.rank != order.writer:
-            megatron.send_shards(state, ranks.index(order.writer), exchange)
-            return ()
-        written = megatron.write_files(state, record, exchange, Path(run.folder), run.attempt)
+        with self.device.beside():
+            if run.rank != order.writer:
+                megatron.send_shards(state, ranks.index(order.writer), exchange)
+                return ()
+            written = megatron.write_files(state, record, exchange, Path(run.folder), run.attempt)
         run.remark(written.not_finite)
         return written.files
 
@@ -165,9 +178,12 @@ def replicas_of(optimizer: Any, size: int, experts: int) -> tuple[Mirror | None,
         experts: ranks that have the same experts.
 
     Raises:
-        LayoutError: a shard cannot be mirrored.
+        LayoutError: a shard cannot be mirrored, or what an optimizer keeps is not protected.
     """
     inner = records.chain(optimizer)
+    for one in inner:
+        if getattr(one, "optimizer", None) is not None:
+            kinds.require_protected(one.optimizer)
     sharded = [one for one in inner if shards.is_sharded(one)]
     made = size // sharded[0].data_parallel_group.size() if sharded else 1
     sizes = [one.data_parallel_group.size() for one in sharded]

@@ -18,7 +18,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from adaptor.control.freezing import Freezing
-from adaptor.control.messages import BoardRecord, Freeze, Layout, Prepare, Publish, WriteFailed, Written
+from adaptor.control.messages import (
+    BoardRecord,
+    Freeze,
+    Layout,
+    Phase,
+    Prepare,
+    Publish,
+    WriteFailed,
+    Written,
+)
 from adaptor.control.place import Place
 from adaptor.control.plan import NoPlan, Plan
 from adaptor.control.roll_call import RollCall
@@ -116,8 +125,8 @@ class Incident:
         return self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
-        if board.finished >= self.step:  # else its main thread has not come through the door
-            self.roll_call.answer(rank)
+        if board.finished >= self.step and board.phase != Phase.UNREADABLE:
+            self.roll_call.answer(rank)  # else its main thread has not come through the door, or never will
         if self.state is not State.FREEZING or rank not in self.nodes:
             return []
         self.freezing.hear(rank, board)
@@ -257,10 +266,14 @@ class Incident:
         origin = max(layout.origin for layout in self.layouts.values())
         decision = self.writing.decide(self.freezing.boards)
         if isinstance(decision, NoPlan):
-            silent = "".join(
+            useless = "".join(
                 f"; rank {rank} is alive, but does not answer" for rank in self.freezing.silent + self.stuck
+            ) + "".join(
+                f"; rank {rank} is alive, but its device cannot be read: {board.error}"
+                for rank, board in self.freezing.boards.items()
+                if board.phase == Phase.UNREADABLE
             )
-            return self._end("lost", -1, decision.reason + silent, unheld=True)
+            return self._end("lost", -1, decision.reason + useless, unheld=True)
         if decision.step <= origin:
             reason = f"no step has finished since step {origin}" if origin else "no step has finished"
             return self._end("nothing", origin, reason)

@@ -24,6 +24,7 @@ class Phase(IntEnum):
     UPDATING = 3  # inside the update window
     BROKEN = 4  # an exception left the update window: part of the live state is old, part is new
     ENDED = 5  # the script is at its end: that this process ends is no fault
+    UNREADABLE = 6  # its device has failed, or does not answer: nothing can be read from it
 
 
 # No job has as many ranks, nodes or shards; who says so would have the controller count for hours.
@@ -70,7 +71,7 @@ class BoardRecord(Message, frozen=True):
 
     def provides(self, step: int) -> bool:
         """Whether this rank can give the state of `step`; READY counts for the step behind the door, too."""
-        if self.phase in (Phase.STARTING, Phase.ENDED):
+        if self.phase in (Phase.STARTING, Phase.ENDED, Phase.UNREADABLE):
             return False
         if self.oldest <= step <= self.finished:
             return True

@@ -30,6 +30,7 @@ from adaptor.control.messages import (
     GroupOrder,
     Hello,
     Noted,
+    Phase,
     Told,
     ToWorker,
     WriteFailed,
@@ -156,6 +157,8 @@ class Processor:
         standing = stacks.standing(LOOK_S) if order.stacks else None
         board = self._session.freeze(self._timeout_s / 2)
         if board is not None:  # else this rank is no holder: the controller does not wait longer than that
+            if board.phase == Phase.UNREADABLE:
+                self._note("unreadable", board.error)
             self.say(Frozen(self._rank, order.incident, board, standing))
         if order.stacks:
             path = self._stacks_folder / f"rank{self._rank}.txt"

@@ -13,12 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.control.board import Board
 from adaptor.control.door import PUBLISH, Door
 from adaptor.control.messages import BoardRecord, GroupOrder, Phase, Share
+from adaptor.devices.device import HOST, Device
 
 # A step that takes much longer than the longest of so many is taken for a hang.
 RECENT = 20
@@ -37,6 +40,10 @@ class Trainee(Protocol):
     def shares(self) -> tuple[Share, ...]:
         """What this rank holds."""
 
+    @property
+    def device(self) -> Device:
+        """Where its tensors lie."""
+
     def take_record(self, step: int) -> Any:
         """On the main thread: what belongs to finished `step` besides tensors (counters, schedule, RNG)."""
 
@@ -54,7 +61,10 @@ class Trainee(Protocol):
         """Whether this rank keeps a local copy of the state before an update; then there is no barrier."""
 
     def exchange(self) -> None:
-        """On the main thread, gradients ready: fetch what copies of other ranks' shards need of this step."""
+        """On the main thread, gradients ready: fetch what copies of other ranks' shards need of this step.
+
+        When it returns, the device has done all that this thread has started.
+        """
 
     def barrier(self) -> None:
         """Return when every rank of the job has called it; raise when that is no longer possible."""
@@ -103,11 +113,18 @@ class DumpRun:
     remark: Callable[[str], None] = lambda what: None
 
 
+class _Taken(NamedTuple):
+    """A record, and the mark behind what it has on the device."""
+
+    record: Any
+    mark: Any
+
+
 @dataclass(frozen=True)
 class _History:
     """`records[k]` belongs to finished step k; `door` to step `door_step`, updated or skipped."""
 
-    records: dict[int, Any] = field(default_factory=dict)
+    records: dict[int, _Taken] = field(default_factory=dict)
     door_step: int = -1
     door: Any = None
     updated: bool = True
@@ -126,6 +143,7 @@ class Session:
         self._say = say
         self._broke = broke
         self._history = _History()
+        self._mark: Any = None  # behind the last update on the device, and the last local copy
         self._step = -1
         self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
         self._inner: frozenset[int] = frozenset()
@@ -144,6 +162,7 @@ class Session:
         """The state of `trainee` is that of step `origin`, from which training now goes on."""
         self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
         self._history = _History()
+        self._mark = trainee.device.mark()
         self.trainee = trainee
         self.board.start(origin)
         self._say(trainee, origin)
@@ -156,11 +175,13 @@ class Session:
         if self.trainee is None:
             return
         history = self._history
-        kept = {k: record for k, record in history.records.items() if self.board.oldest <= k < step}
+        # From the record before, that of the door's step can be derived.
+        oldest = min(self.board.oldest, history.door_step - 1)
+        kept = {k: taken for k, taken in history.records.items() if oldest <= k < step}
         left_out = self.board.finished < step - 1 and self.trainee.has_state()
         if left_out and self.board.finished == history.door_step:
-            kept[self.board.finished] = self.record_of(self.board.finished)
-        kept[step - 1] = self.trainee.take_record(step - 1)
+            kept[self.board.finished] = _Taken(self.record_of(self.board.finished), None)
+        kept[step - 1] = _Taken(self.trainee.take_record(step - 1), self.trainee.device.mark())
         self._history = _History(kept, history.door_step, history.door, history.updated)
         self._step = step
         if left_out:  # the framework skipped steps as a whole (Megatron's --iterations-to-skip)
@@ -193,6 +214,7 @@ class Session:
         if self._waiting == {id(optimizer)}:
             assert self.trainee is not None
             self.trainee.update_replicas()
+            self._mark = self.trainee.device.mark()
         self._waiting.discard(id(optimizer))
         if not self._waiting:
             self.board.finish(self._step)
@@ -214,6 +236,7 @@ class Session:
         if updated or self.board.finished >= self._step:
             return
         self._take_door(updated=False)
+        self._mark = self.trainee.device.mark()
         if self.trainee.has_state():
             self.board.finish(self._step)
 
@@ -268,6 +291,7 @@ class Session:
         self.board.copying()
         try:
             trainee.copy_state()
+            self._mark = trainee.device.mark()
         except BaseException:
             self.board.turn_back()
             self.door.leave()
@@ -280,8 +304,13 @@ class Session:
     # processor's threads
 
     def freeze(self, timeout_s: float) -> BoardRecord | None:
-        """Close the door; the board once no window is open, None where one still is after `timeout_s`."""
-        return self.board.record() if self.door.close(timeout_s) else None
+        """Close the door; the board once no update is in flight, None where one is after `timeout_s`."""
+        until = time.monotonic() + timeout_s
+        if not (self.door.close(timeout_s) and self._updates_are_over(until)):
+            return None
+        board = self.board.record()  # before the device is asked: to make it answer may let the stream go on
+        why = self._device.unreadable()
+        return msgspec.structs.replace(board, phase=Phase.UNREADABLE, error=why) if why else board
 
     def let_through(self, step: int | None) -> None:
         """Let the main thread through the door to `step`, and to no other step from now on; None: to none."""
@@ -295,13 +324,14 @@ class Session:
             TimeoutError: the update was not done after `timeout_s`.
             RuntimeError: an exception left the update.
         """
+        until = time.monotonic() + timeout_s
         if self.board.finished < step:
             wake()  # the main thread may still hang in the barrier
 
         def over() -> bool:
             return self.board.finished >= step or self.board.phase is not Phase.READY
 
-        if not self.door.wait_until(over, timeout_s):
+        if not (self.door.wait_until(over, timeout_s) and self._updates_are_over(until)):
             raise TimeoutError(f"the update of step {step} was not done after {timeout_s:g} s")
         if self.board.finished < step:
             raise RuntimeError(f"an exception left the update of step {step}")
@@ -314,8 +344,20 @@ class Session:
         """What belongs to `step` besides tensors."""
         assert self.trainee is not None
         history = self._history
-        if step in history.records:
-            return history.records[step]
-        if history.door_step != step or step - 1 not in history.records:
-            raise LookupError(f"step {step} is not among the steps that this rank still knows")
-        return self.trainee.derive(history.records[step - 1], history.door, history.updated)
+        taken, before = history.records.get(step), history.records.get(step - 1)
+        if taken is not None and self._device.done(taken.mark):
+            return taken.record
+        # Not taken yet; or taken behind a collective of the device that never ends, the door before it.
+        if history.door_step == step and before is not None:
+            return self.trainee.derive(before.record, history.door, history.updated)
+        if taken is not None:
+            return taken.record
+        raise LookupError(f"step {step} is not among the steps that this rank still knows")
+
+    def _updates_are_over(self, until: float) -> bool:
+        """Wait for the device, which may be behind the main thread."""
+        return self._device.wait(self._mark, max(0.0, until - time.monotonic()))
+
+    @property
+    def _device(self) -> Device:
+        return HOST if self.trainee is None else self.trainee.device

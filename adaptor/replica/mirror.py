@@ -33,11 +33,15 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """An entry of a param's state: a tensor of `shape` and `dtype`, or, without a dtype, `value`."""
+    """An entry of a param's state: a tensor of `shape` and `dtype`, or, without a dtype, `value`.
+
+    `beside`: it lies where its param lies; a count of updates may be on the host.
+    """
 
     key: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    beside: bool = True
     value: Any = None
 
 
@@ -144,8 +148,7 @@ class Mirror:
             for entry in entries:
                 value: Any = entry.value
                 if entry.dtype:
-                    # A count of updates is on the host, as the class has it; moments lie beside their param.
-                    device = param.device if entry.shape else torch.device("cpu")
+                    device = param.device if entry.beside else torch.device("cpu")
                     value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
                     landed.append(value.view(-1))
                 self.optimizer.state[param][entry.key] = value
@@ -165,7 +168,12 @@ def _described(owner: torch.optim.Optimizer, where: Sequence[Piece]) -> _Shard:
             )
     states = [
         [
-            _Held(key, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+            _Held(
+                key,
+                str(value.dtype).removeprefix("torch."),
+                tuple(value.shape),
+                value.device == param.device,
+            )
             if isinstance(value, torch.Tensor)
             else _Held(key, value=value)
             for key, value in owner.state.get(param, {}).items()

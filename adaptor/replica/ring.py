@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 # Elements per message. Two are on their way at a time, so this bounds the memory for them.
 CHUNK = 1 << 22
+# Where tensors must lie for a backend; any other takes those of the host.
+_DEVICES = {"nccl": "cuda", "hccl": "npu"}
 # Bytes that go ahead of tensors in one message, their number in the first eight of it. What an update needs
 # besides gradients is shorter, up to some thousands of params: then nobody waits twice.
 HEAD = 1 << 14
@@ -46,13 +48,13 @@ class Ring:
         self._group = group
         self._to = dist.get_global_rank(group, (group.rank() + step) % size)
         self._from = dist.get_global_rank(group, self.previous)
-        self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        self._device = torch.device(_DEVICES.get(dist.get_backend(group), "cpu"))
 
     def swap(self, given: Iterable[torch.Tensor], taken: Iterable[torch.Tensor]) -> None:
         """Give tensors, in their order, and fill others with what is taken.
 
-        Each is contiguous and at most as long as a message may be (`chunks`). Raises what the process group
-        raises when a neighbour is gone.
+        Each is contiguous and at most as long as a message may be (`chunks`). What is filled on a device has
+        arrived when its stream comes that far. Raises what the process group raises when a neighbour is gone.
         """
         on_their_way: list[tuple[list[dist.Work], torch.Tensor | None, torch.Tensor | None]] = []
         for out, into in zip_longest(given, taken):
@@ -70,11 +72,6 @@ class Ring:
         for message in on_their_way:
             _land(*message)
 
-    def _finish(self) -> None:
-        """Wait until what was taken has arrived: on a device, `swap` only puts it into the stream."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-
     def swap_bytes(
         self, given: bytes, out: Iterable[torch.Tensor] = (), into: Iterable[torch.Tensor] = ()
     ) -> bytes:
@@ -84,7 +81,6 @@ class Ring:
         head[: len(start)] = _as_tensor(start)
         taken = torch.empty_like(head)
         self.swap(chain([head], out), chain([taken], into))
-        self._finish()
         theirs = taken.numpy().tobytes()
         length = int.from_bytes(theirs[:_LENGTH], "little")
         rest = torch.empty(max(0, length - HEAD + _LENGTH), dtype=torch.uint8)

@@ -25,6 +25,7 @@ from adaptor.control.messages import (
     Written,
 )
 from adaptor.control.session import Session
+from adaptor.devices.device import HOST
 from tests.simulation.clock import Body, Link, Parked, Process
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Trainee:
     """What a session asks; dumps are in `meetings`. A shard's content is the step of its last update."""
 
     save = "/save"
+    device = HOST
     goes_back = False
 
     def __init__(self, worker: Worker) -> None:

@@ -10,6 +10,7 @@ import pytest
 from adaptor.control.board import Board, BoardMemory
 from adaptor.control.messages import Phase
 from adaptor.control.session import Session
+from adaptor.devices.device import HOST
 
 INNER = SimpleNamespace()
 
@@ -19,6 +20,7 @@ def _session(barrier: Any = lambda: None, goes_back: bool = False) -> Session:
     trainee: Any = SimpleNamespace(
         save="",
         shares=(),
+        device=HOST,
         take_record=lambda step: None,
         take_door=lambda: None,
         goes_back=goes_back,

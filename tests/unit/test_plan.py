@@ -77,7 +77,7 @@ def boards(draw: st.DrawFn, rank: int) -> tuple[BoardRecord, frozenset[int]]:
     oldest = finished + 1 if changed else finished - older
     still_here = frozenset(range(oldest, finished + 1))
     record = BoardRecord(rank, 1, phase, oldest, finished, finished + 1)
-    if phase is Phase.ENDED:
+    if phase in (Phase.ENDED, Phase.UNREADABLE):
         return record, frozenset()
     if phase in (Phase.READY, Phase.UPDATING):
         return record, still_here | {finished + 1}

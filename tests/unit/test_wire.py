@@ -25,6 +25,7 @@ from adaptor.control.messages import (
     Hello,
     Layout,
     Message,
+    Phase,
     Raised,
     Share,
 )
@@ -223,7 +224,7 @@ def test_what_was_hard_to_refuse(body: bytes) -> None:
     "message",
     [
         Died(1, 1000, 0.0, BoardRecord(1)),
-        Died(1, -9, 0.0, BoardRecord(1, phase=6)),
+        Died(1, -9, 0.0, BoardRecord(1, phase=max(Phase) + 1)),
         Layout(1, (Share("g", 0, 2**40),), "/save", 0, "same"),
         Layout(1, (Share("g", -1, 2),), "/save", 0, "same"),
         Layout(1, (Share("g", 0, 0),), "/save", 0, "same"),

@@ -11,7 +11,8 @@ what the controller then orders. The first line says what the job is like:
     > died 3 -9                       a process ended, with this status; `ended` when its script had
     > dying 3                         its lifeline is cut: how it ends is not known yet
     > raised 1 0 boom                 an exception left the script of rank 1, exit code 1 if not said
-    > frozen 0 running 4              the board that comes with it: running 4, ready 5, updating 5, broken 5
+    > frozen 0 running 4              the board that comes with it: running 4, ready 5, updating 5, broken 5;
+                                      unreadable 4: the device of that rank has failed
     > prepared [reason...]            with a reason it failed; published and publish-failed likewise; folder=0
                                       to say an old one
     > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
@@ -75,11 +76,12 @@ SAVE = "/save"
 
 def board(rank: int, phase: str, step: int, copies: bool) -> BoardRecord:
     """`running 4` has finished step 4; `ready 5`, `updating 5` and `broken 5` are on their way to it."""
-    finished = step if phase == "running" else step - 1
+    finished = step if phase in ("running", "unreadable") else step - 1
     changed = phase in ("updating", "broken")
     live = step if changed else finished
     oldest = live - 1 if copies else live
-    return BoardRecord(rank, 1, Phase[phase.upper()], oldest, finished, step)
+    error = "it has failed" if phase == "unreadable" else ""
+    return BoardRecord(rank, 1, Phase[phase.upper()], oldest, finished, step, error=error)
 
 
 class Trace:

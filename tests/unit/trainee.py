@@ -10,6 +10,7 @@ from typing import Any
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.control.messages import GroupOrder, Share
 from adaptor.control.session import DumpRun, Session
+from adaptor.devices.device import HOST, Device
 
 BATCH = 4
 
@@ -39,6 +40,7 @@ class CountingTrainee:
 
     save: str = ""
     shares: tuple[Share, ...] = ()
+    device: Device = HOST
     barrier: Callable[[], None] = nothing
     weights: int = 0
     samples: int = 0

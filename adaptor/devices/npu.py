@@ -1,0 +1,24 @@
+"""Ascend NPUs, by `torch_npu`. See docs/accelerators.md for what has been run on one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from adaptor.devices.accelerator import Accelerator
+
+
+class Npu(Accelerator):
+    def __init__(self, device: torch.device) -> None:
+        import torch_npu
+
+        npu = torch_npu.npu
+        # What is launched on other streams goes through one queue of the process (TASK_QUEUE_ENABLE), which
+        # stands still when the main thread's stream is full; and HCCL is not given streams of this kind.
+        super().__init__(npu, device, partial(npu.SyncLaunchStream, device))
+
+    def release(self) -> None:
+        """Stop the device, which drops what has not been executed, and let it go on."""
+        self._module.stop_device(self._device.index)
+        self._module.restart_device(self._device.index)

@@ -1,0 +1,48 @@
+"""Which optimizers are protected, by how they keep their state.
+
+torch's, apex's and Transformer Engine's are alike in what matters here: float32 tensors in the state of each
+param, beside it, and numbers in the param groups; so a twin can be made of them. The count of updates is one
+of these numbers (apex, Transformer Engine), or a tensor in the state of each param (torch). Options change
+that; they are known by their names, so that none of these packages has to be there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from adaptor.errors import LayoutError
+
+# (attribute, the value with which state is kept as above, what another one means)
+_OPTIONS = (
+    ("capturable", False, "rates and counts are tensors, which change while a dump reads them"),
+    ("use_master", False, "the optimizer has main params of its own"),
+    ("master_weights", False, "the optimizer has main params of its own"),
+    ("store_param_remainders", False, "main params are split in two"),
+    ("use_decoupled_grad", False, "gradients are not where torch has them"),
+    ("exp_avg_dtype", torch.float32, "moments are not in float32"),
+    ("exp_avg_sq_dtype", torch.float32, "moments are not in float32"),
+)
+
+
+def require_protected(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an inner optimizer whose state would be saved wrongly.
+
+    Raises:
+        LayoutError: names the class, the option and its value.
+    """
+    kind = f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
+    for name, known, meaning in _OPTIONS:
+        values = [getattr(optimizer, name, None), *(group.get(name) for group in optimizer.param_groups)]
+        for value in values:
+            if value not in (None, known):
+                raise LayoutError(
+                    f"{kind} has {name}={value}: {meaning}, which cannot be protected yet; "
+                    f"use {name}={known}, or set ENABLE_TTP=False"
+                )
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor):
+                raise LayoutError(
+                    f"{kind} has a tensor as {name} of a param group, which changes while a dump reads it: "
+                    "use a number, or set ENABLE_TTP=False"
+                )

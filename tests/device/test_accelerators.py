@@ -1,0 +1,315 @@
+"""cuda and npu against stand-ins of the functions that they use: what blocks there, blocks here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from adaptor import devices
+from adaptor.checkpoint import megatron
+from adaptor.checkpoint.shards import Exchange
+from adaptor.devices import accelerator
+from adaptor.devices.accelerator import Accelerator
+from adaptor.devices.cuda import Cuda
+from adaptor.devices.device import HOST
+from adaptor.devices.npu import Npu
+from adaptor.errors import LayoutError
+from tests.device.conftest import NAMES
+from tests.device.recording import ERROR, Machine
+from tests.unit.test_checkpoint_dump import RECORD, Rank
+
+LANDING = 64  # bytes, so that small tensors take several parts
+SHORT_S = 0.2
+
+
+@pytest.fixture
+def device(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    monkeypatch.setattr(accelerator, "_LANDING_BYTES", LANDING)
+    monkeypatch.setattr(accelerator, "_PROBE_S", SHORT_S)
+    return Cuda(machine.place) if kind == "cuda" else Npu(machine.place)
+
+
+def in_a_thread(act: Any) -> Any:
+    """What `act` returns, in the thread of a dump."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(act()), name="dump", daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found, "it hangs"
+    return found[0]
+
+
+TENSORS = {
+    "one part": torch.arange(16.0),
+    "many parts": torch.arange(1000.0),
+    "half": torch.arange(77.0).to(torch.bfloat16),
+    "count": torch.tensor(7.0),
+    "flags": torch.tensor([True, False, True]),
+    "none": torch.empty(0, 3),
+    "matrix": torch.arange(60.0).view(5, 12),
+    "part": torch.arange(60.0)[7:50],
+    "column": torch.arange(60.0).view(5, 12)[:, 3],
+    "turned": torch.arange(60.0).view(5, 12).t(),
+    "repeated": torch.arange(5.0)[:, None].expand(5, 3),
+}
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=list(TENSORS))
+def test_a_tensor_is_copied_while_the_default_stream_is_blocked(
+    device: Accelerator, machine: Machine, tensor: torch.Tensor
+) -> None:
+    machine.default.block()
+    copy = in_a_thread(lambda: device.to_host(machine.put(tensor)))
+    assert copy.device.type == "cpu"
+    assert copy.dtype == tensor.dtype
+    assert torch.equal(copy, tensor)
+    assert copy.untyped_storage().nbytes() == copy.nbytes  # else torch would save the rest with it
+    assert machine.called("kernel") == []
+    assert machine.default not in machine.called("copy")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shard_is_copied_to_its_place(device: Accelerator, machine: Machine, dtype: torch.dtype) -> None:
+    machine.default.block()
+    tensor = torch.arange(100.0).to(dtype)
+    into = torch.zeros(300)
+    in_a_thread(lambda: device.copy(into[100:200], machine.put(tensor)) or True)
+    assert torch.equal(into[100:200], tensor.float())
+    assert not into[:100].any()
+    assert not into[200:].any()
+    assert machine.called("kernel") == []
+
+
+def test_all_memory_and_all_streams_are_there_before_an_incident(
+    device: Accelerator, machine: Machine
+) -> None:
+    machine.calls.clear()
+    in_a_thread(lambda: device.to_host(machine.put(torch.arange(100.0))))
+    assert in_a_thread(device.unreadable) == ""
+    assert {what for _, what, _ in machine.calls} == {"copy"}
+
+
+def test_streams_are_of_a_kind_that_nobody_else_is_given(
+    device: Accelerator, kind: str, machine: Machine
+) -> None:
+    own = machine.made[1:]
+    assert len(own) == 3
+    if kind == "cuda":
+        assert {priority for _, priority in machine.called("Stream")} == {-1}
+    else:
+        assert all(isinstance(stream, machine.SyncLaunchStream) for stream in own)
+
+
+def test_copies_of_an_abandoned_dump_do_not_mix_with_those_of_the_next(
+    device: Accelerator, machine: Machine
+) -> None:
+    tensors = [torch.full((500,), float(number)) for number in range(4)]
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(number: int) -> None:
+        copies[number] = device.to_host(machine.put(tensors[number]))
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(len(tensors))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(copies[number], tensor) for number, tensor in enumerate(tensors))
+
+
+def test_a_mark_is_passed_when_the_stream_comes_there(device: Accelerator, machine: Machine) -> None:
+    assert device.wait(device.mark(), 5)
+    machine.default.block()
+    mark = device.mark()
+    assert not device.done(mark)
+    assert not device.wait(mark, 0.05)
+    machine.default.unblock()
+    assert device.wait(mark, 5)
+    assert device.done(mark)
+    assert device.done(None)
+    assert device.wait(None, 0)
+
+
+def test_the_main_thread_catches_up_with_its_stream_alone(device: Accelerator, machine: Machine) -> None:
+    machine.made[1].block()
+    device.catch_up()
+    assert machine.called("synchronize the default stream")
+
+
+def test_a_device_that_has_failed_says_so(device: Accelerator, machine: Machine) -> None:
+    mark = device.mark()
+    machine.error = ERROR
+    assert device.unreadable() == "CUDA error: an illegal memory access was encountered"
+    assert device.done(mark)  # nobody waits for it: what it has cannot be read
+    assert device.wait(mark, 5)
+
+
+class _Backend:
+    """A backend of a process group, as far as it can be aborted."""
+
+    def __init__(self, said: list[str], name: str) -> None:
+        self._said, self._name = said, name
+
+    def _group_start(self) -> None:
+        self._said.append("start")
+
+    def _group_end(self) -> None:
+        self._said.append("end")
+
+    def abort(self) -> None:
+        self._said.append(self._name)
+
+
+class _Gloo:
+    pass
+
+
+def released(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done to end what never ends on the device; it ends it."""
+    said: list[str] = []
+
+    def end() -> None:
+        for stream in machine.made:
+            stream.unblock()
+
+    if kind == "npu":
+        machine.stop_device = lambda device_id: said.append(f"stop {device_id}")  # type: ignore[attr-defined]
+        machine.restart_device = (  # type: ignore[attr-defined]
+            lambda device_id, rebuild_all_resources=False, disable_tensor_unsafe_check=False: (
+                said.append(f"restart {device_id}"),
+                end(),
+            )
+        )
+        return said
+    first, second = _Backend(said, "abort 1"), _Backend(said, "abort 2")
+    second.abort = lambda: (said.append("abort 2"), end())  # type: ignore[method-assign]
+    groups = [
+        SimpleNamespace(_device_types=[torch.device(name)], _get_backend=lambda device, found=found: found)
+        for name, found in (("cuda", first), ("cpu", _Gloo()), ("cuda", _Gloo()), ("cuda", second))
+    ]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", _Backend, raising=False)
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=groups))  # its keys are asked for
+    return said
+
+
+def test_what_never_ends_is_ended_only_where_nothing_can_be_read(
+    device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = released(kind, machine, monkeypatch)
+    machine.default.block()
+    assert device.unreadable() == ""
+    assert said == []
+    for stream in machine.made:
+        stream.block()
+    assert device.unreadable() == ""
+    wanted = {"cuda": ["start", "abort 1", "abort 2", "end"], "npu": ["stop 1", "restart 1"]}
+    assert said == wanted[kind]
+
+
+def test_a_device_that_never_answers_is_given_up(device: Accelerator, machine: Machine) -> None:
+    for stream in machine.made:
+        stream.block()
+    assert device.unreadable() == f"it has not answered within {SHORT_S:g} s"
+
+
+def on_the_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """A rank with all shards, whose weights and optimizer state lie there."""
+    full = torch.full
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "full", lambda *args, **kwargs: machine.put(full(*args, **kwargs)))
+        rank = Rank(0, 1)
+    for state in rank.states.values():
+        state.update({key: machine.put(tensor) for key, tensor in state.items()})
+    rank.model.frozen = torch.nn.Parameter(machine.put(torch.arange(4.0)), requires_grad=False)
+    rank.model.register_buffer("mask", machine.put(torch.ones(2, dtype=torch.bool)))
+    return rank
+
+
+def test_last_words_are_written_while_the_default_stream_is_blocked(
+    device: Accelerator, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rank = on_the_machine(machine, monkeypatch)
+    record = dataclasses.replace(
+        RECORD,
+        scalers=({"scale": machine.put(torch.tensor([8.0]))},),
+        buffers=(machine.put(torch.tensor([True, False])),),
+    )
+    machine.default.block()
+    machine.calls.clear()
+    for state, taken, where in ((rank.state, record, device), (Rank(0, 1).state, RECORD, HOST)):
+        exchange = Exchange(group=None, rank=0, sources=[[0]], device=where)
+        folder = tmp_path / ("host" if where is HOST else "device")
+
+        def write(state: Any = state, taken: Any = taken, exchange: Any = exchange, to: Path = folder) -> Any:
+            with exchange.device.beside():
+                return megatron.write_files(state, taken, exchange, to, 1)
+
+        in_a_thread(write)
+    assert {what for _, what, _ in machine.calls} == {"copy"}
+    files = [path.relative_to(tmp_path / "host") for path in (tmp_path / "host").rglob("*.1")]
+    assert len(files) == 2
+    for file in files:
+        made, wanted = (
+            torch.load(tmp_path / where / file, weights_only=False) for where in ("device", "host")
+        )
+        same(made, wanted)
+
+
+def same(made: Any, wanted: Any) -> None:
+    if isinstance(wanted, torch.Tensor):
+        assert type(made) is type(wanted)
+        assert made.dtype == wanted.dtype
+        assert torch.equal(made, wanted)
+    elif isinstance(wanted, dict):
+        assert list(made) == list(wanted)
+        for key in wanted:
+            same(made[key], wanted[key])
+    elif isinstance(wanted, list):
+        assert len(made) == len(wanted)
+        for pair in zip(made, wanted, strict=True):
+            same(*pair)
+    else:
+        assert made == wanted
+
+
+def test_the_device_is_that_of_the_tensors(
+    machine: Machine, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, nowhere = torch.zeros(1), torch.empty(1, device="meta")
+    there = SimpleNamespace(device=SimpleNamespace(type=kind, index=1))
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: here)
+    assert devices.of([]) is HOST
+    assert devices.of([here, nowhere]) is HOST
+    found = devices.of([here, there, here])  # type: ignore[list-item]
+    assert type(found) is (Cuda if kind == "cuda" else Npu)
+
+
+def test_another_kind_of_device_is_refused() -> None:
+    there: Any = SimpleNamespace(device=torch.device("xpu", 0))
+    with pytest.raises(LayoutError, match=r"the model lies on xpu:0: .* from cpu, cuda and npu"):
+        devices.of([there])
+
+
+# torch's own, before a fixture puts something in their place
+_REAL = {name: getattr(torch.cuda, name) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stand_ins_have_the_arguments_of_torch_s_own(name: str) -> None:
+    def parameters(found: Any) -> list[str]:
+        function = found
+        if inspect.isclass(found):
+            function = found.__new__ if "__new__" in vars(found) else found.__init__
+        names = list(inspect.signature(function).parameters)
+        return [name for name in names if name not in ("cls", "self", "kwargs", "external")]
+
+    assert parameters(getattr(Machine("cuda:0"), name)) == parameters(_REAL[name])

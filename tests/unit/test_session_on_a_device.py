@@ -1,0 +1,149 @@
+"""The session on a device that is behind the main thread, hangs, or has failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from adaptor.control.messages import Phase
+from adaptor.devices.device import Host
+from tests.unit.test_session import Worker, make, record
+from tests.unit.threads import LONG_S, Thread
+
+SHORT_S = 0.05
+
+
+@dataclass
+class Queue(Host):
+    """A stream in which all is done that was marked before `standing` was set; marks are their numbers."""
+
+    marks: int = 0
+    reached: int = 0
+    standing: bool = False
+    why: str = ""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def mark(self) -> Any:
+        self.marks += 1
+        if not self.standing:
+            self.reached = self.marks
+        return self.marks
+
+    def done(self, mark: Any) -> bool:
+        return mark is None or self.reached >= mark
+
+    def wait(self, mark: Any, timeout_s: float) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: self.done(mark), timeout_s)
+
+    def go_on(self) -> None:
+        with self.changed:
+            self.standing = False
+            self.reached = self.marks
+            self.changed.notify_all()
+
+    def unreadable(self) -> str:
+        return self.why
+
+
+@pytest.fixture
+def device() -> Queue:
+    return Queue()
+
+
+@pytest.fixture
+def worker(device: Queue) -> Iterator[Worker]:
+    for made in make():
+        made.trainee.device = device
+        yield made
+
+
+def test_a_freeze_is_answered_when_the_device_has_made_the_update(worker: Worker, device: Queue) -> None:
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    device.standing = True
+    worker.loop.update(5)
+    assert worker.board.finished == 5
+    assert worker.session.freeze(SHORT_S) is None
+    with Thread(worker.session.freeze, LONG_S) as answer:
+        device.go_on()
+    board = answer.result()
+    assert board is not None
+    assert board.provides(5)
+
+
+def test_a_rank_that_was_let_through_has_the_step_when_its_device_has(worker: Worker, device: Queue) -> None:
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    device.standing = True
+    worker.loop.update(5)
+    with pytest.raises(TimeoutError, match="the update of step 5 was not done"):
+        worker.bring_to(5, lambda: 0, SHORT_S)
+    with Thread(worker.bring_to, 5, lambda: 0, LONG_S):
+        device.go_on()
+
+
+def test_what_hangs_behind_the_update_is_not_waited_for(worker: Worker, device: Queue) -> None:
+    """Parameters are gathered, from a rank that is gone, before the record of the step is taken."""
+    worker.loop.begin(4)
+    worker.loop.step(5)
+    worker.loop.step(6)
+    device.standing = True
+    worker.session.begin_step(7)
+    assert worker.frozen().provides(6)
+    assert worker.session.record_of(6) == record(6)
+    assert worker.trainee.derived == [6]
+
+
+def test_a_record_that_is_there_is_taken_as_it_is(worker: Worker) -> None:
+    worker.loop.begin(4)
+    worker.loop.step(5)
+    worker.session.begin_step(6)
+    assert worker.session.record_of(5) == record(5)
+    assert worker.trainee.derived == []
+
+
+def test_a_skipped_step_is_derived_as_one_that_was_skipped(worker: Worker, device: Queue) -> None:
+    worker.loop.begin(4)
+    worker.loop.step(5)
+    worker.loop.skip(6)
+    device.standing = True
+    worker.session.begin_step(7)
+    assert worker.session.record_of(6) == record(6, scale=1023.0)
+    assert worker.trainee.derived == [6]
+
+
+def test_the_first_record_is_waited_for(worker: Worker, device: Queue) -> None:
+    device.standing = True
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    assert worker.session.record_of(4) == record(4)
+
+
+def test_a_rank_whose_device_cannot_be_read_holds_nothing(worker: Worker, device: Queue) -> None:
+    worker.loop.begin(4)
+    worker.loop.step(5)
+    device.why = "CUDA error: an illegal memory access was encountered"
+    board = worker.frozen()
+    assert board.phase is Phase.UNREADABLE
+    assert board.error == device.why
+    assert not any(board.provides(step) for step in range(8))
+    assert worker.gives == [5]  # its main thread may still write to the board
+
+
+def test_steps_are_told_before_the_device_is_made_to_answer(worker: Worker, device: Queue) -> None:
+    """To end a collective lets the main thread go on, with gradients that nobody has reduced."""
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+
+    def abort() -> str:
+        worker.loop.overflow()  # what the framework makes of such gradients
+        return ""
+
+    device.unreadable = abort  # type: ignore[method-assign]
+    assert worker.frozen().finished == 4
+    assert worker.session.record_of(4) == record(4)
