@@ -25,7 +25,7 @@ TINY = """
     --no-bias-gelu-fusion --hidden-dropout 0.1 --attention-dropout 0.1 --init-method-std 0.02
     --make-vocab-size-divisible-by 1 --split 100,0,0 --num-workers 0 --distributed-backend nccl
     --micro-batch-size 1 --lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine
-    --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.1 --eval-iters 0 --eval-interval 1000000
+    --lr-warmup-iters 2 --clip-grad 0.5 --weight-decay 0.1 --eval-iters 0 --eval-interval 1000000
     --log-interval 1
 """
 # The fifth step overflows; see `args.FP16`.
