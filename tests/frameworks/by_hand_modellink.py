@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from tests.faults import harness, outcome
-from tests.faults.harness import ITERATIONS, Ended, Job, Layout
+from tests.faults.harness import ITERATIONS, Ended, Job, Layout, Program
 from tests.faults.same import differences
 from tests.frameworks import modellink, record
 from tests.frameworks.by_hand import HEADER
@@ -72,7 +72,8 @@ class Check:
     options: tuple[str, ...] = ()
 
 
-def _killed(rank: int, step: int, phase: str) -> tuple[str, str]:
+def killed(rank: int, step: int, phase: str) -> tuple[str, str]:
+    """The fault in words, and for the harness."""
     words = {"backward": "backward of", "update": "update of", "door-after": "at the door of"}
     return (
         f"SIGKILL of rank {rank}, {words[phase]} step {step}",
@@ -82,53 +83,35 @@ def _killed(rank: int, step: int, phase: str) -> tuple[str, str]:
 
 CHECKS = {
     "undisturbed": Check(DP3),
-    "split": Check(DP4, *_killed(1, 6, "backward"), 5),
-    "split-update": Check(DP4, *_killed(3, 6, "update"), 6),
-    "mirror": Check(DP3, *_killed(1, 6, "backward"), 5),
-    "mirror-update": Check(DP3, *_killed(2, 6, "update"), 6),
-    "split-fp16": Check(replace(DP2, name="dp2-fp16", precision="fp16"), *_killed(1, 6, "door-after"), 6),
-    "tensor": Check(Layout("tp2-dp2", 4, tp=2), *_killed(3, 6, "door-after"), 6),
-    "pipeline": Check(Layout("pp2-dp2", 4, pp=2), *_killed(2, 6, "backward"), 5),
-    "local-copy": Check(DP2, *_killed(1, 6, "backward"), 5, options=("--local-copy-os",)),
-    "local-copy-mirror": Check(DP3, *_killed(1, 6, "update"), 5, options=("--local-copy-os",)),
+    "split": Check(DP4, *killed(1, 6, "backward"), 5),
+    "split-update": Check(DP4, *killed(3, 6, "update"), 6),
+    "mirror": Check(DP3, *killed(1, 6, "backward"), 5),
+    "mirror-update": Check(DP3, *killed(2, 6, "update"), 6),
+    "split-fp16": Check(replace(DP2, name="dp2-fp16", precision="fp16"), *killed(1, 6, "door-after"), 6),
+    "tensor": Check(Layout("tp2-dp2", 4, tp=2), *killed(3, 6, "door-after"), 6),
+    "pipeline": Check(Layout("pp2-dp2", 4, pp=2), *killed(2, 6, "backward"), 5),
+    "local-copy": Check(DP2, *killed(1, 6, "backward"), 5, options=("--local-copy-os",)),
+    "local-copy-mirror": Check(DP3, *killed(1, 6, "update"), 5, options=("--local-copy-os",)),
     "whole": Check(
-        replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False), *_killed(1, 6, "update"), 6
+        replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False), *killed(1, 6, "update"), 6
     ),
-    "restart": Check(DP3, *_killed(0, 4, "backward"), 3, restarts=1),
+    "restart": Check(DP3, *killed(0, 4, "backward"), 3, restarts=1),
 }
 
 
 class Bench:
-    """The checks on one tree."""
+    """The checks on one framework of ModelLink's shape, whose jobs run below `out`."""
 
-    def __init__(self, tree: Path, out: Path, name: str) -> None:
-        self._out, self._name = out, name
-        data = out / "data"
-        if not data.exists():
-            modellink.corpus(data)
-        self._llama = Llama(tree, (data / "corpus_text_document", data / "tokenizer"))
+    def __init__(self, program: Program, out: Path, name: str = "") -> None:
+        self._program, self._out, self._name = program, out, name
 
     def check(self, name: str) -> bool:
         """Run one check and print its row; what went wrong goes to stderr."""
         check = CHECKS[name]
         layout = check.layout
-        out = self._out / name
-        shutil.rmtree(out, ignore_errors=True)
-        job = Job(
-            out,
-            layout,
-            save=out / "save",
-            restarts=check.restarts,
-            faults=[check.spec] if check.spec else [],
-            arguments=check.options,
-            program=self._llama,
-        )
         replica = layout.replica
         try:
-            ended = harness.run(job)
-            told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
-            replica = f"{told[1]} ({layout.replica})" if told else "none needed"
-            result = self._judge(check, ended, self._reference(layout, split="split" in replica))
+            replica, result = self.run(check, name)
         except (AssertionError, pytest.fail.Exception):
             traceback.print_exc()
             result = "**failed**"
@@ -141,13 +124,32 @@ class Bench:
         )
         return result != "**failed**"
 
+    def run(self, check: Check, name: str) -> tuple[str, str]:
+        """Which replicas the job had, and its outcome. Raises AssertionError where it is another one."""
+        layout = check.layout
+        out = self._out / name
+        shutil.rmtree(out, ignore_errors=True)
+        job = Job(
+            out,
+            layout,
+            save=out / "save",
+            restarts=check.restarts,
+            faults=[check.spec] if check.spec else [],
+            arguments=check.options,
+            program=self._program,
+        )
+        ended = harness.run(job)
+        told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
+        replica = f"{told[1]} ({layout.replica})" if told else "none needed"
+        return replica, self._judge(check, ended, self._reference(layout, split="split" in replica))
+
     def _reference(self, layout: Layout, split: bool) -> Path:
         """A job that nothing disturbs, without the adaptor where it can be compared; it saves every step."""
         out = self._out / "references" / f"{layout.name}{'-split' if split else ''}"
         if not (out / "done").exists():
             shutil.rmtree(out, ignore_errors=True)
             launcher = "ttprun" if split else "torchrun"
-            job = Job(out, layout, launcher, save=out / "save", save_interval=1, program=self._llama)
+            job = Job(out, layout, launcher, save=out / "save", save_interval=1, program=self._program)
             ended = harness.run(job)
             assert ended.code == 0, ended.log[-3000:]
             (out / "done").touch()
@@ -178,7 +180,7 @@ class Bench:
             return f"started again from step {step} by itself, to the end as from the framework's checkpoint"
         # Without the adaptor, from the last words.
         resumed = harness.run(
-            Job(ended.job.out / "resumed", ended.job.layout, "torchrun", load=save, program=self._llama)
+            Job(ended.job.out / "resumed", ended.job.layout, "torchrun", load=save, program=self._program)
         )
         assert resumed.code == 0, resumed.log[-3000:]
         _same(resumed.records, native, range(step + 1, ITERATIONS + 1))
@@ -191,7 +193,7 @@ class Bench:
             shutil.rmtree(out, ignore_errors=True)
             shutil.copytree(reference / "save" / f"iter_{step:07d}", out / "load" / f"iter_{step:07d}")
             (out / "load" / "latest_checkpointed_iteration.txt").write_text(str(step))
-            job = Job(out / "job", layout, "torchrun", load=out / "load", program=self._llama)
+            job = Job(out / "job", layout, "torchrun", load=out / "load", program=self._program)
             ended = harness.run(job)
             assert ended.code == 0, ended.log[-3000:]
             (out / "done").touch()
@@ -223,7 +225,11 @@ def main() -> int:
     tree = parsed.tree.resolve()
     if not (tree / "ascendspeed" / "training.py").is_file():
         parser.error(f"TREE is {parsed.tree}: it has no ascendspeed/training.py, as ModelLink af1347 has")
-    bench = Bench(tree, parsed.out.resolve(), parsed.name)
+    data = parsed.out.resolve() / "data"
+    if not data.exists():
+        modellink.corpus(data)
+    llama = Llama(tree, (data / "corpus_text_document", data / "tokenizer"))
+    bench = Bench(llama, parsed.out.resolve(), parsed.name)
     print(HEADER)
     return 0 if all(list(map(bench.check, parsed.only or CHECKS))) else 1
 
