@@ -39,6 +39,7 @@ class _Door:
     rerun: Mapping[str, Any] | None
     growth: Mapping[str, int | float]
     increment: int
+    also: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class MegatronTrainee:
     mirrors    per optimizer of the chain: the copy of a neighbour's shard, None where there is none
     rerun      what a checkpoint has of the framework's rerun state machine, None where it has nothing
     local_copy of the state before an update; None: with the barrier nobody has to go back
+    also       what else the framework says, as keywords, when it moves the scheduler
     """
 
     state: TrainingState
@@ -69,6 +71,7 @@ class MegatronTrainee:
     mirrors: tuple[Mirror | None, ...] = ()
     rerun: Callable[[], Mapping[str, Any] | None] = lambda: None
     local_copy: LocalCopy | None = None
+    also: Callable[[], Mapping[str, Any]] = dict
 
     @property
     def goes_back(self) -> bool:
@@ -115,6 +118,7 @@ class MegatronTrainee:
             self.rerun(),
             dict(self.growth()),
             self.increment(),
+            dict(self.also()),
         )
 
     def derive(self, record: StepRecord, door: _Door, updated: bool) -> StepRecord:
@@ -128,6 +132,7 @@ class MegatronTrainee:
             rng=door.rng,
             buffers=door.buffers,
             rerun=door.rerun,
+            also=door.also,
         )
 
     def has_state(self) -> bool:
