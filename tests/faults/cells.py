@@ -124,7 +124,9 @@ def _combinations(layout: Layout) -> Iterator[tuple[str, tuple[str, Layout], boo
     """Precision, replica, local copies and format."""
     yield from itertools.product(("bf16",), replicas(layout), (False, True), ("torch",))
     if layout in VARIED:
-        yield from itertools.product(("fp16", "fp32"), replicas(layout), (False, True), ("torch",))
+        experts_apart = "--expert-model-parallel-size" in layout.extra
+        precisions = ("fp32",) if experts_apart else ("fp16", "fp32")  # the framework's rule
+        yield from itertools.product(precisions, replicas(layout), (False, True), ("torch",))
         yield from itertools.product(("bf16",), replicas(layout), (False,), ("torch_dist",))
     if layout in (DP2, DP3):
         yield from itertools.product(("bf16",), replicas(layout), (False,), ("torch_dist, async",))

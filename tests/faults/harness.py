@@ -238,6 +238,9 @@ def run(job: Job) -> Ended:
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if job.program is not None:
         environment.update(job.program.environment)
+    if "torch_dist" in job.layout.extra:
+        # Between params the framework writes memory that it has not written to: let it find zeros there.
+        environment["MALLOC_PERTURB_"] = "255"
     environment.update(job.environment)
     if job.network is not None:
         environment.update(job.network.environment)

@@ -91,7 +91,7 @@ LAYOUTS = (
     MOE_CUT,
     Layout("moe-pp2-dp4-ep2", 8, pp=2, extra=MOE_EP2.extra),
 )
-# Trained in fp16 and fp32, too, and with the format torch_dist.
+# Trained in fp16 and fp32, too, where the framework can, and with the format torch_dist.
 VARIED = (DP2, DP3, DP2_WHOLE, TP2_DP2, PP2_DP2, MOE_EP2)
 # A rank of these has something that no other has: its death loses that, an exception does not.
 ALONE = frozenset({"dp1", TP2_DP1.name, "pp2-dp1", MOE_EP2_DP2.name, MOE_CUT.name})
@@ -125,6 +125,11 @@ IMPOSSIBLE = (
         "ProcessGroupGloo::allgather: invalid tensor size",
         "tokens are gathered from ranks that have different numbers of them, which gloo cannot; trained with "
         "the dispatcher `allgather`, and with experts that are not cut by tensor parallelism",
+    ),
+    Impossible(
+        replace(MOE_EP2, name="moe-dp4-ep2", precision="fp16"),
+        "Expert parallelism is not supported with fp16 training",
+        "the framework refuses expert parallelism with fp16; trained with bf16 and fp32",
     ),
     Impossible(
         DP2,

@@ -138,7 +138,8 @@ def fails_by_itself(what: Impossible, out: Path) -> Result:
     ended = harness.run(job)
     assert ended.code != 0, "it runs: take it off the list"
     assert what.says in ended.log, ended.log[-3000:]
-    words = " ".join((*what.layout.arguments, *what.arguments))
+    precision = () if what.layout.precision == "bf16" else (f"--{what.layout.precision}",)
+    words = " ".join((*what.layout.arguments, *precision, *what.arguments))
     return {"impossible": what.layout.name.partition(",")[0], "arguments": words, "because": what.because}
 
 
