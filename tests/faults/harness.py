@@ -22,6 +22,7 @@ import pytest
 from tests.faults import leftovers
 from tests.faults.fault import Fault
 from tests.faults.namespaces import Namespaces
+from tests.faults.publishing import VARIABLE as PUBLISHING
 from tests.frameworks import args, prepare, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +136,7 @@ class Job:
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
+    publishing  what happens to an agent while it publishes, see `publishing.py`
     """
 
     out: Path
@@ -152,6 +154,7 @@ class Job:
     network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
+    publishing: str = ""
     timeout_s: float = JOB_TIMEOUT_S
 
 
@@ -209,6 +212,8 @@ def run(job: Job) -> Ended:
     # The bytecode of a framework is worth seconds in every process.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment.update(job.environment)
+    if job.publishing:
+        environment[PUBLISHING] = job.publishing
     if job.network is not None:
         environment.update(job.network.environment)
     shared_before = leftovers.shared_memory()
@@ -249,8 +254,10 @@ def run(job: Job) -> Ended:
 
 def _command(job: Job, node: int, port: int) -> list[str]:
     layout = job.layout
+    publishing = Path(__file__).with_name("publishing.py")
+    launcher = [sys.executable, str(publishing)] if job.publishing else []
     command = [
-        str(Path(sys.executable).with_name(job.launcher)),
+        *(launcher or [str(Path(sys.executable).with_name(job.launcher))]),
         *("--nproc-per-node", str(layout.processes // job.nodes)),
         *("--max-restarts", str(job.restarts)),
         *("--master-addr", job.network.address if job.network else "127.0.0.1", "--master-port", str(port)),

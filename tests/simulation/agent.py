@@ -182,7 +182,7 @@ class Agent(Follower):
             self.world.end(self.world.workers[rank], -9)
         over = self.clock.now + FAREWELL_S
         while self.clock.now < over and (
-            self.living or (self.hub is not None and not self.hub.controller.everyone_is_dead)
+            self.living or (self.hub is not None and not self.hub.controller.roster.everyone_is_dead)
         ):
             yield 0.1
         if self.hub is not None and not self.filing and self.verdict is not None and self.verdict.save:
