@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.control import legacy, wire
+from adaptor.control import legacy, succession, wire
 from adaptor.control.messages import (
     AgentHello,
     BoardRecord,
@@ -210,7 +210,7 @@ def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
 def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node that would have has gone before."""
     monkeypatch.setattr(legacy, "STANDBYS", 1)
-    monkeypatch.setattr(way, "STANDBYS", 1)
+    monkeypatch.setattr(succession, "STANDBYS", 1)
     monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.1)
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
