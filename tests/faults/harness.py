@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import os
 import random
 import shutil
 import socket
@@ -28,9 +30,21 @@ from tests.frameworks import args, prepare, record
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/frameworks/record.py"
 INJECT = ROOT / "tests/faults/inject.py"
+WARM = ROOT / "tests/faults/warm.py"
+# Set: every launcher and every worker is an interpreter of its own, as a user starts them.
+COLD = "TTP_TEST_COLD"
 # A quiet machine needs 15 s; one with twenty times the load must pass as well.
 JOB_TIMEOUT_S = 400.0
 ITERATIONS = 8
+
+
+@functools.cache
+def _index() -> tempfile.TemporaryDirectory[str]:
+    """Where the framework keeps the index of the mock data, half a second's work for each process.
+
+    It is not written in one go: no two jobs that run at the same time may share it.
+    """
+    return tempfile.TemporaryDirectory(prefix="ttp-index-")
 
 
 @dataclass(frozen=True)
@@ -136,7 +150,14 @@ class Job:
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
-    publishing  what happens to an agent while it publishes, see `publishing.py`
+    if job.publishing:
+        launcher = [sys.executable, str(Path(__file__).with_name("publishing.py"))]
+    elif job.cold:
+        launcher = [str(Path(sys.executable).with_name(job.launcher))]
+    else:
+        launcher = [sys.executable, str(WARM), job.launcher]
+    command = [
+        *launcher,
     """
 
     out: Path
@@ -155,6 +176,7 @@ class Job:
     script: Path | None = None
     framework: Path | None = None
     publishing: str = ""
+    cold: bool = field(default_factory=lambda: COLD in os.environ)
     timeout_s: float = JOB_TIMEOUT_S
 
 
@@ -254,10 +276,14 @@ def run(job: Job) -> Ended:
 
 def _command(job: Job, node: int, port: int) -> list[str]:
     layout = job.layout
-    publishing = Path(__file__).with_name("publishing.py")
-    launcher = [sys.executable, str(publishing)] if job.publishing else []
+    if job.publishing:
+        launcher = [sys.executable, str(Path(__file__).with_name("publishing.py"))]
+    elif job.cold:
+        launcher = [str(Path(sys.executable).with_name(job.launcher))]
+    else:
+        launcher = [sys.executable, str(WARM), job.launcher]
     command = [
-        *(launcher or [str(Path(sys.executable).with_name(job.launcher))]),
+        *launcher,
         *("--nproc-per-node", str(layout.processes // job.nodes)),
         *("--max-restarts", str(job.restarts)),
         *("--master-addr", job.network.address if job.network else "127.0.0.1", "--master-port", str(port)),
@@ -296,6 +322,7 @@ def _training(job: Job) -> list[str]:
         distributed_optimizer=layout.distributed_optimizer,
         checkpoint_format="torch" if has_formats else None,
         extra=(
+            *("--data-cache-path", _index().name),
             *layout.arguments,
             *(layout.reference if job.launcher == "torchrun" else ()),
             *job.arguments,
