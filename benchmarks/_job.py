@@ -26,6 +26,7 @@ from tests.frameworks import args, prepare, record
 
 RANKS = 4
 HERE = Path(__file__).resolve().parent
+WARM = _bench.ROOT / "tests/faults/warm.py"
 # Of the user's shell: kept out of what is measured.
 _SETTINGS = ("ENABLE_TTP", "TTP_", "TORCHELASTIC_")
 _PR_SET_PDEATHSIG = 1
@@ -71,11 +72,13 @@ class Job:
         nodes: int = 1,
         network: Namespaces | None = None,
         tp: int = 1,
+        warm: bool = False,
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
         without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
         `watch`, `native`, `gate` and `cost` are `_worker.py`'s; the ranks are divided among `nodes`, all on
-        this machine, each in its part of `network` if there is one."""
+        this machine, each in its part of `network` if there is one; `warm`: workers are forks that have
+        torch imported (`tests/faults/warm.py`), else they are started as a user's."""
         self.folder = folder
         self.save = save or folder / "ckpt"
         self.logs = folder / "logs"
@@ -83,11 +86,13 @@ class Job:
         self.log = folder / "log"
         self._nodes = nodes
         self._network = network
-        self._command = [sys.executable, "-m", "adaptor.launchers.ttprun", "--ttp-device", "cpu"]
+        name, module = "ttprun", "adaptor.launchers.ttprun"
         if not adaptor:
-            self._command = [sys.executable, "-m", "torch.distributed.run"]
+            name, module = "torchrun", "torch.distributed.run"
             if instances > 1:
                 extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
+        launch = [str(WARM), name] if warm else ["-m", module]
+        self._command = [sys.executable, *launch, *(["--ttp-device", "cpu"] if adaptor else [])]
         self._command += ["--nproc-per-node", str(ranks // nodes), *launcher]
         self._command += ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
         if not adaptor:

@@ -137,6 +137,7 @@ def _job(campaign: Campaign, cut: str, folder: Path, *, extra: Sequence[str] = (
         tp=layout.tp,
         distributed=layout.distributed_optimizer,
         instances=2 if layout.reference else 1,
+        warm=True,
         extra=[*layout.arguments, *extra],
         **settings,
     )

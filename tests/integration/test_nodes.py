@@ -108,11 +108,12 @@ def test_the_node_that_takes_over_is_killed_while_it_saves(tmp_path: Path, basel
 
 
 def test_the_agent_that_publishes_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The folder has its name, the tracker is old: the next node lets it stand, and the tracker name it."""
+    """The folder has its name, the tracker is old: the next node takes over, and the tracker follows."""
+    save = tmp_path / "save"
     job = Job(
         tmp_path / "job",
         DP4,
-        save=tmp_path / "save",
+        save=save,
         nodes=2,
         faults=["rank=3,step=6,phase=backward,kind=sigterm"],
         publishing="0 announce sigkill",
@@ -120,11 +121,13 @@ def test_the_agent_that_publishes_is_killed(tmp_path: Path, baseline_of: Baselin
     ended = harness.run(job)
     assert ended.codes == (137, 143), ended.log[-3000:]
     assert "[test] sigkill at announce" in ended.logs[0]
-    (step,) = outcome.steps_in(tmp_path / "save")
-    assert step in (5, 6)  # the others may not have been in the step when rank 3 was told
+    # With two ranks less all that are left may be at the door of the next step.
+    steps = outcome.steps_in(save)
+    assert steps in ([5], [5, 6], [6])
+    step = steps[-1]
     words = f"rank 3 was told to end by SIGTERM; step {step} is saved, no finished step is lost; the newest"
     assert words in ended.logs[1]
-    assert_last_words(tmp_path / "save", step, baseline_of(DP4))
+    assert_last_words(save, step, baseline_of(DP4))
 
 
 def test_the_disk_fails_the_agent_that_publishes(tmp_path: Path, baseline_of: BaselineOf) -> None:
