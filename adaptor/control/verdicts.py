@@ -30,4 +30,5 @@ def verdict_of(incident: Incident, causes: Causes, roster: Roster) -> Verdict:
     return Verdict(
         *(incident.number, outcome.kind, outcome.step, f"{cause.words}; {line}"),
         *(cause.rank, cause.exit_code, roster.save, 0 if 0 in causes.lost else cause.leaves),
+        lost=bool(causes.lost),
     )

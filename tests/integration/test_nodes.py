@@ -150,7 +150,11 @@ def test_the_disk_fails_the_agent_that_publishes(tmp_path: Path, baseline_of: Ba
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
 def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """No connection is closed, no packet arrives. Both sides save the same step into the same folder."""
+    """No connection is closed, no packet arrives. Both sides save the same step into the same folder.
+
+    That the network comes back afterwards changes nothing: each side has taken the other for lost, and a job
+    with a fixed place for each node does not start again without one.
+    """
     save = tmp_path / "save"
     with namespaces.two() as network:
         job = Job(
@@ -159,8 +163,9 @@ def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) ->
             save=save,
             nodes=2,
             network=network,
+            restarts=1,
             environment={"TTP_TLS": "plain"},
-            faults=["rank=3,step=6,phase=forward,kind=cut"],
+            faults=["rank=3,step=6,phase=forward,kind=cut,heals=3000"],
         )
         ended = harness.run(job)
     assert ended.codes == (137, 137), ended.log[-3000:]
