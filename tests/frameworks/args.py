@@ -2,8 +2,8 @@
 
 Eight iterations take 4.4 s of CPU time in each process, 3.6 s to import torch and the framework: about
 10 s with four processes on two idle cores, 6 s with two; `tests/faults/warm.py` takes half of it. What would
-cost more is off: torch.compile (TORCHDYNAMO_DISABLE), more threads than cores, evaluation, worker processes of
-the data loader, tensorboard.
+cost more is off: torch.compile (TORCHDYNAMO_DISABLE), more threads than cores, evaluation, worker processes
+of the data loader, tensorboard.
 """
 
 from __future__ import annotations
