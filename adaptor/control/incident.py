@@ -157,7 +157,7 @@ class Incident:
         if self.state is not State.DUMPING or not self.writing.awaits(message):
             return []
         self.writing.take(message)
-        self._moves(self.nodes[message.rank])
+        self._moves(self.nodes.get(message.rank, -1))  # who takes no part may say so, too
         if self.writing.pending:
             return []
         self.state = State.PUBLISHING
