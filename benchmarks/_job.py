@@ -20,13 +20,13 @@ import psutil
 
 from demo.runs import end_tree
 from tests.faults import inject
-from tests.faults import warm as warm_launcher
 from tests.faults.fault import Fault
 from tests.faults.namespaces import Namespaces
 from tests.frameworks import args, prepare, record
 
 RANKS = 4
 HERE = Path(__file__).resolve().parent
+WARM = _bench.ROOT / "tests/faults/warm.py"
 # Of the user's shell: kept out of what is measured.
 _SETTINGS = ("ENABLE_TTP", "TTP_", "TORCHELASTIC_")
 _PR_SET_PDEATHSIG = 1
@@ -86,13 +86,13 @@ class Job:
         self.log = folder / "log"
         self._nodes = nodes
         self._network = network
-        name, module = (
-            ("ttprun", "adaptor.launchers.ttprun") if adaptor else ("torchrun", "torch.distributed.run")
-        )
-        self._command = [sys.executable, *((warm_launcher.__file__, name) if warm else ("-m", module))]
-        self._command += ["--ttp-device", "cpu"] if adaptor else []
-        if not adaptor and instances > 1:
-            extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
+        name, module = "ttprun", "adaptor.launchers.ttprun"
+        if not adaptor:
+            name, module = "torchrun", "torch.distributed.run"
+            if instances > 1:
+                extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
+        launch = [str(WARM), name] if warm else ["-m", module]
+        self._command = [sys.executable, *launch, *(["--ttp-device", "cpu"] if adaptor else [])]
         self._command += ["--nproc-per-node", str(ranks // nodes), *launcher]
         self._command += ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
         if not adaptor:

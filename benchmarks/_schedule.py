@@ -101,6 +101,8 @@ def schedule(
         name = more.choice(cuts)
         cut = CUTS[name]
         phase = source.choice(CHOICE)
+        if phase == "gather" and not cut.layout.distributed_optimizer:
+            phase = "update"  # nothing is gathered
         rank = 0 if phase in ON_RANK_0 else source.randrange(cut.ranks)
         after = source.randint(2, 4)
         kind = source.choice([kind for kind in kinds if _fits(kind, phase, rank, cut)] or ["sigkill"])

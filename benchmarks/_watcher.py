@@ -16,6 +16,8 @@ from _schedule import OF_NODES, Planned
 from _verdicts import FAILED, Incident, judge
 
 SILENCE_S = 180.0
+# A fault strikes within some steps; a job that trains on and on has missed its own.
+MISSED_S = 300.0
 # Both sides of a cut have told by then: neither waits for the other longer than for a silence, and TTP_OT.
 SIDES_S = 30.0
 KEEP = 2
@@ -86,7 +88,7 @@ class Watcher:
         self._left = list(planned)
         self._read = 0  # reports
         self._told: float | None = None  # when the first side of a cut did
-        self._moved = time.monotonic()
+        self._moved = self._judged = time.monotonic()
         self._size = 0
 
     def tick(self) -> bool:
@@ -97,7 +99,7 @@ class Watcher:
         if size != self._size:
             self._size, self._moved = size, now
         while reports := self._reports(now, ended=ended):
-            self._moved = now
+            self._moved = self._judged = now
             # The generation that an incident ends is the one of its number, and so is its fault.
             planned = self._left.pop(0)
             self._campaign.keep(self._tell(judge(self._job, reports, planned), reports))
@@ -107,6 +109,8 @@ class Watcher:
                 return False
         if now - self._moved > SILENCE_S:
             raise JobError(f"no step and no incident for {SILENCE_S:g} s: see {self._job.log}")
+        if now - self._judged > MISSED_S:
+            raise JobError(f"this has not struck: {self._left[0]}: see {self._job.log}")
         return not ended
 
     def _reports(self, now: float, *, ended: bool) -> list[dict[str, Any]]:

@@ -119,8 +119,11 @@ class SurvivorsAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
-    def _goes_on_without(self, node: int, worker_group: WorkerGroup) -> bool:
-        """Whether the job can start again without a node: -1 is none, and on 0 the store is."""
+    def _can_start_again(self, verdict: Verdict, worker_group: WorkerGroup) -> bool:
+        """Whether the job can, with nodes that are left, or with others that may come."""
+        node = verdict.leaves  # -1 is none, and on 0 the store is
+        if verdict.lost and worker_group.spec.rdzv_handler.get_backend() == "static":
+            return False  # nobody can come in its place
         settings = getattr(worker_group.spec.rdzv_handler, "settings", None)
         fewest = getattr(settings, "min_nodes", worker_group.group_world_size)
         return node < 0 or (node > 0 and worker_group.group_world_size > fewest)
@@ -128,7 +131,7 @@ class SurvivorsAgent(LocalElasticAgent):
     def _conclude(self, worker_group: WorkerGroup, verdict: Verdict) -> RunResult:
         if SurvivorsAgent.last_verdict is not verdict:
             SurvivorsAgent.last_verdict = verdict
-            if verdict.outcome == "refused" or not self._goes_on_without(verdict.leaves, worker_group):
+            if verdict.outcome == "refused" or not self._can_start_again(verdict, worker_group):
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
                 print(f"[ttp] {verdict.line}", file=sys.stderr, flush=True)

@@ -209,7 +209,7 @@ class Node:
 
     def _job_is_over(self) -> bool:
         hub = self._hub
-        return not self._workers.alive and (hub is None or hub.controller.everyone_is_dead)
+        return not self._workers.alive and (hub is None or hub.controller.roster.everyone_is_dead)
 
     @property
     def _hub(self) -> Hub | None:
@@ -282,9 +282,9 @@ class Node:
         way, self._way = self._way, None
         if way is not None:
             # Other nodes may still be at work in the folder; the next job's first rank cleans it, too.
-            if way.hub is not None and way.alone and way.hub.controller.save and not self._filing.busy:
+            if way.hub is not None and way.alone and way.hub.controller.roster.save and not self._filing.busy:
                 with contextlib.suppress(CheckpointError):
-                    publish.clean(Path(way.hub.controller.save))
+                    publish.clean(Path(way.hub.controller.roster.save))
             await way.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

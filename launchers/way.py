@@ -1,12 +1,12 @@
 """An agent's way to the controller, and to the next one when that is lost.
 
 The agent of node 0 has the first controller. Those of the next nodes (`legacy.STANDBYS`) stand by: each has
-a gate, open from the start, and keeps what the controller passes on. An agent that has lost the controller
-goes to the next node that stands by; one whose turn it is has the controller from then on, of a later term,
-and is told by the others all that they had told before.
+a gate, open from the start, and keeps what the controller passes on. Where an agent goes that has lost the
+controller: `Succession`. One whose turn it is has the controller from then on, of a later term, and is told
+by the others all that they had told before.
 
-Invariants: an agent obeys one controller at a time, and after it none of an earlier term; an agent at a gate
-waits until that node has lost the controller, too: none begins while the one before is heard there.
+Invariant: an agent at a gate waits until that node has lost the controller, too: none begins while the one
+before is heard there.
 """
 
 from __future__ import annotations
@@ -21,33 +21,15 @@ import msgspec
 from adaptor.config import Config
 from adaptor.control import wire
 from adaptor.control.deadline import deadline
-from adaptor.control.legacy import STANDBYS, stands_by
-from adaptor.control.messages import (
-    AgentHello,
-    Beat,
-    ControllerToAgent,
-    Died,
-    Dying,
-    FromAgent,
-    Hello,
-    Layout,
-    Leave,
-    Legacy,
-    Place,
-    Raised,
-    Recalled,
-    Refused,
-    Told,
-    Verdict,
-)
+from adaptor.control.legacy import stands_by
+from adaptor.control.messages import AgentHello, Beat, ControllerToAgent, FromAgent, Place, Verdict
+from adaptor.control.succession import Succession
 from adaptor.launchers.chronicle import Chronicle
 from adaptor.launchers.gate import LOOPBACK, Gate, knock, reach
 from adaptor.launchers.hub import Hub
 from adaptor.launchers.strangers import Strangers
 from adaptor.launchers.tls import Tls
 
-# What is said to a new controller again: all but answers to the one that is lost, and what is said often.
-LASTING = AgentHello | Hello | Layout | Refused | Raised | Told | Leave | Dying | Died
 # So long an agent waits at the gate of a node that has not lost the controller. It will have in a moment; if
 # not, the network is cut between this node and the controller alone.
 PATIENCE_S = 5.0
@@ -83,12 +65,8 @@ class Way:
         self._despair = despair
         self._secret = b""
         self._address = LOOPBACK
-        self._term = 0
+        self._succession = Succession(node)
         self._send: Callable[[FromAgent], None] | None = None
-        self._said: list[FromAgent] = []
-        self._legacy: dict[tuple[type, int], Legacy] = {}
-        self._gates: dict[int, Place] = {}
-        self._verdict: Verdict | None = None
         self._resting = False
         self._my_turn = asyncio.Event()
         self._strangers = Strangers("the controller's port")
@@ -125,8 +103,7 @@ class Way:
 
     def say(self, message: FromAgent) -> None:
         """To the controller; what it must know, to the next one as well."""
-        if isinstance(message, LASTING):
-            self._said.append(message)
+        self._succession.keep(message)
         if self._send is not None:
             self._send(message)
 
@@ -179,17 +156,17 @@ class Way:
         await self._my_turn.wait()
         if self.hub is not None:
             await self.hub.hear(hello, reader, writer)
-        elif self._verdict is not None:  # it stands
-            writer.write(wire.frame(self._verdict))
+        elif self._succession.verdict is not None:  # it stands
+            writer.write(wire.frame(self._succession.verdict))
             await reader.read()
 
     def _take_the_place(self) -> None:
         """Of the controllers of all earlier terms, which are lost."""
-        if self._verdict is not None:
+        if self._succession.verdict is not None:
             self._my_turn.set()
             return
         hub = self._have_the_controller()
-        hub.succeed(self._legacy.values())
+        hub.succeed(self._succession.legacy)
         self._say_again()
         for node in range(self._node):
             hub.lose(node)
@@ -224,46 +201,32 @@ class Way:
             self._heard(await wire.read(reader, wire.to_agent, wire.SLOW_S))
 
     def _heard(self, order: ControllerToAgent) -> None:
-        match order:
-            case Beat():
-                return
-            case AgentHello(node=node, gate=gate):
-                self._legacy[AgentHello, node] = order
-                if gate is not None:
-                    self._gates[node] = gate
-            case Layout(rank=rank):
-                self._legacy[Layout, rank] = order
-            case Verdict():
-                if self._verdict is None:
-                    self._verdict = order
-                    self._chronicle.next_incident = order.incident + 1
-                    self._obey(order)
-            case _:
-                self._obey(order)
+        if self._succession.hear(order):
+            if isinstance(order, Verdict):
+                self._chronicle.next_incident = order.incident + 1
+            self._obey(order)
 
     async def _next(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         """A connection to the next controller; None where it is this node's, or there is none."""
-        while self._term < STANDBYS:
-            self._term += 1
-            # Who never heard of node 0's ranks came when nobody had begun to train.
-            if self._term == self._node and (AgentHello, 0) in self._legacy:
+        while self._succession.go_on():
+            if self._succession.is_mine:
                 try:
                     self._take_the_place()
                 except Exception:  # others go on to the next node
                     traceback.print_exc()
                     self._despair()
                 return None
-            gate = self._gates.get(self._term)
-            if gate is not None and self._term != self._node:
-                found = await reach(gate.address, gate.port, self._secret, self._tls)
-                if found is not None:
-                    return found
+            gate = self._succession.gate
+            assert gate is not None
+            found = await reach(gate.address, gate.port, self._secret, self._tls)
+            if found is not None:
+                return found
         self._despair()
         return None
 
     def _say_again(self) -> None:
         assert self._send is not None
-        for message in (*self._said, Recalled(self._node, self._verdict)):
+        for message in self._succession.all_again:
             self._send(message)
 
 

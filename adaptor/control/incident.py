@@ -84,10 +84,6 @@ class Incident:
     def step(self) -> int:
         return self.writing.step
 
-    @property
-    def attempt(self) -> int:
-        return self.writing.attempt
-
     def open(self, by_death: bool) -> list[Directive]:
         """Ask every live rank to freeze. An exception may be the echo of a death that is not known yet.
 
@@ -170,7 +166,7 @@ class Incident:
         if self.state is not State.DUMPING or not self.writing.awaits(message):
             return []
         self.writing.take(message)
-        self._moves(self.nodes[message.rank])
+        self._moves(self.nodes.get(message.rank, -1))  # who takes no part may say so, too
         if self.writing.pending:
             return []
         self.state = State.PUBLISHING
@@ -284,7 +280,7 @@ class Incident:
 
     def _order_prepare(self) -> Directive:
         self.standstill.expect([self.place.publisher])
-        order = Prepare(self.number, self._save(), self.step, self.term, self.place.number)
+        order = Prepare(self.number, self.writing.save, self.step, self.term, self.place.number)
         return Directive(order, node=self.place.publisher)
 
     def _dump_again(self) -> list[Directive]:
@@ -302,13 +298,10 @@ class Incident:
 
     def _order_publish(self) -> Directive:
         order = Publish(
-            *(self.number, self._save(), self.step, self.writing.all_files, self.writing.holders),
+            *(self.number, self.writing.save, self.step, self.writing.all_files, self.writing.holders),
             *(self.world_size, self.term, self.place.number),
         )
         return Directive(order, node=self.place.publisher)
-
-    def _save(self) -> str:
-        return self.layouts[min(self.layouts)].save
 
     def _end_before_training(self) -> list[Directive]:
         return self._end("nothing", -1, "no step has finished: training had not begun on every rank")

@@ -363,7 +363,11 @@ class Publish(Message, frozen=True):
 
 
 class Verdict(Message, frozen=True):
-    """How the incident ended. `outcome` is saved, nothing or lost; node `leaves` the job, if not -1."""
+    """How the incident ended.
+
+    `outcome` is saved, nothing or lost; node `leaves` the job, if not -1; `lost`: the agent of some node is
+    gone.
+    """
 
     incident: int
     outcome: str
@@ -373,6 +377,7 @@ class Verdict(Message, frozen=True):
     exit_code: int
     save: str
     leaves: int = -1
+    lost: bool = False
 
 
 class Dismissed(Message, frozen=True):

@@ -36,6 +36,11 @@ class Writing:
     failures: int = 0
 
     @property
+    def save(self) -> str:
+        """The folder of checkpoints."""
+        return self.layouts[min(self.layouts)].save
+
+    @property
     def taking_part(self) -> set[int]:
         return {rank for order in self.pending.values() for rank in order.ranks}
 

@@ -24,6 +24,7 @@ import pytest
 from tests.faults import leftovers
 from tests.faults.fault import Fault
 from tests.faults.namespaces import Namespaces
+from tests.faults.publishing import VARIABLE as PUBLISHING
 from tests.frameworks import args, prepare, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +162,7 @@ class Job:
     framework  the tree of Megatron-LM
     cold       start as a user does; else workers are forks that have torch imported (`warm.py`)
     program    of another framework
+    publishing what breaks while a checkpoint is published: NODE POINT KIND of `publishing.py`
     """
 
     out: Path
@@ -178,6 +180,7 @@ class Job:
     network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
+    publishing: str = ""
     cold: bool = field(default_factory=lambda: COLD in os.environ)
     program: Program | None = None
     timeout_s: float = JOB_TIMEOUT_S
@@ -242,6 +245,8 @@ def run(job: Job) -> Ended:
         # Between params the framework writes memory that it has not written to: let it find zeros there.
         environment["MALLOC_PERTURB_"] = "255"
     environment.update(job.environment)
+    if job.publishing:
+        environment[PUBLISHING] = job.publishing
     if job.network is not None:
         environment.update(job.network.environment)
     shared_before = leftovers.shared_memory()
@@ -282,9 +287,14 @@ def run(job: Job) -> Ended:
 
 def _command(job: Job, node: int, port: int) -> list[str]:
     layout = job.layout
-    launcher = str(Path(sys.executable).with_name(job.launcher))
+    if job.publishing:
+        launcher = [sys.executable, str(Path(__file__).with_name("publishing.py"))]
+    elif job.cold:
+        launcher = [str(Path(sys.executable).with_name(job.launcher))]
+    else:
+        launcher = [sys.executable, str(WARM), job.launcher]
     command = [
-        *([launcher] if job.cold else [sys.executable, str(WARM), job.launcher]),
+        *launcher,
         *("--nproc-per-node", str(layout.processes // job.nodes)),
         *("--max-restarts", str(job.restarts)),
         *("--master-addr", job.network.address if job.network else "127.0.0.1", "--master-port", str(port)),

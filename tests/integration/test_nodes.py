@@ -107,9 +107,54 @@ def test_the_node_that_takes_over_is_killed_while_it_saves(tmp_path: Path, basel
     assert_last_words(save, 5, baseline_of(DP4))
 
 
+def test_the_agent_that_publishes_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The folder has its name, the tracker is old: the next node takes over, and the tracker follows."""
+    save = tmp_path / "save"
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=save,
+        nodes=2,
+        faults=["rank=3,step=6,phase=backward,kind=sigterm"],
+        publishing="0 announce sigkill",
+    )
+    ended = harness.run(job)
+    assert ended.codes == (137, 143), ended.log[-3000:]
+    assert "[test] sigkill at announce" in ended.logs[0]
+    # With two ranks less all that are left may be at the door of the next step.
+    steps = outcome.steps_in(save)
+    assert steps in ([5], [5, 6], [6])
+    step = steps[-1]
+    words = f"rank 3 was told to end by SIGTERM; step {step} is saved, no finished step is lost; the newest"
+    assert words in ended.logs[1]
+    assert_last_words(save, step, baseline_of(DP4))
+
+
+def test_the_disk_fails_the_agent_that_publishes(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """On its node alone: the agent of the other one publishes."""
+    job = Job(
+        tmp_path / "job",
+        DP4,
+        save=tmp_path / "save",
+        nodes=2,
+        faults=["rank=3,step=6,phase=backward,kind=sigkill"],
+        publishing="0 move-in error",
+    )
+    ended = harness.run(job)
+    assert ended.codes == (137, 137), ended.log[-3000:]
+    for log in ended.logs:
+        assert "step 5 is saved, no finished step is lost; node 0 could not publish it: " in log
+        assert "Read-only file system" in log
+    assert_last_words(tmp_path / "save", 5, baseline_of(DP4))
+
+
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
 def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """No connection is closed, no packet arrives. Both sides save the same step into the same folder."""
+    """No connection is closed, no packet arrives. Both sides save the same step into the same folder.
+
+    That the network comes back afterwards changes nothing: each side has taken the other for lost, and a job
+    with a fixed place for each node does not start again without one.
+    """
     save = tmp_path / "save"
     with namespaces.two() as network:
         job = Job(
@@ -118,8 +163,9 @@ def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) ->
             save=save,
             nodes=2,
             network=network,
+            restarts=1,
             environment={"TTP_TLS": "plain"},
-            faults=["rank=3,step=6,phase=forward,kind=cut"],
+            faults=["rank=3,step=6,phase=forward,kind=cut,heals=3000"],
         )
         ended = harness.run(job)
     assert ended.codes == (137, 137), ended.log[-3000:]

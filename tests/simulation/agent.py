@@ -53,6 +53,7 @@ class Agent(Follower):
         self.ranks = tuple(rank for rank in world.job.ranks if world.job.nodes[rank] == node)
         self.boards = BoardMemory(self.ranks)
         self.living = set(self.ranks)
+        self.verdict: Verdict | None = None
         self.settled = False
         self.left = False  # torch has ended the workers, after somebody wanted this agent to end
         self.filing = 0  # jobs on the disk
@@ -182,7 +183,7 @@ class Agent(Follower):
             self.world.end(self.world.workers[rank], -9)
         over = self.clock.now + FAREWELL_S
         while self.clock.now < over and (
-            self.living or (self.hub is not None and not self.hub.controller.everyone_is_dead)
+            self.living or (self.hub is not None and not self.hub.controller.roster.everyone_is_dead)
         ):
             yield 0.1
         if self.hub is not None and not self.filing and self.verdict is not None and self.verdict.save:
@@ -208,6 +209,7 @@ class Agent(Follower):
         self._silent = True
         for rank in sorted(self.living):
             self.world.faults.hurt[rank] = "its time is over"
+            self.world.faults.by.setdefault(rank, "told")  # its node leaves, saved or not
             self.world.workers[rank].sigterm()
         yield from self._until_gone(30.0)
         for rank in sorted(self.living):

@@ -43,7 +43,7 @@ class Hub:
         world, agent = self.world, self.agent
         world.tell(f"-- node {self.term} takes over")
         nodes = range(self.term, len(world.agents))
-        self.controller.succeed(agent.legacy.values(), nodes, world.clock.now)
+        self.controller.succeed(agent.succession.legacy, nodes, world.clock.now)
         agent.say_again()
         for node in range(self.term):
             self._heard(AgentLost(node))

@@ -129,7 +129,9 @@ class Invariants:
         assert len(set(told.values())) <= 1, f"nodes have been told different verdicts: {told}"
         if not world.faults.by:
             assert not self._verdicts, "a verdict without a fault"
-            assert world.newest.controller.everyone_is_dead, "it ended, and the controller does not know"
+            assert world.newest.controller.roster.everyone_is_dead, (
+                "it ended, and the controller does not know"
+            )
         if not world.network.cut & world.hubs.keys():  # else each side knows of its own saves alone
             ends = [hub.controller.verdict for hub in world.hubs.values()]
             assert not self.saved or all(end is None or end.outcome != "nothing" for end in ends), (
@@ -164,7 +166,7 @@ class Watch:
                 if incident is not None and incident.number == number:
                     self._frozen.setdefault(rank, board)
             case Written(group=group, incident=number, attempt=attempt):
-                if incident is not None and (incident.number, incident.attempt) == (number, attempt):
+                if incident is not None and (incident.number, incident.writing.attempt) == (number, attempt):
                     self._reported[group] = incident.step
 
     def ordered(self, node: int, order: ControllerToAgent) -> None:

@@ -1,20 +1,12 @@
-"""A simulated agent's way to the controller: `launchers.way` without sockets."""
+"""A simulated agent's way to the controller: `launchers.way` without sockets, around a real `Succession`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from adaptor.control.legacy import STANDBYS
-from adaptor.control.messages import (
-    AgentHello,
-    ControllerToAgent,
-    FromAgent,
-    Layout,
-    Legacy,
-    Recalled,
-    Verdict,
-)
-from adaptor.launchers.way import LASTING, PATIENCE_S
+from adaptor.control.messages import AgentHello, ControllerToAgent, FromAgent
+from adaptor.control.succession import Succession
+from adaptor.launchers.way import PATIENCE_S
 from tests.simulation.clock import Body, Process
 from tests.simulation.hub import Hub
 from tests.simulation.network import Connection, Lost
@@ -29,10 +21,7 @@ class Follower(Process):
     hub         with the controller, where this agent has one
     connection  the way to the controller of another node
     resting     nobody minds any longer if the controller is lost
-    verdict     the one that it has been given
     """
-
-    verdict: Verdict | None = None
 
     def __init__(self, world: World, node: int) -> None:
         super().__init__(world.clock)
@@ -40,10 +29,7 @@ class Follower(Process):
         self.node = node
         self.hub: Hub | None = None
         self.connection: Connection | None = None
-        self.legacy: dict[tuple[type, int], Legacy] = {}
-        self._gates: set[int] = set()
-        self._said: list[FromAgent] = []
-        self._term = 0
+        self.succession = Succession(node)
         self._my_turn = False
         self._silent_since = -1.0  # no word from a gate that was come to
         self._waiting: list[tuple[Connection, FromAgent | Lost]] = []
@@ -60,13 +46,12 @@ class Follower(Process):
         raise NotImplementedError
 
     def say(self, message: FromAgent) -> None:
-        if isinstance(message, LASTING):
-            self._said.append(message)
+        self.succession.keep(message)
         self._say(message)
 
     def say_first(self, hello: AgentHello) -> None:
         """Before what was said too early, of workers that ended before they began."""
-        early, self._said = self._said, []
+        early, self.succession.said = self.succession.said, []
         for message in (hello, *early):
             self.say(message)
 
@@ -86,8 +71,8 @@ class Follower(Process):
         if not self._my_turn:
             self._waiting.append((connection, message))
         elif self.hub is None:
-            if isinstance(message, AgentHello) and self.verdict is not None:
-                connection.down.send(self.verdict)
+            if isinstance(message, AgentHello) and self.succession.verdict is not None:
+                connection.down.send(self.succession.verdict)
         elif isinstance(message, Lost):
             self.hub.lose(connection.node, connection)
         else:
@@ -105,33 +90,21 @@ class Follower(Process):
             self.thread(self._next())
 
     def heard(self, order: ControllerToAgent) -> None:
-        match order:
-            case AgentHello(node=node, gate=gate):
-                self.legacy[AgentHello, node] = order
-                if gate is not None:
-                    self._gates.add(node)
-            case Layout(rank=rank):
-                self.legacy[Layout, rank] = order
-            case Verdict():
-                if self.verdict is None:
-                    self.obey(order)
-            case _:
-                self.obey(order)
+        if self.succession.hear(order):
+            self.obey(order)
 
     def _next(self) -> Body[None]:
-        while self._term < STANDBYS:
-            self._term += 1
-            if self._term == self.node and (AgentHello, 0) in self.legacy:
+        while self.succession.go_on():
+            if self.succession.is_mine:
                 self._take_the_place()
                 return
-            if self._term in self._gates and self._term != self.node:
-                found = yield from self.world.network.reach(self, self._term)
-                if found is not None and not self.resting:
-                    self.connection = found
-                    self._silent_since = self.clock.now
-                    self.say_again()
-                    self.later(PATIENCE_S, self._lose_patience, found)
-                    return
+            found = yield from self.world.network.reach(self, self.succession.term)
+            if found is not None and not self.resting:
+                self.connection = found
+                self._silent_since = self.clock.now
+                self.say_again()
+                self.later(PATIENCE_S, self._lose_patience, found)
+                return
         self.despair()
 
     def _lose_patience(self, connection: Connection) -> None:
@@ -139,7 +112,7 @@ class Follower(Process):
             self.told(connection, Lost())
 
     def _take_the_place(self) -> None:
-        if self.verdict is None:
+        if self.succession.verdict is None:
             self.have_the_controller().succeed()
         self._my_turn = True
         waiting, self._waiting = self._waiting, []
@@ -147,5 +120,5 @@ class Follower(Process):
             self.at_the_gate(connection, message)
 
     def say_again(self) -> None:
-        for message in (*self._said, Recalled(self.node, self.verdict)):
+        for message in self.succession.all_again:
             self._say(message)

@@ -115,7 +115,7 @@ class World:
     def over(self) -> bool:
         """Every agent has seen its workers off, or the script has come to its end on every rank."""
         controller = self.newest.controller
-        ended = controller.incident is None and (self.newest.left or controller.everyone_is_dead)
+        ended = controller.incident is None and (self.newest.left or controller.roster.everyone_is_dead)
         return all(
             agent.settled or (ended and agent.verdict is None and not agent.living)
             for agent in self.agents.values()

@@ -128,7 +128,7 @@ class Job:
         for worker in self.workers.values():
             worker.does("begin", *lines)
         hub = hub_of(self.nodes[0])
-        wait_until(lambda: len(hub.controller._layouts) == len(self.workers), "the layouts are known")
+        wait_until(lambda: len(hub.controller.roster.layouts) == len(self.workers), "the layouts are known")
 
     def verdict(self, node: int = 0) -> Verdict:
         """Once it is out and every worker has been seen off."""

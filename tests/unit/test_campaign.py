@@ -77,6 +77,9 @@ def test_a_seed_is_a_schedule(schedules: ModuleType) -> None:
     assert drawn != list(schedules.schedule(2, 500, kinds, cuts, 0.4))
     assert {one.cut for one in drawn} == set(cuts)
     assert {one.kind for one in drawn} == set(kinds)
+    gathered = {one.cut for one in drawn if one.fault.phase == "gather"}
+    assert gathered
+    assert all(schedules.CUTS[name].layout.distributed_optimizer for name in gathered)
     assert {one.second.phase for one in drawn if one.second} == set(schedules.IN_AN_INCIDENT)
     for one in drawn:
         struck = one.at(40, restart=3)

@@ -46,6 +46,13 @@ def test_no_two_controllers_write_to_the_same_folder() -> None:
     assert naming.term_of(naming.regular_name(12)) == 0
 
 
+def test_an_agent_in_the_place_of_another_makes_a_folder_of_its_own() -> None:
+    names = [naming.temporary_name(12, term, number) for term in range(3) for number in range(3)]
+    assert len(set(names)) == len(names)
+    assert all(map(naming.is_temporary, names))
+    assert [naming.term_of(name) for name in names] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
 def test_what_is_moved_aside_does_not_look_like_a_checkpoint() -> None:
     assert not naming.aside_name(12, 1).startswith("iter_")
     assert not naming.replaced_name(12).startswith("iter_")

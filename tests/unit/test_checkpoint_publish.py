@@ -453,6 +453,16 @@ def test_both_sides_of_a_cut_network_publish(root: Path) -> None:
     assert left_over(root) == []
 
 
+def test_an_agent_that_was_given_up_comes_back_late(root: Path) -> None:
+    """Another one has a folder of its own, in which nothing of the late one's work is."""
+    entries = write(publish.prepare(root, STEP, number=1), b"new")
+    late = publish.prepare(root, STEP)
+    write(late, b"late")
+    assert publish.publish(root, STEP, entries, {}, 2, "ours", number=1)
+    check_promises(root)
+    assert publish.clean(root, term=0) == [late.name]
+
+
 def test_many_sides_publish_different_steps(root: Path) -> None:
     """The tracker is never seen to go backwards, and ends at the newest."""
     steps = range(STEP, STEP + 6)

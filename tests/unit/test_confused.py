@@ -130,8 +130,8 @@ def test_nonsense_of_a_node(said: list[tuple[Any, float]]) -> None:
         for message, seconds in said:
             job.take(1, message)
             job.tick(seconds)
-        assert not {0, 1} & job.controller._dead.keys()
-        assert [job.controller._node_of[rank] for rank in (0, 1)] == [0, 0]
+        assert not {0, 1} & job.controller.roster.dead.keys()
+        assert [job.controller.roster.node_of[rank] for rank in (0, 1)] == [0, 0]
         job.end()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.control import legacy, wire
+from adaptor.control import legacy, succession, wire
 from adaptor.control.messages import (
     AgentHello,
     BoardRecord,
@@ -183,7 +183,7 @@ def test_the_node_that_takes_over_is_lost_as_well(job: Job) -> None:
     job.workers[1].process.send_signal(signal.SIGSTOP)
     lose(job.nodes.pop(0))
     wait_until(lambda: way_of(nodes[1]).hub is not None, "node 1 has taken over")
-    wait_until(lambda: 2 in hub_of(nodes[1]).controller._agents, "node 2 has come to it")
+    wait_until(lambda: 2 in hub_of(nodes[1]).controller.roster.agents, "node 2 has come to it")
     lose(job.nodes.pop(0))
     verdict = job.verdict()
     assert (verdict.outcome, verdict.step, verdict.incident) == ("saved", FIRST, 3)
@@ -210,7 +210,7 @@ def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
 def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node that would have has gone before."""
     monkeypatch.setattr(legacy, "STANDBYS", 1)
-    monkeypatch.setattr(way, "STANDBYS", 1)
+    monkeypatch.setattr(succession, "STANDBYS", 1)
     monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.1)
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
@@ -376,7 +376,7 @@ def test_an_agent_speaks_for_itself_alone(first: AgentHello, then: Any, tmp_path
         confused.say(first)
         if then is None:
             assert await confused.is_shut_out()
-            assert hub.controller._node_of == {0: 0}
+            assert hub.controller.roster.node_of == {0: 0}
             agent = await Agent.connect(port)
             await agent.prove(secret)
             agent.say(AgentHello(1, (1,)))
@@ -387,7 +387,7 @@ def test_an_agent_speaks_for_itself_alone(first: AgentHello, then: Any, tmp_path
         while hub.controller.incident is None:
             await asyncio.sleep(0.001)
         assert list(hub.controller._causes.raised) == [1]
-        assert not hub.controller._dead
+        assert not hub.controller.roster.dead
         assert heard == []
         assert sum(hub._strangers.counted.values()) == 1
         await confused.close()

@@ -148,7 +148,7 @@ class Trace:
     def _message(self, name: str, words: list[str], settings: dict[str, str]) -> FromAgent:
         incident = self.controller.incident
         number = int(settings.get("incident", incident.number if incident else 0))
-        attempt = int(settings.get("attempt", incident.attempt if incident else 0))
+        attempt = int(settings.get("attempt", incident.writing.attempt if incident else 0))
         rank = int(words[0]) if words and words[0].isdigit() else -1
         text = " ".join(words[1:])
         match name:

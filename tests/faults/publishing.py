@@ -1,0 +1,41 @@
+"""Runs ttprun, which breaks while it publishes: `TTP_TEST_PUBLISHING="NODE POINT KIND" publishing.py ...`.
+
+POINT is `move-in` (every file has its name, the folder has not) or `announce` (the folder has, the tracker is
+old); KIND is `sigkill`, or `error`: the disk is read-only there from then on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import wrapt
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from adaptor.checkpoint import publish
+from adaptor.launchers import ttprun
+
+VARIABLE = "TTP_TEST_PUBLISHING"
+
+
+def main() -> int:
+    node, point, kind = os.environ[VARIABLE].split()
+    if sys.argv[sys.argv.index("--node-rank") + 1] == node:
+
+        def breaks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            print(f"[test] {kind} at {point}", flush=True)
+            if kind == "sigkill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        wrapt.wrap_function_wrapper(publish, {"move-in": "_move_in", "announce": "_announce"}[point], breaks)
+    return ttprun.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
