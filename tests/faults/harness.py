@@ -27,6 +27,7 @@ from tests.frameworks import args, prepare, record
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/frameworks/record.py"
 INJECT = ROOT / "tests/faults/inject.py"
+SHARED = ROOT / "tests/device/gpu/shared.py"
 # A quiet machine needs 15 s; one with twenty times the load must pass as well.
 JOB_TIMEOUT_S = 400.0
 ITERATIONS = 8
@@ -135,6 +136,8 @@ class Job:
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
+    device     cpu; cuda: a GPU for each process; shared: one for all
+    breaks     rank, step and what: the device of a rank breaks (`tests/device/gpu/shared.py`)
     """
 
     out: Path
@@ -153,6 +156,8 @@ class Job:
     script: Path | None = None
     framework: Path | None = None
     timeout_s: float = JOB_TIMEOUT_S
+    device: str = "cpu"
+    breaks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -259,11 +264,15 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         command = [*job.network.command(node), *command]
     if job.nodes > 1:
         command += ["--nnodes", str(job.nodes), "--node-rank", str(node)]
-    command += ["--ttp-device", "cpu"] if job.launcher == "ttprun" else []
+    if job.device == "cpu" and job.launcher == "ttprun":
+        command += ["--ttp-device", "cpu"]
     if job.launcher == "ttprun" and layout.replica != "auto":
         command += ["--ttp-replica", layout.replica]
     command += job.options
-    command += ["-m", "adaptor.devices.cpu"] if job.launcher == "torchrun" else []
+    if job.device == "cpu" and job.launcher == "torchrun":
+        command += ["-m", "adaptor.devices.cpu"]
+    if job.device == "shared":
+        command += [str(SHARED), *(("--at", *job.breaks) if job.breaks else ())]
     if job.script is None:
         command += [str(RECORD), str(job.out / "record")]
     if job.faults:
