@@ -29,7 +29,7 @@ class Accelerator:
     Args:
         module: torch.cuda, or one with its interface.
         device: with its index.
-        stream: makes a stream that nobody else is given.
+        stream: makes a stream that no process group is given.
     """
 
     def __init__(self, module: Any, device: torch.device, stream: Callable[[], Any]) -> None:

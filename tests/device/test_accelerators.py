@@ -100,7 +100,7 @@ def test_all_memory_and_all_streams_are_there_before_an_incident(
     assert {what for _, what, _ in machine.calls} == {"copy"}
 
 
-def test_streams_are_of_a_kind_that_nobody_else_is_given(
+def test_streams_are_of_a_kind_that_process_groups_are_not_given(
     device: Accelerator, kind: str, machine: Machine
 ) -> None:
     own = machine.made[1:]
