@@ -144,6 +144,7 @@ class Session:
         self._broke = broke
         self._history = _History()
         self._mark: Any = None  # behind the last update on the device, and the last local copy
+        self._last_believed: BoardRecord | None = None
         self._step = -1
         self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
         self._inner: frozenset[int] = frozenset()
@@ -308,8 +309,11 @@ class Session:
         until = time.monotonic() + timeout_s
         if not (self.door.close(timeout_s) and self._updates_are_over(until)):
             return None
-        board = self.board.record()  # before the device is asked: to make it answer may let the stream go on
+        board = self._last_believed or self.board.record()
         why = self._device.unreadable()
+        # Who was not READY can be so by now with gradients of which nothing is known, or have skipped a step.
+        if self._device.released and board.phase is not Phase.READY:
+            self._last_believed = board
         return msgspec.structs.replace(board, phase=Phase.UNREADABLE, error=why) if why else board
 
     def let_through(self, step: int | None) -> None:

@@ -29,7 +29,7 @@ class Accelerator:
     Args:
         module: torch.cuda, or one with its interface.
         device: with its index.
-        stream: makes a stream that nobody else is given.
+        stream: makes a stream that no process group is given.
     """
 
     def __init__(self, module: Any, device: torch.device, stream: Callable[[], Any]) -> None:
@@ -43,6 +43,7 @@ class Accelerator:
         self._landings = [
             torch.empty(_LANDING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_LANDINGS)
         ]
+        self.released = False
         self._landings_are_free = threading.Lock()  # an abandoned dump may still be at its last copy
 
     def catch_up(self) -> None:
@@ -140,6 +141,7 @@ class Accelerator:
         return ""
 
     def _release(self) -> bool:
+        self.released = True
         try:
             self.release()
         except Exception:  # whatever it was: whether something can be read now is what counts
@@ -150,7 +152,7 @@ class Accelerator:
         """End what never ends on the device; only where nothing can be read otherwise.
 
         What comes behind it in the main thread's stream then goes on with numbers that nobody has reduced.
-        So it is done behind a closed door, and after this rank has told which steps it has.
+        So it is done behind a closed door, and what this rank has from then on is not believed.
         """
         raise NotImplementedError
 

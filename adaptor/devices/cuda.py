@@ -14,7 +14,7 @@ from adaptor.devices.accelerator import Accelerator
 class Cuda(Accelerator):
     def __init__(self, device: torch.device) -> None:
         # torch hands 32 streams of a priority out in turns: one of the usual priority could be the one on
-        # which some NCCL group of the framework waits for ever.
+        # which some NCCL group of the framework waits for ever. These have another one, unless asked for.
         super().__init__(torch.cuda, device, partial(torch.cuda.Stream, device, priority=-1))
 
     def release(self) -> None:

@@ -50,7 +50,14 @@ class Device(Protocol):
         """Copy to the host; `into` is flat, contiguous, and has as many elements."""
 
     def unreadable(self) -> str:
-        """Why nothing can be read from the device; empty where it can. It answers in some seconds."""
+        """Why nothing can be read from the device; empty where it can. It answers in some seconds.
+
+        To make the device answer it may end what never ends there (`released`).
+        """
+
+    @property
+    def released(self) -> bool:
+        """Whether the main thread's stream has gone on with numbers that nobody has reduced."""
 
 
 class Host:
@@ -79,6 +86,10 @@ class Host:
 
     def unreadable(self) -> str:
         return ""
+
+    @property
+    def released(self) -> bool:
+        return False
 
 
 HOST = Host()

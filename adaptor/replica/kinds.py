@@ -2,8 +2,9 @@
 
 torch's, apex's and Transformer Engine's are alike in what matters here: float32 tensors in the state of each
 param, beside it, and numbers in the param groups; so a twin can be made of them. The count of updates is one
-of these numbers (apex, Transformer Engine), or a tensor in the state of each param (torch). Options change
-that; they are known by their names, so that none of these packages has to be there.
+of these numbers (apex, Transformer Engine), a tensor in their place (MindSpeed), or one in the state of each
+param (torch). Options change that; they are known by their names, so that none of these packages has to be
+there.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def require_protected(optimizer: torch.optim.Optimizer) -> None:
                 )
     for group in optimizer.param_groups:
         for name, value in group.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and name != "step":  # which is read with the tensors
                 raise LayoutError(
                     f"{kind} has a tensor as {name} of a param group, which changes while a dump reads it: "
                     "use a number, or set ENABLE_TTP=False"

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from adaptor import devices
-from adaptor.checkpoint import megatron
-from adaptor.checkpoint.shards import Exchange
+from adaptor.checkpoint.megatron import TrainingState
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.control.messages import GroupOrder
+from adaptor.control.session import DumpRun
 from adaptor.devices import accelerator
 from adaptor.devices.accelerator import Accelerator
 from adaptor.devices.cuda import Cuda
-from adaptor.devices.device import HOST
+from adaptor.devices.device import HOST, Device
 from adaptor.devices.npu import Npu
 from adaptor.errors import LayoutError
 from tests.device.conftest import NAMES
@@ -98,7 +100,7 @@ def test_all_memory_and_all_streams_are_there_before_an_incident(
     assert {what for _, what, _ in machine.calls} == {"copy"}
 
 
-def test_streams_are_of_a_kind_that_nobody_else_is_given(
+def test_streams_are_of_a_kind_that_process_groups_are_not_given(
     device: Accelerator, kind: str, machine: Machine
 ) -> None:
     own = machine.made[1:]
@@ -234,6 +236,24 @@ def on_the_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Rank:
     return rank
 
 
+def trainee_on(device: Device, state: TrainingState) -> MegatronTrainee:
+    unused: Any = None
+    trainee = MegatronTrainee(state, "", (), unused, dict, dict, int, lambda: None)
+    vars(trainee)["device"] = device  # in the place of the one that its tensors tell
+    return trainee
+
+
+def test_a_rank_is_ready_when_its_stream_has_come_so_far(device: Accelerator, machine: Machine) -> None:
+    machine.default.block()
+    thread = threading.Thread(target=trainee_on(device, Rank(0, 1).state).exchange, daemon=True)
+    thread.start()
+    thread.join(SHORT_S)
+    assert thread.is_alive()
+    machine.default.unblock()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_last_words_are_written_while_the_default_stream_is_blocked(
     device: Accelerator, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -243,17 +263,14 @@ def test_last_words_are_written_while_the_default_stream_is_blocked(
         scalers=({"scale": machine.put(torch.tensor([8.0]))},),
         buffers=(machine.put(torch.tensor([True, False])),),
     )
+    order = GroupOrder("mp_rank_00", (0,), 0)
     machine.default.block()
     machine.calls.clear()
     for state, taken, where in ((rank.state, record, device), (Rank(0, 1).state, RECORD, HOST)):
-        exchange = Exchange(group=None, rank=0, sources=[[0]], device=where)
         folder = tmp_path / ("host" if where is HOST else "device")
-
-        def write(state: Any = state, taken: Any = taken, exchange: Any = exchange, to: Path = folder) -> Any:
-            with exchange.device.beside():
-                return megatron.write_files(state, taken, exchange, to, 1)
-
-        in_a_thread(write)
+        run = DumpRun(0, str(folder), 1, lambda ranks: None, lambda count: None, lambda: False, past=False)
+        trainee = trainee_on(where, state)
+        in_a_thread(lambda trainee=trainee, taken=taken, run=run: trainee.dump(taken, order, run))
     assert {what for _, what, _ in machine.calls} == {"copy"}
     files = [path.relative_to(tmp_path / "host") for path in (tmp_path / "host").rglob("*.1")]
     assert len(files) == 2

@@ -33,6 +33,7 @@ INJECT = ROOT / "tests/faults/inject.py"
 WARM = ROOT / "tests/faults/warm.py"
 # Set: every launcher and every worker is an interpreter of its own, as a user starts them.
 COLD = "TTP_TEST_COLD"
+SHARED = ROOT / "tests/device/gpu/shared.py"
 # A quiet machine needs 15 s; one with twenty times the load must pass as well.
 JOB_TIMEOUT_S = 400.0
 ITERATIONS = 8
@@ -163,6 +164,8 @@ class Job:
     cold       start as a user does; else workers are forks that have torch imported (`warm.py`)
     program    of another framework
     publishing what breaks while a checkpoint is published: NODE POINT KIND of `publishing.py`
+    device     cpu; cuda: a GPU for each process; shared: one for all
+    breaks     rank, step and what: the device of a rank breaks (`tests/device/gpu/shared.py`)
     """
 
     out: Path
@@ -183,6 +186,8 @@ class Job:
     publishing: str = ""
     cold: bool = field(default_factory=lambda: COLD in os.environ)
     program: Program | None = None
+    device: str = "cpu"
+    breaks: tuple[str, ...] = ()
     timeout_s: float = JOB_TIMEOUT_S
 
 
@@ -289,7 +294,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     layout = job.layout
     if job.publishing:
         launcher = [sys.executable, str(Path(__file__).with_name("publishing.py"))]
-    elif job.cold:
+    elif job.cold or job.device != "cpu":
         launcher = [str(Path(sys.executable).with_name(job.launcher))]
     else:
         launcher = [sys.executable, str(WARM), job.launcher]
@@ -303,11 +308,15 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         command = [*job.network.command(node), *command]
     if job.nodes > 1:
         command += ["--nnodes", str(job.nodes), "--node-rank", str(node)]
-    command += ["--ttp-device", "cpu"] if job.launcher == "ttprun" else []
+    if job.device == "cpu" and job.launcher == "ttprun":
+        command += ["--ttp-device", "cpu"]
     if job.launcher == "ttprun" and layout.replica != "auto":
         command += ["--ttp-replica", layout.replica]
     command += job.options
-    command += ["-m", "adaptor.devices.cpu"] if job.launcher == "torchrun" else []
+    if job.device == "cpu" and job.launcher == "torchrun":
+        command += ["-m", "adaptor.devices.cpu"]
+    if job.device == "shared":
+        command += [str(SHARED), *(("--at", *job.breaks) if job.breaks else ())]
     if job.script is None:
         command += [str(RECORD), str(job.out / "record")]
     if job.faults:

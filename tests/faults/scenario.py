@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,12 @@ class Baseline:
 BaselineOf = Callable[[Layout], Baseline]
 
 
-def baselines(root: Path, framework: Path | None = None) -> BaselineOf:
+def baselines(
+    root: Path,
+    framework: Path | None = None,
+    device: str = "cpu",
+    environment: Mapping[str, str] | None = None,
+) -> BaselineOf:
     """Trains a layout when it is first asked for, and keeps the run below `root`.
 
     framework  the tree of Megatron-LM; None: the one that the tests train
@@ -42,6 +47,8 @@ def baselines(root: Path, framework: Path | None = None) -> BaselineOf:
                 save=out / "checkpoints",
                 save_interval=1,
                 framework=framework,
+                device=device,
+                environment=dict(environment or {}),
             )
             ended = harness.run(job)
             assert ended.code == 0, ended.log[-3000:]
@@ -76,7 +83,15 @@ def assert_last_words(save: Path, step: int, baseline: Baseline) -> None:
 def goes_on(job: Job, baseline: Baseline, step: int) -> None:
     """The unmodified framework resumes from what `job` has left and trains as if nothing had happened."""
     resumed = harness.run(
-        Job(job.out / "resumed", job.layout, launcher="torchrun", load=job.save, framework=job.framework)
+        Job(
+            job.out / "resumed",
+            job.layout,
+            launcher="torchrun",
+            load=job.save,
+            framework=job.framework,
+            device=job.device,
+            environment=job.environment if job.device != "cpu" else {},
+        )
     )
     assert resumed.code == 0, resumed.log[-3000:]
     assert {line["iteration"] for lines in resumed.records.values() for line in lines} == set(

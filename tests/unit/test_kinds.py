@@ -134,6 +134,13 @@ def test_a_capturable_one_of_torch_is_refused() -> None:
         kinds.require_protected(optimizer)
 
 
+def test_a_count_that_is_a_tensor_is_protected() -> None:
+    optimizer = made()
+    for group in optimizer.param_groups:
+        group["step"] = torch.tensor(3)
+    kinds.require_protected(optimizer)
+
+
 def test_a_rate_that_is_a_tensor_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)

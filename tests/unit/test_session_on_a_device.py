@@ -12,7 +12,7 @@ import pytest
 from adaptor.control.messages import Phase
 from adaptor.devices.device import Host
 from tests.unit.test_session import Worker, make, record
-from tests.unit.threads import LONG_S, Thread
+from tests.unit.threads import LONG_S, Thread, wait_for_waiter
 
 SHORT_S = 0.05
 
@@ -21,6 +21,7 @@ SHORT_S = 0.05
 class Queue(Host):
     """A stream in which all is done that was marked before `standing` was set; marks are their numbers."""
 
+    released = False
     marks: int = 0
     reached: int = 0
     standing: bool = False
@@ -141,9 +142,28 @@ def test_steps_are_told_before_the_device_is_made_to_answer(worker: Worker, devi
     worker.session.begin_step(5)
 
     def abort() -> str:
+        device.released = True
         worker.loop.overflow()  # what the framework makes of such gradients
         return ""
 
     device.unreadable = abort  # type: ignore[method-assign]
-    assert worker.frozen().finished == 4
+    first = worker.frozen()
+    assert (first.phase, first.finished) == (Phase.RUNNING, 4)
+    assert worker.board.finished == 5
+    device.unreadable = lambda: ""  # type: ignore[method-assign]
+    assert worker.frozen() == first, "another controller may ask again"
     assert worker.session.record_of(4) == record(4)
+
+
+def test_a_rank_that_was_ready_goes_on_when_its_device_was_made_to_answer(
+    worker: Worker, device: Queue
+) -> None:
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    worker.session.freeze(LONG_S)
+    device.released = True
+    with Thread(worker.loop.update, 5):
+        wait_for_waiter(worker.changed)
+        assert worker.frozen().phase is Phase.READY
+        worker.bring_to(5, lambda: 0, LONG_S)
+    assert worker.frozen().finished == 5

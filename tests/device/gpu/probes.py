@@ -1,0 +1,147 @@
+"""What `Cuda` does on a GPU, each in a process of its own, which a broken device does not outlive:
+`python -m tests.device.gpu.probes blocked|failed|speed`. Prints one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptor.checkpoint.manifest import HashingFile
+from adaptor.devices.cuda import Cuda
+from tests.device.gpu.shared import break_device
+
+GPU = torch.device("cuda", 0)
+# What runs behind the kernel that never ends: with one connection to the device, all else would wait for it.
+BEHIND = 100
+# Of the model whose dump is measured; main params and two moments for each. In tensors of so many.
+ELEMENTS = int(os.environ.get("TTP_GPU_ELEMENTS", "1000000000"))
+TENSOR = 10_000_000
+
+
+def in_a_thread(act: Any, limit_s: float = 60) -> Any:
+    """What `act` returns, in a thread as that of a dump; the process ends where it hangs."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(act()), daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not found:
+        print(json.dumps({"hangs": True}), flush=True)
+        os._exit(3)
+    return found[0]
+
+
+def blocked() -> dict[str, Any]:
+    device = Cuda(GPU)
+    wanted = torch.randn(1 << 28)
+    tensor = wanted.to(GPU)
+    parts = {
+        "half": tensor[:1000].bfloat16(),
+        "column": tensor[:1000].view(10, 100)[:, 3],
+        "count": tensor[0].clone(),
+    }
+    copies = {name: part.cpu() for name, part in parts.items()}
+    device.catch_up()
+    before = device.mark()
+    break_device("blocked")
+    for _ in range(BEHIND):
+        tensor[:1000].mul(2)
+    after = device.mark()
+    start = time.monotonic()
+    copy = in_a_thread(lambda: device.to_host(tensor))
+    took = time.monotonic() - start
+    same = all(
+        torch.equal(in_a_thread(lambda part=part: device.to_host(part)), copies[name])
+        for name, part in parts.items()
+    )
+    return {
+        "same": same and torch.equal(copy, wanted),
+        "gigabytes per second": round(wanted.nbytes / took / 1e9, 2),
+        "unreadable": in_a_thread(device.unreadable),
+        "before": device.done(before),
+        "after": device.done(after),
+        "waited": device.wait(after, 0.2),
+        "stream ended": torch.cuda.current_stream().query(),
+    }
+
+
+def failed() -> dict[str, Any]:
+    device = Cuda(GPU)
+    tensor = torch.ones(1000, device=GPU)
+    device.catch_up()
+    break_device("failed")
+    try:
+        device.catch_up()
+        raised = ""
+    except RuntimeError as error:
+        raised = type(error).__name__
+    start = time.monotonic()
+    unreadable = in_a_thread(device.unreadable)
+    took = time.monotonic() - start
+
+    def copy() -> str:
+        try:
+            device.to_host(tensor)
+        except RuntimeError as error:
+            return type(error).__name__
+        return ""
+
+    return {
+        "raised": raised,
+        "unreadable": unreadable,
+        "seconds": round(took, 3),
+        "copy": in_a_thread(copy),
+    }
+
+
+def speed() -> dict[str, Any]:
+    """A dump of a model's optimizer state, as a writer makes it, against `torch.save` of the same tensors."""
+    device = Cuda(GPU)
+    count = max(1, ELEMENTS // TENSOR)
+    state = {
+        key: [torch.randn(TENSOR, device=GPU) for _ in range(count)]
+        for key in ("param", "exp_avg", "exp_avg_sq")
+    }
+    device.catch_up()
+    times: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TTP_GPU_FOLDER")) as folder:
+        start = time.monotonic()
+        with (Path(folder) / "torch.pt").open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        times["torch.save"] = time.monotonic() - start
+        (Path(folder) / "torch.pt").unlink()
+
+        def dump() -> bool:
+            world = {key: torch.zeros(count * TENSOR) for key in state}
+            with device.beside():
+                for key, tensors in state.items():
+                    for place, tensor in zip(world[key].split(TENSOR), tensors, strict=True):
+                        device.copy(place, tensor)
+            times["copy"] = time.monotonic() - start
+            with HashingFile(Path(folder) / "ours.pt", lambda count: None) as file:
+                torch.save(world, file)  # type: ignore[arg-type]
+            return True
+
+        start = time.monotonic()
+        in_a_thread(dump, 600)
+        times["dump"] = time.monotonic() - start
+    return {
+        "machine": torch.cuda.get_device_name(0),
+        "elements": count * TENSOR,
+        **{name: round(value, 2) for name, value in times.items()},
+        "ratio": round(times["dump"] / times["torch.save"], 2),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({"blocked": blocked, "failed": failed, "speed": speed}[sys.argv[1]]()), flush=True)
+    os._exit(0)  # without waiting for what never ends

@@ -1,0 +1,154 @@
+"""On a real GPU, and skipped without one: `python -m pytest tests/device/gpu -s` prints the figures.
+
+First `python tests/frameworks/prepare.py`, where the network is; see docs/accelerators.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2, DP2_FP16, DP2_MIRROR, DP3, Job, Layout
+from tests.faults.scenario import BaselineOf, assert_last_words, baselines, ends, survives
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.timeout(1200),
+]
+
+# So that two runs of the framework have the same bits on a GPU.
+DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+HANG_S = 30
+
+
+def probe(name: str, **environment: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.device.gpu.probes", name],
+        cwd=harness.ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.stdout, f"nothing was said, and the code was {done.returncode}"
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"\n{name} {environment}: {said}")
+    return said
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+def test_state_is_copied_beside_a_kernel_that_never_ends(connections: str) -> None:
+    said = probe("blocked", CUDA_DEVICE_MAX_CONNECTIONS=connections)
+    assert said.pop("gigabytes per second") > 0
+    assert said == {
+        "same": True,
+        "unreadable": "",
+        "before": True,
+        "after": False,
+        "waited": False,
+        "stream ended": False,
+    }
+
+
+def test_a_device_that_has_failed_says_so_at_once() -> None:
+    said = probe("failed")
+    assert said["raised"]
+    assert "CUDA error" in said["unreadable"]
+    assert said["copy"]
+    assert said["seconds"] < 1
+
+
+def test_a_dump_of_a_large_model_takes_about_as_long_as_torch_save() -> None:
+    assert probe("speed")["ratio"] < 1.5
+
+
+# training: on one GPU for all processes over gloo, and on one each with NCCL
+
+
+@pytest.fixture(params=["shared", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and torch.cuda.device_count() < 3:
+        pytest.skip("there is no GPU for each process")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaselineOf]:
+    """Runs of the unmodified framework, by the kind of device."""
+    return {
+        name: baselines(tmp_path_factory.mktemp(name), device=name, environment=DETERMINISTIC)
+        for name in ("shared", "cuda")
+    }
+
+
+def on(layout: Layout, device: str) -> Layout:
+    backend = ("--distributed-backend", "nccl") if device == "cuda" else ()
+    return replace(layout, extra=(*layout.extra, "--deterministic-mode", *backend))
+
+
+def job_of(layout: Layout, device: str, tmp_path: Path, **more: Any) -> Job:
+    made: dict[str, Any] = {"save": tmp_path / "save", "environment": DETERMINISTIC, **more}
+    return Job(tmp_path / "job", on(layout, device), device=device, **made)
+
+
+@pytest.mark.parametrize("phase", ["backward", "update"])
+@pytest.mark.parametrize("layout", [DP2, DP2_FP16, DP2_MIRROR, DP3], ids=lambda layout: layout.name)
+def test_a_rank_is_killed(
+    layout: Layout, phase: str, device: str, trained: dict[str, BaselineOf], tmp_path: Path
+) -> None:
+    fault = f"rank=1,step=7,phase={phase},kind=sigkill"
+    job = job_of(layout, device, tmp_path, faults=[fault])
+    saved = {6} if phase == "backward" else {7}
+    survives(job, trained[device](on(layout, device)), code=137, saved=saved)
+
+
+@pytest.mark.parametrize("layout", [DP2, DP2_MIRROR], ids=lambda layout: layout.name)
+def test_nothing_else_changes(
+    layout: Layout, device: str, trained: dict[str, BaselineOf], tmp_path: Path
+) -> None:
+    ended = harness.run(job_of(layout, device, tmp_path))
+    assert ended.code == 0, ended.log[-3000:]
+    outcome.assert_same_training(ended, trained[device](on(layout, device)).records)
+
+
+def test_the_step_before_comes_from_a_local_copy(
+    device: str, trained: dict[str, BaselineOf], tmp_path: Path
+) -> None:
+    job = job_of(
+        DP2_MIRROR,
+        device,
+        tmp_path,
+        faults=["rank=1,step=7,phase=update,kind=exception"],
+        options=["--ttp-local-copy", "True"],
+    )
+    survives(job, trained[device](on(DP2_MIRROR, device)), code=1, saved={6})
+
+
+@pytest.mark.parametrize("what", ["blocked", "failed"])
+def test_a_device_breaks(what: str, trained: dict[str, BaselineOf], tmp_path: Path) -> None:
+    """A rank whose device is blocked gives its state all the same; one whose device has failed gives none."""
+    job = job_of(
+        DP2_MIRROR,
+        "shared",
+        tmp_path,
+        breaks=("1", "7", what),
+        options=["--ttp-hang", str(HANG_S)],
+    )
+    baseline = trained["shared"](on(DP2_MIRROR, "shared"))
+    ended, step = ends(job, baseline, code=1, saved={6})
+    assert job.save is not None
+    assert_last_words(job.save, step, baseline)
+    told = (tmp_path / "job" / "logs").rglob("*.json")
+    said = "".join(path.read_text() for path in told)
+    assert ("unreadable" in said) == (what == "failed")
+    print(f"\n{what}: {ended.last_line}")
