@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults import harness
 from tests.faults.harness import ITERATIONS, Job, Layout
-from tests.frameworks.by_hand_modellink import Bench, Check, killed
+from tests.frameworks.by_hand_modellink import BREAKS_OFF, LOCAL_COPY, Bench, Check, killed
 
 SMALL = Path(__file__).resolve().parents[1] / "frameworks" / "small"
 DP4 = Layout("small-dp4", 4)
@@ -39,19 +39,20 @@ class Small:
 
 @pytest.mark.integration
 def test_a_half_saves_for_the_other(tmp_path: Path) -> None:
-    """Split, with four ranks: rank 3 dies in the update of step 6, which rank 1 has as well."""
-    replica, result = Bench(Small(), tmp_path).run(Check(DP4, *killed(3, 6, "update"), 6), "job")
+    """Split: rank 3 dies in the update of step 4, which rank 1 makes as well. Both halves load it again."""
+    check = Check(DP4, *killed(3, 4, "update"), 4, restarts=1)
+    replica, result = Bench(Small(), tmp_path).run(check, "job")
     assert replica == "split (auto)"
-    assert result.startswith("step 6 saved as the framework saves it")
+    assert result.startswith("started again from step 4 by itself")
 
 
 @pytest.mark.integration
 def test_three_ranks_go_back_to_their_copies(tmp_path: Path) -> None:
-    """Mirror, with a local copy: after the restart they train as from the framework's own checkpoint."""
-    check = Check(DP3, *killed(1, 4, "backward"), 3, restarts=1, options=("--local-copy-os",))
+    """Mirror, with a local copy: what they save the framework loads as it loads its own checkpoint."""
+    check = Check(DP3, *BREAKS_OFF, 5, options=LOCAL_COPY, code=1)
     replica, result = Bench(Small(), tmp_path).run(check, "job")
     assert replica == "mirror (auto)"
-    assert result.startswith("started again from step 3 by itself")
+    assert result.startswith("step 5 saved as the framework saves it")
 
 
 REFUSED = (
