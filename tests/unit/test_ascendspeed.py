@@ -1,0 +1,52 @@
+"""What the patches on ModelLink make of its arguments, without the framework."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from adaptor.errors import LayoutError
+from adaptor.patches import _ascendspeed
+
+
+def _args(**more: Any) -> Namespace:
+    usual = {"optimizer": "adam", "use_distributed_optimizer": True, "local_copy_os": False}
+    return Namespace(**{**usual, **more})
+
+
+REFUSED = (
+    ({"deepspeed": True}, "--deepspeed is True: training by DeepSpeed"),
+    ({"release_fp32_grad": True}, "--release-fp32-grad is True: an optimizer without fp32 gradients"),
+    ({"optimizer": "cadam"}, "--optimizer is cadam: an optimizer other than adam and sgd"),
+    ({"optimizer": "sgd"}, "--optimizer is sgd with --use-distributed-optimizer: the framework itself"),
+    ({"lora_target_modules": ["dense"]}, "--lora-target-modules is .'dense'.: LoRA"),
+    ({"num_layers_per_virtual_pipeline_stage": 1}, "--num-layers-per-virtual-pipeline-stage is 1: an inter"),
+    (
+        {"use_distributed_optimizer": False, "local_copy_os": True},
+        "--local-copy-os is given without --use-distributed-optimizer: add --use-distributed-optimizer",
+    ),
+)
+
+
+@pytest.mark.parametrize(("given", "line"), REFUSED)
+def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(LayoutError, match=line):
+        _ascendspeed.require_protected(_args(**given))
+
+
+def test_what_is_protected_is_not() -> None:
+    _ascendspeed.require_protected(_args(local_copy_os=True))
+    _ascendspeed.require_protected(_args(use_distributed_optimizer=False, optimizer="sgd"))
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor", "pipeline", "size"), [(8, 2, 2, 2), (6, 2, 1, 3), (2, 4, 1, 1), (4, 2, 8, 1)]
+)
+def test_the_data_parallel_size(world: int, tensor: int, pipeline: int, size: int) -> None:
+    """Sizes that the job is too small for are made smaller, as the framework does."""
+    args = Namespace(
+        world_size=world, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
+    )
+    assert _ascendspeed.data_parallel_size(args) == size
