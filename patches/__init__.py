@@ -10,7 +10,7 @@ if __name__ != "adaptor.patches":
     )
 
 FILES: dict[str, tuple[str, ...]] = {
-    "ttp": ("megatron_core", "megatron_training", "megatron_checkpointing"),
+    "ttp": ("megatron_core", "megatron_training", "megatron_checkpointing", "mindspeed"),
     "worker": ("torch_rendezvous",),
 }
 
