@@ -17,6 +17,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "ascendspeed_core",
         "ascendspeed_training",
         "ascendspeed_checkpointing",
+        "mindspeed",
     ),
     "worker": ("torch_rendezvous",),
 }

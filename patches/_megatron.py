@@ -88,8 +88,15 @@ def _say_once(args: Any, line: str) -> None:
         print(f"[ttp] {line}", flush=True)
 
 
-def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTrainee:
-    """The training state of this rank, from the framework's globals."""
+def trainee(
+    model: Sequence[Any], optimizer: Any, scheduler: Any, so_far: float, rerun: bool
+) -> MegatronTrainee:
+    """The training state of this rank, from the framework's globals.
+
+    Args:
+        so_far: the floating-point operations, where the training loop begins to count.
+        rerun: whether saves have the state of the rerun state machine, if there is one.
+    """
     from megatron.core import mpu, tensor_parallel
     from megatron.core import num_microbatches_calculator as batches
     from megatron.training import get_args
@@ -98,7 +105,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
 
     args = get_args()
     folder = Path(get_checkpoint_name("", 0)).parent.name
-    operations = _Operations(args.num_floating_point_operations_so_far)
+    operations = _Operations(so_far)
 
     def batch() -> int:
         return int(
@@ -164,7 +171,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         increment=batch,
         barrier=lambda: torch.distributed.barrier(group=everyone),
         mirrors=mirrors,
-        rerun=_rerun_state(),
+        rerun=_rerun_state(rerun),
         local_copy=local_copy_of(optimizer, mirrors),
     )
 
@@ -187,8 +194,11 @@ def _in_the_format_of(args: Any, state: TrainingState, first: int) -> TrainingSt
     return replace(state, form=torch_dist.agree(state, metadata, random, first, peers))
 
 
-def _rerun_state() -> Callable[[], Any]:
-    """What the versions from 0.10 to 0.13 write of their rerun state machine into every checkpoint."""
+def _rerun_state(saved: bool) -> Callable[[], Any]:
+    """What the versions from 0.10 to 0.13 write of their rerun state machine into every checkpoint.
+
+    Nothing of it, but the name, where a save of another's making does not ask for it (`saved`).
+    """
     if importlib.util.find_spec("megatron.core.rerun_state_machine") is None:
         return lambda: None
     from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -197,6 +207,8 @@ def _rerun_state() -> Callable[[], Any]:
     known = inspect.signature(take).parameters
     if "force" in known:  # later it is written on demand alone, and never in the format torch
         return lambda: None
+    if not saved:
+        return dict
     no_iterator, as_torch = None, "torch" if "ckpt_format" in known else False
     return lambda: copy.deepcopy(take(no_iterator, as_torch))
 

@@ -26,6 +26,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
     parsed = wrapped(_megatron.accepts_local_copy(provider), *rest, **kwargs)
     _megatron.take_local_copy(parsed)
+    layout.require_alone(parsed)
     layout.require_protected(parsed)
     if getattr(parsed, "num_experts", None) is not None:
         layout.require_folders_for_experts(
@@ -54,6 +55,19 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
 
+    begin(args, kwargs, operations=get_args().num_floating_point_operations_so_far)
+    return wrapped(*args, **kwargs)
+
+
+def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None:
+    """The training loop is called with `args` and `kwargs`: from now on its state can be saved.
+
+    Args:
+        operations: the floating-point operations so far, where the loop begins to count.
+        rerun: whether the saves that it makes have the state of the rerun state machine.
+    """
+    from megatron.training import get_args
+
     from adaptor.patches import _megatron
 
     patching.check("ttp")
@@ -61,9 +75,9 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     folder.require_newest(get_args().save, get_args().iteration)
     names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    trainee = _megatron.trainee(given["model"], given["optimizer"], given["opt_param_scheduler"])
+    state = (given["model"], given["optimizer"], given["opt_param_scheduler"])
+    trainee = _megatron.trainee(*state, operations, rerun)
     runtime.get().session.begin_training(trainee, inner_optimizers(given["optimizer"]), get_args().iteration)
-    return wrapped(*args, **kwargs)
 
 
 @training.patch(

@@ -215,7 +215,7 @@ def _body(
         if record.scheduler is not None:
             body["opt_param_scheduler"] = dict(record.scheduler)
     if record.rerun is not None:
-        body["rerun_state_machine"] = dict(record.rerun)
+        body["rerun_state_machine"] = dict(record.rerun) or None
     if state.saves("rng"):
         body["rng_state"] = state.form.rng([dict(states) for states in record.rng])
     if FLOPS in record.counters:

@@ -36,7 +36,7 @@ class StepRecord:
     scalers    per optimizer of the chain: state dict of its grad scaler, None without one
     rng        as the framework stores it, one entry for each data-parallel rank that has states of its own
     buffers    copies of the model's saved buffers (`Buffers.take`)
-    rerun      what some versions store of their rerun state machine, None for the others
+    rerun      what some versions store of their rerun state machine; empty: None is stored, None: nothing
     """
 
     step: int

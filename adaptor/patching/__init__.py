@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from adaptor.patching._hooks import (
     arm,
+    around,
     check,
     disarm,
     fingerprint,
@@ -36,6 +37,7 @@ from adaptor.patching._hooks import (
     misfits,
     outcomes,
     target_modules,
+    targets,
 )
 from adaptor.patching._table import format_outcomes
 from adaptor.patching._unit import Outcome, Status, Unit, units
@@ -45,6 +47,7 @@ __all__ = [
     "Status",
     "Unit",
     "arm",
+    "around",
     "check",
     "disarm",
     "fingerprint",
@@ -53,5 +56,6 @@ __all__ = [
     "misfits",
     "outcomes",
     "target_modules",
+    "targets",
     "units",
 ]

@@ -6,9 +6,10 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
@@ -22,6 +23,33 @@ _raises: dict[str, bool] = {}
 def target_modules(group: str) -> tuple[str, ...]:
     """The modules that have targets, in the order of declaration."""
     return tuple(dict.fromkeys(patch.module_name for unit in units(group) for patch in unit.patches))
+
+
+def targets(group: str) -> tuple[str, ...]:
+    """What is patched, as declared."""
+    return tuple(patch.target for unit in units(group) for patch in unit.patches)
+
+
+def around(
+    group: str, target: str, function: Callable[..., Any], replacement: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """What is to stand in the place of `target` where the framework itself puts `function` there.
+
+    For frameworks with a patch manager of their own, which asks for it each time that it puts something
+    there. The patch acts once: around `function`, and not again where that comes down to what was there.
+
+    Args:
+        replacement: what of `function` takes the place of the target, if it is not wrappers alone. If it is
+            patched itself, under the name where it is defined, `function` comes back as it is.
+
+    Raises:
+        DriftError: the replacement does not have the signature that the patch expects.
+    """
+    for unit in units(group):
+        for patch in unit.patches:
+            if patch.target == target:
+                function = patch.around(function, replacement)
+    return function
 
 
 def arm(group: str, *, raises: bool = True) -> None:

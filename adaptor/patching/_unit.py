@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -78,6 +79,7 @@ class Patch:
         self.found: str | None = None
         self._wrapper: Wrapper | None = None
         self._place: Target | None = None
+        self._outside = threading.local()  # whether it acts now, around what the framework put in the place
 
     @property
     def expected(self) -> str:
@@ -117,10 +119,43 @@ class Patch:
         if self._place is None or self._place.module is not module or not self._place.holds(self._wrapper):
             place = locate(module, self.qualname)
             if self._place is None or self._place.raw is not place.raw:
-                self._wrapper = Wrapper(place.raw, self.effect, self.unit.acts, place.owner, place.name)
+                self._wrapper = Wrapper(place.raw, self.effect, self._acts_inside, place.owner, place.name)
             self._place = place
             place.put(self._wrapper)
         self.status = Status.APPLIED
+
+    def around(
+        self, function: Callable[..., Any], replacement: Callable[..., Any] | None
+    ) -> Callable[..., Any]:
+        """A wrapper for `function`, which the framework is about to put in the place of the target.
+
+        What was put there before may be somewhere in `function`; it does not act a second time.
+
+        Args:
+            replacement: what of `function` takes the place of the target itself, if anything.
+
+        Raises:
+            DriftError: the replacement does not have the signature.
+        """
+        if self._place is None or isinstance(replacement, Wrapper):
+            return function
+        if replacement is not None:
+            parameters = parameters_of(replacement, self._place.bound)
+            if parameters is None or not any(accepted.matches(parameters) for accepted in self.accepts):
+                self.status, self.found = Status.DRIFTED, render(parameters)
+                self.unit.settle()
+                raise self.drift()
+        return Wrapper(function, self._act, self._acts_inside, self._place.owner, self._place.name)
+
+    def _act(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        self._outside.acts = True
+        try:
+            return self.effect(wrapped, instance, args, kwargs)
+        finally:
+            self._outside.acts = False
+
+    def _acts_inside(self) -> bool:
+        return self.unit.acts() and not getattr(self._outside, "acts", False)
 
     def uninstall(self) -> None:
         """Put the original back, unless someone has wrapped the wrapper: it stays, and does nothing."""

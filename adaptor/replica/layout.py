@@ -31,6 +31,25 @@ _PROTECTED: Values = (
 )
 
 
+# Switches of other systems that save a job when it fails.
+_OTHERS = ("enable_high_availability", "ttp_enabled")
+
+
+def require_alone(args: Any) -> None:
+    """Refuse a job that a second system would save, too: both would hold its processes and write its files.
+
+    Raises:
+        LayoutError: names the switch of the other system.
+    """
+    for name in _OTHERS:
+        if getattr(args, name, False):
+            also = " (HIGH_AVAILABILITY sets it, too)" if name == "enable_high_availability" else ""
+            raise LayoutError(
+                f"--{name.replace('_', '-')} is given{also}: two systems cannot save the same job; "
+                "leave it out, or set ENABLE_TTP=False"
+            )
+
+
 def require_protected(*configs: Any) -> None:
     """Refuse what would be protected only in part.
 

@@ -22,6 +22,10 @@ from adaptor.errors import LayoutError
 from adaptor.replica import twin
 from adaptor.replica.ring import Ring, chunks, pieces
 
+# A tensor of one number, in a message. A class that wants it on its device takes it there, as after a load.
+_COUNT = 1
+_COUNTS = (torch.int32, torch.int64, torch.float32, torch.float64)
+
 
 class Piece(msgspec.Struct, frozen=True):
     """Where a param of an inner optimizer lies: elements `start` to `end` of its rank's shard of a bucket."""
@@ -79,7 +83,7 @@ class Mirror:
     ) -> None:
         self._owner = owner
         self._ring = ring
-        theirs = msgspec.msgpack.decode(ring.swap_bytes(_encoded(_described(owner, where))), type=_Shard)
+        theirs: _Shard = _decoded(ring.swap_bytes(_encoded(_described(owner, where))), _Shard)
         self.index = ring.previous
         self._pieces = theirs.pieces
         made = [
@@ -103,7 +107,7 @@ class Mirror:
         update = _encoded(_Update(twin.scalars(self._owner), present))
         given = (torch.zeros_like(param) if param.grad is None else param.grad for param in own)
         taken = self._ring.swap_bytes(update, chunks(given), pieces(self._grads))
-        theirs = msgspec.msgpack.decode(taken, type=_Update)
+        theirs: _Update = _decoded(taken, _Update)
         for group, scalars in zip(self.optimizer.param_groups, theirs.groups, strict=True):
             group.update(scalars)
         sizes = [param.numel() for param in self._params]
@@ -186,9 +190,26 @@ def _described(owner: torch.optim.Optimizer, where: Sequence[Piece]) -> _Shard:
 
 def _encoded(message: _Shard | _Update) -> bytes:
     try:
-        return msgspec.msgpack.encode(message)
+        return msgspec.msgpack.encode(message, enc_hook=_written)
     except TypeError as error:
         raise LayoutError(
             f"mirror replicas cannot pass on what the optimizer's param groups or its state hold: {error}; "
             "set TTP_REPLICA=split or none"
         ) from error
+
+
+def _decoded(data: bytes, kind: type[Any]) -> Any:
+    return msgspec.msgpack.decode(data, type=kind, ext_hook=_read)
+
+
+def _written(value: Any) -> msgspec.msgpack.Ext:
+    """Some optimizers count their updates in a tensor of one number (MindSpeed's AdamW, capturable ones)."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dtype not in _COUNTS:
+        raise NotImplementedError
+    told = {"dtype": str(value.dtype).removeprefix("torch."), "shape": value.shape, "number": value.item()}
+    return msgspec.msgpack.Ext(_COUNT, msgspec.msgpack.encode(told))
+
+
+def _read(code: int, data: memoryview) -> torch.Tensor:
+    told = msgspec.msgpack.decode(data)
+    return torch.tensor(told["number"], dtype=getattr(torch, told["dtype"])).reshape(told["shape"])

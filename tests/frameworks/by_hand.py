@@ -1,5 +1,8 @@
 """Checks a checkout of Megatron-LM of another version: `python -m tests.frameworks.by_hand TREE --out OUT`.
 
+Or one of MindSpeed-LLM, in which, as its guide says, `megatron` of Megatron-LM is, and `mindspeed` besides;
+for what only an Ascend machine has there are the stand-ins of tests/standins.
+
 Trains the tiny GPT of the tests on the CPU with it, with faults and without, and prints a row of
 docs/compatibility.md for each check. The reference is always the same checkout without the adaptor, under
 plain torchrun. The environment has what the version imports (`pip install triton pydantic` for newer ones).
@@ -50,6 +53,7 @@ class Check:
     outcome: str
     spec: str = ""
     restarts: int = 0
+    arguments: tuple[str, ...] = ()
 
 
 def _undisturbed(job: Job, baseline: Baseline) -> Ended:
@@ -59,21 +63,24 @@ def _undisturbed(job: Job, baseline: Baseline) -> Ended:
     return ended
 
 
-def _survives(step: int) -> Callable[[Job, Baseline], Ended]:
-    return lambda job, baseline: scenario.survives(job, baseline, code=137, saved={step})
+def _survives(step: int, code: int = 137) -> Callable[[Job, Baseline], Ended]:
+    return lambda job, baseline: scenario.survives(job, baseline, code=code, saved={step})
 
 
 def _restarts(step: int) -> Callable[[Job, Baseline], Ended]:
     return lambda job, baseline: scenario.restarts(job, baseline, saved={step})
 
 
-def _split_is_refused(job: Job, baseline: Baseline) -> Ended:
-    ended = harness.run(job)
-    assert ended.code == 2, ended.log[-3000:]
-    assert ended.last_line.startswith("ttprun: error: TTP_REPLICA is split, but Megatron-core "), ended.log
-    assert "Traceback" not in ended.log, ended.log[-3000:]
-    assert not any(ended.records.values())
-    return ended
+def _refused(line: str) -> Callable[[Job, Baseline], Ended]:
+    def refused(job: Job, baseline: Baseline) -> Ended:
+        ended = harness.run(job)
+        assert ended.code == 2, ended.log[-3000:]
+        assert ended.last_line.startswith(f"ttprun: error: {line}"), ended.log[-3000:]
+        assert "Traceback" not in ended.log, ended.log[-3000:]
+        assert not any(ended.records.values())
+        return ended
+
+    return refused
 
 
 SAVED = "step {} saved as the framework saves it; plain torchrun goes on from it, bitwise"
@@ -116,9 +123,50 @@ CHECKS = {
         restarts=1,
     ),
 }
+REFUSED = "refused in one line before the first step"
 SPLIT_REFUSED = Check(
-    replace(DP2, replica="split"), "none", _split_is_refused, "refused in one line before the first step"
+    replace(DP2, replica="split"), "none", _refused("TTP_REPLICA is split, but Megatron-core "), REFUSED
 )
+# MindSpeed replaces the layers and the operators of the update, at which the faults above strike.
+MINDSPEED = {
+    "undisturbed": CHECKS["undisturbed"],
+    "norm": Check(
+        DP2,
+        "SIGKILL of rank 1, before the gradient norm of step 6",
+        _survives(5),
+        SAVED.format(5),
+        "rank=1,step=6,phase=norm,kind=sigkill",
+    ),
+    "exception": Check(
+        DP2,
+        "exception in rank 1, before the gradient norm of step 6",
+        _survives(5, code=1),
+        SAVED.format(5),
+        "rank=1,step=6,phase=norm,kind=exception",
+    ),
+    "door": Check(
+        DP2,
+        "SIGKILL of rank 1, at the door of step 6",
+        _survives(6),
+        SAVED.format(6),
+        "rank=1,step=6,phase=door-after,kind=sigkill",
+    ),
+    "restart": Check(
+        DP2,
+        "SIGKILL of rank 0, before the gradient norm of step 4",
+        _restarts(3),
+        CHECKS["restart"].outcome,
+        "rank=0,step=4,phase=norm,kind=sigkill",
+        restarts=1,
+    ),
+    "availability": Check(
+        DP2,
+        "none, but `--enable-high-availability`",
+        _refused("--enable-high-availability is given"),
+        REFUSED,
+        arguments=("--enable-high-availability",),
+    ),
+}
 
 
 class Bench:
@@ -129,7 +177,10 @@ class Bench:
         version = Version(runpy.run_path(str(tree / "megatron/core/package_info.py"))["__version__"])
         self._name = f"{version} ({name})" if name else str(version)
         self._instances = version >= RIGHT_INSTANCES
-        self.checks = dict(CHECKS)
+        mindspeed = (tree / "mindspeed_llm").is_dir()
+        self.checks = dict(MINDSPEED if mindspeed else CHECKS)
+        if mindspeed:
+            os.environ["PYTHONPATH"] = str(ROOT / "tests/standins")
         if not self._instances:
             self.checks["split"] = SPLIT_REFUSED
         if version < LOADS_WEIGHTS_ONLY:
@@ -163,6 +214,7 @@ class Bench:
             restarts=check.restarts,
             framework=self._tree,
             faults=[check.spec] if check.spec else [],
+            arguments=check.arguments,
         )
         replica = layout.replica
         try:
@@ -195,7 +247,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="where the jobs run; about 200 MB")
     parser.add_argument("--name", default="", help="the tag and the commit, for the rows")
     parser.add_argument(
-        "--only", action="append", choices=[*CHECKS, "split"], help="one check; repeat for more"
+        "--only",
+        action="append",
+        choices=[*{**CHECKS, **MINDSPEED}, "split"],
+        help="one check; repeat for more",
     )
     parsed = parser.parse_args()
     tree = parsed.tree.resolve()

@@ -17,11 +17,26 @@ from adaptor.replica import ring
 from adaptor.replica.mirror import Mirror, Piece
 from adaptor.replica.ring import Ring
 
+
+class CountsInATensor(torch.optim.SGD):
+    """Its param groups have the number of updates in a tensor, counted up in place, as MindSpeed's AdamW."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if "step" in group:
+                group["step"] += 1
+            else:
+                group["step"] = torch.tensor(1)
+            group["momentum"] = 1 - 1 / (1 + int(group["step"]))
+        return super().step(closure)
+
+
 SIZES = ((7, 1), (), (1030, 3, 64), (513,), (5, 5))
 OPTIMIZERS = {
     "adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, weight_decay=0.1),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95)),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    "counting": lambda groups: CountsInATensor(groups, lr=1e-2, momentum=0.9),
     "fused": lambda groups: FusedAdam(groups, lr=1e-2, weight_decay=0.1),
     "fused-l2": lambda groups: FusedAdam(groups, lr=1e-2, weight_decay=0.1, adam_w_mode=False),
 }

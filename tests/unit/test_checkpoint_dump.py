@@ -283,11 +283,14 @@ def test_what_the_framework_would_not_save_is_left_out(tmp_path: Path) -> None:
     assert not {"optimizer", "opt_param_scheduler", "rng_state"} & set(body)
 
 
-def test_the_rerun_state_of_a_version_that_saves_it_stands_before_the_random_states(tmp_path: Path) -> None:
-    record = dataclasses.replace(RECORD, rerun={"mode": "disabled"})
+@pytest.mark.parametrize(("rerun", "saved"), [({"mode": "disabled"},) * 2, ({}, None)])
+def test_the_rerun_state_of_a_version_that_saves_it_stands_before_the_random_states(
+    rerun: dict[str, str], saved: dict[str, str] | None, tmp_path: Path
+) -> None:
+    record = dataclasses.replace(RECORD, rerun=rerun)
     megatron.write_files(Rank(0, 1).state, record, Exchange(None, 0, [[0]]), tmp_path, 1)
     body = load(tmp_path / "mp_rank_00/model_optim_rng.pt.1")
-    assert body["rerun_state_machine"] == {"mode": "disabled"}
+    assert body["rerun_state_machine"] == saved
     assert list(body)[-3:] == ["rerun_state_machine", "rng_state", "num_floating_point_operations_so_far"]
 
 

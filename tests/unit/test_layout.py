@@ -58,6 +58,26 @@ def args(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**PROTECTED, **changed})
 
 
+@pytest.mark.parametrize(
+    ("switch", "words"),
+    [
+        (
+            "enable_high_availability",
+            "--enable-high-availability is given (HIGH_AVAILABILITY sets it, too): ",
+        ),
+        ("ttp_enabled", "--ttp-enabled is given: "),
+    ],
+)
+def test_a_second_system_that_saves_the_job(switch: str, words: str) -> None:
+    layout.require_alone(args())
+    layout.require_alone(args(**{switch: False}))
+    with pytest.raises(LayoutError) as refused:
+        layout.require_alone(args(**{switch: True}))
+    assert str(refused.value) == (
+        f"{words}two systems cannot save the same job; leave it out, or set ENABLE_TTP=False"
+    )
+
+
 def test_what_is_protected_is_accepted() -> None:
     layout.require_protected(args())
     layout.require_protected(args(ckpt_format="torch_dist", tensor_model_parallel_size=2))

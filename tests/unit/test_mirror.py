@@ -19,7 +19,15 @@ SCRIPT = Path(__file__).with_name("mirror_script.py")
 
 @pytest.mark.parametrize(
     ("size", "kind", "step"),
-    [(2, "adamw", 1), (3, "adam", 1), (3, "sgd", 2), (5, "adamw", 2), (4, "fused", 3), (3, "fused-l2", 1)],
+    [
+        (2, "adamw", 1),
+        (3, "adam", 1),
+        (3, "sgd", 2),
+        (5, "adamw", 2),
+        (4, "fused", 3),
+        (3, "fused-l2", 1),
+        (2, "counting", 1),
+    ],
 )
 def test_the_copy_is_what_its_owner_has(size: int, kind: str, step: int, tmp_path: Path) -> None:
     ranks = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_npu import npu
+from torch_npu import _C, npu
 from torch_npu.operators import (
     fast_gelu,
     npu_apply_adam_w,
@@ -17,9 +17,11 @@ from torch_npu.operators import (
     npu_rotary_mul,
     npu_scaled_masked_softmax,
 )
-from torch_npu.utils import storage
+from torch_npu.utils import collect_env, storage
 
 __all__ = [
+    "_C",
+    "collect_env",
     "fast_gelu",
     "npu",
     "npu_apply_adam_w",

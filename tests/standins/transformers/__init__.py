@@ -8,7 +8,14 @@ from typing import Any
 
 from transformers import utils
 
-__all__ = ["AutoTokenizer", "BertTokenizer", "DataCollatorForSeq2Seq", "GPT2Tokenizer", "utils"]
+__all__ = [
+    "AutoTokenizer",
+    "BertTokenizer",
+    "DataCollatorForSeq2Seq",
+    "GPT2Tokenizer",
+    "PreTrainedTokenizerBase",
+    "utils",
+]
 
 
 class AutoTokenizer:
@@ -44,3 +51,6 @@ class GPT2Tokenizer(_NameAlone): ...
 
 
 class DataCollatorForSeq2Seq(_NameAlone): ...
+
+
+class PreTrainedTokenizerBase(_NameAlone): ...

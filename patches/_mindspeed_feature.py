@@ -1,0 +1,26 @@
+"""Our feature among those of MindSpeed; imported once MindSpeed is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed.features_manager.feature import MindSpeedFeature
+
+from adaptor import patching
+from adaptor.patches._mindspeed import Wrap, outermost
+
+
+class PatchesSurvive(MindSpeedFeature):  # type: ignore[misc]
+    """Registers a wrapper for each function that we patch and that another feature patches, too."""
+
+    def __init__(self) -> None:
+        super().__init__("ttp-adaptor", optimization_level=0)  # level 0: always
+        self._wraps: dict[str, Wrap] = {}
+
+    def register_patches(self, patch_manager: Any, args: Any) -> None:
+        for target in patching.targets("ttp"):
+            name = target.replace(":", ".")
+            entry = patch_manager.patches_info.get(name)
+            if entry is not None:
+                # The same object each time: what is registered already is not registered again.
+                patch_manager.register_patch(name, self._wraps.setdefault(name, outermost(entry, target)))

@@ -1,0 +1,10 @@
+"""Types that the signatures of converters name."""
+
+
+class DataType: ...
+
+
+class Tensor: ...
+
+
+class TensorSpec: ...
