@@ -1,7 +1,6 @@
 """Frameworks that are not at hand, as their recorded signatures: names and parameters, no code.
 
-A file of tests/patches/signatures names the functions that are patched, as `python -m adaptor report` finds
-them in the checkout that the file is named after: {"module:name": "(a, b=, ...)"}.
+`tests/frameworks/signatures.py` writes the files of tests/patches/signatures.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ SIGNATURES = Path(__file__).with_name("signatures")
 
 
 def read(name: str) -> dict[str, str]:
-    """Of a framework: the signature of each target."""
-    recorded: dict[str, str] = json.loads((SIGNATURES / f"{name}.json").read_text())
-    return recorded
+    """Of a framework: the signature of each target, "(a, b=, ...)" by "module:name"."""
+    found: dict[str, str] = json.loads((SIGNATURES / f"{name}.json").read_text())["found"]
+    return found
 
 
 def write(folder: Path, recorded: dict[str, str]) -> None:

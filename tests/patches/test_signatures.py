@@ -12,8 +12,11 @@ import adaptor.patches as patches
 from adaptor import patching
 from adaptor.patching._signature import Expected
 from adaptor.patching._unit import Patch, Unit
+from tests.patches import recorded
+from tests.patches.conftest import Run
 
-RECORDED = sorted(Path(__file__).with_name("signatures").glob("*.json"))
+RECORDED = sorted(recorded.SIGNATURES.glob("*.json"))
+REPORT = "import sys; from adaptor.__main__ import main; sys.exit(main(['report']))"
 
 
 def _recorded(path: Path) -> dict[str, Any]:
@@ -55,3 +58,24 @@ def test_every_patch_fits_what_the_framework_replaces(path: Path) -> None:
     by_target = {patch.target: patch for unit in _concerned(record["found"]) for patch in unit.patches}
     for target, signature in record["replaced"].items():
         assert _fits(by_target[target], signature), target
+
+
+def test_a_patch_point_that_moved_is_named(folder: Path, python: Run) -> None:
+    signatures = recorded.read("ascendspeed-af1347")
+    signatures["ascendspeed.training:train_step"] = "(forward_step_func, model, optimizer, lr_scheduler)"
+    del signatures["ascendspeed.checkpointing:save_checkpoint"]
+    recorded.write(folder, signatures)
+    done = python("-c", REPORT)
+    assert done.returncode == 1
+    step, save = done.stderr.splitlines()
+    assert step == (
+        "python -m adaptor: ascendspeed.training:train_step (unit ascendspeed-training): expected "
+        "(forward_step_func, data_iterator, model, optimizer, lr_scheduler, config), found "
+        "(forward_step_func, model, optimizer, lr_scheduler) in ascendspeed of unknown version "
+        "(tested: commit af1347)"
+    )
+    assert save == (
+        "python -m adaptor: ascendspeed.checkpointing:save_checkpoint (unit ascendspeed-checkpointing): "
+        "expected (iteration, model, optimizer, lr_scheduler), found no such name in ascendspeed of unknown "
+        "version (tested: commit af1347)"
+    )
