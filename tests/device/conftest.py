@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from adaptor.devices import accelerator
+from adaptor.devices.accelerator import Accelerator
+from adaptor.devices.cuda import Cuda
+from adaptor.devices.npu import Npu
 from tests.device.recording import Machine
 
+LANDING = 64  # bytes, so that small tensors take several parts
+SHORT_S = 0.2
 NAMES = ("Event", "Stream", "current_stream", "device", "stream")
 
 
@@ -49,3 +56,20 @@ def _memory_is_written_down(machine: Machine, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "empty", make)
     monkeypatch.setattr(torch, "zeros", zero)
+
+
+@pytest.fixture
+def device(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    monkeypatch.setattr(accelerator, "_LANDING_BYTES", LANDING)
+    monkeypatch.setattr(accelerator, "_PROBE_S", SHORT_S)
+    return Cuda(machine.place) if kind == "cuda" else Npu(machine.place)
+
+
+def in_a_thread(act: Any) -> Any:
+    """What `act` returns, in the thread of a dump."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(act()), name="dump", daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found, "it hangs"
+    return found[0]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,40 +13,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from adaptor import devices
-from adaptor.checkpoint.megatron import TrainingState
-from adaptor.checkpoint.trainee import MegatronTrainee
-from adaptor.control.messages import GroupOrder
-from adaptor.control.session import DumpRun
-from adaptor.devices import accelerator
 from adaptor.devices.accelerator import Accelerator
 from adaptor.devices.cuda import Cuda
-from adaptor.devices.device import HOST, Device
+from adaptor.devices.device import HOST
 from adaptor.devices.npu import Npu
 from adaptor.errors import LayoutError
-from tests.device.conftest import NAMES
+from tests.device.conftest import NAMES, SHORT_S, in_a_thread
 from tests.device.recording import ERROR, Machine
-from tests.unit.test_checkpoint_dump import RECORD, Rank
-
-LANDING = 64  # bytes, so that small tensors take several parts
-SHORT_S = 0.2
-
-
-@pytest.fixture
-def device(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
-    monkeypatch.setattr(accelerator, "_LANDING_BYTES", LANDING)
-    monkeypatch.setattr(accelerator, "_PROBE_S", SHORT_S)
-    return Cuda(machine.place) if kind == "cuda" else Npu(machine.place)
-
-
-def in_a_thread(act: Any) -> Any:
-    """What `act` returns, in the thread of a dump."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(act()), name="dump", daemon=True)
-    thread.start()
-    thread.join(20)
-    assert found, "it hangs"
-    return found[0]
-
 
 TENSORS = {
     "one part": torch.arange(16.0),
@@ -221,81 +192,6 @@ def test_a_device_that_never_answers_is_given_up(device: Accelerator, machine: M
     for stream in machine.made:
         stream.block()
     assert device.unreadable() == f"it has not answered within {SHORT_S:g} s"
-
-
-def on_the_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Rank:
-    """A rank with all shards, whose weights and optimizer state lie there."""
-    full = torch.full
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "full", lambda *args, **kwargs: machine.put(full(*args, **kwargs)))
-        rank = Rank(0, 1)
-    for state in rank.states.values():
-        state.update({key: machine.put(tensor) for key, tensor in state.items()})
-    rank.model.frozen = torch.nn.Parameter(machine.put(torch.arange(4.0)), requires_grad=False)
-    rank.model.register_buffer("mask", machine.put(torch.ones(2, dtype=torch.bool)))
-    return rank
-
-
-def trainee_on(device: Device, state: TrainingState) -> MegatronTrainee:
-    unused: Any = None
-    trainee = MegatronTrainee(state, "", (), unused, dict, dict, int, lambda: None)
-    vars(trainee)["device"] = device  # in the place of the one that its tensors tell
-    return trainee
-
-
-def test_a_rank_is_ready_when_its_stream_has_come_so_far(device: Accelerator, machine: Machine) -> None:
-    machine.default.block()
-    thread = threading.Thread(target=trainee_on(device, Rank(0, 1).state).exchange, daemon=True)
-    thread.start()
-    thread.join(SHORT_S)
-    assert thread.is_alive()
-    machine.default.unblock()
-    thread.join(20)
-    assert not thread.is_alive()
-
-
-def test_last_words_are_written_while_the_default_stream_is_blocked(
-    device: Accelerator, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    rank = on_the_machine(machine, monkeypatch)
-    record = dataclasses.replace(
-        RECORD,
-        scalers=({"scale": machine.put(torch.tensor([8.0]))},),
-        buffers=(machine.put(torch.tensor([True, False])),),
-    )
-    order = GroupOrder("mp_rank_00", (0,), 0)
-    machine.default.block()
-    machine.calls.clear()
-    for state, taken, where in ((rank.state, record, device), (Rank(0, 1).state, RECORD, HOST)):
-        folder = tmp_path / ("host" if where is HOST else "device")
-        run = DumpRun(0, str(folder), 1, lambda ranks: None, lambda count: None, lambda: False, past=False)
-        trainee = trainee_on(where, state)
-        in_a_thread(lambda trainee=trainee, taken=taken, run=run: trainee.dump(taken, order, run))
-    assert {what for _, what, _ in machine.calls} == {"copy"}
-    files = [path.relative_to(tmp_path / "host") for path in (tmp_path / "host").rglob("*.1")]
-    assert len(files) == 2
-    for file in files:
-        made, wanted = (
-            torch.load(tmp_path / where / file, weights_only=False) for where in ("device", "host")
-        )
-        same(made, wanted)
-
-
-def same(made: Any, wanted: Any) -> None:
-    if isinstance(wanted, torch.Tensor):
-        assert type(made) is type(wanted)
-        assert made.dtype == wanted.dtype
-        assert torch.equal(made, wanted)
-    elif isinstance(wanted, dict):
-        assert list(made) == list(wanted)
-        for key in wanted:
-            same(made[key], wanted[key])
-    elif isinstance(wanted, list):
-        assert len(made) == len(wanted)
-        for pair in zip(made, wanted, strict=True):
-            same(*pair)
-    else:
-        assert made == wanted
 
 
 def test_the_device_is_that_of_the_tensors(

@@ -1,0 +1,96 @@
+"""A rank whose weights and optimizer state lie on a device that hangs, and one that is not READY yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaptor.checkpoint.megatron import TrainingState
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.control.messages import GroupOrder
+from adaptor.control.session import DumpRun
+from adaptor.devices.accelerator import Accelerator
+from adaptor.devices.device import HOST, Device
+from tests.device.conftest import SHORT_S, in_a_thread
+from tests.device.recording import Machine
+from tests.unit.test_checkpoint_dump import RECORD, Rank
+
+
+def on_the_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """A rank with all shards, whose weights and optimizer state lie there."""
+    full = torch.full
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "full", lambda *args, **kwargs: machine.put(full(*args, **kwargs)))
+        rank = Rank(0, 1)
+    for state in rank.states.values():
+        state.update({key: machine.put(tensor) for key, tensor in state.items()})
+    rank.model.frozen = torch.nn.Parameter(machine.put(torch.arange(4.0)), requires_grad=False)
+    rank.model.register_buffer("mask", machine.put(torch.ones(2, dtype=torch.bool)))
+    return rank
+
+
+def trainee_on(device: Device, state: TrainingState) -> MegatronTrainee:
+    unused: Any = None
+    trainee = MegatronTrainee(state, "", (), unused, dict, dict, int, lambda: None)
+    vars(trainee)["device"] = device  # in the place of the one that its tensors tell
+    return trainee
+
+
+def test_a_rank_is_ready_when_its_stream_has_come_so_far(device: Accelerator, machine: Machine) -> None:
+    machine.default.block()
+    thread = threading.Thread(target=trainee_on(device, Rank(0, 1).state).exchange, daemon=True)
+    thread.start()
+    thread.join(SHORT_S)
+    assert thread.is_alive()
+    machine.default.unblock()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_last_words_are_written_while_the_default_stream_is_blocked(
+    device: Accelerator, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rank = on_the_machine(machine, monkeypatch)
+    record = dataclasses.replace(
+        RECORD,
+        scalers=({"scale": machine.put(torch.tensor([8.0]))},),
+        buffers=(machine.put(torch.tensor([True, False])),),
+    )
+    order = GroupOrder("mp_rank_00", (0,), 0)
+    machine.default.block()
+    machine.calls.clear()
+    for state, taken, where in ((rank.state, record, device), (Rank(0, 1).state, RECORD, HOST)):
+        folder = tmp_path / ("host" if where is HOST else "device")
+        run = DumpRun(0, str(folder), 1, lambda ranks: None, lambda count: None, lambda: False, past=False)
+        trainee = trainee_on(where, state)
+        in_a_thread(lambda trainee=trainee, taken=taken, run=run: trainee.dump(taken, order, run))
+    assert {what for _, what, _ in machine.calls} == {"copy"}
+    files = [path.relative_to(tmp_path / "host") for path in (tmp_path / "host").rglob("*.1")]
+    assert len(files) == 2
+    for file in files:
+        made, wanted = (
+            torch.load(tmp_path / where / file, weights_only=False) for where in ("device", "host")
+        )
+        same(made, wanted)
+
+
+def same(made: Any, wanted: Any) -> None:
+    if isinstance(wanted, torch.Tensor):
+        assert type(made) is type(wanted)
+        assert made.dtype == wanted.dtype
+        assert torch.equal(made, wanted)
+    elif isinstance(wanted, dict):
+        assert list(made) == list(wanted)
+        for key in wanted:
+            same(made[key], wanted[key])
+    elif isinstance(wanted, list):
+        assert len(made) == len(wanted)
+        for pair in zip(made, wanted, strict=True):
+            same(*pair)
+    else:
+        assert made == wanted
