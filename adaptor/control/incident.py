@@ -3,7 +3,8 @@
 FREEZING   every live rank closes its door and tells where it stands
 PREPARING  an agent makes the temporary folder
 DUMPING    the chosen holders bring themselves to the step and write
-PUBLISHING an agent checks the files, renames the folder and replaces the tracker
+PUBLISHING an agent checks the files, renames the folder and replaces the tracker; where handlers of the
+           script write what is saved, nothing is prepared, and one rank's handler gives it its name
 ENDED      the verdict is out and every worker has been told to exit
 
 Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on
@@ -31,6 +32,7 @@ from adaptor.control.messages import (
     Phase,
     Prepare,
     Publish,
+    Rename,
     WriteFailed,
     Written,
 )
@@ -70,7 +72,7 @@ class Outcome:
 class Directive:
     """An order to one rank (`rank` set), or to the agent of one node."""
 
-    message: Freeze | Dump | Prepare | Publish
+    message: Freeze | Dump | Rename | Prepare | Publish
     rank: int | None = None
     node: int | None = None
 
@@ -113,6 +115,7 @@ class Incident:
     silent: list[int] = field(default_factory=list)
     stuck: list[int] = field(default_factory=list)
     publisher: int = -1
+    namer: int = -1
     deadline: float = 0.0
     freeze_deadline: float = 0.0
     explained_by: float = 0.0
@@ -186,6 +189,10 @@ class Incident:
         if self.state is State.DUMPING and not taking_part.isdisjoint(ranks):
             self.failures = 0
             return self._dump_again()
+        if self.state is State.PUBLISHING and self.namer in ranks:
+            return self._end(
+                "lost", -1, f"rank {self.namer} has died while its handler gave step {self.step} its name"
+            )
         return []
 
     def on_agent_lost(self, node: int) -> list[Directive]:
@@ -218,7 +225,7 @@ class Incident:
         if self.pending:
             return []
         self.state = State.PUBLISHING
-        return [self._order_publish()]
+        return [self._order_rename() if self._handled else self._order_publish()]
 
     def on_write_failed(self, message: WriteFailed) -> list[Directive]:
         # Who fails may be alive and its state unreadable; who doubts is well.
@@ -247,6 +254,11 @@ class Incident:
         newest = max([self.newest, *map(_newest, self.frozen.values())])
         reason = "" if newest <= self.step else f"step {newest} was not finished on every rank"
         return self._end("saved", self.step, reason)
+
+    def on_renamed(self, rank: int, reason: str) -> list[Directive]:
+        if rank != self.namer:
+            return []
+        return self.on_publish_failed(reason) if reason else self.on_published(self.step)
 
     def on_publish_failed(self, reason: str) -> list[Directive]:
         if self.state is not State.PUBLISHING:
@@ -293,8 +305,9 @@ class Incident:
         return self._dump_again()
 
     def _plan_rest(self, boards: Mapping[int, BoardRecord]) -> Plan | NoPlan:
-        """For the groups that are not on disk, at the same step."""
-        shares = shares_of(self.layouts, self.pending.keys())
+        """For the groups that are not on disk, at the same step; handlers write all of it again."""
+        groups = self.pending.keys() | (self.written.keys() if self._handled else set())
+        shares = shares_of(self.layouts, groups)
         return plan(shares, boards, only=self.step, avoid=self.avoid)
 
     def _decide_when_frozen(self) -> list[Directive]:
@@ -317,6 +330,9 @@ class Incident:
         self.step = decision.step
         self.pending = {order.group: order for order in decision.groups}
         self.written = {}
+        if self._handled:
+            self.state = State.DUMPING
+            return self._dump_again()
         self.state = State.PREPARING
         self.publisher = self.nodes[min(order.writer for order in decision.groups)]
         return [self._order_prepare()]
@@ -368,6 +384,16 @@ class Incident:
         files = tuple(entry for group in sorted(self.written) for entry in self.written[group])
         order = Publish(self.number, self._save(), self.step, files, self.writers, self.world_size, self.term)
         return Directive(order, node=self.publisher)
+
+    def _order_rename(self) -> Directive:
+        # Those of the group that came last have not died, or it would have been planned again.
+        self.namer = min(rank for holders in self.writers.values() for rank in holders if rank in self.nodes)
+        return Directive(Rename(self.number, self.step), rank=self.namer)
+
+    @property
+    def _handled(self) -> bool:
+        """Whether handlers of the script write and name what is saved."""
+        return not self._save()
 
     def _save(self) -> str:
         return self.layouts[min(self.layouts)].save
