@@ -1,0 +1,105 @@
+"""`import mindio_ttp` finds the adaptor's where the user asked for it, and none is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.patches.conftest import Run
+
+AGENT = {"TTP_AGENT": "somewhere"}
+
+
+def test_nobody_asked(python: Run) -> None:
+    done = python("-c", "import adaptor\nadaptor.enable()\nimport mindio_ttp", env=AGENT)
+    assert done.returncode == 1
+    assert "No module named 'mindio_ttp'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "env"),
+    [("provide_mindio=True", {}), ("", {"TTP_PROVIDE_MINDIO": "1"})],
+    ids=["argument", "variable"],
+)
+def test_who_asks_gets_it_and_no_patches(holds: Callable[..., None], call: str, env: dict[str, str]) -> None:
+    holds(
+        f"""
+import importlib.util, sys
+import adaptor, units
+adaptor.enable({call})
+adaptor.enable({call})
+assert importlib.util.find_spec("mindio_ttp") is not None
+import fake.core
+assert fake.core.f(1) == 2
+assert not {{"torch", "mindio_ttp"}} & set(sys.modules)
+from mindio_ttp.framework_ttp import tft_start_updating_os, ttp_to_persist
+from mindio_ttp.framework_ttp.ttp_decorator import get_mindio_export_version, tft_get_repair_type
+from mindio_ttp.controller_ttp import tft_notify_controller_dump
+from mindio_ttp.utils import tft_set_update_start_time
+adaptor.disable()
+assert importlib.util.find_spec("mindio_ttp") is None
+""",
+        **AGENT,
+        **env,
+    )
+
+
+def test_ttprun_has_armed_the_patches_before_the_script_asks(holds: Callable[..., None]) -> None:
+    holds(
+        """
+import adaptor, units
+adaptor.enable()
+adaptor.enable(provide_mindio=True)
+import fake.core, mindio_ttp
+assert fake.core.f(1) == 2
+""",
+        **AGENT,
+    )
+
+
+@pytest.mark.parametrize("asked", ["provide_mindio=True", ""])
+def test_off_provides_nothing(python: Run, asked: str) -> None:
+    env = {"ENABLE_TTP": "False", "TTP_PROVIDE_MINDIO": "1"}
+    done = python("-c", f"import adaptor\nadaptor.enable({asked})\nimport mindio_ttp", env=env)
+    assert "No module named 'mindio_ttp'" in done.stderr
+
+
+def test_an_installed_one_is_not_replaced(python: Run, folder: Path) -> None:
+    (folder / "mindio_ttp").mkdir()
+    (folder / "mindio_ttp" / "__init__.py").write_text("")
+    done = python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)", env=AGENT)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("adaptor: error: TTP_PROVIDE_MINDIO is True, but mindio_ttp is installed (")
+    assert line.endswith(
+        "): uninstall it, or leave TTP_PROVIDE_MINDIO out and use the ttprun that came with it"
+    )
+
+
+def test_outside_of_ttprun(python: Run) -> None:
+    done = python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)")
+    assert "this process was not started by ttprun" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("modellink", "TTPReplicaOptimizer"),
+        ("modellink", "build_optimizer_replica_group"),
+        ("modellink.os_shard_parallel", "get_os_shard_group"),
+    ],
+)
+def test_what_is_not_there_says_what_to_do(python: Run, module: str, name: str) -> None:
+    code = f"import adaptor\nadaptor.enable(provide_mindio=True)\nfrom mindio_ttp.{module} import {name}"
+    done = python("-c", code, env=AGENT)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: mindio_ttp.{module}.{name} is not provided: leave ModelLink unedited, "
+        "the adaptor patches it by itself (see docs/mindio.md)"
+    )
+
+
+def test_a_name_that_nobody_knows(python: Run) -> None:
+    code = "import adaptor\nadaptor.enable(provide_mindio=True)\nfrom mindio_ttp.modellink import nothing"
+    assert "cannot import name 'nothing'" in python("-c", code, env=AGENT).stderr
