@@ -10,7 +10,14 @@ if __name__ != "adaptor.patches":
     )
 
 FILES: dict[str, tuple[str, ...]] = {
-    "ttp": ("megatron_core", "megatron_training", "megatron_checkpointing"),
+    "ttp": (
+        "megatron_core",
+        "megatron_training",
+        "megatron_checkpointing",
+        "ascendspeed_core",
+        "ascendspeed_training",
+        "ascendspeed_checkpointing",
+    ),
     "worker": ("torch_rendezvous",),
 }
 

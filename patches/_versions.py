@@ -1,3 +1,6 @@
-"""The versions of Megatron with which jobs were trained, with faults: docs/compatibility.md."""
+"""The versions of frameworks with which jobs were trained, with faults: docs/compatibility.md."""
 
 MEGATRON = ">=0.8,!=0.9.*,!=0.10.*,!=0.11.*,!=0.13.*,!=0.14.*,!=0.17.*,!=0.18.*,!=0.19.*,<0.21"
+
+# ModelLink has no version in its package; a commit is named.
+MODELLINK = "commit af1347"

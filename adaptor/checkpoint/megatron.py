@@ -237,8 +237,9 @@ def _args_of(state: TrainingState, record: StepRecord) -> Any:
         # In its arguments the framework keeps the operations that it started with.
         if name != FLOPS:
             setattr(args, name, value)
-    # The index of the iteration that made the step; it counts from 0.
-    args.curr_iteration = record.step - 1
+    if hasattr(args, "curr_iteration"):
+        # The index of the iteration that made the step; it counts from 0.
+        args.curr_iteration = record.step - 1
     for name, value in state.args_overrides.items():
         setattr(args, name, value)
     return args

@@ -112,6 +112,7 @@ def advance(
     rng: Sequence[Mapping[str, Any]],
     buffers: tuple[torch.Tensor | None, ...],
     rerun: Mapping[str, Any] | None = None,
+    also: Mapping[str, Any] | None = None,
 ) -> StepRecord:
     """The record of the step after `record`, as the framework will have it once it has finished that step.
 
@@ -120,16 +121,17 @@ def advance(
     increment  samples by which the framework moves its scheduler
     growth     by how much each counter grows; one that is not named stays
     scalers, rng, buffers, rerun  taken at the door of the new step: what comes after it changes none of them
+    also       what else the framework says to its scheduler's step
     """
     counters = {name: value + growth.get(name, 0) for name, value in record.counters.items()}
     state, groups = record.scheduler, record.groups
     if updated and state is not None:
-        state, groups = _scheduled(scheduler, state, groups, increment)
+        state, groups = _scheduled(scheduler, state, groups, increment, also or {})
     return StepRecord(record.step + 1, counters, state, groups, tuple(scalers), rng, buffers, rerun)
 
 
 def _scheduled(
-    scheduler: Any, state: Mapping[str, Any], groups: Groups, increment: int
+    scheduler: Any, state: Mapping[str, Any], groups: Groups, increment: int, also: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Groups]:
     """Lets a copy of the framework's own scheduler make one step on copies of the param groups."""
     if "num_steps" not in state:
@@ -139,6 +141,7 @@ def _scheduled(
     stand_in = copy.copy(scheduler)
     moved = tuple(tuple(dict(group) for group in inner) for inner in groups)
     stand_in.optimizer = types.SimpleNamespace(param_groups=[group for inner in moved for group in inner])
-    stand_in.num_steps = state["num_steps"]
-    stand_in.step(increment)
+    # The live one may have moved on: what it says of itself in a checkpoint is as it was.
+    vars(stand_in).update((name, value) for name, value in state.items() if name in vars(stand_in))
+    stand_in.step(increment, **also)
     return dict(stand_in.state_dict()), moved

@@ -99,7 +99,7 @@ def is_stub(optimizer: Any) -> bool:
 
 def is_sharded(optimizer: Any) -> bool:
     """Whether an optimizer of the chain is a distributed optimizer that has params here."""
-    return hasattr(optimizer, "get_parameter_state_dp_zero") and not is_stub(optimizer)
+    return hasattr(optimizer, "buffers") and not is_stub(optimizer)
 
 
 def shard_of(optimizer: Any) -> tuple[int, int]:

@@ -37,6 +37,7 @@ class _Door:
     rerun: Mapping[str, Any] | None
     growth: Mapping[str, int | float]
     increment: int
+    also: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class MegatronTrainee:
     mirrors    per optimizer of the chain: the copy of a neighbour's shard, None where there is none
     rerun      what a checkpoint has of the framework's rerun state machine, None where it has nothing
     local_copy of the state before an update; None: with the barrier nobody has to go back
+    also       what else the framework says, as keywords, when it moves the scheduler
     """
 
     state: TrainingState
@@ -67,6 +69,7 @@ class MegatronTrainee:
     mirrors: tuple[Mirror | None, ...] = ()
     rerun: Callable[[], Mapping[str, Any] | None] = lambda: None
     local_copy: LocalCopy | None = None
+    also: Callable[[], Mapping[str, Any]] = dict
 
     @property
     def goes_back(self) -> bool:
@@ -104,6 +107,7 @@ class MegatronTrainee:
             self.rerun(),
             dict(self.growth()),
             self.increment(),
+            dict(self.also()),
         )
 
     def derive(self, record: StepRecord, door: _Door, updated: bool) -> StepRecord:
@@ -117,6 +121,7 @@ class MegatronTrainee:
             rng=door.rng,
             buffers=door.buffers,
             rerun=door.rerun,
+            also=door.also,
         )
 
     def has_state(self) -> bool:

@@ -59,6 +59,12 @@ class Weights:
         """Adds a distributed optimizer's params, from the parameter state that was gathered for it."""
         for number, buffer in enumerate(optimizer.buffers):
             (world,) = state[number].values()
+            if (
+                buffer.param_data is None
+            ):  # params have memory of their own, gradients alone are in the buffer
+                for param, (start, end, _) in buffer.param_index_map.items():
+                    self._whole[_address(param)] = world["param"][start:end].view(param.shape)
+                continue
             self._buffers.append(_Buffer(optimizer, buffer, world["param"]))
 
     def add_whole(self, optimizer: Any, live: Any) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 from adaptor.errors import LayoutError
 
 # (argument, the values that are protected, what to say of others)
-_PROTECTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+Values = tuple[tuple[str, tuple[Any, ...], str], ...]
+
+_PROTECTED: Values = (
     (
         "overlap_param_gather_with_optimizer_step",
         (False,),
@@ -38,14 +40,7 @@ def require_protected(*configs: Any) -> None:
     Raises:
         LayoutError: names the argument, its value and what is protected.
     """
-    for (name, allowed, words), config in product(_PROTECTED, configs):
-        value = getattr(config, name, allowed[0])
-        if value not in allowed:
-            flag = "--" + name.replace("_", "-")
-            raise LayoutError(
-                f"{flag} is {value}: {words} cannot be protected yet; "
-                f"use {' or '.join(map(str, allowed))}, or set ENABLE_TTP=False"
-            )
+    require_values(_PROTECTED, *configs)
     for config in configs:
         kind = getattr(config, "ckpt_format", "torch_dist")
         if getattr(config, "async_save", None) and kind != "torch_dist":
@@ -58,6 +53,18 @@ def require_protected(*configs: Any) -> None:
             raise LayoutError(
                 "--use-dist-ckpt is True: this version would not load last words, which are in the format "
                 "torch; leave it out, or set ENABLE_TTP=False"
+            )
+
+
+def require_values(protected: Values, *configs: Any) -> None:
+    """Refuse arguments whose value is not among those that are protected. Raises LayoutError."""
+    for (name, allowed, words), config in product(protected, configs):
+        value = getattr(config, name, allowed[0])
+        if value not in allowed:
+            flag = "--" + name.replace("_", "-")
+            raise LayoutError(
+                f"{flag} is {value}: {words} cannot be protected yet; "
+                f"use {' or '.join(map(str, allowed))}, or set ENABLE_TTP=False"
             )
 
 

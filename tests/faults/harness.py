@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -124,6 +124,16 @@ DP2_FP16 = Layout("dp2-fp16", 2, precision="fp16")
 FP16_SKIPS = 5
 
 
+class Program(Protocol):
+    """Another framework's script in the place of Megatron-LM's, and what it needs in the environment."""
+
+    environment: dict[str, str]
+
+    def __call__(self, job: Job) -> list[str]:
+        """The script and its arguments."""
+        ...
+
+
 @dataclass
 class Job:
     """What is to be run, in a folder of its own.
@@ -135,6 +145,7 @@ class Job:
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
+    program    of another framework
     """
 
     out: Path
@@ -152,6 +163,7 @@ class Job:
     network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
+    program: Program | None = None
     timeout_s: float = JOB_TIMEOUT_S
 
 
@@ -208,6 +220,8 @@ def run(job: Job) -> Ended:
     )
     # The bytecode of a framework is worth seconds in every process.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if job.program is not None:
+        environment.update(job.program.environment)
     environment.update(job.environment)
     if job.network is not None:
         environment.update(job.network.environment)
@@ -271,6 +285,8 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         command += [f"--fault={Fault.parse(fault)}" for fault in job.faults] + ["--"]
     if job.script is not None:
         return [*command, str(job.script), "--record", str(job.out / "record"), *job.arguments]
+    if job.program is not None:
+        return [*command, *job.program(job)]
     framework = job.framework or prepare.megatron_lm()
     return [*command, str(framework / "pretrain_gpt.py"), *_training(job)]
 

@@ -79,6 +79,10 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     buffers = "megatron.core.distributed.param_and_grad_buffer"
     before("reduction", buffers, "_ParamAndGradBucketGroup.start_grad_sync")
     before("gather", buffers, "_ParamAndGradBucketGroup.start_param_sync")
+    ascendspeed = "ascendspeed.optimizer.distrib_optimizer", "DistributedOptimizer"
+    before("reduction", ascendspeed[0], f"{ascendspeed[1]}.reduce_model_grads")
+    before("gather", ascendspeed[0], f"{ascendspeed[1]}.gather_model_params")
+    _wrap("ascendspeed.model.transformer", "ParallelTransformer.forward", _layers(injector))
     after("overflow", "megatron.core.optimizer.optimizer", "ChainedOptimizer.prepare_grads")
     before("norm", "megatron.core.optimizer.clip_grads", "get_grad_norm_fp32")
     after("door-before", "adaptor.control.board", "Board.ready")
@@ -118,10 +122,11 @@ def _follow_the_steps(injector: Injector) -> None:
 def _layers(injector: Injector) -> Wrapper:
     def strikes_at_the_layers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         injector.reach("forward")
-        hidden = wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
+        hidden, *_ = result if isinstance(result, tuple) else (result,)
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: injector.reach("backward"))
-        return hidden
+        return result
 
     return strikes_at_the_layers
 

@@ -47,23 +47,24 @@ class Recorder:
 
 
 def install(out: Path) -> None:
-    """Record into `out` from the moment Megatron-LM's training loop is imported."""
+    """Record into `out` from the moment the training loop of Megatron-LM or ModelLink is imported."""
     recorder = Recorder(out)
 
-    def step_is_recorded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
-
-        result = wrapped(*args, **kwargs)
-        losses, skipped, *rest = result
-        # Up to 0.8 the norm and the zeros come at once, later three words on how to go on come first.
-        grad_norm = rest[0] if len(rest) == 2 else rest[3]
-        recorder.add(get_args().curr_iteration + 1, losses, grad_norm, skipped=bool(skipped))
-        return result
-
     def wrap(module: ModuleType) -> None:
+        def step_is_recorded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            result = wrapped(*args, **kwargs)
+            losses, skipped, *rest = result
+            # Up to 0.8 the norm and the zeros come at once, later three words on how to go on come first.
+            grad_norm = rest[0] if len(rest) == 2 else rest[3]
+            given = module.get_args()
+            done = given.curr_iteration if hasattr(given, "curr_iteration") else given.iteration
+            recorder.add(done + 1, losses, grad_norm, skipped=bool(skipped))
+            return result
+
         wrapt.wrap_function_wrapper(module, "train_step", step_is_recorded)
 
-    wrapt.register_post_import_hook(wrap, "megatron.training.training")
+    for module in ("megatron.training.training", "ascendspeed.training"):
+        wrapt.register_post_import_hook(wrap, module)
 
 
 def read(out: Path) -> dict[int, list[dict[str, Any]]]:

@@ -25,7 +25,7 @@ import sys
 
 from adaptor.errors import StartError
 
-_FRAMEWORKS = ("megatron",)
+_FRAMEWORKS = ("megatron", "ascendspeed")
 _active = False
 
 

@@ -49,6 +49,12 @@ def _split_sizes_as_lists(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*call.args, **call.kwargs)
 
 
+def _without_autograd(original: Any, *args: Any, **kwargs: Any) -> Any:
+    # Gloo copies into the parts of the tensor that is filled, which autograd may watch.
+    with torch.no_grad():
+        return original(*args, **kwargs)
+
+
 def install() -> None:
     # P2POp compares the identity of isend, so both modules must hold the same function.
     for name, effect in {
@@ -57,5 +63,6 @@ def install() -> None:
         "barrier": _barrier_without_devices,
         "isend": _send_a_copy,
         "all_to_all_single": _split_sizes_as_lists,
+        "_all_gather_base": _without_autograd,
     }.items():
         rebind((distributed_c10d, dist), name, effect)

@@ -1,4 +1,4 @@
-"""Where a tensor goes (every cuda device means the CPU), and how a function of torch is replaced."""
+"""Where a tensor goes (every cuda device means the CPU, and npu), and how a function of torch is replaced."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 def on_cpu(device: Any) -> Any:
-    """The CPU for whatever names a cuda device (an index, "cuda:1", a torch.device), else `device` itself."""
+    """The CPU for whatever names a cuda device (an index, "cuda:1", "npu", a torch.device), else `device`."""
     if isinstance(device, torch.device):
         return torch.device("cpu") if device.type == "cuda" else device
     if isinstance(device, str):
-        return "cpu" if device.startswith("cuda") else device
+        return "cpu" if device.startswith(("cuda", "npu")) else device
     if isinstance(device, int) and not isinstance(device, bool):
         return "cpu"
     return device

@@ -1,0 +1,176 @@
+"""What the patches on ModelLink's training loop do, with the framework at hand. Imported once it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptor.checkpoint import legacy
+from adaptor.checkpoint.megatron import Files, TrainingState, unwrapped
+from adaptor.checkpoint.rng import RandomStates
+from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
+from adaptor.checkpoint.weights import Place
+from adaptor.errors import LayoutError
+from adaptor.replica import layout
+
+_DEEPSPEED = "training by DeepSpeed, which has checkpoints of its own,"
+# As `layout` has them for Megatron-LM.
+PROTECTED: layout.Values = (
+    ("deepspeed", (False,), _DEEPSPEED),
+    ("release_fp32_grad", (False, None), "an optimizer without fp32 gradients"),
+    ("optimizer", ("adam", "sgd"), "an optimizer other than adam and sgd"),
+    ("cpu_optimizer", (False, None), "optimizer offload"),
+    ("lora_target_modules", ([], None), "LoRA"),
+    ("mos", (False, None), "distillation"),
+    ("kd", (False, None), "distillation"),
+    ("num_layers_per_virtual_pipeline_stage", (None,), "an interleaved pipeline"),
+    ("no_save_optim", (False, None), "--no-save-optim, without which nothing can go on from a checkpoint,"),
+    ("no_save_rng", (False, None), "--no-save-rng, without which nothing can go on,"),
+)
+
+
+def require_protected(args: Any) -> None:
+    """Refuse what would be protected only in part. Raises LayoutError, which names the argument."""
+    layout.require_values(PROTECTED, args)
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise LayoutError(
+            "--optimizer is sgd with --use-distributed-optimizer: the framework itself cannot save that; "
+            "use adam, or leave out --use-distributed-optimizer"
+        )
+    if args.local_copy_os and not args.use_distributed_optimizer:
+        raise LayoutError(
+            "--local-copy-os is given without --use-distributed-optimizer: add --use-distributed-optimizer, "
+            "or leave out --local-copy-os"
+        )
+
+
+def data_parallel_size(args: Any) -> int:
+    """As the framework will compute it: sizes that the job is too small for are made smaller."""
+    tensor = min(args.tensor_model_parallel_size, args.world_size)
+    return int(
+        args.world_size // (tensor * min(args.pipeline_model_parallel_size, args.world_size // tensor))
+    )
+
+
+def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTrainee:
+    """The training state of this rank, from the framework's globals."""
+    from ascendspeed import get_args, get_num_microbatches
+    from ascendspeed.checkpointing import get_checkpoint_name
+    from ascendspeed.core import parallel_state, tensor_parallel
+
+    args = get_args()
+    size = parallel_state.get_data_parallel_world_size()
+    folder = Path(get_checkpoint_name("", 0)).parent.name
+
+    def batch() -> int:
+        return int(size * args.micro_batch_size * get_num_microbatches())
+
+    def counters() -> dict[str, int | float]:
+        return {
+            "iteration": args.iteration,
+            "consumed_train_samples": args.consumed_train_samples,
+            "consumed_valid_samples": args.consumed_valid_samples,
+            "consumed_train_tokens": args.consumed_train_tokens,
+            "actual_seq_length": args.seq_length,  # which is not there before the end of the first step
+        }
+
+    def growth() -> dict[str, int | float]:
+        step = args.iteration + 1
+        # The framework saves after the evaluation of a step.
+        due = args.do_valid and args.eval_interval and step % args.eval_interval == 0
+        return {
+            "iteration": 1,
+            "consumed_train_samples": batch(),
+            "consumed_valid_samples": args.eval_iters * batch() if due else 0,
+            "consumed_train_tokens": batch() * args.seq_length,
+        }
+
+    everyone = torch.distributed.new_group(backend="gloo")
+    mirrors = replicas_of(optimizer, size, size)
+    place = place_of(optimizer, mirrors, folder, everyone)
+    return MegatronTrainee(
+        state=TrainingState(
+            model=[unwrapped(chunk) for chunk in model],
+            optimizer=optimizer,
+            scheduler=scheduler,
+            folder=folder,
+            args=args,
+            args_overrides={
+                "rank": place.first,
+                "local_rank": place.first % int(os.environ["LOCAL_WORLD_SIZE"]),
+            },
+            stored=place.stored,
+            form=Form(),
+        ),
+        save=str(Path(args.save).resolve()),
+        shares=place.shares,
+        random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
+        counters=counters,
+        growth=growth,
+        increment=batch,
+        barrier=lambda: torch.distributed.barrier(group=everyone),
+        mirrors=mirrors,
+        local_copy=local_copy_of(optimizer, mirrors),
+        # It is called before the tokens of the step are counted.
+        also=lambda: {"token_num": args.consumed_train_tokens},
+    )
+
+
+class Form(legacy.Legacy):
+    """ModelLink's format: the two archives of Megatron's, with other names inside."""
+
+    def places(self, saved: Any) -> list[Place]:
+        return list(_places("", saved))
+
+    def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
+        (states_of_this_rank,) = states
+        return states_of_this_rank
+
+    def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files:
+        from ascendspeed.utils import convert_args_to_strs
+
+        args = body.pop("args")
+        named: dict[str, Any] = {"args": convert_args_to_strs(args)}
+        for name, value in body.items():
+            if name == "rng_state":
+                named.update(value)
+            else:
+                named["lr_scheduler" if name == "opt_param_scheduler" else name] = value
+            if name == "iteration":
+                named["tokens"] = args.consumed_train_tokens
+        files: Files = {f"{state.folder}/{legacy.MODEL_FILE}": partial(legacy.save, named)}
+        (world,) = worlds
+        if world is not None:
+            numbered = _by_chunk(state.optimizer, world)
+            files[f"{state.folder}/{legacy.OPTIMIZER_FILE}"] = partial(legacy.save, numbered)
+        return files
+
+
+def _places(prefix: str, saved: Any) -> Iterator[Place]:
+    """The tensors of nested dicts."""
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value, partial(saved.__setitem__, name)
+        elif isinstance(value, dict):
+            yield from _places(f"{prefix}{name}.", value)
+
+
+def _by_chunk(optimizer: Any, world: Mapping[Any, Any]) -> dict[int, dict[Any, dict[str, torch.Tensor]]]:
+    """Of each model chunk, by the type of its gradients: the tensors of its buffer, padded like that."""
+    numbers = iter(range(len(optimizer.buffers)))
+    made: dict[int, dict[Any, dict[str, torch.Tensor]]] = {}
+    for chunk, model in enumerate(optimizer.models):
+        made[chunk] = {}
+        for dtype, buffer in model._grad_buffers.items():
+            ((_, tensors),) = world[next(numbers)].items()
+            missing = buffer.numel_padded - tensors.pop("numel_unpadded")
+            made[chunk][dtype] = {
+                key: torch.nn.functional.pad(value, (0, missing)) if missing else value
+                for key, value in tensors.items()
+            }
+    return made

@@ -1,0 +1,57 @@
+"""ModelLink's checkpoints (`ascendspeed`): as those of Megatron-LM, see `megatron_checkpointing`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from adaptor import patching
+from adaptor.checkpoint import trust
+from adaptor.patches import _saving
+from adaptor.patches._versions import MODELLINK
+
+checkpointing = patching.Unit("ascendspeed-checkpointing", framework="ascendspeed", tested=MODELLINK)
+
+
+@checkpointing.patch(
+    "ascendspeed.checkpointing:save_checkpoint",
+    why="a regular save that is cut short must not leave half a checkpoint under a final name",
+    accepts="(iteration, model, optimizer, lr_scheduler)",
+)
+def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from ascendspeed import get_args
+
+    with _saving.regular(get_args().save, args[0] if args else kwargs["iteration"]):
+        return wrapped(*args, **kwargs)
+
+
+@checkpointing.patch(
+    "ascendspeed.checkpointing:get_checkpoint_name",
+    why="a regular save goes to a folder of its own until every rank has written",
+    accepts="(checkpoints_path, iteration, release=, ...)",
+)
+def regular_saves_have_a_name_of_their_own(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return _saving.renamed(wrapped(*args, **kwargs))
+
+
+@checkpointing.patch(
+    "ascendspeed.checkpointing:get_checkpoint_tracker_filename",
+    why="every rank has written: the folder gets its final name before the tracker names it",
+    accepts="(checkpoints_path)",
+)
+def the_tracker_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return _saving.tracker(wrapped(*args, **kwargs))
+
+
+@checkpointing.patch(
+    "ascendspeed.checkpointing:load_checkpoint",
+    why="what was damaged after it was saved is set aside, and the newest intact checkpoint is loaded",
+    accepts="(model, optimizer, lr_scheduler, load_arg=, ...)",
+)
+def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from ascendspeed import get_args
+
+    given = get_args()
+    load = getattr(given, args[3] if len(args) > 3 else kwargs.get("load_arg", "load"))
+    trust.require_intact(Path(load), Path(given.save), None)
+    return wrapped(*args, **kwargs)

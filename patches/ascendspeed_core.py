@@ -1,0 +1,143 @@
+"""ModelLink's `ascendspeed`: second copies of optimizer shards, and the door; one unit (`megatron_core`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor import patching
+from adaptor.control import runtime
+from adaptor.patches._versions import MODELLINK
+
+optimizer = patching.Unit("ascendspeed-optimizer", framework="ascendspeed", tested=MODELLINK)
+
+_CLASS = "ascendspeed.optimizer.distrib_optimizer:DistributedOptimizer"
+
+
+def _halves() -> Any:
+    """The module that knows of the halves, where there are some; else None."""
+    from adaptor.patches import _ascendspeed_shards
+
+    return _ascendspeed_shards if _ascendspeed_shards.half() else None
+
+
+@optimizer.patch(
+    "ascendspeed.core.parallel_state:initialize_model_parallel",
+    why="with split replicas the data-parallel group is cut in two, each half with the whole optimizer state",
+    accepts="(tensor_model_parallel_size=, pipeline_model_parallel_size=, ...)",
+)
+def data_parallel_groups_are_cut(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    import inspect
+
+    from adaptor.patches import _ascendspeed_shards
+
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.apply_defaults()
+    result = wrapped(*args, **kwargs)
+    given = call.arguments
+    _ascendspeed_shards.cut(given["tensor_model_parallel_size"], given["pipeline_model_parallel_size"])
+    return result
+
+
+@optimizer.patch(
+    f"{_CLASS}.build_model_gbuf_range",
+    why="the shards of a half are twice as large",
+    accepts="(model, dtype)",
+)
+def shards_are_those_of_a_half(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    halves = _halves()
+    return halves.ranges(instance, *args, **kwargs) if halves else wrapped(*args, **kwargs)
+
+
+@optimizer.patch(
+    f"{_CLASS}.reduce_model_grads",
+    why="gradients are reduced over both halves, each of which then updates its own shards",
+    accepts="(args, timers)",
+)
+def gradients_reach_both_halves(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    halves = _halves()
+    given = args[0] if args else kwargs["args"]
+    if not halves or given.foldx_mode is not None:  # which has reduced whole buffers by now
+        return wrapped(*args, **kwargs)
+    halves.halve(instance)
+    with halves.in_charge():
+        wrapped(*args, **kwargs)
+        halves.add_twins(instance)
+    return None
+
+
+@optimizer.patch(
+    f"{_CLASS}.gather_model_params",
+    why="a half has all parameters",
+    accepts="(args, timers)",
+)
+@optimizer.patch(
+    "ascendspeed.optimizer.optimizer:MegatronOptimizer.clip_grad_norm",
+    why="the shards of a half make up the gradient; both halves together have it twice",
+    accepts="(clip_grad)",
+)
+@optimizer.patch(
+    f"{_CLASS}.load_parameter_state",
+    why="each half reads the parameter state, and cuts it in its own shards",
+    accepts="(filename, iteration)",
+)
+def a_half_is_the_group(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    halves = _halves()
+    if not halves:
+        return wrapped(*args, **kwargs)
+    with halves.in_charge():
+        return wrapped(*args, **kwargs)
+
+
+@optimizer.patch(
+    f"{_CLASS}.save_parameter_state",
+    why="both halves would write the same file at the same time",
+    accepts="(filename)",
+)
+def one_half_writes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    halves = _halves()
+    if halves and not halves.half().first:
+        return None
+    return a_half_is_the_group(wrapped, instance, args, kwargs)
+
+
+@optimizer.patch(
+    "ascendspeed.optimizer.optimizer:MegatronOptimizer.count_zeros",
+    why="it sums over all ranks, and both halves have every gradient",
+    accepts="()",
+)
+def zeros_are_counted_once(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    halves = _halves()
+    return wrapped(*args, **kwargs) / halves.HALVES if halves else wrapped(*args, **kwargs)
+
+
+@optimizer.patch(
+    "ascendspeed.optimizer:get_megatron_optimizer",
+    why="the inner optimizer's step hooks open and close the update window",
+    accepts="(model)",
+)
+def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.patches import _ascendspeed_shards
+
+    made = wrapped(*args, **kwargs)
+    if hasattr(made, "model_gbuf_ranges"):
+        _ascendspeed_shards.describe(made)
+    session = runtime.get().session
+    made.optimizer.register_step_pre_hook(lambda which, *_: session.before_update(which))
+    made.optimizer.register_step_post_hook(lambda which, *_: session.after_update(which))
+    return made
+
+
+@optimizer.patch(
+    "ascendspeed.optimizer.optimizer:Float16OptimizerWithFloat16Params.step",
+    why="without the distributed optimizer the same",
+    accepts="(args, timers)",
+)
+@optimizer.patch(
+    "ascendspeed.optimizer.optimizer:MixedPrecisionOptimizer.step",
+    why="a step that is skipped for an overflow finishes without an update",
+    accepts="(args, timers)",
+)
+def skipped_steps_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    updated, grad_norm, zeros = wrapped(*args, **kwargs)
+    runtime.get().session.end_update(bool(updated), grad_norm)
+    return updated, grad_norm, zeros

@@ -1,0 +1,96 @@
+"""The command and the arguments with which a tiny Llama is trained by ModelLink at commit af1347.
+
+Its own `pretrain_llama.py`, on a corpus of random tokens that is written here, with the stand-ins of
+tests/standins for what only an Ascend machine has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+
+STANDINS = Path(__file__).resolve().parents[1] / "standins"
+VOCABULARY = 500
+TOKENS = 20_000
+# Two micro-batches on each of four ranks.
+TINY = """
+    --DDP-impl local --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm
+    --no-bias-gelu-fusion --hidden-dropout 0.1 --attention-dropout 0.1 --init-method-std 0.02
+    --make-vocab-size-divisible-by 1 --split 100,0,0 --num-workers 0 --distributed-backend nccl
+    --micro-batch-size 1 --lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine
+    --lr-warmup-iters 2 --clip-grad 0.5 --weight-decay 0.1 --eval-iters 0 --eval-interval 1000000
+    --log-interval 1
+"""
+# The fifth step overflows; see `args.FP16`.
+PRECISIONS = {
+    "bf16": "--bf16",
+    "fp16": "--fp16 --initial-loss-scale 131072 --loss-scale-window 4 --hysteresis 1",
+}
+
+
+def corpus(folder: Path) -> tuple[Path, Path]:
+    """Writes random tokens and a tokenizer below `folder`: the data's prefix, and the tokenizer's folder."""
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    tokens = numpy.random.default_rng(1234).integers(0, VOCABULARY, TOKENS, dtype=numpy.uint16)
+    sizes = numpy.full(10, TOKENS // 10, dtype=numpy.int32)
+    pointers = numpy.arange(10, dtype=numpy.int64) * sizes[0] * tokens.itemsize
+    prefix = folder / "corpus_text_document"
+    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 10, 11)
+    documents = numpy.arange(11, dtype=numpy.int64)
+    prefix.with_suffix(".idx").write_bytes(
+        header + sizes.tobytes() + pointers.tobytes() + documents.tobytes()
+    )
+    return prefix, tokenizer
+
+
+def tiny_llama(
+    data: tuple[Path, Path],
+    *,
+    processes: int,
+    train_iters: int = 8,
+    save: Path | None = None,
+    load: Path | None = None,
+    save_interval: int = 1000,
+    precision: str = "bf16",
+    tp: int = 1,
+    pp: int = 1,
+    distributed_optimizer: bool = True,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """Arguments of `pretrain_llama.py`: 2 layers, hidden 64, two micro-batches on each data-parallel rank."""
+    prefix, tokenizer = data
+    args = [*shlex.split(TINY), *shlex.split(PRECISIONS[precision])]
+    args += ["--global-batch-size", str(2 * processes // (tp * pp)), "--train-iters", str(train_iters)]
+    args += ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
+    args += ["--data-path", str(prefix), "--tokenizer-name-or-path", str(tokenizer)]
+    if distributed_optimizer:
+        args += ["--use-distributed-optimizer"]
+    if save is not None:
+        args += ["--save", str(save), "--save-interval", str(save_interval)]
+    if load is not None:
+        args += ["--load", str(load)]
+    return [*args, *extra]
+
+
+def environment(tree: Path, **more: str) -> dict[str, str]:
+    """What the framework needs besides: the checkout and the stand-ins on the path, and its own old pickles.
+
+    And no torch.jit.script, which takes none of the device's stand-ins for functions of torch.
+    """
+    path = [str(STANDINS), str(tree), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+        "PYTORCH_JIT": "0",
+        **more,
+    }

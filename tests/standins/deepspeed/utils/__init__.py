@@ -1,0 +1,7 @@
+"""DeepSpeed's logger."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("deepspeed")

@@ -1,0 +1,1 @@
+"""Helpers of torch_npu for scripts that were written for CUDA."""

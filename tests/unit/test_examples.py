@@ -1,0 +1,155 @@
+"""The examples say what ttprun understands, and the Kubernetes manifest is consistent in itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from adaptor import config
+from adaptor.launchers import flags
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "megatron_lm"
+GIVEN = {"MEGATRON": "here", "DATA": "/data/corpus", "TOKENIZER": "/data/tokenizer.json", "SAVE": "/save"}
+# What Kubeflow Trainer puts into the environment of a pod of the example.
+PODS = {
+    "PET_NNODES": "4",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_NODE_RANK": "2",
+    "PET_MASTER_ADDR": "gpt-node-0-0.gpt",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+def _program(folder: Path, name: str, source: str) -> None:
+    path = folder / name
+    path.write_text(source)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Any:
+    """Runs an example where ttprun writes down what it is given, and Slurm is its two commands."""
+    (tmp_path / "here").mkdir()
+    seen = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['SEEN'], 'w'))"
+    _program(tmp_path, "ttprun", f"#!{sys.executable}\n{seen}\n")
+    _program(tmp_path, "scontrol", "#!/bin/sh\nprintf 'one\\ntwo\\n'\n")
+    _program(tmp_path, "srun", '#!/bin/sh\nshift\nexec "$@"\n')
+
+    def run(example: str, **more: str) -> tuple[list[str], dict[str, str]]:
+        environ = {**GIVEN, "SEEN": str(tmp_path / "seen"), **more}
+        environ["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        subprocess.run(["bash", EXAMPLES / example], env=environ, cwd=tmp_path, check=True)
+        arguments, environment = json.loads((tmp_path / "seen").read_text())
+        return arguments, environment
+
+    return run
+
+
+def _parsed(
+    arguments: list[str], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[argparse.Namespace, config.Config]:
+    """What ttprun makes of it; our flags go into the environment that `monkeypatch` brings back."""
+    for name in [*(setting.variable for setting in config.SETTINGS), *PODS]:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        if name.startswith(("PET_", "TTP_")):
+            monkeypatch.setenv(name, value)
+    return flags.parse(arguments), config.load()
+
+
+def test_one_node(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, settings = _parsed(*shell("one_node.sh"), monkeypatch)
+    assert (parsed.nproc_per_node, parsed.max_restarts) == ("8", 100)
+    assert parsed.training_script == "pretrain_gpt.py"
+    assert settings.log_path == "/save/ttp-logs"
+
+
+def test_several_nodes_under_slurm(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"SLURM_JOB_NODELIST": "one,two", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    parsed, settings = _parsed(
+        *shell("several_nodes.slurm", SLURM_SUBMIT_DIR=str(EXAMPLES), **job), monkeypatch
+    )
+    assert (parsed.nnodes, parsed.rdzv_backend, parsed.rdzv_endpoint) == ("2", "c10d", "one:29400")
+    assert settings.tls == "plain"
+
+
+@pytest.fixture(scope="module")
+def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The specs of the runtime and of the job."""
+    runtime, job = yaml.safe_load_all((EXAMPLES / "several_nodes.yaml").read_text())
+    assert {runtime["apiVersion"], job["apiVersion"]} == {"trainer.kubeflow.org/v1alpha1"}
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["metadata"]["name"] == "gpt"  # in PODS
+    return runtime["spec"], job["spec"]
+
+
+def _pod(runtime: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The Job of the nodes, the pod in it, its container."""
+    (node,) = runtime["template"]["spec"]["replicatedJobs"]
+    labels = node["template"]["metadata"]["labels"]
+    assert labels["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
+    spec = node["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert node["name"] == container["name"] == "node"  # Trainer finds both by this name
+    return spec, spec["template"]["spec"], container
+
+
+def test_kubernetes_starts_what_ttprun_understands(
+    manifest: tuple[dict[str, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = manifest[1]["trainer"]
+    environ = PODS | {entry["name"]: entry["value"] for entry in trainer["env"]}
+    assert trainer["command"] == ["ttprun"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
+    words = [re.sub(r"\$\((\w+)\)", lambda found: environ[found[1]], word) for word in trainer["args"]]
+    parsed, settings = _parsed(words, environ, monkeypatch)
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_backend) == ("4", "8", "c10d")
+    assert parsed.rdzv_endpoint == "gpt-node-0-0.gpt:29400"
+    assert parsed.training_script == "pretrain_gpt.py"
+    assert "--save=/checkpoints" in parsed.training_script_args
+    assert (settings.tls, settings.port) == ("mutual", 8000)
+
+
+def test_kubernetes_sets_nothing_that_trainer_sets(manifest: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """It refuses a job with one of these."""
+    assert not set(PODS) & {entry["name"] for entry in manifest[1]["trainer"]["env"]}
+
+
+def test_kubernetes_lets_a_save_end(manifest: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    environ = {entry["name"]: entry["value"] for entry in manifest[1]["trainer"]["env"]}
+    _, pod, _ = _pod(manifest[0])
+    assert pod["terminationGracePeriodSeconds"] > config.load(environ).grace_s
+
+
+def test_kubernetes_starts_all_pods_again_or_none(manifest: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    job, pod, _ = _pod(manifest[0])
+    failure = manifest[0]["template"]["spec"]["failurePolicy"]
+    assert (pod["restartPolicy"], job["backoffLimit"]) == ("Never", 0)
+    assert failure["maxRestarts"] > 0
+    # Exit code 2 is a refusal, which no new start would change.
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2])
+    assert failure["rules"][0]["action"] == "FailJobSet"
+
+
+def test_kubernetes_mounts_what_it_names(manifest: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    _, pod, container = _pod(manifest[0])
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert sorted(mounted) == sorted(volume["name"] for volume in pod["volumes"])
+    trainer = manifest[1]["trainer"]
+    named = [word.partition("=")[2] for word in trainer["args"]]
+    paths = [word for word in [*named, *(entry["value"] for entry in trainer["env"])] if word[:1] == "/"]
+    assert len(paths) == 8
+    assert all(any(Path(path).is_relative_to(root) for root in mounted.values()) for path in paths)
