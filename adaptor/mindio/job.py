@@ -69,8 +69,8 @@ class Job:
         if backup_step >= 0:
             self.reached(backup_step)
         session.before_update(self._optimizer)
-        if session.updating and self.goes_back and backup_step < 0:
-            session.board.updating(copied=False)
+        if session.updating and self.goes_back and backup_step < session.board.finished:
+            session.board.updating(copied=False)  # what there is a copy of, if any, nobody asks for
 
     def end_update(self, step: int) -> None:
         """The optimizer state is that of `step` now. Does not return while the job saves."""
@@ -114,9 +114,11 @@ class Job:
             except AdaptorError:
                 raise  # the job is refused in one line
             except Exception as error:
+                if self._worker is None:
+                    raise
                 if device.is_damaged(error):
                     device.give_up(self.rank, str(error))
-                self._joined("this function").stand_by(error)
+                self._worker.stand_by(error)
 
         return guarded
 
@@ -150,9 +152,8 @@ class Job:
             raise ConfigError(
                 f"{call}: there is no save handler: call tft_register_save_ckpt_handler before training"
             )
-        from adaptor.mindio.trainee import (
-            HandledTrainee,  # with torch, which importing the names does not need
-        )
+        # With torch, which importing the names does not need.
+        from adaptor.mindio.trainee import HandledTrainee
 
         trainee = HandledTrainee(
             rank=worker.rank,

@@ -194,10 +194,11 @@ def test_a_local_copy(agent: Agent) -> None:
     assert agent.gives == [4, 5]
 
 
-def test_an_update_of_which_there_is_no_copy(agent: Agent) -> None:
+@pytest.mark.parametrize("backup", [-1, 3], ids=["none", "an-older-one"])
+def test_an_update_of_which_there_is_no_copy(agent: Agent, backup: int) -> None:
     agent.join(goes_back=True)
     agent.step(4)
-    newer.tft_start_updating_os()
+    newer.tft_start_updating_os(backup)
     assert agent.gives == [5]
 
 
@@ -361,6 +362,14 @@ def test_an_exception_of_the_training_is_told_and_the_process_stays(agent: Agent
         newer.tft_exception_handler(train)("model", "optimizer")
     assert agent.hears(Raised) == Raised(0, "ValueError: no such token", 1)
     assert agent.gives == [4]
+
+
+def test_an_exception_before_the_script_has_said_who_it_is(agent: Agent) -> None:
+    def train() -> None:
+        raise ValueError("no such file")
+
+    with pytest.raises(ValueError, match="no such file"):
+        older.ttp_to_persist(train)()
 
 
 def test_what_is_refused_and_clean_ends_pass(agent: Agent) -> None:
