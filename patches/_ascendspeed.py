@@ -83,10 +83,11 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         step = args.iteration + 1
         # The framework saves after the evaluation of a step.
         due = args.do_valid and args.eval_interval and step % args.eval_interval == 0
+        sets = len(getattr(args, "valid_weighted_split_names", None) or ("",))
         return {
             "iteration": 1,
             "consumed_train_samples": batch(),
-            "consumed_valid_samples": args.eval_iters * batch() if due else 0,
+            "consumed_valid_samples": sets * args.eval_iters * batch() if due else 0,
             "consumed_train_tokens": batch() * args.seq_length,
         }
 

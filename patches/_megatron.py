@@ -28,7 +28,15 @@ COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_sa
 SHARDED = "_build_sharded_state_dict_metadata"
 
 # Options that say how a run begins, not how a restart goes on.
-_START_ONLY = {"finetune": False, "no_load_optim": None, "no_load_rng": None, "ckpt_step": None}
+_START_ONLY = {
+    "finetune": False,
+    "no_load_optim": None,
+    "no_load_rng": None,
+    "ckpt_step": None,
+    # Of ModelLink.
+    "no_load_lr_state": False,
+    "reset_iteration": False,
+}
 
 
 def resume_after_restart(args: Any) -> None:

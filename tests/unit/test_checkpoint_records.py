@@ -161,6 +161,35 @@ def test_counters_grow_and_the_schedule_moves() -> None:
     assert record.groups[0][0]["lr"] == 1.0
 
 
+class _CountsTokens(_Scheduler):
+    """As ModelLink's: it is told how many tokens there were, and warms up by them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.num_tokens = 0
+        self.warmup_tokens: int | None = None
+
+    def step(self, increment: int, token_num: int = 0) -> None:
+        self.num_steps += increment
+        self.num_tokens = token_num
+        self.warmup_tokens = self.warmup_tokens or token_num
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "optimizer"}
+
+
+def test_a_schedule_moves_from_where_it_was_not_from_where_it_is() -> None:
+    optimizer = _optimizer()
+    scheduler = _CountsTokens(optimizer)
+    record = _record(optimizer, scheduler)
+    scheduler.step(8, token_num=500)  # the main thread has gone on
+    derived = records.advance(
+        record, updated=True, scheduler=scheduler, increment=8, growth={}, scalers=(), rng=[], buffers=(),
+        also={"token_num": 100},
+    )  # fmt: skip
+    assert derived.scheduler == {"num_steps": 8, "num_tokens": 100, "warmup_tokens": 100}
+
+
 def test_a_skipped_step_moves_the_counters_alone() -> None:
     optimizer = _optimizer()
     scheduler = _Scheduler(optimizer)

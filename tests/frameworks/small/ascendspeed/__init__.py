@@ -1,0 +1,21 @@
+"""A small framework of our own with the shape of ModelLink at commit af1347.
+
+Its functions have the names, parameters and duties that the patches of `adaptor.patches.ascendspeed_*` count
+on, so that their logic is tested where the framework itself is not at hand: grad buffers that are cut in
+shards without regard to params, params with memory of their own, a schedule that counts tokens, and a load
+after which the main params are read from the low-precision weights.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+_ARGS = Namespace()
+
+
+def get_args() -> Namespace:
+    return _ARGS
+
+
+def get_num_microbatches() -> int:
+    return int(_ARGS.global_batch_size // (_ARGS.micro_batch_size * _ARGS.data_parallel_size))

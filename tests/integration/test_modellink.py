@@ -1,0 +1,78 @@
+"""ModelLink's shape: its patches on a small framework of our own (tests/frameworks/small).
+
+ModelLink itself is trained by hand: `python -m tests.frameworks.by_hand_modellink`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness
+from tests.faults.harness import ITERATIONS, Job, Layout
+from tests.frameworks.by_hand_modellink import BREAKS_OFF, LOCAL_COPY, Bench, Check, killed
+
+SMALL = Path(__file__).resolve().parents[1] / "frameworks" / "small"
+DP4 = Layout("small-dp4", 4)
+DP3 = Layout("small-dp3", 3)
+
+
+class Small:
+    """A `Program` of the harness."""
+
+    environment = {  # noqa: RUF012
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(SMALL), os.environ.get("PYTHONPATH")]))
+    }
+
+    def __call__(self, job: Job) -> list[str]:
+        sizes = ["--global-batch-size", str(2 * job.layout.processes), "--train-iters", str(ITERATIONS)]
+        folders = [
+            *(() if job.save is None else ("--save", str(job.save))),
+            *(() if job.load is None else ("--load", str(job.load))),
+        ]
+        whole = () if not job.layout.distributed_optimizer else ("--use-distributed-optimizer",)
+        interval = ["--save-interval", str(job.save_interval)]
+        return [str(SMALL / "pretrain.py"), *sizes, *folders, *interval, *whole, *job.arguments]
+
+
+@pytest.mark.integration
+def test_a_half_saves_for_the_other(tmp_path: Path) -> None:
+    """Split: rank 3 dies in the update of step 4, which rank 1 makes as well. Both halves load it again."""
+    check = Check(DP4, *killed(3, 4, "update"), 4, restarts=1)
+    replica, result = Bench(Small(), tmp_path).run(check, "job")
+    assert replica == "split (auto)"
+    assert result.startswith("started again from step 4 by itself")
+
+
+@pytest.mark.integration
+def test_three_ranks_go_back_to_their_copies(tmp_path: Path) -> None:
+    """Mirror, with a local copy: what they save the framework loads as it loads its own checkpoint."""
+    check = Check(DP3, *BREAKS_OFF, 5, options=LOCAL_COPY, code=1)
+    replica, result = Bench(Small(), tmp_path).run(check, "job")
+    assert replica == "mirror (auto)"
+    assert result.startswith("step 5 saved as the framework saves it")
+
+
+REFUSED = (
+    ("", "--local-copy-os", "--local-copy-os is given without --use-distributed-optimizer: add"),
+    ("", "--release-fp32-grad", "--release-fp32-grad is True: an optimizer without fp32 gradients cannot be"),
+    (
+        "split",
+        "--use-distributed-optimizer",
+        "TTP_REPLICA is split, but the data-parallel size is 3, which is",
+    ),
+)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("replica", "option", "line"), REFUSED)
+def test_what_cannot_be_protected_is_refused(replica: str, option: str, line: str, tmp_path: Path) -> None:
+    layout = Layout("small-dp3", 3, distributed_optimizer=False, replica=replica or "auto")
+    job = Job(tmp_path / "job", layout, save=tmp_path / "save", arguments=(option,), program=Small())
+    ended = harness.run(job)
+    assert ended.code == 2, ended.log[-3000:]
+    assert ended.last_line.startswith(f"ttprun: error: {line}"), ended.log[-3000:]
+    assert "Traceback" not in ended.log
+    assert not ended.records

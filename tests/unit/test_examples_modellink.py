@@ -1,0 +1,106 @@
+"""examples/modellink/ttprun_llama.sh says what ttprun and ModelLink understand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from adaptor import config
+from adaptor.launchers import flags
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "modellink" / "ttprun_llama.sh"
+# Every option of ModelLink's parser at af1347, and how many values it takes: recorded from `parse_args`.
+OPTIONS = ROOT / "tests" / "frameworks" / "modellink_options.json"
+GIVEN = {
+    "MODELLINK": "here",
+    "DATA": "/data/llama_text_document",
+    "TOKENIZER": "/data/llama",
+    "SAVE": "/save",
+}
+Shell = Callable[..., tuple[list[str], dict[str, str]]]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """Runs the script where ttprun writes down what it is given."""
+    (tmp_path / "here").mkdir()
+    ttprun = tmp_path / "ttprun"
+    seen = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['SEEN'], 'w'))"
+    ttprun.write_text(f"#!{sys.executable}\n{seen}\n")
+    ttprun.chmod(0o755)
+
+    def run(**more: str) -> tuple[list[str], dict[str, str]]:
+        settings = {name: value for name, value in os.environ.items() if not name.startswith("TTP_")}
+        environ = {**settings, **GIVEN, "SEEN": str(tmp_path / "seen"), **more}
+        environ["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(["bash", SCRIPT], env=environ, cwd=tmp_path, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        arguments, environment = json.loads((tmp_path / "seen").read_text())
+        return arguments, environment
+
+    return run
+
+
+def _parsed(
+    given: tuple[list[str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[argparse.Namespace, argparse.Namespace, config.Config]:
+    """What ttprun makes of it, what ModelLink makes of the rest, and the settings."""
+    arguments, environ = given
+    for setting in config.SETTINGS:  # our flags go into the environment: monkeypatch brings it back
+        monkeypatch.setenv(setting.variable, environ.get(setting.variable, setting.default))
+    launched = flags.parse(arguments)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for option, values in json.loads(OPTIONS.read_text()).items():
+        if option in ("-h", "--help"):
+            continue
+        if values == 0:
+            parser.add_argument(option, action="store_true")
+        else:
+            parser.add_argument(option, nargs=None if values == 1 else values)
+    parser.add_argument("--local-copy-os", action="store_true")  # the adaptor's
+    return launched, parser.parse_args(launched.training_script_args), config.load()
+
+
+def test_one_node(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, training, settings = _parsed(shell(), monkeypatch)
+    assert (launched.nproc_per_node, launched.nnodes, launched.max_restarts) == ("8", "1", 100)
+    assert (launched.master_addr, launched.master_port) == ("127.0.0.1", 6000)
+    assert launched.training_script == "pretrain_llama.py"
+    assert (settings.enabled, settings.timeout_s, settings.port) == (True, 360, 8000)
+    assert (training.use_distributed_optimizer, training.save, training.load) == (True, "/save", None)
+    assert (training.local_copy_os, training.use_flash_attn, training.deepspeed) == (False, False, False)
+
+
+def test_several_nodes_with_what_can_be_chosen(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {
+        "NPUS_PER_NODE": "7",
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "GLOO_SOCKET_IFNAME": "enp189s0f0",
+        "TTP_OT": "120",
+        "LOCAL_COPY": "1",
+        "ATLAS_800T_A2": "1",
+        "LOAD": "/weights",
+    }
+    given = shell(**chosen)
+    launched, training, settings = _parsed(given, monkeypatch)
+    assert (launched.nproc_per_node, launched.nnodes, launched.node_rank) == ("7", "2", 1)
+    assert (launched.master_addr, given[1]["GLOO_SOCKET_IFNAME"]) == ("10.0.0.1", "enp189s0f0")
+    assert (settings.timeout_s, settings.tls) == (120, "plain")
+    assert training.local_copy_os
+    assert training.use_flash_attn
+    assert (training.load, training.no_load_optim) == ("/weights", True)
+
+
+def test_several_nodes_want_an_interface(shell: Shell) -> None:
+    with pytest.raises(AssertionError, match="GLOO_SOCKET_IFNAME: an interface of this node"):
+        shell(NNODES="2")
