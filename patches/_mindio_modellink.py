@@ -22,13 +22,16 @@ _SAVED = ("param", "exp_avg", "exp_avg_sq")
 
 
 class TTPReplicaOptimizer(ReplicaOptimizer, DistributedOptimizer):  # type: ignore[misc]
-    """The framework's distributed optimizer, each half of the data-parallel group with all of its state."""
+    """The framework's distributed optimizer, each half of the data-parallel group with all of its state.
+
+    What is its own is called `_ttp_...`, so that nothing of the framework is meant by the same name.
+    """
 
     def __init__(self, *args: Any) -> None:
         """As the framework's, and at the end whether there is a local copy, which the engine knows."""
         *own, _ = args
         groups.half()
-        self._copied: dict[Any, dict[str, torch.Tensor]] = {}
+        self._ttp_copied: dict[Any, dict[str, torch.Tensor]] = {}
         super().__init__(*own)
 
     @classmethod
@@ -57,7 +60,7 @@ class TTPReplicaOptimizer(ReplicaOptimizer, DistributedOptimizer):  # type: igno
 
     def save_parameter_state(self, filename: str) -> None:
         if self.error_dump:
-            self._dump_parameter_state(filename)
+            self._ttp_dump_parameter_state(filename)
         elif groups.half().first:
             with shards.in_charge():
                 super().save_parameter_state(filename)
@@ -69,24 +72,24 @@ class TTPReplicaOptimizer(ReplicaOptimizer, DistributedOptimizer):  # type: igno
         return bool(parallel_state.get_data_parallel_rank() == 0)
 
     def copy_state(self) -> None:
-        self._copied = {main: self._clones(main) for main in self._mains()}
+        self._ttp_copied = {main: self._ttp_clones(main) for main in self._ttp_mains()}
 
-    def _clones(self, main: Any) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self._live(main).items()}
+    def _ttp_clones(self, main: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self._ttp_live(main).items()}
 
-    def _mains(self) -> list[Any]:
+    def _ttp_mains(self) -> list[Any]:
         return [main for group in self.optimizer.param_groups for main in group["params"]]
 
-    def _live(self, main: Any) -> dict[str, torch.Tensor]:
+    def _ttp_live(self, main: Any) -> dict[str, torch.Tensor]:
         state = self.optimizer.state[main]
         return {"param": main, **{name: state[name] for name in _SAVED[1:] if name in state}}
 
-    def _saved(self, main: Any) -> dict[str, torch.Tensor]:
+    def _ttp_saved(self, main: Any) -> dict[str, torch.Tensor]:
         """Of the step that is dumped."""
         past = self.current_step > self.save_args["step"]
-        return self._copied[main] if past else self._live(main)
+        return self._ttp_copied[main] if past else self._ttp_live(main)
 
-    def _dump_parameter_state(self, filename: str) -> None:
+    def _ttp_dump_parameter_state(self, filename: str) -> None:
         """Gather the shards of `rank_list`, each of another one, and write them as the framework does.
 
         The writer's model gets its weights from them: its own may be those of an earlier step.
@@ -99,24 +102,24 @@ class TTPReplicaOptimizer(ReplicaOptimizer, DistributedOptimizer):  # type: igno
         for number, ranges in enumerate(self.model_gbuf_ranges):
             state[number] = {}
             for dtype, where in ranges.items():
-                own = self._shard(number, dtype, where)
-                state[number][dtype] = self._gathered(own, sorted(ranks), by_shard, group)
+                own = self._ttp_shard(number, dtype, where)
+                state[number][dtype] = self._ttp_gathered(own, sorted(ranks), by_shard, group)
         if self.need_write_file():
-            self._give_weights(state)
+            self._ttp_give_weights(state)
             torch.save(state, filename)
 
-    def _shard(self, number: int, dtype: Any, where: Any) -> dict[str, torch.Tensor]:
+    def _ttp_shard(self, number: int, dtype: Any, where: Any) -> dict[str, torch.Tensor]:
         size = self.models[number]._grad_buffers[dtype].numel_padded // len(groups.half().ranks)
         shard = {name: torch.zeros(size) for name in _SAVED}
         for param, places in where["param_map"].items():
             group, order = self.model_param_group_index_map[param]
-            saved = self._saved(self.optimizer.param_groups[group]["params"][order])
+            saved = self._ttp_saved(self.optimizer.param_groups[group]["params"][order])
             local = places["gbuf_local"]
             for name, tensor in shard.items():
                 tensor[local.start : local.end].copy_(saved[name].detach().cpu())
         return shard
 
-    def _gathered(
+    def _ttp_gathered(
         self, own: dict[str, torch.Tensor], ranks: Sequence[int], by_shard: Sequence[int], group: Any
     ) -> dict[str, torch.Tensor]:
         whole = {}
@@ -127,7 +130,7 @@ class TTPReplicaOptimizer(ReplicaOptimizer, DistributedOptimizer):  # type: igno
                 whole[name] = torch.cat([parts[ranks.index(rank)] for rank in by_shard])
         return whole
 
-    def _give_weights(self, state: dict[int, dict[Any, dict[str, torch.Tensor]]]) -> None:
+    def _ttp_give_weights(self, state: dict[int, dict[Any, dict[str, torch.Tensor]]]) -> None:
         with torch.no_grad():
             for number, model in enumerate(self.models):
                 for dtype, places in model._grad_buffer_param_index_map.items():

@@ -97,3 +97,39 @@ def test_a_holder_dies_in_its_handler(tmp_path: Path, weights: dict[int, torch.T
         *("rename 1 4", "exit 1 bye"),
     ]
     assert [line for line in calls if line.startswith("rename")] == ["rename 1 4"]
+
+
+def test_the_optimizer_that_the_guide_imports(tmp_path: Path) -> None:
+    """On a framework of ModelLink's shape: from shards and copies comes what the framework's own save has."""
+    small = harness.ROOT / "tests/frameworks/small"
+    save, words = tmp_path / "save", tmp_path / "words"
+    words.mkdir()
+    ended = harness.run(
+        Job(
+            tmp_path / "job",
+            FOUR,
+            script=small / "pretrain_adapted.py",
+            options=["--ttp-provide-mindio", "1"],
+            arguments=[
+                *("--save", str(save), "--save-interval", "1", "--use-distributed-optimizer"),
+                *("--words", str(words), "--die", "5", "--local-copy-os"),
+            ],
+            environment={"PYTHONPATH": f"{small}:{harness.ROOT}"},
+        )
+    )
+    assert ended.code == 137, ended.log[-3000:]
+    assert ended.last_line.endswith("; step 4 is saved, step 5 was not finished on every rank")
+    (last,) = words.iterdir()
+    own = save / last.name / "mp_rank_00"
+    assert last.name == "iter_0000004"
+    ours, theirs = (torch.load(folder / "distrib_optim.pt")[0][torch.float] for folder in (last, own))
+    assert list(ours) == list(theirs) == ["param", "exp_avg", "exp_avg_sq"]
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = (
+        torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]["language_model"]
+        for folder in (last, own)
+    )
+    assert ours.keys() == theirs.keys()
+    for part, weights in theirs.items():
+        assert ours[part].keys() == weights.keys()
+        assert all(torch.equal(ours[part][name], weights[name]) for name in weights)
