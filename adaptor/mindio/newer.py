@@ -4,51 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 from adaptor.errors import ConfigError
 from adaptor.mindio import device, replicas
+from adaptor.mindio.enums import Action, ReportState
 from adaptor.mindio.handlers import Handler
 from adaptor.mindio.job import job
 
 # Frameworks whose handlers take the arguments of the training function, and nothing that is set.
 _EXPORTED = ("MindSpeed", "MindSpeed-LLM")
 _exported = ""
-
-
-class OptimizerType(Enum):
-    ATTENTION = 0
-    MOE = 1
-
-
-class Action(Enum):
-    """What `tft_wait_next_action` of the original returns."""
-
-    RETRY = 0
-    EXIT = 1
-
-
-class ReportState(Enum):
-    RS_NORMAL = 0
-    RS_RETRY = 1
-    RS_UCE = 2
-    RS_UCE_CORRUPTED = 3
-    RS_HCCL_FAILED = 4
-    RS_INIT_FINISH = 5
-    RS_PREREPAIR_FINISH = 6
-    RS_STEP_FINISH = 7
-    RS_UNKNOWN = 8
-
-
-class RepairType(Enum):
-    RT_SEND = 0
-    RT_UCE_HIGHLEVEL = 1
-    RT_UCE_LOWLEVEL = 2
-    RT_RECV_REPAIR = 3
-    RT_ROLLBACK = 4
-    RT_LOAD_CKPT = 5
-    RT_LOAD_REBUILD = 6
 
 
 _DAMAGED = (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED)

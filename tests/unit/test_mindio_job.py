@@ -35,6 +35,7 @@ from adaptor.control.messages import (
 from adaptor.errors import ConfigError, StartError
 from adaptor.mindio import job as job_module
 from adaptor.mindio import newer, older
+from adaptor.mindio.enums import ReportState
 from adaptor.mindio.job import Job
 from adaptor.mindio.optimizer import ReplicaOptimizer
 from tests.unit.threads import LONG_S
@@ -315,7 +316,7 @@ def test_values_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
             "tft_notify_controller_stop",
         ),
         (
-            lambda: newer.tft_report_error(newer.ReportState.RS_STEP_FINISH),
+            lambda: newer.tft_report_error(ReportState.RS_STEP_FINISH),
             "tft_report_error(RS_STEP_FINISH)",
         ),
     ],
@@ -396,9 +397,9 @@ def test_frameworks_whose_handlers_take_the_arguments_of_the_training(agent: Age
 def test_a_fault_that_the_script_reports(agent: Agent) -> None:
     agent.join()
     agent.step(4)
-    newer.tft_report_error(newer.ReportState.RS_NORMAL)
+    newer.tft_report_error(ReportState.RS_NORMAL)
     with pytest.raises(Held):
-        newer.tft_report_error(newer.ReportState.RS_UNKNOWN.value, "507")
+        newer.tft_report_error(ReportState.RS_UNKNOWN.value, "507")
     assert agent.hears(Raised).error == "RS_UNKNOWN 507"
     with pytest.raises(Held):
         newer.tft_wait_next_action()
@@ -416,7 +417,7 @@ def test_damaged_memory_is_not_saved(agent: Agent, reported: bool, monkeypatch: 
         raise RuntimeError("EZ9999: UCE ERROR occurred")
 
     with pytest.raises(SystemExit, match="1"):
-        newer.tft_report_error(newer.ReportState.RS_UCE) if reported else newer.tft_exception_handler(train)()
+        newer.tft_report_error(ReportState.RS_UCE) if reported else newer.tft_exception_handler(train)()
 
 
 # a dump

@@ -1,10 +1,7 @@
 """The interface for training frameworks, in its newer form (`tft_*`) and its older one (`ttp_*`)."""
 
+from adaptor.mindio.enums import Action, OptimizerType, RepairType, ReportState
 from adaptor.mindio.newer import (
-    Action,
-    OptimizerType,
-    RepairType,
-    ReportState,
     set_mindio_export_version,
     tft_can_do_uce_repair,
     tft_destroy_controller,

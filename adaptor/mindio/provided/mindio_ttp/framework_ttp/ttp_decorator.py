@@ -1,10 +1,7 @@
 """Where the newer form is defined in the original; some frameworks import from here."""
 
+from adaptor.mindio.enums import Action, OptimizerType, RepairType, ReportState
 from adaptor.mindio.newer import (
-    Action,
-    OptimizerType,
-    RepairType,
-    ReportState,
     get_device,
     get_mindio_export_version,
     set_mindio_export_version,
