@@ -25,20 +25,24 @@ __all__ = ["disable", "enable", "format_report", "protect", "report"]
 _enabled = False
 
 
-def enable() -> None:
+def enable(*, provide_mindio: bool = False) -> None:
     """Arm the patches on the framework, before it is imported. Enabling twice is enabling once.
+
+    With `provide_mindio` (or TTP_PROVIDE_MINDIO) no framework is patched: the script was adapted to MindIO
+    TTP by hand, and `import mindio_ttp` finds the adaptor's. ConfigError where one is installed.
 
     The settings are those of the environment, where ttprun has put its flags. With ENABLE_TTP=False nothing
     is done and no module is touched. Raises ConfigError for a setting that makes no sense, StartError where a
     patched module of the framework has been imported already, or where the job was not started by ttprun.
     """
     global _enabled
-    if _enabled:
+    if _enabled and not provide_mindio:
         return
     from adaptor import config, errors
 
     try:
-        if not config.load().enabled:
+        settings = config.load()
+        if not settings.enabled:
             return
     except errors.ConfigError:
         errors.say_in_one_line()
@@ -46,7 +50,10 @@ def enable() -> None:
     errors.say_in_one_line()
     from adaptor import _start
 
-    _start.arm_patches()
+    if provide_mindio or settings.provide_mindio:
+        _start.provide_mindio()
+    else:
+        _start.arm_patches()
     _enabled = True
 
 
@@ -98,13 +105,14 @@ def disable() -> None:
     global _enabled
     if not _enabled:
         return
-    from adaptor import patching
+    from adaptor import mindio, patching
     from adaptor.control import runtime
     from adaptor.errors import StartError
 
     if runtime.training():
         raise StartError("adaptor.disable() was called while training runs; call it before, or not at all")
     patching.disarm("ttp")
+    mindio.withdraw()
     _enabled = False
 
 

@@ -7,7 +7,7 @@ import sys
 from types import FunctionType, ModuleType
 
 import adaptor.patches as patches
-from adaptor import patching
+from adaptor import mindio, patching
 from adaptor.errors import StartError
 
 NOT_BY_TTPRUN = (
@@ -30,6 +30,17 @@ def arm_patches() -> None:
     if "TTP_AGENT" not in os.environ:
         raise StartError(NOT_BY_TTPRUN)
     patching.arm("ttp")
+
+
+def provide_mindio() -> None:
+    """Let `import mindio_ttp` find the adaptor's, and the framework alone.
+
+    Raises ConfigError where one is installed, StartError where ttprun is missing.
+    """
+    if "TTP_AGENT" not in os.environ:
+        raise StartError(NOT_BY_TTPRUN)
+    mindio.provide()
+    patching.disarm("ttp")  # ttprun may have armed them, before the script said what it is
 
 
 def _importers(module_name: str) -> list[str]:

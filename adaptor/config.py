@@ -30,6 +30,7 @@ class Config:
     device: str
     replica: str
     local_copy: bool
+    provide_mindio: bool
     log_path: str
     log_level: str
     log_stdout: bool
@@ -162,6 +163,15 @@ SETTINGS = (
         "True, 1, False or 0",
         _truth,
         "True: each rank copies its optimizer state before an update, in place of a barrier of all ranks",
+    ),
+    Setting(
+        "provide_mindio",
+        "TTP_PROVIDE_MINDIO",
+        "False",
+        "True, 1, False or 0",
+        _truth,
+        "True: for a script that was adapted to MindIO TTP by hand; importing mindio_ttp, which is not "
+        "installed, finds the adaptor's, and no framework is patched",
     ),
     Setting("log_path", "TTP_LOG_PATH", "logs", "a folder", str, "where logs and incident reports go"),
     Setting(

@@ -25,6 +25,8 @@ from adaptor.control.messages import (
     Published,
     PublishFailed,
     Raised,
+    Rename,
+    Renamed,
     Still,
     ToController,
     Told,
@@ -39,6 +41,7 @@ _ORDERS = {
     Dump: "dump-ordered",
     Prepare: "prepare",
     Publish: "publish-ordered",
+    Rename: "rename-ordered",
     Exit: "exit",
 }
 
@@ -83,6 +86,8 @@ class Chronicle:
                 self._add(what, at, rank, node, detail)
             case WriteFailed(rank=rank, reason=reason):
                 self._add("failed", time.time(), rank, node, reason)
+            case Renamed(rank=rank, reason=reason):
+                self._add("failed" if reason else "renamed", time.time(), rank, node, reason)
             case Published(step=step):
                 self._add("published", time.time(), None, node, f"step {step}")
             case PublishFailed(reason=reason):
@@ -106,7 +111,7 @@ class Chronicle:
             )
         what = _ORDERS.get(type(order), "")
         if what:
-            detail = f"step {order.step}" if isinstance(order, Dump | Prepare | Publish) else ""
+            detail = f"step {order.step}" if isinstance(order, Dump | Prepare | Publish | Rename) else ""
             self._add(what, time.time(), rank, node, detail)
 
     def begin(self) -> None:

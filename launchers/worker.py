@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,24 +53,13 @@ def _run(arguments: list[str]) -> None:
             return
         if not isinstance(end.code, int):
             print(end.code, file=sys.stderr)  # as Python does
-        worker.raised(_summary(end), code)
+        worker.raised(runtime.summarize(end), code)
         worker.session.hold()
     except BaseException as error:
-        summary = _summary(error)
-        if worker.session.door.closed:
-            print(f"[ttp] rank {worker.rank}, after the fault: {summary}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        worker.raised(summary, 1)
-        worker.session.hold()
+        worker.stand_by(error)
     else:
         _stay_while_needed(worker)
         devices.leave(config.load().device)
-
-
-def _summary(error: BaseException) -> str:
-    """What is said of an exception in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
 
 
 def _stay_while_needed(worker: Runtime) -> None:

@@ -51,7 +51,6 @@ def cut(tensor: int, pipeline: int) -> None:
     Args:
         tensor, pipeline: the sizes of the model-parallel groups, which the framework has made.
     """
-    global _half
     from ascendspeed import get_args
 
     world = dist.get_world_size()
@@ -61,8 +60,13 @@ def cut(tensor: int, pipeline: int) -> None:
     for stage in range(pipeline):
         for first in range(tensor):
             begin = stage * (world // pipeline) + first
-            ranks = tuple(range(begin, begin + size * tensor, tensor))
-            _half = _cut(ranks) or _half
+            cut_one(tuple(range(begin, begin + size * tensor, tensor)))
+
+
+def cut_one(ranks: tuple[int, ...]) -> None:
+    """Cut one data-parallel group; on every rank at the same time, whether it is in it or not."""
+    global _half
+    _half = _cut(ranks) or _half
 
 
 def _cut(ranks: tuple[int, ...]) -> Half | None:

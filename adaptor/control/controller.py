@@ -36,6 +36,7 @@ from adaptor.control.messages import (
     Raised,
     Recalled,
     Refused,
+    Renamed,
     Still,
     ToController,
     Told,
@@ -248,6 +249,8 @@ class Controller:
                 directives = incident.on_written(message)
             case WriteFailed(incident=incident.number):
                 directives = incident.on_write_failed(message)
+            case Renamed(rank=rank, incident=incident.number, reason=reason):
+                directives = incident.on_renamed(rank, reason)
             case Published(incident=incident.number, step=step):
                 directives = incident.on_published(step)
             case PublishFailed(incident=incident.number, reason=reason):

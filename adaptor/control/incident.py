@@ -3,7 +3,8 @@
 FREEZING   every live rank closes its door and tells where it stands
 PREPARING  an agent makes the temporary folder
 DUMPING    the chosen holders bring themselves to the step and write
-PUBLISHING an agent checks the files, renames the folder and replaces the tracker
+PUBLISHING an agent checks the files, renames the folder and replaces the tracker; where handlers of the
+           script write what is saved, nothing is prepared, and one rank's handler gives it its name
 ENDED      the verdict is out and every worker has been told to exit
 
 Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on
@@ -25,6 +26,7 @@ from adaptor.control.messages import (
     Phase,
     Prepare,
     Publish,
+    Rename,
     WriteFailed,
     Written,
 )
@@ -62,6 +64,7 @@ class Incident:
     state: State = State.FREEZING
     outcome: Outcome | None = None
     stuck: list[int] = field(default_factory=list)
+    namer: int = -1
     deadline: float = 0.0
     stacks: bool = False
     answer_s: float = 0.0
@@ -139,6 +142,10 @@ class Incident:
         if self.state is State.DUMPING and not self.writing.taking_part.isdisjoint(ranks):
             self.writing.failures = 0
             return self._dump_again()
+        if self.state is State.PUBLISHING and self.namer in ranks:
+            return self._end(
+                "lost", -1, f"rank {self.namer} has died while its handler gave step {self.step} its name"
+            )
         return []
 
     def on_agent_lost(self, node: int) -> list[Directive]:
@@ -170,7 +177,7 @@ class Incident:
         if self.writing.pending:
             return []
         self.state = State.PUBLISHING
-        return [self._order_publish()]
+        return [self._order_rename() if self.writing.handled else self._order_publish()]
 
     def on_write_failed(self, message: WriteFailed) -> list[Directive]:
         self.writing.doubt(message)
@@ -188,6 +195,11 @@ class Incident:
         finished = self.freezing.newest_finished
         reason = "" if finished <= step else f"step {finished} was not finished on every rank"
         return self._end("saved", step, reason)
+
+    def on_renamed(self, rank: int, reason: str) -> list[Directive]:
+        if self.state is not State.PUBLISHING or rank != self.namer:
+            return []
+        return self._end("lost", -1, reason) if reason else self.on_published(self.step)
 
     def on_publish_failed(self, reason: str) -> list[Directive]:
         if self.state is not State.PUBLISHING:
@@ -274,6 +286,9 @@ class Incident:
             reason = f"no step has finished since step {origin}" if origin else "no step has finished"
             return self._end("nothing", origin, reason)
         self.writing.begin(decision)
+        if self.writing.handled:
+            self.state = State.DUMPING
+            return self._dump_again()
         self.state = State.PREPARING
         self.place.choose(self.nodes[min(order.writer for order in decision.groups)])
         return [self._order_prepare()]
@@ -291,7 +306,8 @@ class Incident:
     def _order_dump(self, again: Plan) -> list[Directive]:
         self.writing.begin_attempt(again)
         self.roll_call.moved()
-        self.standstill.expect(self.nodes[order.writer] for order in again.groups)
+        if not self.writing.handled:  # handlers do not tell how far they are
+            self.standstill.expect(self.nodes[order.writer] for order in again.groups)
         orders = self.writing.orders(self.number, self.place.path, self.store, self.timeout_s)
         self.freezing.let_through(orders, self.step)
         return [Directive(order, rank=rank) for rank, order in orders.items()]
@@ -302,6 +318,12 @@ class Incident:
             *(self.world_size, self.term, self.place.number),
         )
         return Directive(order, node=self.place.publisher)
+
+    def _order_rename(self) -> Directive:
+        # Those of the group that came last have not died, or it would have been planned again.
+        holders = self.writing.holders.values()
+        self.namer = min(rank for group in holders for rank in group if rank in self.nodes)
+        return Directive(Rename(self.number, self.step), rank=self.namer)
 
     def _end_before_training(self) -> list[Directive]:
         return self._end("nothing", -1, "no step has finished: training had not begun on every rank")

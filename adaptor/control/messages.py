@@ -110,6 +110,7 @@ class Hello(Message, frozen=True):
 class Layout(Message, frozen=True):
     """What this rank holds, where checkpoints go, and the step that the job started from.
 
+    `save`: empty where handlers of the script write checkpoints, and name them (`adaptor.mindio`).
     `goes_back`: it keeps a local copy of the state before an update (TTP_LOCAL_COPY).
     """
 
@@ -172,6 +173,14 @@ class WriteFailed(Message, frozen=True):
     group: str
     reason: str
     doubted: tuple[int, ...] = ()
+
+
+class Renamed(Message, frozen=True):
+    """The script's handler has given the checkpoint its name; an empty `reason` means success."""
+
+    rank: Number
+    incident: int
+    reason: str
 
 
 class Noted(Message, frozen=True):
@@ -317,6 +326,13 @@ class Dump(Message, frozen=True):
     as_is: tuple[str, ...] = ()
 
 
+class Rename(Message, frozen=True):
+    """All of `step` is written: let the script's handler give it its name; the answer is `Renamed`."""
+
+    incident: int
+    step: int
+
+
 class Exit(Message, frozen=True):
     """The incident is over: end this process."""
 
@@ -394,8 +410,8 @@ class Recalled(Message, frozen=True):
     verdict: Verdict | None = None
 
 
-FromWorker = Hello | Layout | Refused | Raised | Told | Frozen | Written | WriteFailed | Noted
-ToWorker = Freeze | Dump | Exit
+FromWorker = Hello | Layout | Refused | Raised | Told | Frozen | Written | WriteFailed | Renamed | Noted
+ToWorker = Freeze | Dump | Rename | Exit
 FromAgent = (
     FromWorker
     | AgentHello

@@ -31,6 +31,8 @@ from adaptor.control.messages import (
     Hello,
     Noted,
     Phase,
+    Rename,
+    Renamed,
     Told,
     ToWorker,
     WriteFailed,
@@ -62,6 +64,9 @@ class Processor:
         self._connection.connect("\0" + address)
         self._session: Session | None = None
         self._current = (0, 0)  # the incident and the attempt of the newest order
+        # Of a script whose own handlers write what is saved.
+        self.rename: Callable[[int], None] | None = None
+        self.before_exit: Callable[[], None] = lambda: None
         self.exit_code = EXIT_SURVIVOR
 
     def start(self, session: Session) -> None:
@@ -142,8 +147,11 @@ class Processor:
                 # Here, not in a thread: in the order of the attempts, so that no older one opens the door.
                 self._session.let_through(order.step)
                 self._in_thread("dump", self._dump, order)
+            case Rename():
+                self._in_thread("rename", self._rename, order)
             case Exit():
                 self._send_queued()
+                self.before_exit()
                 _leave(self.exit_code)
 
     def _in_thread(self, name: str, act: Callable[[Any], None], order: ToWorker) -> None:
@@ -194,6 +202,8 @@ class Processor:
                     as_is=group.group in order.as_is,
                     remark=remarks.append,
                     past=past,
+                    groups=order.groups,
+                    wake=lambda: wake.shut_collectives(keep),
                 )
                 files = session.trainee.dump(record, group, run)
                 if group.writer == self._rank:
@@ -210,6 +220,15 @@ class Processor:
                 doubted = error.ranks if isinstance(error, NotFiniteError) else ()
                 self._note("failed", reason)
                 self.say(WriteFailed(self._rank, order.incident, order.attempt, group.group, reason, doubted))
+
+    def _rename(self, order: Rename) -> None:
+        reason = ""
+        try:
+            assert self.rename is not None
+            self.rename(order.step)
+        except Exception as error:  # the script's own: it decides what the job ends with
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.say(Renamed(self._rank, order.incident, reason))
 
 
 def _connect(order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...]) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,6 +55,16 @@ class Runtime:
         self.processor.exit_code = exit_code
         self.processor.say(Raised(self.rank, error, exit_code))
 
+    def stand_by(self, error: BaseException) -> None:
+        """An exception leaves the script: say so, and keep the process, whose state may be saved."""
+        summary = summarize(error)
+        if self.session.door.closed:
+            print(f"[ttp] rank {self.rank}, after the fault: {summary}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        self.raised(summary, 1)
+        self.session.hold()
+
     def _say_layout(self, trainee: Trainee, origin: int) -> None:
         from adaptor import patching
 
@@ -63,6 +75,11 @@ class Runtime:
 
     def _say_broken(self, error: str) -> None:
         self.processor.say(Raised(self.rank, error, 1))
+
+
+def summarize(error: BaseException) -> str:
+    """What is said of an exception in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
 
 
 def training() -> bool:

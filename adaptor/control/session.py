@@ -34,7 +34,7 @@ class Trainee(Protocol):
 
     @property
     def save(self) -> str:
-        """The folder of checkpoints, absolute."""
+        """The folder of checkpoints, absolute; empty where handlers of the script write and name them."""
 
     @property
     def shares(self) -> tuple[Share, ...]:
@@ -100,6 +100,8 @@ class DumpRun:
     past    the local copy is wanted, not the live state
     as_is   write it whether it is finite or not
     remark  is told what is not finite in what is written
+    groups  all that this rank takes part in, in the order in which `dump` is called for them
+    wake    lets raise what hangs in a collective of this process
     """
 
     rank: int
@@ -111,6 +113,8 @@ class DumpRun:
     past: bool
     as_is: bool = True
     remark: Callable[[str], None] = lambda what: None
+    groups: tuple[GroupOrder, ...] = ()
+    wake: Callable[[], int] = lambda: 0
 
 
 class _Taken(NamedTuple):
@@ -147,6 +151,7 @@ class Session:
         self._last_believed: BoardRecord | None = None
         self._step = -1
         self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
+        self._copying = False
         self._inner: frozenset[int] = frozenset()
         self._begun = 0.0
         self._took: deque[float] = deque(maxlen=RECENT)
@@ -200,6 +205,14 @@ class Session:
         else:
             self._took.append(time.monotonic() - self._begun)
         self.board.leave(max(self._took, default=0.0))
+
+    def before_copy(self) -> None:
+        """A script that makes the local copy by itself begins to; `before_update` says that it is made."""
+        if self.trainee is None or self._step < 0 or self._waiting or self._copying:
+            return
+        self._come_to_the_door(self.trainee)
+        self.board.copying()
+        self._copying = True
 
     def before_update(self, optimizer: object) -> None:
         """An inner optimizer is about to change its state; the first of them opens the update window."""
@@ -255,7 +268,11 @@ class Session:
         Inside the update window the live state is that of no step. At the door it is intact, but the main
         thread will not come back to go through.
         """
-        if self._waiting:
+        if self._copying:  # the live state is intact
+            self._copying = False
+            self.board.turn_back()
+            self.door.leave()
+        elif self._waiting:
             self._waiting = set()
             self.board.broken()
             self.door.leave()
@@ -267,15 +284,22 @@ class Session:
         threading.Event().wait()
 
     def _open_window(self, trainee: Trainee) -> None:
+        if not self._copying:
+            self._come_to_the_door(trainee)
+            if trainee.goes_back:
+                self._copy_state(trainee)
+        else:
+            self._mark = trainee.device.mark()
+        self._copying = False
+        self.board.updating(copied=trainee.goes_back)
+
+    def _come_to_the_door(self, trainee: Trainee) -> None:
         trainee.exchange()  # where it breaks, this rank has not come to the door
         self._take_door(updated=True)
         self.board.ready(self._step)
         if not trainee.goes_back:
             self._meet_the_others(trainee)
         self.door.enter(self._step)
-        if trainee.goes_back:
-            self._copy_state(trainee)
-        self.board.updating(copied=trainee.goes_back)
 
     def _meet_the_others(self, trainee: Trainee) -> None:
         try:

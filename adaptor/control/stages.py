@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from adaptor.control.messages import Dump, Freeze, Prepare, Publish
+from adaptor.control.messages import Dump, Freeze, Prepare, Publish, Rename
 
 
 class State(Enum):
@@ -33,6 +33,6 @@ class Outcome:
 class Directive:
     """An order to one rank (`rank` set), or to the agent of one node."""
 
-    message: Freeze | Dump | Prepare | Publish
+    message: Freeze | Dump | Rename | Prepare | Publish
     rank: int | None = None
     node: int | None = None

@@ -41,6 +41,11 @@ class Writing:
         return self.layouts[min(self.layouts)].save
 
     @property
+    def handled(self) -> bool:
+        """Whether handlers of the script write and name what is saved."""
+        return not self.save
+
+    @property
     def taking_part(self) -> set[int]:
         return {rank for order in self.pending.values() for rank in order.ranks}
 
@@ -55,9 +60,12 @@ class Writing:
         self.files = {}
 
     def rest(self, boards: Mapping[int, BoardRecord], avoid: Collection[int] = ()) -> Plan | NoPlan:
-        """For the groups that are not on disk, at the same step; `avoid` these ranks, too."""
-        shares = shares_of(self.layouts, self.pending.keys())
-        return plan(shares, boards, only=self.step, avoid={*self.avoid, *avoid})
+        """For the groups that are not on disk, at the same step; `avoid` these ranks, too.
+
+        Handlers write all of it again.
+        """
+        groups = self.pending.keys() | (self.files.keys() if self.handled else set())
+        return plan(shares_of(self.layouts, groups), boards, only=self.step, avoid={*self.avoid, *avoid})
 
     def elsewhere(self, there: Collection[int], boards: Mapping[int, BoardRecord]) -> Plan | None:
         """The rest with other writers for those that are `there`; None where no group can have another."""

@@ -283,6 +283,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "cpu",
         "none",
         "1",
+        "1",
         "here",
         "ERROR",
     ]

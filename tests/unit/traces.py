@@ -5,6 +5,7 @@ what the controller then orders. The first line says what the job is like:
 
     > job nodes=2 shards=2 origin=0   two nodes with two ranks each; rank r holds shard r % 2 of group `g`
     > job ... copies=1                each rank keeps a local copy of the state before its update
+    > job ... handled=1               handlers of the script write what is saved, and name it
     > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again
     > frozen 0 running 4 waits        a job that hangs: the main thread waits for others, or `apart` does not
     > told 3                          SIGTERM has reached rank 3; `leave 1` the agent of node 1
@@ -17,6 +18,7 @@ what the controller then orders. The first line says what the job is like:
                                       to say an old one
     > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
     > written 0 shard 1 is not finite it has written that as it is
+    > renamed 0 [reason...]           rank 0's handler has given it its name; with a reason it failed
     > write-failed 0 reason...        with doubted=1, what rank 1 gave is not finite
     > succeed 1                       the controller of term 1 takes the place of the one before
     > again 1                         the agent of node 1 says again who it is, and what its ranks hold
@@ -60,6 +62,8 @@ from adaptor.control.messages import (
     Raised,
     Recalled,
     Refused,
+    Rename,
+    Renamed,
     Share,
     Standing,
     Still,
@@ -115,11 +119,18 @@ class Trace:
         yield from _lines(orders)
 
     def _begin(
-        self, nodes: int = 1, shards: int = 2, origin: int = 0, started: int = 1, copies: int = 0
+        self,
+        nodes: int = 1,
+        shards: int = 2,
+        origin: int = 0,
+        started: int = 1,
+        copies: int = 0,
+        handled: int = 0,
     ) -> None:
         """`started` is 0 for a job of which no rank has told its layout yet."""
         self._shards, self._origin, self._copies = shards, origin, bool(copies)
         self._nodes, self._started = nodes, bool(started)
+        self._save = "" if handled else SAVE
         world = nodes * RANKS_PER_NODE
         self.controller = Controller(world, 120.0, ("store", 1))
         for node in range(nodes):
@@ -143,7 +154,7 @@ class Trace:
 
     def _layout(self, rank: int, fingerprint: str) -> Layout:
         share = Share(GROUP, rank % self._shards, self._shards)
-        return Layout(rank, (share,), SAVE, self._origin, fingerprint, self._copies)
+        return Layout(rank, (share,), self._save, self._origin, fingerprint, self._copies)
 
     def _message(self, name: str, words: list[str], settings: dict[str, str]) -> FromAgent:
         incident = self.controller.incident
@@ -192,6 +203,8 @@ class Trace:
             case "written":
                 entry = FileEntry(f"{GROUP}/{rank}.pt", 10, "00", attempt)
                 return Written(rank, number, attempt, GROUP, (entry,), text)
+            case "renamed":
+                return Renamed(rank, number, text)
             case "write-failed":
                 doubted = (int(settings["doubted"]),) if "doubted" in settings else ()
                 return WriteFailed(rank, number, attempt, GROUP, text, doubted)
@@ -219,6 +232,8 @@ def _words(order: Message) -> str:
             parts = [f"{g.group} from {','.join(map(str, g.holders))} by {g.writer}" for g in groups]
             as_is = ", as it is" if order.as_is else ""
             return f"dump step {step}, attempt {attempt}: {'; '.join(parts)}{as_is}"
+        case Rename(step=step):
+            return f"rename step {step}"
         case Exit():
             return "exit"
         case Prepare(step=step, term=term, number=number):

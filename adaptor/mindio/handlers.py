@@ -1,0 +1,90 @@
+"""The handlers that a script registers, and the arguments that they are called with, in both forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adaptor.control.messages import GroupOrder
+
+
+@dataclass(frozen=True)
+class Handler:
+    """A function of the script, and what it wants to be given back."""
+
+    func: Callable[..., Any]
+    ctx: Any = None
+
+
+@dataclass
+class Handlers:
+    """Replaced one by one by the main thread, each as a whole; read by the threads of a dump.
+
+    older  the script has registered its save handler in the older form, `f(save_rank, step, rank_list, args)`
+    args   what was set last with ttp_set_ckpt_args or tft_set_step_args
+    kept   what the engine never calls, by name: repair and the like
+    """
+
+    save: Handler | None = None
+    rename: Handler | None = None
+    exit: Handler | None = None
+    stop: Handler | None = None
+    clean: Handler | None = None
+    older: bool = False
+    args: Any = None
+
+    def save_at(self, step: int, orders: Sequence[tuple[int, GroupOrder]]) -> None:
+        """Let the script save its part of `step`.
+
+        Args:
+            orders: per optimizer that this rank gives a shard of: its kind, and who gives which.
+        """
+        assert self.save is not None
+        chosen = [(kind, list(dict.fromkeys(order.holders))) for kind, order in sorted(orders, key=_kind)]
+        if self.older:
+            ((_, ranks),) = chosen
+            self.save.func(ranks[0], step, ranks, self._args_of(step))
+        else:
+            infos = [{"type": kind, "ranks": ranks} for kind, ranks in chosen]
+            self.save.func(step, infos, self.args, self.save.ctx)
+
+    def name(self, step: int) -> None:
+        """Let the script give what was saved its name. Raises what the handler raises, or has returned."""
+        if self.rename is None:
+            return
+        if not self.older:
+            self.rename.func(step, self.args)
+            return
+        code = self.rename.func(self._args_of(step))
+        if code not in (0, None):
+            raise RuntimeError(f"the rename handler has returned {code!r}")
+
+    def reset_device(self) -> None:
+        """Let the script stop its device and start it again, where it has registered how."""
+        if self.stop is not None:
+            self.stop.func(self.args, self.stop.ctx)
+        if self.clean is not None:
+            self.clean.func(False, self.args, self.clean.ctx)
+
+    def leave(self) -> None:
+        """The process is about to end. Whatever the script does then, it ends."""
+        if self.exit is None:
+            return
+        try:
+            self.exit.func(self.exit.ctx)
+        except Exception as error:
+            print(f"[ttp] the exit handler has raised {type(error).__name__}: {error}", flush=True)
+
+    def _args_of(self, step: int) -> Any:
+        """In the older form the first of them is the iteration, and the rename handler has no other step.
+
+        Ranks are not all at the same one: who is let through the update has set that of the step before.
+        """
+        if isinstance(self.args, tuple | list) and self.args and type(self.args[0]) is int:
+            return type(self.args)((step, *self.args[1:]))
+        return self.args
+
+
+def _kind(item: tuple[int, GroupOrder]) -> int:
+    return item[0]

@@ -1,0 +1,203 @@
+"""What a script tells through the interface, in either form, and what the engine is told of it.
+
+The interface has no beginning of a step, and no number for an update before it has ended. So training begins
+for the engine where the step is known: when the script says which one it has loaded, or else when its first
+update has ended; and after each update the next step begins at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from adaptor.control import runtime
+from adaptor.errors import AdaptorError, ConfigError
+from adaptor.mindio import device
+from adaptor.mindio.handlers import Handlers
+from adaptor.mindio.replicas import Replicas
+
+
+class Job:
+    """One per worker process. Everything but the handlers is called by the main thread."""
+
+    def __init__(self) -> None:
+        self.handlers = Handlers()
+        self.replicas: tuple[Replicas, ...] = ()
+        self.goes_back = False
+        self.never_called: list[str] = []
+        self._worker: runtime.Runtime | None = None
+        self._optimizer = object()  # stands for all of the script's, which open and close one window
+        self._loaded: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self._joined("this").rank
+
+    def join(self, call: str, rank: int, world_size: int, goes_back: bool) -> None:
+        """The script says who it is; controller and processor of this engine are there already.
+
+        Raises:
+            ConfigError: it is somebody else.
+            StartError: the process was not started by ttprun.
+        """
+        self._worker = runtime.get()
+        here = (self._worker.rank, int(os.environ["WORLD_SIZE"]))
+        if (rank, world_size) != here:
+            raise ConfigError(
+                f"{call}: rank {rank!r} of {world_size!r}, but this process is rank {here[0]} of {here[1]}"
+            )
+        self.goes_back = bool(goes_back)
+        self._worker.processor.rename = self.handlers.name
+        self._worker.processor.before_exit = self.handlers.leave
+
+    def loaded(self, step: int) -> None:
+        """The state is that of `step`: from now on it can be saved, the first update included."""
+        self._loaded = step
+
+    def start_copy(self) -> None:
+        """The script is about to copy its optimizer state."""
+        self._begin_if_known("tft_start_copy_os")
+        self._joined("tft_start_copy_os").session.before_copy()
+
+    def start_update(self, backup_step: int) -> None:
+        """The script is about to update its optimizer state; of `backup_step` it has a copy, if not -1."""
+        self._begin_if_known("tft_start_updating_os")
+        session = self._joined("tft_start_updating_os").session
+        if backup_step >= 0:
+            self.reached(backup_step)
+        session.before_update(self._optimizer)
+        if session.updating and self.goes_back and backup_step < session.board.finished:
+            session.board.updating(copied=False)  # what there is a copy of, if any, nobody asks for
+
+    def end_update(self, step: int) -> None:
+        """The optimizer state is that of `step` now. Does not return while the job saves."""
+        call = "tft_end_updating_os"
+        session = self._joined(call).session
+        if session.trainee is None:
+            self._begin(call, step, ended=True)
+        else:
+            finished = session.board.finished
+            if not session.updating:
+                raise ConfigError(f"{call}({step}) without tft_start_updating_os before it")
+            if step <= finished:
+                raise ConfigError(f"{call}({step}): step {finished} has ended before; steps count up")
+            session.after_update(self._optimizer)
+        session.begin_step(step + 1)
+        if session.door.closed:
+            session.hold()
+
+    def reached(self, step: int) -> None:
+        """The script is at the end of `step`, with an update or without one (an overflow)."""
+        worker = self._worker
+        if worker is None or worker.session.trainee is None or worker.session.updating:
+            return
+        if step > worker.session.board.finished:
+            worker.session.begin_step(step + 1)
+
+    def guard(
+        self, func: Callable[..., Any], *, sets_args: Callable[[], bool] | None = None
+    ) -> Callable[..., Any]:
+        """`func`, the script's training: an exception that leaves it is told, and the process stays.
+
+        sets_args  where the handlers are to get the arguments of `func`
+        """
+
+        @functools.wraps(func)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if sets_args is not None:
+                self.handlers.args = args if sets_args() else list(args)
+            try:
+                return func(*args, **kwargs)
+            except AdaptorError:
+                raise  # the job is refused in one line
+            except Exception as error:
+                if self._worker is None:
+                    raise
+                if device.is_damaged(error):
+                    device.give_up(self.rank, str(error))
+                self._worker.stand_by(error)
+
+        return guarded
+
+    def fail(self, error: str) -> None:
+        """The script reports a fault of this rank; the state is intact. Does not return."""
+        worker = self._joined("tft_report_error")
+        worker.raised(error, 1)
+        worker.session.hold()
+
+    def wait(self) -> None:
+        """Wait to be ended."""
+        self._joined("tft_wait_next_action").session.hold()
+
+    def _joined(self, call: str) -> runtime.Runtime:
+        if self._worker is None:
+            raise ConfigError(f"{call} was called before ttp_init_processor or tft_init_processor")
+        return self._worker
+
+    def _begin_if_known(self, call: str) -> None:
+        if self._joined(call).session.trainee is None and self._loaded is not None:
+            self._begin(call, self._loaded, ended=False)
+
+    def _begin(self, call: str, step: int, *, ended: bool) -> None:
+        """The live state is that of `step`; `ended`: of an update that nobody knew the number of."""
+        worker = self._joined(call)
+        if not self.replicas:
+            raise ConfigError(
+                f"{call}: who has copies is not known: call tft_set_optimizer_replica before training"
+            )
+        if self.handlers.save is None:
+            raise ConfigError(
+                f"{call}: there is no save handler: call tft_register_save_ckpt_handler before training"
+            )
+        # With torch, which importing the names does not need.
+        from adaptor.mindio.trainee import HandledTrainee
+
+        trainee = HandledTrainee(
+            rank=worker.rank,
+            replicas=self.replicas,
+            handlers=self.handlers,
+            barrier=_barrier(call) if not self.goes_back else _nothing,
+            goes_back=self.goes_back,
+            device=device.of_this_process(),
+            resets=os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1",
+        )
+        session = worker.session
+
+        def begin() -> None:
+            session.begin_training(trainee, [self._optimizer], step - ended)
+            if ended:
+                session.board.start(step)
+
+        if self.never_called and worker.rank == 0:
+            print(
+                f"[ttp] never called, as nothing is repaired in place: {', '.join(self.never_called)}",
+                flush=True,
+            )
+        # As a window: who freezes this rank finds it before or behind.
+        session.publishing(begin)
+        session.begin_step(step + 1)
+
+
+def _barrier(call: str) -> Callable[[], None]:
+    """A barrier of all ranks; on every rank at the same time."""
+    import torch.distributed as dist
+
+    if os.environ["WORLD_SIZE"] == "1":
+        return _nothing
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"{call}: torch.distributed is not initialized: without it ranks may be a step apart, and "
+            "nothing could be saved; initialize it, or use a local copy (enable_local_copy)"
+        )
+    group = dist.new_group(backend="gloo")
+    return lambda: dist.barrier(group=group)
+
+
+def _nothing() -> None:
+    """A barrier that nobody has to wait at."""
+
+
+job = Job()

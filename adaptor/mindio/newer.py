@@ -1,0 +1,276 @@
+"""The newer form of the interface (`tft_*`), as MindSpeed-LLM uses it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from adaptor.errors import ConfigError
+from adaptor.mindio import device, replicas
+from adaptor.mindio.enums import Action, ReportState
+from adaptor.mindio.handlers import Handler
+from adaptor.mindio.job import job
+
+# Frameworks whose handlers take the arguments of the training function, and nothing that is set.
+_EXPORTED = ("MindSpeed", "MindSpeed-LLM")
+_exported = ""
+
+
+_DAMAGED = (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED)
+_REPAIRING = (ReportState.RS_INIT_FINISH, ReportState.RS_PREREPAIR_FINISH, ReportState.RS_STEP_FINISH)
+
+
+# controller and processor
+
+
+def tft_init_controller(
+    rank: int, world_size: int, enable_local_copy: bool, enable_arf: bool = False, enable_zit: bool = False
+) -> None:
+    """The controller is in ttprun's agent; the arguments are checked."""
+    _require_no_repair("tft_init_controller", enable_arf, enable_zit)
+    job.join("tft_init_controller", rank, world_size, enable_local_copy)
+
+
+def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
+    """It is running already; where it listens, and how, is TTP_PORT and TTP_TLS."""
+
+
+def tft_init_processor(
+    rank: int,
+    world_size: int,
+    enable_local_copy: bool,
+    enable_tls: bool = True,
+    tls_info: str = "",
+    enable_uce: bool = True,
+    enable_arf: bool = False,
+    enable_zit: bool = False,
+) -> None:
+    """Who this rank is. Damaged memory (UCE) ends the process, and others save what it held."""
+    _require_no_repair("tft_init_processor", enable_arf, enable_zit)
+    job.join("tft_init_processor", rank, world_size, enable_local_copy)
+
+
+def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
+    """It has been connected to its agent since the process began."""
+
+
+def tft_destroy_controller() -> None:
+    """It ends with ttprun."""
+
+
+def tft_destroy_processor() -> None:
+    """It ends with the process; until then it saves what it can."""
+
+
+def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
+    """Which ranks hold copies of this rank's optimizer states."""
+    if rank != job.rank:
+        raise ConfigError(f"tft_set_optimizer_replica: rank is {rank!r}, but this process is rank {job.rank}")
+    job.replicas = replicas.of_newer(rank, replica_info)
+
+
+def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
+    """For elastic training (ZIT) alone, in the original too."""
+
+
+# a step
+
+
+def tft_start_copy_os() -> None:
+    """The optimizer state is about to be copied."""
+    job.start_copy()
+
+
+def tft_start_updating_os(backup_step: int = -1) -> None:
+    """The optimizer state is about to change; returns when it may.
+
+    backup_step  the step of which the script has a copy of it, -1 without one
+    """
+    job.start_update(backup_step)
+
+
+def tft_end_updating_os(step: int) -> None:
+    """The optimizer state is that of `step` now. Does not return while the job saves."""
+    if type(step) is not int or step < 1:
+        raise ConfigError(f"tft_end_updating_os: step is {step!r}: it must be an integer from 1")
+    job.end_update(step)
+
+
+def tft_report_load_ckpt_step(step: int) -> None:
+    """The state that was loaded is that of `step`; with it the first update is protected, too."""
+    job.loaded(step)
+
+
+def tft_set_step_args(args: Any) -> None:
+    """What the handlers are called with."""
+    if args is not None and not _exported:
+        job.handlers.args = args
+
+
+def tft_pause_train(cur_step: int) -> None:
+    """Step `cur_step` has ended, with an update or without one. Nothing pauses here."""
+    job.reached(cur_step)
+
+
+def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func`, whose exceptions do not end the process before others have saved."""
+    return job.guard(_callable("tft_exception_handler", func), sets_args=lambda: bool(_exported))
+
+
+def tft_report_error(error_type: ReportState | int, error_code: str = "") -> None:
+    """This rank has met a fault. Does not return, but for RS_NORMAL, which is none."""
+    state = ReportState(error_type)
+    if state in _REPAIRING:
+        raise _unsupported(f"tft_report_error({state.name})")
+    said = f"{state.name} {error_code}".strip()
+    if state in _DAMAGED:
+        device.give_up(job.rank, said)
+    if state is not ReportState.RS_NORMAL:
+        job.fail(said)
+
+
+def tft_wait_next_action() -> int:
+    """Wait for what comes: the job saves, and this process ends."""
+    job.wait()
+    return Action.EXIT.value
+
+
+def set_mindio_export_version(framework_type: str) -> None:
+    """Handlers are those of MindSpeed, which want their device stopped and cleaned before a dump."""
+    global _exported
+    if framework_type not in _EXPORTED:
+        raise ConfigError(
+            f"set_mindio_export_version: {framework_type!r} is not known: use {' or '.join(_EXPORTED)}, "
+            "or do not call it"
+        )
+    _exported = framework_type
+    os.environ["TTP_STOP_CLEAN_BEFORE_DUMP"] = "1"
+
+
+def get_mindio_export_version() -> str | None:
+    return _exported or None
+
+
+# handlers
+
+
+def tft_register_save_ckpt_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """`func(step, [{"type": kind, "ranks": ranks}], args, ctx)` saves this rank's part.
+
+    What it raises is a failure.
+    """
+    job.handlers.save = Handler(_callable("tft_register_save_ckpt_handler", func), ctx)
+    job.handlers.older = False
+
+
+def tft_register_rename_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """`func(step, args)` names what was saved, on one rank, once; what it raises is a failure."""
+    job.handlers.rename = Handler(_callable("tft_register_rename_handler", func), ctx)
+
+
+def tft_register_exit_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """`func(ctx)` is called before the process is ended after an incident."""
+    job.handlers.exit = Handler(_callable("tft_register_exit_handler", func), ctx)
+
+
+def tft_register_stop_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """`func(args, ctx)` stops the device; called before a dump with TTP_STOP_CLEAN_BEFORE_DUMP=1."""
+    job.handlers.stop = Handler(_callable("tft_register_stop_handler", func), ctx)
+
+
+def tft_register_clean_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """`func(is_uce_error, args, ctx)` starts the device again; called after the stop handler."""
+    job.handlers.clean = Handler(_callable("tft_register_clean_handler", func), ctx)
+
+
+def _never_called(name: str) -> Callable[..., None]:
+    def register(func: Callable[..., Any] | str, *rest: Any) -> None:
+        job.never_called.append(name)
+
+    register.__name__ = register.__qualname__ = name
+    register.__doc__ = "For repair in place, which this engine does not do; a line at the start says so."
+    return register
+
+
+tft_register_repair_handler = _never_called("tft_register_repair_handler")
+tft_register_rollback_handler = _never_called("tft_register_rollback_handler")
+tft_register_rebuild_group_handler = _never_called("tft_register_rebuild_group_handler")
+tft_register_stream_sync_handler = _never_called("tft_register_stream_sync_handler")
+tft_register_exception_handler = _never_called("tft_register_exception_handler")
+tft_register_decrypt_handler = _never_called("tft_register_decrypt_handler")
+tft_register_zit_upgrade_rollback_handler = _never_called("tft_register_zit_upgrade_rollback_handler")
+tft_register_zit_upgrade_repair_handler = _never_called("tft_register_zit_upgrade_repair_handler")
+tft_register_zit_upgrade_rebuild_handler = _never_called("tft_register_zit_upgrade_rebuild_handler")
+tft_register_zit_downgrade_rebuild_handler = _never_called("tft_register_zit_downgrade_rebuild_handler")
+
+
+# what there is to say of repair
+
+
+def tft_is_reboot_node() -> bool:
+    """Whether this process has taken the place of one in a job that went on: jobs start again as a whole."""
+    return False
+
+
+def tft_can_do_uce_repair(hbm_error_time: int, start_time: Any = None, end_time: Any = None) -> bool:
+    """Whether damaged memory can be repaired in place: never here."""
+    return False
+
+
+def tft_get_repair_type() -> str:
+    """What the clean handler is called for."""
+    return "dump"
+
+
+def tft_set_update_start_time(start_time: Any = None) -> None:
+    """For `tft_can_do_uce_repair`, which needs no times here."""
+
+
+def tft_set_update_end_time(end_time: Any = None) -> None:
+    """Likewise."""
+
+
+def get_device() -> int | None:
+    """The index of the device that this process uses; None where there is none."""
+    return device.current()
+
+
+def _refuses(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise _unsupported(name)
+
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__ = "Not supported: raises ConfigError."
+    return refuse
+
+
+tft_get_repair_step = _refuses("tft_get_repair_step")
+tft_get_reboot_type = _refuses("tft_get_reboot_type")
+tft_reset_limit_step = _refuses("tft_reset_limit_step")
+tft_register_mindx_callback = _refuses("tft_register_mindx_callback")
+tft_notify_controller_dump = _refuses("tft_notify_controller_dump")
+tft_notify_controller_stop_train = _refuses("tft_notify_controller_stop_train")
+tft_notify_controller_on_global_rank = _refuses("tft_notify_controller_on_global_rank")
+tft_notify_controller_prepare_action = _refuses("tft_notify_controller_prepare_action")
+tft_notify_controller_change_strategy = _refuses("tft_notify_controller_change_strategy")
+tft_query_high_availability_switch = _refuses("tft_query_high_availability_switch")
+
+
+def _unsupported(call: str) -> ConfigError:
+    return ConfigError(
+        f"{call}: the adaptor saves and starts the job again, it repairs nothing in place and follows no "
+        "MindX; leave out what calls this (see docs/mindio.md)"
+    )
+
+
+def _require_no_repair(call: str, arf: bool, zit: bool) -> None:
+    for name, value in (("enable_arf", arf), ("enable_zit", zit)):
+        if value:
+            raise _unsupported(f"{call}({name}=True)")
+
+
+def _callable(call: str, func: Any) -> Callable[..., Any]:
+    if not callable(func):
+        raise TypeError(f"{call}: func is {func!r}, it must be callable")
+    return func  # type: ignore[no-any-return]

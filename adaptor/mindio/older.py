@@ -1,0 +1,67 @@
+"""The older form of the interface (`ttp_*`), as the guide for ModelLink uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from adaptor.mindio import replicas
+from adaptor.mindio.handlers import Handler
+from adaptor.mindio.job import job
+
+
+def ttp_init_controller(
+    rank: int, world_size: int, replica: int = 2, enable_local_copy: bool = False
+) -> None:
+    """The controller is in ttprun's agent; the arguments are checked."""
+    job.join("ttp_init_controller", rank, world_size, enable_local_copy)
+
+
+def ttp_start_controller(ip: str, port: int) -> None:
+    """It is running already, and listens at TTP_PORT where it is needed."""
+
+
+def ttp_init_processor(
+    rank: int,
+    dp_ranks: Any,
+    dp_size: int,
+    world_size: int,
+    replica: int = 2,
+    enable_local_copy: bool = False,
+) -> None:
+    """Who this rank is, and which ranks have copies: `replica` is how many places apart the two are."""
+    job.join("ttp_init_processor", rank, world_size, enable_local_copy)
+    job.replicas = replicas.of_older(rank, dp_ranks, dp_size, replica)
+
+
+def ttp_start_processor(ip: str, port: int) -> None:
+    """It has been connected to its agent since the process began."""
+
+
+def ttp_register_save_ckpt_handler(func: Callable[[int, int, list[int], Any], Any]) -> None:
+    """`func(save_rank, step, rank_list, args)` saves this rank's part; what it raises is a failure."""
+    job.handlers.save = _handler("ttp_register_save_ckpt_handler", func)
+    job.handlers.older = True
+
+
+def ttp_register_rename_handler(func: Callable[[Any], Any]) -> None:
+    """`func(args)` names what was saved, on one rank, once; it returns 0 where it could."""
+    job.handlers.rename = _handler("ttp_register_rename_handler", func)
+
+
+def ttp_set_ckpt_args(args: Any) -> None:
+    """What the handlers are called with; the first of it is the iteration that has ended."""
+    job.handlers.args = args
+    if isinstance(args, tuple | list) and args and type(args[0]) is int:
+        job.reached(args[0])
+
+
+def ttp_to_persist(train: Callable[..., Any]) -> Callable[..., Any]:
+    """`train`, whose exceptions do not end the process before others have saved."""
+    return job.guard(train)
+
+
+def _handler(call: str, func: Any) -> Handler:
+    if not callable(func):
+        raise TypeError(f"{call}: func is {func!r}, it must be callable")
+    return Handler(func)

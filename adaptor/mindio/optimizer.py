@@ -1,0 +1,46 @@
+"""What the older form's optimizers have besides what they are of the framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor.mindio.job import job
+
+
+class ReplicaOptimizer:
+    """Base of a framework's optimizer whose shards have copies on other ranks: update window and dump.
+
+    current_step  the step that the optimizer state is that of
+    error_dump    a dump has begun: what is saved now is last words
+    save_args     of the dump: `step`, `rank` (who writes) and `rank_list` (who gives shards)
+    """
+
+    current_step = 0
+    error_dump = False
+    save_args: dict[str, Any]
+
+    def begin_to_update(self, iteration: int) -> None:
+        """The state, which is that of `iteration`, is about to change; returns when it may."""
+        job.loaded(iteration)
+        job.reached(iteration)
+        self.current_step = iteration
+        if not job.goes_back:
+            job.start_update(-1)
+            return
+        job.start_copy()
+        self.copy_state()
+        job.start_update(iteration)
+
+    def end_to_update(self) -> None:
+        """The state has changed. Does not return while the job saves."""
+        self.current_step += 1
+        job.end_update(self.current_step)
+
+    def copy_state(self) -> None:
+        """Put what an update changes into the local copy, which a dump of an earlier step takes."""
+        raise NotImplementedError
+
+    def set_dump_args(self, rank: int, step: int, rank_list: list[int]) -> None:
+        """A dump of `step` begins: `rank` writes, `rank_list` gives shards."""
+        self.save_args = {"step": step, "rank": rank, "rank_list": rank_list}
+        self.error_dump = True

@@ -1,0 +1,1 @@
+"""A folder for `sys.path`, and no package to import from; see `adaptor.mindio.provide`."""

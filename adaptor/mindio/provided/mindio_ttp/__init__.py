@@ -1,0 +1,1 @@
+"""The interface of MindIO TTP, on the engine of ttp-adaptor: names only, the rest is in `adaptor.mindio`."""

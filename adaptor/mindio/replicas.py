@@ -1,0 +1,92 @@
+"""Who has a copy of what, in the words of the interface; pure.
+
+`replica_cnt` copies of an optimizer state among the ranks of `rank_list`: the ranks are cut into as many runs
+of the same length, and the i-th ranks of all runs hold the same shard. Where every rank has all of it, the
+runs have length one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adaptor.control.messages import Share
+from adaptor.errors import ConfigError
+
+# By the place in the list: the interface has no other word for which optimizer it is.
+_KINDS = ("attention", "moe")
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The copies of one optimizer's state: `ranks` hold `shards` different ones."""
+
+    kind: int
+    ranks: tuple[int, ...]
+    shards: int
+
+    @property
+    def group(self) -> str:
+        """A name that all of its ranks find, and no other ranks."""
+        return f"{_KINDS[self.kind]}-of-rank-{min(self.ranks)}"
+
+    def share(self, rank: int) -> Share:
+        """What `rank` holds."""
+        return Share(self.group, self.ranks.index(rank) % self.shards, self.shards)
+
+
+def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
+    """From what `tft_set_optimizer_replica` takes.
+
+    Raises:
+        ConfigError: it does not describe copies that can be chosen among.
+    """
+    call = "tft_set_optimizer_replica"
+    if not isinstance(infos, list) or not 1 <= len(infos) <= len(_KINDS):
+        raise ConfigError(f"{call}: replica_info is {infos!r}: a list of one or two dicts, attention and moe")
+    made = []
+    for kind, info in enumerate(infos):
+        ranks, count, shift = (info.get(key) for key in ("rank_list", "replica_cnt", "replica_shift"))
+        one = _checked(call, rank, kind, ranks, "replica_cnt", count)
+        if shift not in (0, one.shards):
+            raise ConfigError(
+                f"{call}: replica_shift is {shift!r}: copies are {one.shards} places apart, so it must be 0 "
+                f"or {one.shards}"
+            )
+        made.append(one)
+    return tuple(made)
+
+
+def of_older(rank: int, ranks: Any, size: Any, replica: Any) -> tuple[Replicas, ...]:
+    """From what `ttp_init_processor` takes, where `replica` is how many places apart the two copies are.
+
+    Raises:
+        ConfigError: it does not describe copies that can be chosen among.
+    """
+    call = "ttp_init_processor"
+    if size != len(ranks):
+        raise ConfigError(f"{call}: dp_size is {size!r}, but dp_ranks are {list(ranks)}")
+    if not isinstance(replica, int) or replica < 1 or size % replica:
+        raise ConfigError(
+            f"{call}: replica is {replica!r}: with dp_size {size} it must divide {size}, as dp_size//2 does "
+            "where that is even; odd sizes need a script that is not adapted by hand (see docs/mindio.md)"
+        )
+    return (_checked(call, rank, 0, list(ranks), "dp_size//replica", size // replica),)
+
+
+def _checked(call: str, rank: int, kind: int, ranks: Any, name: str, count: Any) -> Replicas:
+    if not isinstance(ranks, list) or not all(type(one) is int and one >= 0 for one in ranks):
+        raise ConfigError(f"{call}: rank_list is {ranks!r}: it must be a list of ranks")
+    if rank not in ranks or len(set(ranks)) < len(ranks):
+        raise ConfigError(f"{call}: rank_list is {ranks}: it must have rank {rank} in it, and each rank once")
+    if type(count) is not int or count < 1 or len(ranks) % count:
+        raise ConfigError(
+            f"{call}: {name} is {count!r}: it must divide the {len(ranks)} ranks {_short(ranks)}, or a shard "
+            "would have no place"
+        )
+    return Replicas(kind, tuple(ranks), len(ranks) // count)
+
+
+def _short(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

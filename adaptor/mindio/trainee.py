@@ -1,0 +1,98 @@
+"""A script's own handlers behind the interface that the control plane knows (`control.session.Trainee`).
+
+The engine chooses the step and who gives which shard, and knows when everyone is done. What is saved, where
+and under which name is the script's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from adaptor.checkpoint.manifest import FileEntry
+from adaptor.control.messages import GroupOrder, Share
+from adaptor.control.session import DumpRun
+from adaptor.devices.device import HOST, Device
+from adaptor.mindio import groups
+from adaptor.mindio.handlers import Handlers
+from adaptor.mindio.replicas import Replicas
+
+
+@dataclass
+class HandledTrainee:
+    """A rank of a job that saves by handlers. A step's record is its number.
+
+    barrier  a barrier of all ranks of the job
+    resets   the device is stopped and cleaned before a dump (TTP_STOP_CLEAN_BEFORE_DUMP)
+    """
+
+    rank: int
+    replicas: tuple[Replicas, ...]
+    handlers: Handlers
+    barrier: Callable[[], None]
+    goes_back: bool
+    device: Device = HOST
+    resets: bool = False
+    _saving: threading.Lock = field(default_factory=threading.Lock)
+    _groups: frozenset[Any] | None = None  # before the first attempt
+
+    @property
+    def save(self) -> str:
+        return ""
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        return tuple(replicas.share(self.rank) for replicas in self.replicas)
+
+    def exchange(self) -> None:
+        """Copies are the script's."""
+        self.device.catch_up()
+
+    def copy_state(self) -> None:
+        """The local copy is the script's, and was made before this."""
+
+    def update_replicas(self) -> None:
+        """So are replicas."""
+
+    def take_record(self, step: int) -> int:
+        return step
+
+    def take_door(self) -> None:
+        """What belongs to a step besides tensors is for the handlers to find."""
+
+    def derive(self, record: int, door: None, updated: bool) -> int:
+        return record + 1
+
+    def has_state(self) -> bool:
+        return True
+
+    def dump(self, record: int, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
+        """Call the save handler, once for all groups; return when all of this group have come from theirs."""
+        if order is run.groups[0]:
+            self._save(record, run)
+        ranks = order.ranks
+        if len(ranks) > 1:
+            # Who fails tells the controller by itself, and does not come here.
+            run.connect(ranks).barrier().wait()
+        return ()
+
+    def _save(self, step: int, run: DumpRun) -> None:
+        kinds = {replicas.group: replicas.kind for replicas in self.replicas}
+        if not self._saving.acquire(blocking=False):
+            # An earlier attempt waits in the handler for a rank that is gone; one at a time.
+            run.wake()
+            self._saving.acquire()
+        try:
+            if run.cancelled():
+                raise RuntimeError("a newer attempt has taken the place of this one")
+            if self._groups is None:
+                self._groups = groups.present()
+            groups.drop_all_but(self._groups)
+            with self.device.beside():
+                if self.resets:
+                    self.handlers.reset_device()
+                self.handlers.save_at(step, [(kinds[order.group], order) for order in run.groups])
+        finally:
+            self._saving.release()

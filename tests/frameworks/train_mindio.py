@@ -1,0 +1,278 @@
+"""A training loop in plain torch that was adapted to MindIO TTP by hand, in the older form or the newer one.
+
+    train_mindio.py --save FOLDER --form older|newer [--local-copy] [--fault RANK:STEP:WHERE:KIND ...]
+
+Eight weights, cut in two shards; ranks 0, 2, ... and 1, 3, ... hold the same. Of a fault, WHERE is
+`backward`, `reduced`, `window` (in the update), `ended` (after it), `barrier` (that of the engine, passed),
+`save` (in the save handler) or `rename`; KIND is `sigkill`, `exception`, `stall`, or `break`: an exception
+once the rank that is to be killed is dead. What the handlers are called with is written to
+FOLDER/calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import mindio_ttp.framework_ttp as ttp
+import torch
+import torch.distributed as dist
+
+from adaptor.mindio.optimizer import ReplicaOptimizer
+
+STEPS, WIDTH, SHARDS = 8, 8, 2
+TRACKER = "latest.txt"
+
+
+def gradient(step: int, rank: int) -> torch.Tensor:
+    """Whole numbers: their sum over the ranks is the same in any order."""
+    return (torch.arange(WIDTH, dtype=torch.float64) * step + 3 * rank) % 7 - 3
+
+
+class Faults:
+    def __init__(self, rank: int, save: Path, wanted: list[str]) -> None:
+        self.step = 0
+        self._rank, self._save = rank, save
+        self._wanted = [tuple(fault.split(":")) for fault in wanted]
+        (save / f"pid{rank}").write_text(str(os.getpid()))
+
+    def reach(self, where: str) -> None:
+        for fault in self._wanted:
+            rank, step, place, kind = fault
+            stamp = self._save / f"struck-{'-'.join(fault)}"
+            if (int(rank), int(step), place) == (self._rank, self.step, where) and not stamp.exists():
+                stamp.touch()
+                self._strike(kind)
+
+    def _strike(self, kind: str) -> None:
+        if kind == "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "stall":
+            threading.Event().wait()
+        elif kind == "break":
+            (victim,) = (rank for rank, _, _, kind in self._wanted if kind == "sigkill")
+            death = os.pidfd_open(int((self._save / f"pid{victim}").read_text()))
+            select.select([death], [], [])
+        raise RuntimeError("told to raise")
+
+
+class Sharded(ReplicaOptimizer):
+    """Adam on this rank's shard, in float64: what is compared later is bitwise the same."""
+
+    def __init__(self, rank: int, loaded: dict[str, Any] | None) -> None:
+        self.index = rank % SHARDS
+        self.weights = torch.zeros(WIDTH, dtype=torch.float64) if loaded is None else loaded["weights"]
+        self.main = torch.nn.Parameter(self._own(self.weights).clone())
+        self.adam = torch.optim.Adam([self.main], lr=0.1)
+        self.copied: dict[str, torch.Tensor] = {}
+        self.step(torch.zeros(WIDTH, dtype=torch.float64))  # the state is made by the first one
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.adam.state[self.main][name].copy_(self._own(loaded[name]) if loaded else torch.zeros(()))
+        self.adam.state[self.main]["step"].fill_(loaded["step"] if loaded else 0)
+        self.main.data.copy_(self._own(self.weights))
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.view(SHARDS, -1)[self.index]
+
+    def step(self, grad: torch.Tensor) -> None:
+        self.main.grad = self._own(grad).clone()
+        self.adam.step()
+
+    def live(self) -> dict[str, torch.Tensor]:
+        state = self.adam.state[self.main]
+        return {"weights": self.main.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+    def copy_state(self) -> None:
+        self.copied = {name: tensor.clone() for name, tensor in self.live().items()}
+
+
+def reference() -> dict[int, torch.Tensor]:
+    """The weights after each step of four ranks that never fail."""
+    optimizer = [Sharded(rank, None) for rank in range(SHARDS)]
+    after = {}
+    for step in range(1, STEPS + 1):
+        grad = torch.stack([gradient(step, rank) for rank in range(4)]).sum(0)
+        for one in optimizer:
+            one.step(grad)
+        after[step] = torch.cat([one.main.data for one in optimizer])
+    return after
+
+
+class Training:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.save: Path = options.save
+        self.local_copy: bool = options.local_copy
+        self.older = options.form == "older"
+        self.faults = Faults(self.rank, self.save, options.fault)
+        tracker = self.save / TRACKER
+        self.iteration = int(tracker.read_text()) if tracker.exists() else 0
+        loaded = torch.load(self._folder(self.iteration) / "state.pt") if self.iteration else None
+        self.optimizer = Sharded(self.rank, loaded)
+        halves = [list(range(first, first + SHARDS)) for first in range(0, self.world, SHARDS)]
+        groups = [dist.new_group(half) for half in halves]
+        self.half = groups[self.rank // SHARDS]
+
+    def _folder(self, step: int, suffix: str = "") -> Path:
+        return self.save / f"iter_{step:07d}{suffix}"
+
+    def call(self, *words: Any) -> None:
+        with (self.save / "calls").open("a") as calls:
+            calls.write(" ".join(map(str, words)) + "\n")
+
+    def train(self) -> None:
+        while self.iteration < STEPS:
+            self.faults.step = self.iteration + 1
+            self.faults.reach("backward")
+            grad = gradient(self.iteration + 1, self.rank)
+            dist.all_reduce(grad)
+            self.faults.reach("reduced")
+            if self.older and not self.local_copy:
+                dist.barrier()  # as in the guide
+            self.begin()
+            self.faults.reach("window")
+            self.optimizer.step(grad)
+            self.end()
+            self.faults.reach("ended")
+            parts = [torch.empty_like(self.optimizer.main.data) for _ in range(SHARDS)]
+            dist.all_gather(parts, self.optimizer.main.data, group=self.half)
+            self.optimizer.weights = torch.cat(parts)
+            self.iteration += 1
+            if self.older:
+                ttp.ttp_set_ckpt_args((self.iteration, self.optimizer))
+            else:
+                ttp.tft_set_step_args([self.optimizer])
+
+    def begin(self) -> None:
+        if self.older:
+            self.optimizer.begin_to_update(self.iteration)
+        elif self.local_copy:
+            ttp.tft_start_copy_os()
+            self.optimizer.copy_state()
+            ttp.tft_start_updating_os(self.iteration)
+        else:
+            ttp.tft_start_updating_os()
+
+    def end(self) -> None:
+        if self.older:
+            self.optimizer.end_to_update()
+        else:
+            ttp.tft_end_updating_os(self.iteration + 1)
+
+    def gather(self, step: int, label: int, ranks: list[int], live_step: int) -> None:
+        """Write `iter_{label}_tmp`, from the shards of `ranks`; the first of them writes."""
+        group = dist.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True)
+        self.faults.reach("save")
+        mine = self.optimizer.copied if live_step > step else self.optimizer.live()
+        whole: dict[str, Any] = {"step": step}
+        for name, tensor in mine.items():
+            parts = [torch.empty_like(tensor) for _ in ranks] if self.rank == ranks[0] else None
+            dist.gather(tensor, parts, dst=ranks[0], group=group)
+            if parts is not None:  # in the order of the ranks in the group
+                by_shard = {rank % SHARDS: part for rank, part in zip(sorted(ranks), parts, strict=True)}
+                whole[name] = torch.cat([by_shard[index] for index in range(SHARDS)])
+        if self.rank == ranks[0]:
+            folder = self._folder(label, "_tmp")
+            folder.mkdir(exist_ok=True)
+            torch.save(whole, folder / "state.pt")
+
+    def finish(self, label: int) -> None:
+        self.faults.reach("rename")
+        self._folder(label, "_tmp").rename(self._folder(label))
+        (self.save / TRACKER).write_text(str(label))
+
+
+def adapt_older(training: Training) -> Any:
+    def save(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:
+        iteration, optimizer = args
+        training.call("save", training.rank, step, iteration, save_rank, rank_list)
+        assert save_rank == rank_list[0]
+        optimizer.set_dump_args(save_rank, step, rank_list)
+        training.gather(step, iteration, rank_list, optimizer.current_step)
+
+    def rename(args: Any) -> int:
+        training.call("rename", training.rank, args[0])
+        try:
+            training.finish(args[0])
+        except Exception:
+            traceback.print_exc()
+            return 1
+        return 0
+
+    ranks = list(range(training.world))
+    copies = {"replica": training.world // 2, "enable_local_copy": training.local_copy}
+    if training.rank == 0:
+        ttp.ttp_init_controller(training.rank, training.world, **copies)
+        ttp.ttp_start_controller("127.0.0.1", 8000)
+    ttp.ttp_init_processor(training.rank, ranks, len(ranks), training.world, **copies)
+    ttp.ttp_start_processor("127.0.0.1", 8000)
+    ttp.ttp_register_save_ckpt_handler(save)
+    ttp.ttp_register_rename_handler(rename)
+    return ttp.ttp_to_persist(training.train)
+
+
+def adapt_newer(training: Training) -> Any:
+    def save(step: int, infos: list[dict[str, Any]], args: Any, ctx: Any) -> None:
+        (info,) = infos
+        training.call("save", training.rank, step, info["type"], info["ranks"], ctx)
+        live_step = int(training.optimizer.adam.state[training.optimizer.main]["step"])
+        training.gather(step, step, info["ranks"], live_step)
+
+    def rename(step: int, args: Any) -> None:
+        training.call("rename", training.rank, step)
+        assert args == [training.optimizer]
+        training.finish(step)
+
+    rank, world = training.rank, training.world
+    if rank == 0:
+        ttp.tft_init_controller(rank, world, training.local_copy)
+        ttp.tft_start_controller("127.0.0.1", 8000, False, "")
+    ttp.tft_init_processor(rank, world, training.local_copy, False, "")
+    ttp.tft_start_processor("127.0.0.1", 8000)
+    ranks = list(range(world))
+    ttp.tft_set_optimizer_replica(
+        rank, [{"rank_list": ranks, "replica_cnt": world // SHARDS, "replica_shift": 0}]
+    )
+    ttp.tft_register_save_ckpt_handler(save, "ctx")
+    ttp.tft_register_rename_handler(rename)
+    ttp.tft_register_stop_handler(lambda args, ctx: training.call("stop", rank))
+    ttp.tft_register_clean_handler(lambda damaged, args, ctx: training.call("clean", rank, damaged))
+    ttp.tft_register_exit_handler(lambda ctx: training.call("exit", rank, ctx), "bye")
+    ttp.tft_register_repair_handler(lambda *_: training.call("repair", rank))
+    ttp.tft_report_load_ckpt_step(training.iteration)
+    return ttp.tft_exception_handler(training.train)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--record")
+    parser.add_argument("--save", type=Path, required=True)
+    parser.add_argument("--form", choices=["older", "newer"], required=True)
+    parser.add_argument("--local-copy", action="store_true")
+    parser.add_argument("--fault", action="append", default=[])
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    training = Training(options)
+    train = adapt_older(training) if options.form == "older" else adapt_newer(training)
+    passed = dist.barrier
+
+    def barrier(group: Any = None) -> None:
+        passed(group)
+        if group is not None:  # the engine's own
+            training.faults.reach("barrier")
+
+    dist.barrier = barrier  # type: ignore[assignment]
+    train()
+    dist.barrier = passed
+    if training.rank == 0:
+        torch.save(training.optimizer.weights, training.save / "final.pt")
+
+
+if __name__ == "__main__":
+    main()

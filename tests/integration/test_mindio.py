@@ -1,0 +1,135 @@
+"""Scripts that were adapted to MindIO TTP by hand, on this engine: their handlers save what it chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptor import mindio
+from tests.faults import harness
+from tests.faults.harness import Ended, Job, Layout
+
+SCRIPT = harness.ROOT / "tests/frameworks/train_mindio.py"
+FOUR = Layout("mindio", 4)
+
+
+def train(out: Path, *arguments: str, restarts: int = 0, **environment: str) -> tuple[Ended, Path, list[str]]:
+    """What came of it, the folder of checkpoints, and the calls of handlers."""
+    save = out.with_name(f"{out.name}-save")
+    save.mkdir()
+    ended = harness.run(
+        Job(
+            out,
+            FOUR,
+            restarts=restarts,
+            script=SCRIPT,
+            options=["--ttp-provide-mindio", "1"],
+            arguments=["--save", str(save), *arguments],
+            environment={"PYTHONPATH": str(harness.ROOT), **environment},
+        )
+    )
+    calls = save / "calls"
+    return ended, save, calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[int, torch.Tensor]:
+    """After each step of a run that never failed."""
+    mindio.provide()
+    try:
+        from tests.frameworks import train_mindio
+
+        return train_mindio.reference()
+    finally:
+        mindio.withdraw()
+
+
+def assert_saved(save: Path, step: int, weights: dict[int, torch.Tensor]) -> None:
+    """The script's own checkpoint of `step` is the newest, complete, and nothing is half written."""
+    assert (save / "latest.txt").read_text() == str(step)
+    assert not list(save.glob("*_tmp"))
+    saved = torch.load(save / f"iter_{step:07d}" / "state.pt")
+    assert saved["step"] == step
+    assert torch.equal(saved["weights"], weights[step])
+
+
+def test_the_older_form_and_the_job_goes_on_by_itself(
+    tmp_path: Path, weights: dict[int, torch.Tensor]
+) -> None:
+    """Rank 1 has yet to make the update that the others have made; its arguments are of the step before."""
+    faults = ("--fault", "3:5:ended:sigkill", "--fault", "1:5:barrier:break")
+    ended, save, calls = train(tmp_path / "job", "--form", "older", *faults, restarts=1)
+    assert ended.code == 0, ended.log[-3000:]
+    assert "[ttp] rank 3 was ended by SIGKILL; step 5 is saved, no finished step is lost" in ended.log
+    assert sorted(calls[:2]) == ["save 0 5 5 0 [0, 1]", "save 1 5 5 0 [0, 1]"]
+    assert calls[2:] == ["rename 0 5"]
+    assert_saved(save, 5, weights)
+    assert torch.equal(torch.load(save / "final.pt"), weights[8])
+
+
+def test_the_newer_form_goes_back_to_the_local_copy(tmp_path: Path, weights: dict[int, torch.Tensor]) -> None:
+    """Rank 1 has the only copy of its shard left, and has not come to the update of step 5."""
+    faults = ("--fault", "3:5:window:sigkill", "--fault", "1:5:reduced:stall", "--local-copy")
+    ended, save, calls = train(tmp_path / "job", "--form", "newer", *faults)
+    assert ended.code == 137, ended.log[-3000:]
+    assert ended.last_line == (
+        "[ttp] rank 3 was ended by SIGKILL; step 4 is saved, step 5 was not finished on every rank"
+    )
+    assert_saved(save, 4, weights)
+    assert sorted(calls[:2]) == ["save 0 4 0 [0, 1] ctx", "save 1 4 0 [0, 1] ctx"]
+    assert calls[2] == "rename 0 4"
+    assert sorted(calls[3:]) == ["exit 0 bye", "exit 1 bye", "exit 2 bye"]
+
+
+def test_a_holder_dies_in_its_handler(tmp_path: Path, weights: dict[int, torch.Tensor]) -> None:
+    """The other one is called again, with who takes its place; its device is reset each time."""
+    faults = ("--fault", "3:5:backward:exception", "--fault", "0:5:save:sigkill")
+    ended, save, calls = train(tmp_path / "job", "--form", "newer", *faults, TTP_STOP_CLEAN_BEFORE_DUMP="1")
+    assert ended.code == 137, ended.log[-3000:]
+    assert ended.last_line.endswith("; step 4 is saved, no finished step is lost")
+    assert_saved(save, 4, weights)
+    of_rank_1 = [line for line in calls if line.split()[1] == "1"]
+    assert of_rank_1 == [
+        *("stop 1", "clean 1 False", "save 1 4 0 [0, 1] ctx"),
+        *("stop 1", "clean 1 False", "save 1 4 0 [2, 1] ctx"),
+        *("rename 1 4", "exit 1 bye"),
+    ]
+    assert [line for line in calls if line.startswith("rename")] == ["rename 1 4"]
+
+
+def test_the_optimizer_that_the_guide_imports(tmp_path: Path) -> None:
+    """On a framework of ModelLink's shape: from shards and copies comes what the framework's own save has."""
+    small = harness.ROOT / "tests/frameworks/small"
+    save, words = tmp_path / "save", tmp_path / "words"
+    words.mkdir()
+    ended = harness.run(
+        Job(
+            tmp_path / "job",
+            FOUR,
+            script=small / "pretrain_adapted.py",
+            options=["--ttp-provide-mindio", "1"],
+            arguments=[
+                *("--save", str(save), "--save-interval", "1", "--use-distributed-optimizer"),
+                *("--words", str(words), "--die", "5", "--local-copy-os"),
+            ],
+            environment={"PYTHONPATH": f"{small}:{harness.ROOT}"},
+        )
+    )
+    assert ended.code == 137, ended.log[-3000:]
+    assert ended.last_line.endswith("; step 4 is saved, step 5 was not finished on every rank")
+    (last,) = words.iterdir()
+    own = save / last.name / "mp_rank_00"
+    assert last.name == "iter_0000004"
+    ours, theirs = (torch.load(folder / "distrib_optim.pt")[0][torch.float] for folder in (last, own))
+    assert list(ours) == list(theirs) == ["param", "exp_avg", "exp_avg_sq"]
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = (
+        torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]["language_model"]
+        for folder in (last, own)
+    )
+    assert ours.keys() == theirs.keys()
+    for part, weights in theirs.items():
+        assert ours[part].keys() == weights.keys()
+        assert all(torch.equal(ours[part][name], weights[name]) for name in weights)

@@ -1,0 +1,119 @@
+"""`import mindio_ttp` finds the adaptor's where the user asked for it, and none is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.patches.conftest import Run
+
+AGENT = {"TTP_AGENT": "somewhere"}
+
+
+def test_nobody_asked(python: Run) -> None:
+    done = python("-c", "import adaptor\nadaptor.enable()\nimport mindio_ttp", env=AGENT)
+    assert done.returncode == 1
+    assert "No module named 'mindio_ttp'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "env"),
+    [("provide_mindio=True", {}), ("", {"TTP_PROVIDE_MINDIO": "1"})],
+    ids=["argument", "variable"],
+)
+def test_who_asks_gets_it_and_no_patches(holds: Callable[..., None], call: str, env: dict[str, str]) -> None:
+    holds(
+        f"""
+import importlib.util, sys
+import adaptor, units
+adaptor.enable({call})
+adaptor.enable({call})
+assert importlib.util.find_spec("mindio_ttp") is not None
+import fake.core
+assert fake.core.f(1) == 2
+assert not {{"torch", "mindio_ttp"}} & set(sys.modules)
+from mindio_ttp.framework_ttp import tft_start_updating_os, ttp_to_persist
+from mindio_ttp.framework_ttp.ttp_decorator import get_mindio_export_version, tft_get_repair_type
+from mindio_ttp.controller_ttp import tft_notify_controller_dump
+from mindio_ttp.utils import tft_set_update_start_time
+adaptor.disable()
+assert importlib.util.find_spec("mindio_ttp") is None
+""",
+        **AGENT,
+        **env,
+    )
+
+
+def test_ttprun_has_armed_the_patches_before_the_script_asks(holds: Callable[..., None]) -> None:
+    holds(
+        """
+import adaptor, units
+adaptor.enable()
+adaptor.enable(provide_mindio=True)
+import fake.core, mindio_ttp
+assert fake.core.f(1) == 2
+""",
+        **AGENT,
+    )
+
+
+@pytest.mark.parametrize("asked", ["provide_mindio=True", ""])
+def test_off_provides_nothing(python: Run, asked: str) -> None:
+    env = {"ENABLE_TTP": "False", "TTP_PROVIDE_MINDIO": "1"}
+    done = python("-c", f"import adaptor\nadaptor.enable({asked})\nimport mindio_ttp", env=env)
+    assert "No module named 'mindio_ttp'" in done.stderr
+
+
+def test_an_installed_one_is_not_replaced(python: Run, folder: Path) -> None:
+    (folder / "mindio_ttp").mkdir()
+    (folder / "mindio_ttp" / "__init__.py").write_text("")
+    done = python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)", env=AGENT)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("adaptor: error: TTP_PROVIDE_MINDIO is True, but mindio_ttp is installed (")
+    assert line.endswith(
+        "): uninstall it, or leave TTP_PROVIDE_MINDIO out and use the ttprun that came with it"
+    )
+
+
+def test_outside_of_ttprun(python: Run) -> None:
+    done = python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)")
+    assert "this process was not started by ttprun" in done.stderr
+
+
+def test_what_is_not_there_says_what_to_do(python: Run) -> None:
+    code = "import adaptor\nadaptor.enable(provide_mindio=True)\n"
+    done = python("-c", f"{code}from mindio_ttp.modellink import TTPOddReplicaOptimizer", env=AGENT)
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: mindio_ttp.modellink.TTPOddReplicaOptimizer is not provided: "
+        "for an odd data-parallel size leave ModelLink unedited, "
+        "the adaptor mirrors its shards by itself (see docs/mindio.md)"
+    )
+
+
+def test_groups_are_there_before_the_framework_has_its_optimizer(holds: Callable[..., None]) -> None:
+    holds(
+        """
+import adaptor, pytest
+adaptor.enable(provide_mindio=True)
+import mindio_ttp.modellink
+from mindio_ttp.modellink import build_optimizer_replica_group, get_dp_rank_list
+from mindio_ttp.modellink.os_shard_parallel import get_os_shard_group
+from adaptor.errors import LayoutError
+assert get_dp_rank_list() == []
+with pytest.raises(LayoutError, match="3 data-parallel ranks cannot be cut in two: use an even number"):
+    build_optimizer_replica_group([0, 1, 2])
+with pytest.raises(LayoutError, match="build_optimizer_replica_group was not called for the data-parallel"):
+    get_os_shard_group()
+with pytest.raises(ModuleNotFoundError, match="ascendspeed"):
+    mindio_ttp.modellink.TTPReplicaOptimizer
+""",
+        **AGENT,
+    )
+
+
+def test_a_name_that_nobody_knows(python: Run) -> None:
+    code = "import adaptor\nadaptor.enable(provide_mindio=True)\nfrom mindio_ttp.modellink import nothing"
+    assert "cannot import name 'nothing'" in python("-c", code, env=AGENT).stderr

@@ -1,0 +1,491 @@
+"""A script that speaks the interface of MindIO TTP, its session, and an agent on the other side."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptor.control import processor as processor_module
+from adaptor.control import runtime, wire
+from adaptor.control.board import BoardMemory
+from adaptor.control.messages import (
+    BoardRecord,
+    Dump,
+    Exit,
+    Freeze,
+    FromWorker,
+    Frozen,
+    GroupOrder,
+    Layout,
+    Raised,
+    Rename,
+    Renamed,
+    Share,
+    ToWorker,
+    WriteFailed,
+    Written,
+)
+from adaptor.errors import ConfigError, StartError
+from adaptor.mindio import job as job_module
+from adaptor.mindio import newer, older
+from adaptor.mindio.enums import ReportState
+from adaptor.mindio.job import Job
+from adaptor.mindio.optimizer import ReplicaOptimizer
+from tests.unit.threads import LONG_S
+
+GROUP = "attention-of-rank-0"
+
+
+class Held(Exception):
+    """Where the main thread would be kept for ever."""
+
+
+@dataclass
+class Agent:
+    """The agent's side, and the job of the worker's."""
+
+    memory: BoardMemory
+    worker: runtime.Runtime
+    job: Job
+    connection: socket.socket
+    left: threading.Event
+
+    @property
+    def board(self) -> BoardRecord:
+        return self.memory.read(0)
+
+    @property
+    def gives(self) -> list[int]:
+        return [step for step in range(20) if self.board.provides(step)]
+
+    def order(self, message: ToWorker) -> None:
+        self.connection.sendall(wire.frame(message))
+
+    def hears(self, kind: type) -> Any:
+        message: FromWorker | None = None
+        while not isinstance(message, kind):
+            message = wire.receive(self.connection, wire.from_worker)
+        return message
+
+    def join(self, *, goes_back: bool = False, save: Callable[..., Any] = lambda *args: None) -> None:
+        newer.tft_init_processor(0, 1, goes_back)
+        newer.tft_set_optimizer_replica(0, [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}])
+        newer.tft_register_save_ckpt_handler(save, "ctx")
+
+    def step(self, step: int) -> None:
+        newer.tft_start_updating_os()
+        newer.tft_end_updating_os(step)
+
+    def dump(self, step: int, attempt: int = 1) -> Dump:
+        return Dump(1, attempt, step, "", (GroupOrder(GROUP, (0,), 0),), "", 0, 10.0)
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    left = threading.Event()
+    monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
+    monkeypatch.setattr(processor_module.wake, "shut_collectives", lambda keep: 0)
+    monkeypatch.setattr(runtime.Board, "hold_lifeline", lambda board: None)  # for as long as the thread lives
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "0")  # so that it is what it was afterwards
+    monkeypatch.setattr(newer, "_exported", "")
+    job = Job()
+    for module in (job_module, newer, older):
+        monkeypatch.setattr(module, "job", job)
+    monkeypatch.setattr("adaptor.mindio.optimizer.job", job)
+    memory = BoardMemory([0])
+    address = f"ttp-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + address)
+        listener.listen()
+        worker = runtime.Runtime(
+            {
+                runtime.AGENT: address,
+                runtime.BOARD: memory.path,
+                runtime.BOARD_RANKS: memory.slots,
+                "RANK": "0",
+                "TTP_LOG_PATH": str(tmp_path),
+            }
+        )
+        connection, _ = listener.accept()
+    connection.settimeout(LONG_S)
+    monkeypatch.setattr(runtime, "_runtime", worker)
+
+    def hold() -> None:
+        raise Held
+
+    monkeypatch.setattr(worker.session, "hold", hold)
+    with connection:
+        yield Agent(memory, worker, job, connection, left)
+    for thread in threading.enumerate():
+        if thread.name == "ttp-processor":
+            thread.join(LONG_S)
+    worker.processor._connection.close()
+    memory.close()
+
+
+# steps
+
+
+def test_training_begins_when_the_first_update_has_ended(agent: Agent) -> None:
+    agent.join()
+    newer.tft_start_updating_os()
+    assert agent.board.phase_name == "STARTING"
+    newer.tft_end_updating_os(7)
+    layout = agent.hears(Layout)
+    assert (layout.save, layout.origin, layout.goes_back) == ("", 6, False)
+    assert layout.shares == (Share(GROUP, 0, 1),)
+    assert agent.gives == [7]
+    newer.tft_start_updating_os()
+    assert (agent.board.phase_name, agent.gives) == ("UPDATING", [8])
+    newer.tft_end_updating_os(8)
+    assert agent.gives == [8]
+
+
+def test_who_says_what_was_loaded_is_protected_from_the_first_update_on(agent: Agent) -> None:
+    agent.join()
+    newer.tft_report_load_ckpt_step(5)
+    newer.tft_start_updating_os()
+    assert agent.hears(Layout).origin == 5
+    assert (agent.board.phase_name, agent.board.ahead) == ("UPDATING", 6)
+    newer.tft_end_updating_os(6)
+    assert agent.gives == [6]
+
+
+@pytest.mark.parametrize("told", ["pause", "args", "backup", "end"])
+def test_a_step_without_an_update(agent: Agent, told: str) -> None:
+    agent.join(goes_back=told == "backup")
+    agent.step(4)
+    match told:
+        case "pause":
+            newer.tft_pause_train(5)
+        case "args":
+            older.ttp_set_ckpt_args((5, "model"))
+        case "backup":
+            newer.tft_start_updating_os(5)
+            newer.tft_end_updating_os(6)
+            assert agent.gives == [4, 5, 6]
+            return
+        case "end":
+            agent.step(6)
+            assert agent.gives == [5, 6]
+            return
+    assert agent.gives == [4, 5]
+    newer.tft_start_updating_os()
+    assert agent.gives == [6]
+
+
+def test_a_local_copy(agent: Agent) -> None:
+    agent.join(goes_back=True)
+    agent.step(4)
+    newer.tft_start_copy_os()
+    assert agent.gives == [4, 5]
+    assert agent.worker.session.freeze(0.0) is None  # the copy is being made: this ends with the update
+    newer.tft_start_updating_os(4)
+    assert (agent.board.phase_name, agent.gives) == ("UPDATING", [4, 5])
+    with pytest.raises(Held):
+        newer.tft_end_updating_os(5)
+    assert agent.gives == [4, 5]
+
+
+@pytest.mark.parametrize("backup", [-1, 3], ids=["none", "an-older-one"])
+def test_an_update_of_which_there_is_no_copy(agent: Agent, backup: int) -> None:
+    agent.join(goes_back=True)
+    agent.step(4)
+    newer.tft_start_updating_os(backup)
+    assert agent.gives == [5]
+
+
+def test_an_exception_while_copying_leaves_the_state_intact(agent: Agent) -> None:
+    agent.join(goes_back=True)
+    agent.step(4)
+    newer.tft_start_copy_os()
+    agent.worker.raised("no memory", 1)
+    assert (agent.board.phase_name, agent.gives) == ("RUNNING", [4])
+    assert agent.worker.session.freeze(0.0) is not None
+
+
+def test_the_optimizer_of_the_older_form(agent: Agent) -> None:
+    class Optimizer(ReplicaOptimizer):
+        copies = 0
+
+        def copy_state(self) -> None:
+            self.copies += 1
+            assert agent.gives[-2:] == [self.current_step, self.current_step + 1]
+
+    optimizer = Optimizer()
+    agent.join(goes_back=True)
+    for iteration in (4, 5):
+        optimizer.begin_to_update(iteration)
+        optimizer.end_to_update()
+    assert (optimizer.current_step, optimizer.copies) == (6, 2)
+    assert agent.gives == [5, 6]
+    optimizer.begin_to_update(7)  # a step was skipped
+    assert agent.gives == [6, 7, 8]
+    assert not optimizer.error_dump
+    optimizer.set_dump_args(2, 6, [2, 1])
+    assert (optimizer.error_dump, optimizer.save_args) == (True, {"step": 6, "rank": 2, "rank_list": [2, 1]})
+
+
+def test_the_main_thread_is_kept_where_the_job_saves(agent: Agent) -> None:
+    agent.join()
+    agent.step(4)
+    newer.tft_start_updating_os()
+    agent.order(Freeze(1))
+    while not agent.worker.session.door.closed:
+        pass
+    with pytest.raises(Held):
+        newer.tft_end_updating_os(5)
+    assert agent.hears(Frozen).board.finished == 5
+
+
+# what a script may do wrong
+
+
+def test_calls_in_the_wrong_order(agent: Agent) -> None:
+    with pytest.raises(ConfigError, match="tft_start_updating_os was called before ttp_init_processor or"):
+        newer.tft_start_updating_os()
+    newer.tft_init_processor(0, 1, False)
+    with pytest.raises(
+        ConfigError, match="who has copies is not known: call tft_set_optimizer_replica before"
+    ):
+        newer.tft_end_updating_os(1)
+    newer.tft_set_optimizer_replica(0, [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}])
+    with pytest.raises(
+        ConfigError, match="no save handler: call tft_register_save_ckpt_handler before training"
+    ):
+        newer.tft_end_updating_os(1)
+    newer.tft_register_save_ckpt_handler(print)
+    agent.step(4)
+    with pytest.raises(
+        ConfigError, match=r"tft_end_updating_os\(5\) without tft_start_updating_os before it"
+    ):
+        newer.tft_end_updating_os(5)
+    newer.tft_start_updating_os()
+    with pytest.raises(
+        ConfigError, match=r"tft_end_updating_os\(4\): step 4 has ended before; steps count up"
+    ):
+        newer.tft_end_updating_os(4)
+
+
+@pytest.mark.usefixtures("agent")
+def test_values_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="tft_init_processor: rank 1 of 2, but this process is rank 0 of 1"):
+        newer.tft_init_processor(1, 2, False)
+    with pytest.raises(ConfigError, match="ttp_init_controller: rank 0 of 4"):
+        older.ttp_init_controller(0, 4)
+    newer.tft_init_processor(0, 1, False)
+    with pytest.raises(ConfigError, match="rank is 3, but this process is rank 0"):
+        newer.tft_set_optimizer_replica(3, [])
+    for step in (0, True, "1", None):
+        with pytest.raises(ConfigError, match="it must be an integer from 1"):
+            newer.tft_end_updating_os(step)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tft_register_rename_handler: func is None, it must be callable"):
+        newer.tft_register_rename_handler(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ttp_register_save_ckpt_handler: func is 1"):
+        older.ttp_register_save_ckpt_handler(1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'DeepSpeed' is not known: use MindSpeed or MindSpeed-LLM"):
+        newer.set_mindio_export_version("DeepSpeed")
+    monkeypatch.setattr(runtime, "_runtime", None)
+    with pytest.raises(StartError, match="not started by ttprun"):
+        newer.tft_init_processor(0, 1, False)
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: newer.tft_init_processor(0, 1, False, enable_arf=True),
+            r"tft_init_processor(enable_arf=True)",
+        ),
+        (
+            lambda: newer.tft_init_controller(0, 1, False, enable_zit=True),
+            r"tft_init_controller(enable_zit=True)",
+        ),
+        (lambda: newer.tft_get_repair_step(), "tft_get_repair_step"),
+        (
+            lambda: newer.tft_notify_controller_stop_train({0: 1}, "stop", timeout=1),
+            "tft_notify_controller_stop",
+        ),
+        (
+            lambda: newer.tft_report_error(ReportState.RS_STEP_FINISH),
+            "tft_report_error(RS_STEP_FINISH)",
+        ),
+    ],
+)
+def test_what_this_engine_does_not_do(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert str(caught.value).startswith(words)
+    assert "repairs nothing in place and follows no MindX; leave out what calls this" in str(caught.value)
+
+
+def test_handlers_that_are_never_called_are_told_once(
+    agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer.tft_register_repair_handler(print)
+    newer.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", print)
+    agent.join()
+    agent.step(1)
+    agent.step(2)
+    assert capsys.readouterr().out == (
+        "[ttp] never called, as nothing is repaired in place: tft_register_repair_handler, "
+        "tft_register_exception_handler\n"
+    )
+
+
+def test_questions_about_repair_have_true_answers() -> None:
+    assert newer.tft_is_reboot_node() is False
+    assert newer.tft_can_do_uce_repair(12) is False
+    assert newer.tft_get_repair_type() == "dump"
+
+
+# exceptions
+
+
+def test_an_exception_of_the_training_is_told_and_the_process_stays(agent: Agent) -> None:
+    agent.join()
+    agent.step(4)
+
+    def train(*args: Any) -> None:
+        assert agent.job.handlers.args == ["model", "optimizer"] == list(args)
+        raise ValueError("no such token")
+
+    with pytest.raises(Held):
+        newer.tft_exception_handler(train)("model", "optimizer")
+    assert agent.hears(Raised) == Raised(0, "ValueError: no such token", 1)
+    assert agent.gives == [4]
+
+
+def test_an_exception_before_the_script_has_said_who_it_is(agent: Agent) -> None:
+    def train() -> None:
+        raise ValueError("no such file")
+
+    with pytest.raises(ValueError, match="no such file"):
+        older.ttp_to_persist(train)()
+
+
+def test_what_is_refused_and_clean_ends_pass(agent: Agent) -> None:
+    agent.join()
+    for error in (ConfigError("wrong"), SystemExit(0)):
+
+        def train(error: BaseException = error) -> None:
+            raise error
+
+        with pytest.raises(type(error)):
+            older.ttp_to_persist(train)()
+    assert older.ttp_to_persist(lambda: 3)() == 3
+
+
+def test_frameworks_whose_handlers_take_the_arguments_of_the_training(agent: Agent) -> None:
+    agent.join()
+    newer.set_mindio_export_version("MindSpeed-LLM")
+    newer.tft_set_step_args("ignored")
+    newer.tft_exception_handler(lambda *args: None)("model", 1)
+    assert agent.job.handlers.args == ("model", 1)
+    assert newer.get_mindio_export_version() == "MindSpeed-LLM"
+
+
+def test_a_fault_that_the_script_reports(agent: Agent) -> None:
+    agent.join()
+    agent.step(4)
+    newer.tft_report_error(ReportState.RS_NORMAL)
+    with pytest.raises(Held):
+        newer.tft_report_error(ReportState.RS_UNKNOWN.value, "507")
+    assert agent.hears(Raised).error == "RS_UNKNOWN 507"
+    with pytest.raises(Held):
+        newer.tft_wait_next_action()
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_damaged_memory_is_not_saved(agent: Agent, reported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("adaptor.mindio.device.os._exit", leave)
+    agent.join()
+
+    def train() -> None:
+        raise RuntimeError("EZ9999: UCE ERROR occurred")
+
+    with pytest.raises(SystemExit, match="1"):
+        newer.tft_report_error(ReportState.RS_UCE) if reported else newer.tft_exception_handler(train)()
+
+
+# a dump
+
+
+def test_a_dump(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "1")
+    calls: list[Any] = []
+    agent.join(save=lambda *args: calls.append(("save", *args)))
+    newer.tft_register_rename_handler(lambda *args: calls.append(("rename", *args)))
+    newer.tft_register_stop_handler(lambda *args: calls.append(("stop", *args)), 1)
+    newer.tft_register_clean_handler(lambda *args: calls.append(("clean", *args)), 2)
+    newer.tft_register_exit_handler(lambda *args: calls.append(("exit", *args)), 3)
+    agent.step(4)
+    newer.tft_set_step_args("args")
+    agent.order(Freeze(1))
+    assert agent.hears(Frozen).board.finished == 4
+    agent.order(agent.dump(4))
+    assert agent.hears(Written) == Written(0, 1, 1, GROUP, ())
+    agent.order(Rename(1, 4))
+    assert agent.hears(Renamed) == Renamed(0, 1, "")
+    assert calls == [
+        ("stop", "args", 1),
+        ("clean", False, "args", 2),
+        ("save", 4, [{"type": 0, "ranks": [0]}], "args", "ctx"),
+        ("rename", 4, "args"),
+    ]
+    agent.order(Exit(1))
+    assert agent.left.wait(LONG_S)
+    assert calls[4:] == [("exit", 3)]
+
+
+def test_a_handler_that_raises(agent: Agent) -> None:
+    def save(*args: Any) -> None:
+        raise OSError("no space left")
+
+    def rename(*args: Any) -> None:
+        raise FileExistsError("iter_4")
+
+    agent.join(save=save)
+    newer.tft_register_rename_handler(rename)
+    agent.step(4)
+    agent.order(Freeze(1))
+    agent.order(agent.dump(4))
+    assert agent.hears(WriteFailed).reason == "OSError: no space left"
+    agent.order(Rename(1, 4))
+    assert agent.hears(Renamed) == Renamed(0, 1, "FileExistsError: iter_4")
+
+
+def test_one_call_of_the_handler_at_a_time(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first hangs in a collective with a rank that is gone, until it is woken."""
+    woken, entered = threading.Event(), threading.Event()
+    steps: list[str] = []
+
+    def save(*args: Any) -> None:
+        steps.append("in")
+        if len(steps) == 1:
+            entered.set()
+            assert woken.wait(LONG_S)
+            steps.append("out")
+            raise RuntimeError("Connection closed by peer")
+
+    agent.join(save=save)
+    agent.step(4)
+    monkeypatch.setattr(processor_module.wake, "shut_collectives", lambda keep: woken.set())
+    agent.order(Freeze(1))
+    agent.order(agent.dump(4))
+    assert entered.wait(LONG_S)
+    agent.order(agent.dump(4, attempt=2))
+    assert agent.hears(Written).attempt == 2
+    assert steps == ["in", "out", "in"]

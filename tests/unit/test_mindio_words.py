@@ -1,0 +1,141 @@
+"""What the interface of MindIO TTP says of copies and handlers, and what the engine makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adaptor.control.messages import GroupOrder, Share
+from adaptor.errors import ConfigError
+from adaptor.mindio import replicas
+from adaptor.mindio.handlers import Handler, Handlers
+
+
+def info(ranks: Any, count: Any, shift: Any = 0) -> dict[str, Any]:
+    return {"rank_list": ranks, "replica_cnt": count, "replica_shift": shift}
+
+
+@pytest.mark.parametrize(
+    ("count", "held"),
+    [(1, [0, 1, 2, 3]), (2, [0, 1, 0, 1]), (4, [0, 0, 0, 0])],
+    ids=["no-copies", "two", "everyone-has-all"],
+)
+def test_who_holds_what(count: int, held: list[int]) -> None:
+    ranks = [4, 6, 1, 3]
+    shares = [replicas.of_newer(rank, [info(ranks, count)])[0].share(rank) for rank in ranks]
+    assert shares == [Share("attention-of-rank-1", index, 4 // count) for index in held]
+
+
+def test_experts_are_a_group_of_their_own() -> None:
+    made = replicas.of_newer(2, [info([0, 1, 2, 3], 2), info([0, 2], 2, 1)])
+    assert [one.share(2) for one in made] == [
+        Share("attention-of-rank-0", 0, 2),
+        Share("moe-of-rank-0", 0, 1),
+    ]
+
+
+def test_the_older_form_tells_how_far_apart_copies_are() -> None:
+    assert replicas.of_older(5, range(8), 8, 4)[0].share(5) == Share("attention-of-rank-0", 1, 4)
+    assert replicas.of_older(1, [0, 1], 2, 1)[0].share(1) == Share("attention-of-rank-0", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("infos", "words"),
+    [
+        ([], "replica_info is []: a list of one or two dicts"),
+        (info([0], 1), "a list of one or two dicts"),
+        ([info((0, 1), 2)], r"rank_list is (0, 1): it must be a list of ranks"),
+        ([info([0, True], 2)], "it must be a list of ranks"),
+        ([info([1, 2], 2)], "it must have rank 0 in it, and each rank once"),
+        ([info([0, 0], 2)], "it must have rank 0 in it, and each rank once"),
+        ([info([0, 1, 2], 2)], "replica_cnt is 2: it must divide the 3 ranks 0, 1, 2, or a shard would"),
+        ([info([0, 1], 0)], "replica_cnt is 0"),
+        ([info([0, 1, 2, 3], 2, 1)], "replica_shift is 1: copies are 2 places apart, so it must be 0 or 2"),
+    ],
+)
+def test_copies_that_make_no_sense(infos: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replicas.of_newer(0, infos)
+    assert str(caught.value).startswith("tft_set_optimizer_replica: ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "replica", "words"),
+    [
+        (4, 2, "dp_size is 4, but dp_ranks are [0, 1, 2]"),
+        (3, 2, "replica is 2: with dp_size 3 it must divide 3"),
+    ],
+)
+def test_copies_that_make_no_sense_in_the_older_form(size: int, replica: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replicas.of_older(0, [0, 1, 2], size, replica)
+    assert str(caught.value).startswith("ttp_init_processor: ")
+    assert words in str(caught.value)
+
+
+class Script:
+    """Handlers that note what they are called with."""
+
+    def __init__(self, returns: Any = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._returns = returns
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls.append(args)
+        return self._returns
+
+
+def test_the_newer_form_calls() -> None:
+    save, name = Script(), Script()
+    handlers = Handlers(save=Handler(save, "ctx"), rename=Handler(name, "other"), args="mine")
+    moe, attention = GroupOrder("m", (3, 2), 2), GroupOrder("a", (1, 2, 1), 1)
+    handlers.save_at(7, [(1, moe), (0, attention)])
+    handlers.name(7)
+    assert save.calls == [(7, [{"type": 0, "ranks": [1, 2]}, {"type": 1, "ranks": [3, 2]}], "mine", "ctx")]
+    assert name.calls == [(7, "mine")]
+
+
+@pytest.mark.parametrize(
+    ("args", "given"),
+    [((6, "model"), (7, "model")), ([6, "model"], [7, "model"]), (("model", 6), ("model", 6)), (None, None)],
+)
+def test_the_older_form_calls_with_the_step_that_was_chosen(args: Any, given: Any) -> None:
+    save, name = Script(), Script(returns=0)
+    handlers = Handlers(save=Handler(save), rename=Handler(name), older=True, args=args)
+    handlers.save_at(7, [(0, GroupOrder("a", (2, 1), 1))])
+    handlers.name(7)
+    assert save.calls == [(2, 7, [2, 1], given)]
+    assert name.calls == [(given,)]
+    assert handlers.args is args
+
+
+def test_a_rename_handler_of_the_older_form_returns_what_has_become_of_it() -> None:
+    handlers = Handlers(rename=Handler(Script(returns=1)), older=True)
+    with pytest.raises(RuntimeError, match="the rename handler has returned 1"):
+        handlers.name(7)
+    handlers.older = False
+    handlers.name(7)
+
+
+def test_without_a_rename_handler_the_name_is_right_already() -> None:
+    Handlers().name(7)
+
+
+def test_the_device_is_reset_and_left_where_the_script_says_how(capsys: pytest.CaptureFixture[str]) -> None:
+    stop, clean = Script(), Script()
+
+    def leave(ctx: Any) -> None:
+        raise ValueError(ctx)
+
+    Handlers().reset_device()
+    Handlers().leave()
+    handlers = Handlers(
+        stop=Handler(stop, 1), clean=Handler(clean, 2), exit=Handler(leave, "bye"), args="mine"
+    )
+    handlers.reset_device()
+    handlers.leave()
+    assert stop.calls == [("mine", 1)]
+    assert clean.calls == [(False, "mine", 2)]
+    assert capsys.readouterr().out == "[ttp] the exit handler has raised ValueError: bye\n"
