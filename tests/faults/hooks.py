@@ -9,7 +9,7 @@ from typing import Any
 
 import wrapt
 
-from tests.faults.fault import Fault, Injector
+from tests.faults.fault import Fault, Injector, tell_siblings
 
 # Into a file this far: archives of the tiny models are some megabytes.
 _HALF_WRITTEN = 100_000
@@ -53,6 +53,7 @@ def _wrap(module: str, name: str, wrapper: Wrapper) -> None:
 def install(faults: list[Fault], stamp: Path | None) -> None:
     """Hook what the faults of this process need, before the framework is imported."""
     injector = Injector(faults, stamp)
+    tell_siblings()
 
     def before(phase: str, module: str, name: str) -> None:
         def strikes_before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
