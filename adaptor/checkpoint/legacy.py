@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,11 +25,7 @@ class Legacy:
         return {key: chunk.state_dict_for_save_checkpoint() for key, chunk in chunks.items()}
 
     def places(self, saved: Any) -> list[Place]:
-        return [
-            (name, value, partial(saved.__setitem__, name))
-            for name, value in saved.items()
-            if isinstance(value, torch.Tensor)
-        ]
+        return list(_places("", saved))
 
     def optimizer(
         self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], worlds: Sequence[Any]
@@ -50,6 +46,15 @@ class Legacy:
             )
         files[f"{state.folder}/{MODEL_FILE}"] = partial(save, body)
         return files
+
+
+def _places(before: str, saved: dict[str, Any]) -> Iterator[Place]:
+    """Models from before Megatron-core save a dict of dicts, by their parts."""
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{before}{name}", value, partial(saved.__setitem__, name)
+        elif isinstance(value, dict):
+            yield from _places(f"{before}{name}.", value)
 
 
 def save(value: Any, file: HashingFile) -> None:

@@ -53,10 +53,12 @@ def tiny_gpt(
 
     The learning rate at an iteration depends on `train_iters`, and the framework refuses a checkpoint of a
     run with another value: a run that resumes has the same, a shorter one says `--exit-interval` in `extra`.
-    `--train-samples` in `extra` takes the place of iterations.
+    `--train-samples` in `extra` takes the place of iterations, `--data-path` that of mock data.
     Up to 0.8 there is no option for the format (`checkpoint_format=None`), which is torch.
     """
     args = [*shlex.split(PLAIN), *shlex.split(TINY), *shlex.split(PRECISIONS[precision])]
+    if "--data-path" in extra:
+        args.remove("--mock-data")
     args += [
         *(() if "--train-samples" in extra else ("--train-iters", str(train_iters))),
         "--tensor-model-parallel-size",

@@ -32,7 +32,7 @@ from packaging.version import Version
 from tests.faults import harness, outcome, scenario
 from tests.faults.harness import DP2, DP3_FP32, ROOT, TP2_DP2, Ended, Job, Layout
 from tests.faults.scenario import Baseline
-from tests.frameworks import prepare
+from tests.frameworks import modellink, prepare
 
 HEADER = (
     "| version | Python, torch | layout | replica | fault | outcome | date |\n|---|---|---|---|---|---|---|"
@@ -41,6 +41,8 @@ HEADER = (
 RIGHT_INSTANCES = Version("0.13.0rc0")
 # These versions load their own checkpoints only where torch.load may build any object, as it might up to 2.5.
 LOADS_WEIGHTS_ONLY = Version("0.13.0rc0")
+# Before, MindSpeed-LLM had no mock data.
+MINDSPEED_MOCKS = Version("0.12")
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,15 @@ class Bench:
         version = Version(runpy.run_path(str(tree / "megatron/core/package_info.py"))["__version__"])
         self._name = f"{version} ({name})" if name else str(version)
         self._instances = version >= RIGHT_INSTANCES
+        self._data: tuple[str, ...] = ()
         mindspeed = (tree / "mindspeed_llm").is_dir()
         self.checks = dict(MINDSPEED if mindspeed else CHECKS)
         if mindspeed:
             os.environ["PYTHONPATH"] = str(ROOT / "tests/standins")
+            # MindSpeed-LLM 2.0 compiles by torch.jit, which cannot read what the device cpu stands in for.
+            os.environ["PYTORCH_JIT"] = "0"
+        if mindspeed and version < MINDSPEED_MOCKS:
+            self._data = ("--data-path", str(_corpus(out / "data")))
         if not self._instances:
             self.checks["split"] = SPLIT_REFUSED
         if version < LOADS_WEIGHTS_ONLY:
@@ -204,7 +211,8 @@ class Bench:
     def check(self, name: str) -> bool:
         """Run one check and print its row; what went wrong goes to stderr."""
         check = self.checks[name]
-        layout = replace(check.layout, instances=self._instances)
+        extra = (*check.layout.extra, *self._data)
+        layout = replace(check.layout, instances=self._instances, extra=extra)
         out = self._out / name
         shutil.rmtree(out, ignore_errors=True)
         job = Job(
@@ -235,6 +243,13 @@ class Bench:
         today = datetime.date.today().isoformat()
         cut = layout if precision in layout else f"{layout}, {precision}"
         print(f"| {self._name} | {versions} | {cut} | {replica} | {fault} | {result} | {today} |", flush=True)
+
+
+def _corpus(folder: Path) -> Path:
+    prefix = folder / "corpus_text_document"
+    if not prefix.with_suffix(".idx").exists():
+        modellink.corpus(folder)
+    return prefix
 
 
 def _passed(passed: bool, what: str) -> str:

@@ -29,7 +29,11 @@ def main() -> None:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
-    found = {outcome.target: outcome.found for outcome in patching.outcomes("ttp") if outcome.found}
+    found = {
+        outcome.target: outcome.found
+        for outcome in patching.outcomes("ttp")
+        if outcome.found and outcome.status is not patching.Status.MISSING
+    }
     print(json.dumps({"name": name, "found": found, "replaced": _replaced(found)}, indent=2))
 
 

@@ -22,15 +22,15 @@ def npu_apply_adam_w(
     *,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """AdamW on `out`, the param and its two moments; `beta1_power` is beta1 to the count of updates."""
+    """AdamW on `out`, the param and its two moments; `beta1_power` is beta1 to the count of earlier ones."""
     if amsgrad or max_grad_norm is not None:
         raise NotImplementedError("amsgrad")
     param, first, second = out
     grad = -grad if maximize else grad
     first.mul_(beta1).add_(grad, alpha=1 - beta1)
     second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = (second / (1 - beta2_power)).sqrt_().add_(epsilon)
-    param.mul_(1 - lr * weight_decay).addcdiv_(first, denominator, value=-lr / (1 - beta1_power))
+    denominator = (second / (1 - beta2_power * beta2)).sqrt_().add_(epsilon)
+    param.mul_(1 - lr * weight_decay).addcdiv_(first, denominator, value=-lr / (1 - beta1_power * beta1))
     return param, first, second
 
 
