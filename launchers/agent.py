@@ -20,8 +20,12 @@ from adaptor.launchers.node import Node
 
 # What torch does about a collective that has failed, as it has in the survivors when a rank is lost: to end
 # the process would end a holder, and to abort the collective would let the device go on with gradients that
-# nobody has reduced. 0: nothing.
-_WATCHDOGS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_HCCL_ASYNC_ERROR_HANDLING")
+# nobody has reduced. And NCCL's monitor ends a process some minutes after such a failure. 0: nothing.
+_WATCHDOGS = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_HCCL_ASYNC_ERROR_HANDLING",
+)
 
 
 class _Rendezvous:

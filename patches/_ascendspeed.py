@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from adaptor import config
 from adaptor.checkpoint import legacy
 from adaptor.checkpoint.megatron import Files, TrainingState, unwrapped
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
-from adaptor.checkpoint.weights import Place
 from adaptor.errors import LayoutError
 from adaptor.replica import layout
 
@@ -42,10 +42,11 @@ def require_protected(args: Any) -> None:
             "--optimizer is sgd with --use-distributed-optimizer: the framework itself cannot save that; "
             "use adam, or leave out --use-distributed-optimizer"
         )
-    if args.local_copy_os and not args.use_distributed_optimizer:
+    layout.require_alone(args)
+    if (args.local_copy_os or config.load().local_copy) and not args.use_distributed_optimizer:
         raise LayoutError(
-            "--local-copy-os is given without --use-distributed-optimizer: add --use-distributed-optimizer, "
-            "or leave out --local-copy-os"
+            "--local-copy-os (TTP_LOCAL_COPY) is given without --use-distributed-optimizer: "
+            "add --use-distributed-optimizer, or leave out --local-copy-os"
         )
 
 
@@ -125,9 +126,6 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
 class Form(legacy.Legacy):
     """ModelLink's format: the two archives of Megatron's, with other names inside."""
 
-    def places(self, saved: Any) -> list[Place]:
-        return list(_places("", saved))
-
     def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
         (states_of_this_rank,) = states
         return states_of_this_rank
@@ -150,15 +148,6 @@ class Form(legacy.Legacy):
             numbered = _by_chunk(state.optimizer, world)
             files[f"{state.folder}/{legacy.OPTIMIZER_FILE}"] = partial(legacy.save, numbered)
         return files
-
-
-def _places(prefix: str, saved: Any) -> Iterator[Place]:
-    """The tensors of nested dicts."""
-    for name, value in saved.items():
-        if isinstance(value, torch.Tensor):
-            yield f"{prefix}{name}", value, partial(saved.__setitem__, name)
-        elif isinstance(value, dict):
-            yield from _places(f"{prefix}{name}.", value)
 
 
 def _by_chunk(optimizer: Any, world: Mapping[Any, Any]) -> dict[int, dict[Any, dict[str, torch.Tensor]]]:

@@ -9,7 +9,7 @@ and in versions without features right before each application.
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +29,10 @@ def come_last(features: list[Any]) -> None:
 
 
 def has_features() -> bool:
-    """Whether this version has a manager of features; up to 2.0 it has a manager of patches alone."""
-    return importlib.util.find_spec("mindspeed.features_manager.features_manager") is not None
+    """Whether a manager of features is at work, which our feature is told by; up to 2.0 there is none."""
+    module = sys.modules.get("mindspeed.features_manager.features_manager")
+    manager = getattr(module, "MindSpeedFeaturesManager", None)
+    return hasattr(manager, "apply_features_patches")
 
 
 def be_outermost(entry: Any) -> None:

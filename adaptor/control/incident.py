@@ -232,9 +232,16 @@ class Incident:
                 Directive(Freeze(self.number), rank=rank)
                 for rank in self.roll_call.call(self.writing.taking_part)
             ]
-        if self.state in (State.PREPARING, State.DUMPING) and (overdue := self.standstill.overdue(now)):
+        if self.state in (State.PREPARING, State.DUMPING) and (overdue := self._overdue(now)):
             return self._go_on_elsewhere(overdue)
         return []
+
+    def _overdue(self, now: float) -> set[int]:
+        """The nodes whose work with the save folder stands still."""
+        overdue = self.standstill.overdue(now)
+        if self.state is State.DUMPING:  # some may have written all that they were to write
+            overdue &= {self.nodes.get(order.writer, -1) for order in self.writing.pending.values()}
+        return overdue
 
     def _go_on_without_the_stuck(self) -> list[Directive]:
         """Plan without those who have not answered, where others can give what they were chosen for."""

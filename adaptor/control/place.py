@@ -52,5 +52,8 @@ class Place:
     def remarks(self) -> list[str]:
         """What is to be said of a save that has been made."""
         where = ", ".join(str(node) for node in sorted(self.blocked))
-        said = [f"node {node} could not publish it: {reason}" for node, reason in self._refusals.items()]
+        said = [
+            f"node {node} could not make or publish its folder: {reason}"
+            for node, reason in self._refusals.items()
+        ]
         return [f"the save folder does not answer on node {where}"] * bool(where) + said

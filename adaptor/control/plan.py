@@ -129,7 +129,8 @@ def _may_have_begun(step: int, boards: Collection[BoardRecord]) -> bool:
     for board in boards:
         if step <= board.finished or (board.phase == Phase.UPDATING and step == board.ahead):
             return True
-    return not any(board.phase == Phase.RUNNING and board.ahead < step for board in boards)
+    alive = (Phase.RUNNING, Phase.UNREADABLE)  # READY is ahead
+    return not any(board.phase in alive and board.ahead < step for board in boards)
 
 
 def _holders(chosen: Mapping[Share, int]) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ to hear that a newer attempt has replaced it, or that it is time to exit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import selectors
@@ -136,11 +137,12 @@ class Processor:
         match order:
             case Freeze():
                 assert self._session is not None
-                if order.incident != self._current[0]:  # else it is asked whether it is there
+                again = order.incident == self._current[0]
+                if not again:  # else it is asked whether it is there
                     self._current = (order.incident, 0)
                     # A controller that is lost may have let the main thread through: what is told must hold.
                     self._session.let_through(None)
-                self._in_thread("freeze", self._freeze, order)
+                self._in_thread("freeze", functools.partial(self._freeze, again=again), order)
             case Dump():
                 self._current = (order.incident, order.attempt)
                 assert self._session is not None
@@ -160,10 +162,10 @@ class Processor:
     def _note(self, what: str, detail: str = "") -> None:
         self.say(Noted(self._rank, self._current[0], time.time(), what, detail))
 
-    def _freeze(self, order: Freeze) -> None:
+    def _freeze(self, order: Freeze, again: bool) -> None:
         assert self._session is not None
         standing = stacks.standing(LOOK_S) if order.stacks else None
-        board = self._session.freeze(self._timeout_s / 2)
+        board = self._session.freeze(self._timeout_s / 2, again)
         if board is not None:  # else this rank is no holder: the controller does not wait longer than that
             if board.phase == Phase.UNREADABLE:
                 self._note("unreadable", board.error)
@@ -214,7 +216,7 @@ class Processor:
                     )
                 else:
                     self._note("gathered", group.group)
-        except Exception as error:  # whatever it was, the controller decides what comes next
+        except (Exception, SystemExit) as error:  # whatever it was, the controller decides what comes next
             if self._is_current(order):
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 doubted = error.ranks if isinstance(error, NotFiniteError) else ()
@@ -226,7 +228,7 @@ class Processor:
         try:
             assert self.rename is not None
             self.rename(order.step)
-        except Exception as error:  # the script's own: it decides what the job ends with
+        except (Exception, SystemExit) as error:  # the script's own: it decides what the job ends with
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
         self.say(Renamed(self._rank, order.incident, reason))
 

@@ -27,6 +27,8 @@ from adaptor.devices.device import HOST, Device
 RECENT = 20
 # The first steps of a process, in which kernels are compiled and memory is found, are no measure.
 UNUSUAL = 2
+# A record that is read is copied within it, unless a collective that never ends is before it.
+RECORD_S = 2.0
 
 
 class Trainee(Protocol):
@@ -328,13 +330,18 @@ class Session:
 
     # processor's threads
 
-    def freeze(self, timeout_s: float) -> BoardRecord | None:
-        """Close the door; the board once no update is in flight, None where one is after `timeout_s`."""
+    def freeze(self, timeout_s: float, again: bool = False) -> BoardRecord | None:
+        """Close the door; the board once no update is in flight, None where one is after `timeout_s`.
+
+        again  it is asked in the same incident: there may be a dump, which must not be disturbed
+        """
         until = time.monotonic() + timeout_s
         if not (self.door.close(timeout_s) and self._updates_are_over(until)):
             return None
         board = self._last_believed or self.board.record()
-        why = self._device.unreadable()
+        handled = self.trainee is not None and not self.trainee.save
+        # What handlers do with the device takes any time, and tells nothing of it.
+        why = "" if again and handled else self._device.unreadable(release=not again)
         # Who was not READY can be so by now with gradients of which nothing is known, or have skipped a step.
         if self._device.released and board.phase is not Phase.READY:
             self._last_believed = board
@@ -378,7 +385,7 @@ class Session:
         # Not taken yet; or taken behind a collective of the device that never ends, the door before it.
         if history.door_step == step and before is not None:
             return self.trainee.derive(before.record, history.door, history.updated)
-        if taken is not None:
+        if taken is not None and self._device.wait(taken.mark, RECORD_S):
             return taken.record
         raise LookupError(f"step {step} is not among the steps that this rank still knows")
 

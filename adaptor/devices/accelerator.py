@@ -123,9 +123,9 @@ class Accelerator:
             while on_their_way:
                 _land(*on_their_way.popleft())
 
-    def unreadable(self) -> str:
+    def unreadable(self, release: bool = True) -> str:
         said = within(_PROBE_S, self._read)
-        if said is None:
+        if said is None and release:
             within(_PROBE_S, self._release)
             said = within(_PROBE_S, self._read)
         return f"it has not answered within {_PROBE_S:g} s" if said is None else said

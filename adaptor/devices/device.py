@@ -49,10 +49,11 @@ class Device(Protocol):
     def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy to the host; `into` is flat, contiguous, and has as many elements."""
 
-    def unreadable(self) -> str:
+    def unreadable(self, release: bool = True) -> str:
         """Why nothing can be read from the device; empty where it can. It answers in some seconds.
 
-        To make the device answer it may end what never ends there (`released`).
+        With `release`, to make the device answer, it may end what never ends there (`released`), and a dump
+        that is being made with it.
         """
 
     @property
@@ -84,7 +85,7 @@ class Host:
     def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         into.copy_(tensor.detach().view(-1))
 
-    def unreadable(self) -> str:
+    def unreadable(self, release: bool = True) -> str:
         return ""
 
     @property

@@ -23,7 +23,6 @@ class Handlers:
 
     older  the script has registered its save handler in the older form, `f(save_rank, step, rank_list, args)`
     args   what was set last with ttp_set_ckpt_args or tft_set_step_args
-    kept   what the engine never calls, by name: repair and the like
     """
 
     save: Handler | None = None
@@ -73,7 +72,7 @@ class Handlers:
             return
         try:
             self.exit.func(self.exit.ctx)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             print(f"[ttp] the exit handler has raised {type(error).__name__}: {error}", flush=True)
 
     def _args_of(self, step: int) -> Any:

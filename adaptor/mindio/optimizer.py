@@ -10,7 +10,7 @@ from adaptor.mindio.job import job
 class ReplicaOptimizer:
     """Base of a framework's optimizer whose shards have copies on other ranks: update window and dump.
 
-    current_step  the step that the optimizer state is that of
+    current_step  the step that the optimizer state is that of, or that it is on its way to in an update
     error_dump    a dump has begun: what is saved now is last words
     save_args     of the dump: `step`, `rank` (who writes) and `rank_list` (who gives shards)
     """
@@ -24,16 +24,15 @@ class ReplicaOptimizer:
         job.loaded(iteration)
         job.reached(iteration)
         self.current_step = iteration
-        if not job.goes_back:
-            job.start_update(-1)
-            return
-        job.start_copy()
-        self.copy_state()
-        job.start_update(iteration)
+        if job.goes_back:
+            job.start_copy()
+            self.copy_state()
+        job.start_update(iteration if job.goes_back else -1)
+        # However the update ends: from here on the live state is not that of `iteration`.
+        self.current_step = iteration + 1
 
     def end_to_update(self) -> None:
         """The state has changed. Does not return while the job saves."""
-        self.current_step += 1
         job.end_update(self.current_step)
 
     def copy_state(self) -> None:

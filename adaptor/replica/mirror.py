@@ -203,7 +203,7 @@ def _decoded(data: bytes, kind: type[Any]) -> Any:
 
 
 def _written(value: Any) -> msgspec.msgpack.Ext:
-    """Some optimizers count their updates in a tensor of one number (MindSpeed's AdamW, capturable ones)."""
+    """Some optimizers count their updates in a tensor of one number (MindSpeed's AdamW)."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dtype not in _COUNTS:
         raise NotImplementedError
     told = {"dtype": str(value.dtype).removeprefix("torch."), "shape": value.shape, "number": value.item()}

@@ -62,7 +62,7 @@ def test_a_local_copy_of_a_whole_optimizer_is_refused(tmp_path: Path) -> None:
     ended = harness.run(job)
     assert ended.code == 2, ended.log[-3000:]
     assert ended.last_line == (
-        "ttprun: error: --local-copy-os is given without --use-distributed-optimizer: "
+        "ttprun: error: --local-copy-os (TTP_LOCAL_COPY) is given without --use-distributed-optimizer: "
         "add --use-distributed-optimizer, or leave out --local-copy-os"
     )
     assert "Traceback" not in ended.log

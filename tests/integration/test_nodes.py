@@ -143,7 +143,9 @@ def test_the_disk_fails_the_agent_that_publishes(tmp_path: Path, baseline_of: Ba
     ended = harness.run(job)
     assert ended.codes == (137, 137), ended.log[-3000:]
     for log in ended.logs:
-        assert "step 5 is saved, no finished step is lost; node 0 could not publish it: " in log
+        assert (
+            "step 5 is saved, no finished step is lost; node 0 could not make or publish its folder: " in log
+        )
         assert "Read-only file system" in log
     assert_last_words(tmp_path / "save", 5, baseline_of(DP4))
 

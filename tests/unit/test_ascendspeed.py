@@ -25,7 +25,7 @@ REFUSED = (
     ({"num_layers_per_virtual_pipeline_stage": 1}, "--num-layers-per-virtual-pipeline-stage is 1: an inter"),
     (
         {"use_distributed_optimizer": False, "local_copy_os": True},
-        "--local-copy-os is given without --use-distributed-optimizer: add --use-distributed-optimizer",
+        r"--local-copy-os \(TTP_LOCAL_COPY\) is given without --use-distributed-optimizer: add",
     ),
 )
 

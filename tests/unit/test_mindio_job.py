@@ -229,6 +229,8 @@ def test_the_optimizer_of_the_older_form(agent: Agent) -> None:
     assert agent.gives == [5, 6]
     optimizer.begin_to_update(7)  # a step was skipped
     assert agent.gives == [6, 7, 8]
+    # Whatever becomes of this update: the live state is no longer that of step 7, which is in the copy.
+    assert optimizer.current_step == 8
     assert not optimizer.error_dump
     optimizer.set_dump_args(2, 6, [2, 1])
     assert (optimizer.error_dump, optimizer.save_args) == (True, {"step": 6, "rank": 2, "rank_list": [2, 1]})

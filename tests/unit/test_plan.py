@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,6 +133,7 @@ def test_a_step_that_nobody_has_begun_is_not_begun_for_the_save() -> None:
     shares = {rank: (Share("g", 0, 1),) for rank in (0, 1)}
     ready, running = BoardRecord(0, 1, Phase.READY, 4, 4, 5), BoardRecord(1, 1, Phase.RUNNING, 4, 4, 4)
     assert plan(shares, {0: ready, 1: running}).step == 4
+    assert plan(shares, {0: ready, 1: msgspec.structs.replace(running, phase=Phase.UNREADABLE)}).step == 4
     assert plan(shares, {0: ready}).step == 5
     past = BoardRecord(1, 1, Phase.RUNNING, 5, 5, 5)
     assert plan(shares, {0: ready, 1: past}).step == 5

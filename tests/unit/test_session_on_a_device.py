@@ -47,7 +47,7 @@ class Queue(Host):
             self.reached = self.marks
             self.changed.notify_all()
 
-    def unreadable(self) -> str:
+    def unreadable(self, release: bool = True) -> str:
         return self.why
 
 
@@ -122,7 +122,22 @@ def test_the_first_record_is_waited_for(worker: Worker, device: Queue) -> None:
     device.standing = True
     worker.loop.begin(4)
     worker.session.begin_step(5)
+    other = threading.Thread(target=device.go_on)
+    other.start()
     assert worker.session.record_of(4) == record(4)
+    other.join()
+
+
+def test_a_record_that_is_not_there_yet_is_not_read(
+    worker: Worker, device: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is behind a collective that never ends has not been copied."""
+    monkeypatch.setattr("adaptor.control.session.RECORD_S", SHORT_S)
+    device.standing = True
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    with pytest.raises(LookupError, match="step 4 is not among"):
+        worker.session.record_of(4)
 
 
 def test_a_rank_whose_device_cannot_be_read_holds_nothing(worker: Worker, device: Queue) -> None:
@@ -141,7 +156,7 @@ def test_steps_are_told_before_the_device_is_made_to_answer(worker: Worker, devi
     worker.loop.begin(4)
     worker.session.begin_step(5)
 
-    def abort() -> str:
+    def abort(release: bool = True) -> str:
         device.released = True
         worker.loop.overflow()  # what the framework makes of such gradients
         return ""
@@ -150,7 +165,7 @@ def test_steps_are_told_before_the_device_is_made_to_answer(worker: Worker, devi
     first = worker.frozen()
     assert (first.phase, first.finished) == (Phase.RUNNING, 4)
     assert worker.board.finished == 5
-    device.unreadable = lambda: ""  # type: ignore[method-assign]
+    device.unreadable = lambda release=True: ""  # type: ignore[method-assign]
     assert worker.frozen() == first, "another controller may ask again"
     assert worker.session.record_of(4) == record(4)
 

@@ -378,11 +378,12 @@ def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
 
 
 def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher) -> None:
-    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_HCCL_ASYNC_ERROR_HANDLING")
+    names = tuple(f"TORCH_{name}" for name in ("NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING"))
+    names += ("TORCH_NCCL_ENABLE_MONITORING",)
     script = launcher.script(f"import os\nprint(*map(os.environ.get, {names}))\n")
     ended = launcher.run(*ONE, script, **{names[0]: "1"})
     assert ended.code == 0, ended.log
-    assert "\n0 0\n" in f"\n{ended.log}"
+    assert "\n0 0 0\n" in f"\n{ended.log}"
     assert f"[ttp] {names[0]} is 1: 0 is used" in ended.log
     assert names[1] not in ended.log
 
