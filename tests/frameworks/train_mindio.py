@@ -42,11 +42,13 @@ class Faults:
         self._wanted = [tuple(fault.split(":")) for fault in wanted]
         (save / f"pid{rank}").write_text(str(os.getpid()))
 
-    def reach(self, where: str) -> None:
+    def reach(self, where: str, step: int | None = None) -> None:
+        """`step`: that is saved; the training may be at it or behind it by now."""
         for fault in self._wanted:
-            rank, step, place, kind = fault
+            rank, due, place, kind = fault
             stamp = self._save / f"struck-{'-'.join(fault)}"
-            if (int(rank), int(step), place) == (self._rank, self.step, where) and not stamp.exists():
+            here = (self._rank, self.step if step is None else step, where)
+            if (int(rank), int(due), place) == here and not stamp.exists():
                 stamp.touch()
                 self._strike(kind)
 
@@ -168,7 +170,7 @@ class Training:
     def gather(self, step: int, label: int, ranks: list[int], live_step: int) -> None:
         """Write `iter_{label}_tmp`, from the shards of `ranks`; the first of them writes."""
         group = dist.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True)
-        self.faults.reach("save")
+        self.faults.reach("save", step)
         mine = self.optimizer.copied if live_step > step else self.optimizer.live()
         whole: dict[str, Any] = {"step": step}
         for name, tensor in mine.items():

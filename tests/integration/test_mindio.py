@@ -74,9 +74,11 @@ def test_the_newer_form_goes_back_to_the_local_copy(tmp_path: Path, weights: dic
     faults = ("--fault", "3:5:window:sigkill", "--fault", "1:5:reduced:stall", "--local-copy")
     ended, save, calls = train(tmp_path / "job", "--form", "newer", *faults)
     assert ended.code == 137, ended.log[-3000:]
-    assert ended.last_line == (
-        "[ttp] rank 3 was ended by SIGKILL; step 4 is saved, step 5 was not finished on every rank"
-    )
+    assert ended.last_line in {
+        f"[ttp] rank 3 was ended by SIGKILL; step 4 is saved, {what}"
+        # Ranks 0 and 2 may have made the update of step 5 by then, or not.
+        for what in ("step 5 was not finished on every rank", "no finished step is lost")
+    }
     assert_saved(save, 4, weights)
     assert sorted(calls[:2]) == ["save 0 4 0 [0, 1] ctx", "save 1 4 0 [0, 1] ctx"]
     assert calls[2] == "rename 0 4"
@@ -85,7 +87,7 @@ def test_the_newer_form_goes_back_to_the_local_copy(tmp_path: Path, weights: dic
 
 def test_a_holder_dies_in_its_handler(tmp_path: Path, weights: dict[int, torch.Tensor]) -> None:
     """The other one is called again, with who takes its place; its device is reset each time."""
-    faults = ("--fault", "3:5:backward:exception", "--fault", "0:5:save:sigkill")
+    faults = ("--fault", "3:5:backward:exception", "--fault", "0:4:save:sigkill")
     ended, save, calls = train(tmp_path / "job", "--form", "newer", *faults, TTP_STOP_CLEAN_BEFORE_DUMP="1")
     assert ended.code == 137, ended.log[-3000:]
     assert ended.last_line.endswith("; step 4 is saved, no finished step is lost")
