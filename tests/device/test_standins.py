@@ -30,7 +30,7 @@ for step in (1, 2, 3):
     theirs.grad = torch.randn(1000)
     reference.step()
     torch_npu.npu_apply_adam_w(
-        0.9**step, 0.99**step, 0.1, 0.1, 0.9, 0.99, 1e-8, theirs.grad, None, False, False,
+        0.9 ** (step - 1), 0.99 ** (step - 1), 0.1, 0.1, 0.9, 0.99, 1e-8, theirs.grad, None, False, False,
         out=(ours, *moments),
     )
 torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
