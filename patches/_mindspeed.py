@@ -30,7 +30,10 @@ def come_last(features: list[Any]) -> None:
 
 def has_features() -> bool:
     """Whether this version has a manager of features; up to 2.0 it has a manager of patches alone."""
-    return importlib.util.find_spec("mindspeed.features_manager.features_manager") is not None
+    try:
+        return importlib.util.find_spec("mindspeed.features_manager.features_manager") is not None
+    except ModuleNotFoundError:  # of the package: ModelLink 1.2 has a MindSpeed without
+        return False
 
 
 def be_outermost(entry: Any) -> None:
