@@ -11,6 +11,7 @@ if __name__ != "adaptor.patches":
 
 FILES: dict[str, tuple[str, ...]] = {
     "ttp": (
+        "modellink_training",
         "megatron_core",
         "megatron_training",
         "megatron_checkpointing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import inspect
 import os
@@ -98,11 +99,13 @@ def trainee(
         rerun: whether saves have the state of the rerun state machine, if there is one.
     """
     from megatron.core import mpu, tensor_parallel
-    from megatron.core import num_microbatches_calculator as batches
     from megatron.training import get_args
     from megatron.training.checkpointing import get_checkpoint_name
     from megatron.training.training import num_floating_point_operations
 
+    # Up to 0.7 they are not of the core.
+    core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
+    batches = importlib.import_module(core.name if core else "megatron.training.global_vars")
     args = get_args()
     folder = Path(get_checkpoint_name("", 0)).parent.name
     operations = _Operations(so_far)

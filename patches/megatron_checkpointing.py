@@ -13,7 +13,7 @@ from typing import Any
 from adaptor import patching
 from adaptor.checkpoint import trust
 from adaptor.patches import _saving
-from adaptor.patches._versions import MEGATRON
+from adaptor.patches._versions import MEGATRON, SINCE_0_7
 
 checkpointing = patching.Unit("checkpointing", framework="megatron-lm", tested=MEGATRON)
 
@@ -53,6 +53,7 @@ def the_tracker_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     "megatron.training.async_utils:schedule_async_save",
     why="an asynchronous save gets its final name when the last file is written",
     accepts="(async_request)",
+    optional=SINCE_0_7,
 )
 def asynchronous_saves_are_named_at_their_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     _saving.scheduled(args[0] if args else kwargs["async_request"])

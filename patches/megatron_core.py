@@ -10,7 +10,7 @@ from typing import Any
 from adaptor import patching
 from adaptor.control import runtime
 from adaptor.errors import LayoutError
-from adaptor.patches._versions import MEGATRON
+from adaptor.patches._versions import MEGATRON, SINCE_0_7
 from adaptor.replica import choice
 
 INSTANCES = "num_distributed_optimizer_instances"
@@ -49,13 +49,16 @@ def data_parallel_groups_are_split(wrapped: Any, instance: Any, args: Any, kwarg
 @optimizer.patch(
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
     why="gradients are reduced over both halves, each of which then updates its own shards",
-    accepts="(config, ddp_config, module, ...)",
+    accepts=(
+        "(config, ddp_config, module, ...)",
+        "(config, module, data_parallel_group, ...)",  # 0.6, which has no config of its own for it
+    ),
 )
 def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from megatron.core import parallel_state
 
-    ddp_config = args[1] if len(args) > 1 else kwargs["ddp_config"]
-    if ddp_config.use_distributed_optimizer and hasattr(ddp_config, INSTANCES):
+    ddp_config = kwargs.get("ddp_config", args[1] if len(args) > 1 else None)
+    if hasattr(ddp_config, INSTANCES) and ddp_config.use_distributed_optimizer:
         size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         instances = size // parallel_state.get_data_parallel_world_size(
             with_context_parallel=True, partial_data_parallel=True
@@ -100,6 +103,7 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     "megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
     why="a rank whose parameters are all frozen has no inner optimizer that would take it through the door",
     accepts="()",
+    optional=SINCE_0_7,
 )
 def who_trains_nothing_passes_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not inner_optimizers(instance):

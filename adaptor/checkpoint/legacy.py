@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from adaptor.checkpoint import shards
 from adaptor.checkpoint.manifest import HashingFile
 from adaptor.checkpoint.weights import Place
 
@@ -37,7 +38,8 @@ class Legacy:
 
     def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files:
         stored = [
-            world if saved else None for world, (_, _, saved) in zip(worlds, state.chained, strict=True)
+            _as_saved(world, optimizer) if saved and world is not None else None
+            for world, (optimizer, _, saved) in zip(worlds, state.chained, strict=True)
         ]
         files: Files = {}
         if any(world is not None for world in stored) and state.saves("optim"):
@@ -46,6 +48,30 @@ class Legacy:
             )
         files[f"{state.folder}/{MODEL_FILE}"] = partial(save, body)
         return files
+
+
+def _as_saved(world: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+    """World tensors as the optimizer saves them: up to Megatron-core 0.6 by bucket, with its padding."""
+    if all(hasattr(buffer, "numel_unpadded") for buffer in optimizer.buffers):
+        return world
+    saved: dict[Any, Any] = {
+        name: getattr(optimizer, name) for name in ("per_bucket_numel", "per_bucket_numel_unpadded")
+    }
+    for number, buffer in enumerate(optimizer.buffers):
+        buckets = shards.buckets_of(optimizer, buffer)
+        saved[number] = {
+            dtypes: {
+                key: [_padded(tensors[key], bucket, buffer) for bucket in buckets] for key in shards.KEYS
+            }
+            for dtypes, tensors in world[number].items()
+        }
+    return saved
+
+
+def _padded(tensor: torch.Tensor, bucket: shards.Bucket, buffer: Any) -> torch.Tensor:
+    padded = tensor.new_zeros(buffer.buckets[bucket.index].grad_data.numel())
+    padded[: bucket.unpadded] = tensor[bucket.world : bucket.world + bucket.unpadded]
+    return padded
 
 
 def _places(before: str, saved: dict[str, Any]) -> Iterator[Place]:

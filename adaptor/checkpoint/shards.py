@@ -119,6 +119,13 @@ def buckets_of(optimizer: Any, buffer: Any) -> list[Bucket]:
     return buckets
 
 
+def numel_of(buffer: Any) -> int:
+    """Elements of a buffer without the padding of its buckets; up to Megatron-core 0.7 it does not say."""
+    if hasattr(buffer, "numel_unpadded"):
+        return int(buffer.numel_unpadded)
+    return sum(bucket.numel_unpadded for bucket in buffer.buckets)
+
+
 def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
     """Sends the shards that this rank was chosen to provide; returns when the rank `writer` has them all.
 
@@ -170,7 +177,7 @@ def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:
     state: dict[Any, Any] = {"buckets_coalesced": True}
     own = _own_shards(optimizer, position, exchange)
     for number, buffer in enumerate(optimizer.buffers):
-        numel = buffer.numel_unpadded
+        numel = numel_of(buffer)
         world = {key: torch.zeros((numel,), dtype=torch.float32, device="cpu") for key in KEYS}
         for bucket in buckets_of(optimizer, buffer):
             for index, shard in own.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import wrapt
 
 from adaptor.errors import DriftError, StartError
+from adaptor.patching._target import is_gone
 from adaptor.patching._unit import Outcome, Status, Unit, units
 
 _watched: set[str] = set()
@@ -126,9 +126,9 @@ def imported_unpatched(group: str) -> tuple[str, ...]:
 
 def _misfit(unit: Unit) -> DriftError | StartError | None:
     for patch in unit.patches:
-        if patch.status is Status.WAITING and not patch.optional and _is_gone(patch.module_name):
+        if patch.status is Status.WAITING and not patch.may_be_missing and is_gone(patch.module_name):
             patch.status, patch.found = Status.DRIFTED, f"no module {patch.module_name}"
-    waiting = [patch for patch in unit.patches if patch.status is Status.WAITING and not patch.optional]
+    waiting = [patch for patch in unit.patches if patch.status is Status.WAITING and not patch.may_be_missing]
     applied = [patch for patch in unit.patches if patch.applied]
     unit.half_applied = bool(waiting and applied)
     unit.settle()
@@ -141,14 +141,6 @@ def _misfit(unit: Unit) -> DriftError | StartError | None:
             f" {waiting[0].target} is not, because {waiting[0].module_name} was not imported"
         )
     return None
-
-
-def _is_gone(module_name: str) -> bool:
-    """Whether the package is imported and has no such module (any more). Imports nothing."""
-    parent = module_name.rpartition(".")[0]
-    return (
-        parent in sys.modules and module_name not in sys.modules and not importlib.util.find_spec(module_name)
-    )
 
 
 def _on_import(module: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -88,6 +89,14 @@ def locate(module: ModuleType, qualname: str) -> Target:
     if not path and (home := _defined_elsewhere(module, name, raw)):
         raise NotFitting(f"an import from {home} (patch it there)")
     return target
+
+
+def is_gone(module_name: str) -> bool:
+    """Whether the package is imported and has no such module (any more). Imports nothing."""
+    parent = module_name.rpartition(".")[0]
+    return (
+        parent in sys.modules and module_name not in sys.modules and not importlib.util.find_spec(module_name)
+    )
 
 
 def _defined_elsewhere(module: ModuleType, name: str, function: Any) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from adaptor.errors import DriftError
 from adaptor.patching._signature import Expected, parameters_of, render
-from adaptor.patching._target import NotFitting, Target, locate
+from adaptor.patching._target import NotFitting, Target, is_gone, locate
 from adaptor.patching._wrapper import Wrapper
 
 Effect = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -63,7 +63,13 @@ class Patch:
     """One wrapper on one target, and its state."""
 
     def __init__(
-        self, unit: Unit, target: str, why: str, accepts: tuple[str, ...], optional: bool, effect: Effect
+        self,
+        unit: Unit,
+        target: str,
+        why: str,
+        accepts: tuple[str, ...],
+        optional: bool | str,
+        effect: Effect,
     ) -> None:
         module_name, colon, self.qualname = target.partition(":")
         if not (module_name and colon and self.qualname):
@@ -80,6 +86,11 @@ class Patch:
         self._wrapper: Wrapper | None = None
         self._place: Target | None = None
         self._outside = threading.local()  # whether it acts now, around what the framework put in the place
+
+    @property
+    def may_be_missing(self) -> bool:
+        """Whether the version of the framework that is imported may have no such name."""
+        return is_gone(self.optional) if isinstance(self.optional, str) else self.optional
 
     @property
     def expected(self) -> str:
@@ -99,7 +110,7 @@ class Patch:
             place = locate(module, self.qualname)
         except NotFitting as misfit:
             self.found = misfit.found
-            self.status = Status.MISSING if misfit.absent and self.optional else Status.DRIFTED
+            self.status = Status.MISSING if misfit.absent and self.may_be_missing else Status.DRIFTED
             return False
         parameters = parameters_of(place.function, place.bound)
         self.found = render(parameters)
@@ -206,13 +217,14 @@ class Unit:
         _units[name] = self
 
     def patch(
-        self, target: str, *, why: str, accepts: str | tuple[str, ...], optional: bool = False
+        self, target: str, *, why: str, accepts: str | tuple[str, ...], optional: bool | str = False
     ) -> Callable[[Effect], Effect]:
         """Declare a wrapper `(wrapped, instance, args, kwargs)` on "module:name" or "module:Class.method".
 
         `accepts` is one signature or several, for a framework that changed it; see `_signature` for the
         language. `optional`: a version of the framework may have no such name; where it has, the signature
-        decides as ever. Raises ValueError for a target or signature that cannot be read.
+        decides as ever. If it names a module, only a version without that module may. Raises ValueError for
+        a target or signature that cannot be read.
         """
 
         def declare(effect: Effect) -> Effect:

@@ -41,11 +41,15 @@ class _HalfFile:
 Wrapper = Callable[[Any, Any, Any, Any], Any]
 
 
-def _wrap(module: str, name: str, wrapper: Wrapper) -> None:
-    """Once `module` is imported. Patches that were armed before are inside."""
+def _wrap(module: str, name: str, wrapper: Wrapper, before_0_8: str = "") -> None:
+    """Once `module` is imported. Patches that were armed before are inside.
+
+    before_0_8  the name of the function where the version has none of the other
+    """
 
     def wrap(imported: ModuleType) -> None:
-        wrapt.wrap_function_wrapper(imported, name, wrapper)
+        older = before_0_8 and not hasattr(imported, name)
+        wrapt.wrap_function_wrapper(imported, before_0_8 if older else name, wrapper)
 
     wrapt.register_post_import_hook(wrap, module)
 
@@ -55,14 +59,14 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     injector = Injector(faults, stamp)
     tell_siblings()
 
-    def before(phase: str, module: str, name: str) -> None:
+    def before(phase: str, module: str, name: str, before_0_8: str = "") -> None:
         def strikes_before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             injector.reach(phase)
             return wrapped(*args, **kwargs)
 
         # Only what is needed: a version of the framework may have nothing of this name.
         if injector.expects(phase):
-            _wrap(module, name, strikes_before)
+            _wrap(module, name, strikes_before, before_0_8)
 
     def after(phase: str, module: str, name: str) -> None:
         def strikes_after(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -85,7 +89,7 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     before("gather", ascendspeed[0], f"{ascendspeed[1]}.gather_model_params")
     _wrap("ascendspeed.model.transformer", "ParallelTransformer.forward", _layers(injector))
     after("overflow", "megatron.core.optimizer.optimizer", "ChainedOptimizer.prepare_grads")
-    before("norm", "megatron.core.optimizer.clip_grads", "get_grad_norm_fp32")
+    before("norm", "megatron.core.optimizer.clip_grads", "get_grad_norm_fp32", "clip_grad_norm_fp32")
     after("door-before", "adaptor.control.board", "Board.ready")
     _wrap("adaptor.control.door", "Door.enter", _door(injector))
     before("freeze", "adaptor.control.session", "Session.freeze")

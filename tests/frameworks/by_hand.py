@@ -1,7 +1,7 @@
 """Checks a checkout of Megatron-LM of another version: `python -m tests.frameworks.by_hand TREE --out OUT`.
 
-Or one of MindSpeed-LLM, in which, as its guide says, `megatron` of Megatron-LM is, and `mindspeed` besides;
-for what only an Ascend machine has there are the stand-ins of tests/standins.
+Or one of MindSpeed-LLM or ModelLink 1.2, in which, as their guides say, `megatron` of Megatron-LM is, and
+`mindspeed` besides; for what only an Ascend machine has there are the stand-ins of tests/standins.
 
 Trains the tiny GPT of the tests on the CPU with it, with faults and without, and prints a row of
 docs/compatibility.md for each check. The reference is always the same checkout without the adaptor, under
@@ -169,6 +169,13 @@ MINDSPEED = {
         arguments=("--enable-high-availability",),
     ),
 }
+# Its own model is another than that of Megatron-core.
+MODELLINK = {
+    "tensor": CHECKS["tensor"],
+    "mcore": replace(
+        MINDSPEED["norm"], layout=replace(DP2, name="dp2-core-models", extra=("--use-mcore-models",))
+    ),
+}
 
 
 class Bench:
@@ -180,7 +187,7 @@ class Bench:
         self._name = f"{version} ({name})" if name else str(version)
         self._instances = version >= RIGHT_INSTANCES
         self._data: tuple[str, ...] = ()
-        mindspeed = (tree / "mindspeed_llm").is_dir()
+        mindspeed = (tree / "mindspeed").is_dir()
         self.checks = dict(MINDSPEED if mindspeed else CHECKS)
         if mindspeed:
             os.environ["PYTHONPATH"] = str(ROOT / "tests/standins")
@@ -188,6 +195,14 @@ class Bench:
             os.environ["PYTORCH_JIT"] = "0"
         if mindspeed and version < MINDSPEED_MOCKS:
             self._data = ("--data-path", str(_corpus(out / "data")))
+        if (tree / "modellink").is_dir():
+            self.checks.update(MODELLINK)
+            # Where apex is found, Megatron-LM of the others would take it.
+            os.environ["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests/standins/with_apex'}"
+            # What pads a bucket it takes as it finds it; it finds zeros then.
+            os.environ["MALLOC_PERTURB_"] = "255"
+            self._data += ("--tokenizer-type", "PretrainedFromHF")
+            self._data += ("--tokenizer-name-or-path", str(out / "data/tokenizer"))
         if not self._instances:
             self.checks["split"] = SPLIT_REFUSED
         if version < LOADS_WEIGHTS_ONLY:
@@ -264,7 +279,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[*{**CHECKS, **MINDSPEED}, "split"],
+        choices=[*{**CHECKS, **MINDSPEED, **MODELLINK}, "split"],
         help="one check; repeat for more",
     )
     parsed = parser.parse_args()

@@ -2,17 +2,27 @@
 
 Prints what tests/patches/signatures holds, below what the framework has to say: names and parameters of the
 functions that are patched, as the framework of the script defines them (`found`), and of what its own patch
-manager replaces them by (`replaced`). Nothing is trained; the environment is that of `by_hand`.
+manager replaces them by (`replaced`); and modules that it lacks, with which other functions came (`lacks`).
+Nothing is trained; the environment is that of `by_hand`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
+from collections.abc import Mapping
+from typing import Any, cast
 
 from adaptor import _script, devices, patches, patching
 from adaptor.patching._signature import parameters_of, render
+from adaptor.patching._target import is_gone
+
+MANAGERS = (
+    ("modellink.patchs.patch_utils", "PatchManager", "_patch_info_collection"),
+    ("mindspeed.patch_utils", "MindSpeedPatchesManager", "patches_info"),
+)
 
 
 def main() -> None:
@@ -34,24 +44,37 @@ def main() -> None:
         for outcome in patching.outcomes("ttp")
         if outcome.found and outcome.status is not patching.Status.MISSING
     }
-    print(json.dumps({"name": name, "found": found, "replaced": _replaced(found)}, indent=2))
+    came_with = {patch.optional for unit in patching.units("ttp") for patch in unit.patches}
+    lacks = sorted(module for module in came_with if isinstance(module, str) and is_gone(module))
+    record = {
+        "name": name,
+        "found": found,
+        "replaced": _replaced(found),
+        **({"lacks": lacks} if lacks else {}),
+    }
+    print(json.dumps(record, indent=2))
 
 
 def _replaced(found: dict[str, str]) -> dict[str, str]:
-    try:
-        from mindspeed.patch_utils import MindSpeedPatchesManager
-    except ModuleNotFoundError:
-        return {}
     functions = {
         target: info.patch_func
         for target in found
-        if (info := MindSpeedPatchesManager.patches_info.get(target.replace(":", ".")))
-        and info.patch_func is not None
+        if (info := _manager().get(target.replace(":", "."))) and info.patch_func is not None
     }
     return {
         target: render(parameters_of(function, "." in target.partition(":")[2]))
         for target, function in functions.items()
     }
+
+
+def _manager() -> Mapping[str, Any]:
+    """The entries of the framework's own patch manager, by what they patch."""
+    for module, manager, entries in MANAGERS:
+        with contextlib.suppress(ModuleNotFoundError):
+            return cast(
+                Mapping[str, Any], getattr(getattr(importlib.import_module(module), manager), entries)
+            )
+    return {}
 
 
 if __name__ == "__main__":

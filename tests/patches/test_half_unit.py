@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 
 def test_half_a_unit_is_refused_and_does_nothing(holds: Callable[..., None]) -> None:
     holds("""
@@ -73,6 +75,36 @@ patching.check("ttp")
 assert fake.core.f(1) == 4
 status = [outcome.status.value for outcome in patching.outcomes()]
 assert status == ["applied", "applied", "missing", "not imported"]
+""")
+
+
+@pytest.mark.parametrize("came_with", ["fake.gone", "fake.extra"])
+def test_what_came_with_a_module_may_be_missing_without_it(
+    came_with: str, holds: Callable[..., None]
+) -> None:
+    fits = came_with == "fake.gone"
+    holds(f"""
+import units
+from adaptor import patching
+from adaptor.errors import DriftError
+later = patching.Unit("later", framework="fake", tested=">=1")
+@later.patch("fake.core:f", why="-", accepts="(x, y=)")
+def nothing(wrapped, instance, args, kwargs): return wrapped(*args, **kwargs)
+@later.patch("fake.core:newer", why="-", accepts="(x)", optional={came_with!r})
+def nothing(wrapped, instance, args, kwargs): ...
+@later.patch("fake.missing:newer", why="-", accepts="(x)", optional={came_with!r})
+def nothing(wrapped, instance, args, kwargs): ...
+patching.arm("ttp", raises=False)
+import fake.core, fake.extra
+status = [outcome.status.value for outcome in patching.outcomes() if outcome.unit == "later"]
+misfits = [str(misfit) for misfit in patching.misfits("ttp")]
+if {fits}:
+    assert status == ["applied", "missing", "not imported"], status
+    assert misfits == [], misfits
+else:
+    assert status == ["silenced", "drifted", "not imported"], status
+    (misfit,) = misfits
+    assert misfit.startswith("fake.core:newer (unit later): expected (x), found no such name"), misfit
 """)
 
 

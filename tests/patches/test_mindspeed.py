@@ -103,8 +103,8 @@ def add_100_wrapper(function):
 """,
 }
 # Before there were features: an entry applies itself, and goes by the names of its parts.
+FEATURES_UNUSED = {"mindspeed/features_manager/__init__.py": "FEATURES_LIST = []\n"}
 WITHOUT_FEATURES = {
-    "mindspeed/features_manager/__init__.py": "FEATURES_LIST = []\n",
     "mindspeed/patch_utils.py": """
 import importlib, sys
 
@@ -286,13 +286,16 @@ MindSpeedFeaturesManager.apply_features_pre_patches(argparse.Namespace({switch}=
     assert done.stdout == ""
 
 
-def test_before_there_were_features(folder: Path, holds: Callable[..., None]) -> None:
-    _write(folder, {"mindspeed/__init__.py": "", **WITHOUT_FEATURES})
+@pytest.mark.parametrize("package", [FEATURES_UNUSED, {}], ids=["2.0", "of ModelLink 1.2"])
+def test_before_there_were_features(
+    package: dict[str, str], folder: Path, holds: Callable[..., None]
+) -> None:
+    _write(folder, {"mindspeed/__init__.py": "", **package, **WITHOUT_FEATURES})
     holds(
         """
 import adaptor, units
 adaptor.enable()
-import fake.core, mindspeed.features_manager
+import fake.core
 from adaptor import patching
 from mindspeed.patch_utils import Patch
 def product(x, y=1):

@@ -194,6 +194,32 @@ def test_shards_make_a_whole_wherever_they_come_from(
         assert torch.equal(world[key], without_padding(whole))
 
 
+def test_up_to_0_6_buckets_are_saved_with_their_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Rank.__init__
+
+    def as_in_0_6(self: Rank, *arguments: Any) -> None:
+        made(self, *arguments)
+        (buffer,) = self.optimizer.buffers
+        del buffer.numel_unpadded
+        self.optimizer.per_bucket_numel = [{(torch.bfloat16, torch.float32): list(PADDED)}]
+        self.optimizer.per_bucket_numel_unpadded = [{(torch.bfloat16, torch.float32): [22, 2]}]
+
+    monkeypatch.setattr(Rank, "__init__", as_in_0_6)
+    _, root = dump(tmp_path, 2, writer=0)
+    state = load(root / "mp_rank_00/distrib_optim.pt")
+    dtypes = (torch.bfloat16, torch.float32)
+    assert list(state) == ["per_bucket_numel", "per_bucket_numel_unpadded", 0]
+    assert state["per_bucket_numel"] == [{dtypes: [32, 16]}]
+    assert state["per_bucket_numel_unpadded"] == [{dtypes: [22, 2]}]
+    assert list(state[0][dtypes]) == ["param", "exp_avg", "exp_avg_sq"]
+    for key, whole in whole_state().items():
+        first, second = state[0][dtypes][key]
+        assert torch.equal(first, torch.cat([whole[:22], torch.zeros(10)]))
+        assert torch.equal(second, torch.cat([whole[32:34], torch.zeros(14)]))
+
+
 def test_a_rank_gives_its_own_shard_and_the_copy_of_another(tmp_path: Path) -> None:
     """Four shards on two ranks: rank 0 has shard 1 and a copy of 0, rank 1 has shard 2 and a copy of 3."""
     root = tmp_path / "iter_0000012_tmp"

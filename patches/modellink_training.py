@@ -1,0 +1,27 @@
+"""ModelLink 1.2, on Megatron-core 0.6: it starts a training loop of its own, by its own name.
+
+All else of it are patches on Megatron-LM, by MindSpeed's classes (`mindspeed.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor import patching
+
+training = patching.Unit("modellink", framework="modellink", tested="1.2")
+
+
+@training.patch(
+    "modellink.training:train",
+    why="a training loop of its own: the training state is complete here",
+    accepts="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
+)
+def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    # Not above: this unit is the first, for Megatron-LM cannot be imported before ModelLink has put something
+    # in the place of what it imports.
+    from adaptor.patches import megatron_training
+
+    # It counts its floating-point operations from 0, also where it goes on from a checkpoint.
+    megatron_training.begin(args, kwargs, operations=0)
+    return wrapped(*args, **kwargs)
