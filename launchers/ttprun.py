@@ -141,12 +141,14 @@ def _run_with_survivors(parsed: argparse.Namespace, settings: config.Config) -> 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api
 
-    from adaptor.launchers.agent import SurvivorsAgent
+    from adaptor.launchers.agent import SurvivorsAgent, keep_survivors
 
     _insert_module(parsed, WORKER_MODULE)
     if settings.engine == "builtin":
         # torch makes its agent by this name; in this process it is ours.
         api.LocalElasticAgent = SurvivorsAgent  # type: ignore[misc]
+    else:
+        keep_survivors(os.environ)
     try:
         run.run(parsed)
     except AdaptorError as error:
