@@ -146,8 +146,7 @@ class SurvivorsAgent(LocalElasticAgent):
 
 
 def keep_survivors(environ: MutableMapping[str, str]) -> None:
-    """In what workers will inherit: no watchdog of torch's ends a survivor."""
-    """torch elastic would have set the first of these to 1 for its workers, where nobody has set it."""
+    """In what workers inherit; torch elastic would have set the first of these to 1 for them."""
     for name in _WATCHDOGS:
         said = environ.get(name, "0")
         if said != "0":

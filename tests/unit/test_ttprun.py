@@ -294,6 +294,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "b.pem",
         "c.pem",
         "cpu",
+        "builtin",
         "none",
         "1",
         "1",
