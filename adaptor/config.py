@@ -28,6 +28,7 @@ class Config:
     tls_key: str
     tls_ca: str
     device: str
+    engine: str
     replica: str
     local_copy: bool
     provide_mindio: bool
@@ -148,6 +149,14 @@ SETTINGS = (
         "cpu runs the framework's torch.cuda calls on the CPU and its collectives on gloo",
     ),
     Setting(
+        "engine",
+        "TTP_ENGINE",
+        "builtin",
+        "builtin or mindio",
+        _one_of("builtin", "mindio"),
+        "who notices a fault and chooses what is saved; mindio: the installed mindio_ttp, see docs/mindio.md",
+    ),
+    Setting(
         "replica",
         "TTP_REPLICA",
         "auto",
@@ -204,7 +213,23 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
             raise ConfigError(f"{setting.variable} is {text!r}: it must be {setting.allowed}") from None
     made = Config(**values)
     _require_one_kind_of_connection(made)
+    _require_one_engine(made)
     return made
+
+
+def _require_one_engine(made: Config) -> None:
+    if made.engine == "builtin":
+        return
+    if made.provide_mindio:
+        raise ConfigError(
+            "TTP_ENGINE is 'mindio', but TTP_PROVIDE_MINDIO is True: one of them is for an installed"
+            " mindio_ttp, the other for none; leave one out"
+        )
+    if made.tls_cert:
+        raise ConfigError(
+            f"TTP_ENGINE is 'mindio', but TTP_TLS_CERT is {made.tls_cert!r}: connections of mindio_ttp are"
+            " not encrypted; inside a trusted network leave out the certificates, and set TTP_TLS=plain"
+        )
 
 
 def _require_one_kind_of_connection(made: Config) -> None:

@@ -57,7 +57,7 @@ class SurvivorsAgent(LocalElasticAgent):
         super().__init__(spec, *args, **kwargs)
         self._config = config.load()
         self._control = Node(self._config)
-        _keep_survivors(os.environ)
+        keep_survivors(os.environ)
         self._generations = 0
         self._interrupted = False
 
@@ -149,8 +149,8 @@ class SurvivorsAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures={worker.global_rank: failure})
 
 
-def _keep_survivors(environ: MutableMapping[str, str]) -> None:
-    """torch elastic would have set the first of these to 1 for its workers, where nobody has set it."""
+def keep_survivors(environ: MutableMapping[str, str]) -> None:
+    """In what workers inherit; torch elastic would have set the first of these to 1 for them."""
     for name in _WATCHDOGS:
         said = environ.get(name, "0")
         if said != "0":

@@ -7,16 +7,22 @@ torch's own main and nothing of the adaptor is active in a worker.
 from __future__ import annotations
 
 import argparse
+import atexit
 import ipaddress
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 from adaptor import _script, config
+from adaptor.control.runtime import AGENT, SCRATCH
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.launchers import flags, tls
 
 USAGE_EXIT_CODE = 2
+# What mindio_ttp takes for its actions, and waits for workers at their end.
+_SDK_LIMIT = "TTP_NORMAL_ACTION_TIME_LIMIT"
+_SDK_LIMITS_S = (30, 1800)
 WORKER_MODULE = "adaptor.launchers.worker"
 CPU_MODULE = "adaptor.devices.cpu"
 
@@ -32,11 +38,13 @@ def main(argv: list[str] | None = None) -> int:
         if settings.enabled:
             _require_folder(settings.log_path)
             _require_safe_connections(parsed, settings)
+            if settings.engine == "mindio":
+                _prepare_the_sdk(settings)
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
     if settings.enabled:
-        return _run_with_survivors(parsed)
+        return _run_with_survivors(parsed, settings)
     return _run_plain(parsed, settings.device)
 
 
@@ -111,17 +119,36 @@ def _insert_module(parsed: argparse.Namespace, module: str) -> None:
     parsed.run_path = False
 
 
-def _run_with_survivors(parsed: argparse.Namespace) -> int:
+def _prepare_the_sdk(settings: config.Config) -> None:
+    """Where mindio_ttp drives, this process has torch's agent, which it makes wait for those that save.
+
+    Raises ConfigError where it is missing or too old.
+    """
+    from adaptor.mindio.client import sdk
+
+    low, high = _SDK_LIMITS_S
+    os.environ.setdefault(_SDK_LIMIT, str(int(min(max(settings.timeout_s, low), high))))
+    sdk.load()
+    os.environ[AGENT] = ""  # there is none of ours
+    scratch = tempfile.TemporaryDirectory(prefix="ttp-")
+    atexit.register(scratch.cleanup)
+    os.environ[SCRATCH] = scratch.name
+
+
+def _run_with_survivors(parsed: argparse.Namespace, settings: config.Config) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api
 
-    from adaptor.launchers.agent import SurvivorsAgent
+    from adaptor.launchers.agent import SurvivorsAgent, keep_survivors
 
     _insert_module(parsed, WORKER_MODULE)
-    # torch makes its agent by this name; in this process it is ours.
-    api.LocalElasticAgent = SurvivorsAgent  # type: ignore[misc]
+    if settings.engine == "builtin":
+        # torch makes its agent by this name; in this process it is ours.
+        api.LocalElasticAgent = SurvivorsAgent  # type: ignore[misc]
+    else:
+        keep_survivors(os.environ)
     try:
         run.run(parsed)
     except AdaptorError as error:

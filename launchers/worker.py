@@ -11,10 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from adaptor.control.runtime import Runtime
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,11 +24,10 @@ def _run(arguments: list[str]) -> None:
     import adaptor
     from adaptor import _script, config, devices, patches, patching
     from adaptor.control import runtime
-    from adaptor.control.messages import Refused
     from adaptor.errors import ConfigError, DriftError, LayoutError, ResumeError, StartError
 
     worker = runtime.get()
-    worker.processor.hear_signals()
+    worker.hear_signals()
     # The sockets of managers and the like go with the job, however this process ends. Children inherit it;
     # there is no public way, but the name is as old as the module.
     multiprocessing.current_process()._config["tempdir"] = os.environ[runtime.SCRATCH]  # type: ignore
@@ -43,12 +38,11 @@ def _run(arguments: list[str]) -> None:
         adaptor.enable()
         _script.run(arguments)
     except (ConfigError, DriftError, LayoutError, ResumeError, StartError) as error:
-        worker.processor.say(Refused(worker.rank, str(error)))
-        worker.session.hold()
+        worker.refuse(str(error))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if code == 0:
-            _stay_while_needed(worker)
+            worker.finish()
             devices.leave(config.load().device)
             return
         if not isinstance(end.code, int):
@@ -58,15 +52,8 @@ def _run(arguments: list[str]) -> None:
     except BaseException as error:
         worker.stand_by(error)
     else:
-        _stay_while_needed(worker)
+        worker.finish()
         devices.leave(config.load().device)
-
-
-def _stay_while_needed(worker: Runtime) -> None:
-    """A script that ends while an incident is open: this rank may be a holder."""
-    if worker.session.door.closed:
-        worker.session.hold()
-    worker.session.board.end()
 
 
 def _die_with_the_agent() -> None:

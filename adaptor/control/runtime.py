@@ -7,14 +7,18 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adaptor import config
 from adaptor._start import NOT_BY_TTPRUN
 from adaptor.control.board import Board
-from adaptor.control.messages import Layout, Raised
+from adaptor.control.messages import Layout, Raised, Refused
 from adaptor.control.processor import Processor
 from adaptor.control.session import Session, Trainee
 from adaptor.errors import StartError
+
+if TYPE_CHECKING:
+    from adaptor.mindio.client.runtime import MindioRuntime
 
 # What the agent tells its workers (besides what torch elastic tells them).
 AGENT = "TTP_AGENT"
@@ -24,7 +28,7 @@ SCRATCH = "TTP_SCRATCH"
 GENERATION = "TTP_GENERATION"
 RESUME = "TTP_RESUME"
 
-_runtime: Runtime | None = None
+_runtime: Runtime | MindioRuntime | None = None
 
 
 class Runtime:
@@ -54,6 +58,21 @@ class Runtime:
         self.session.board.fail(error)
         self.processor.exit_code = exit_code
         self.processor.say(Raised(self.rank, error, exit_code))
+
+    def hear_signals(self) -> None:
+        """See `Processor.hear_signals`."""
+        self.processor.hear_signals()
+
+    def refuse(self, reason: str) -> None:
+        """Tell the agent that the job is refused, in one line, and wait to be ended."""
+        self.processor.say(Refused(self.rank, reason))
+        self.session.hold()
+
+    def finish(self) -> None:
+        """The script has come to its end; while an incident is open, this rank may be a holder."""
+        if self.session.door.closed:
+            self.session.hold()
+        self.session.board.end()
 
     def stand_by(self, error: BaseException) -> None:
         """An exception leaves the script: say so, and keep the process, whose state may be saved."""
@@ -87,13 +106,21 @@ def training() -> bool:
     return _runtime is not None and _runtime.session.trainee is not None
 
 
-def get() -> Runtime:
-    """The runtime of this worker.
+def get() -> Runtime | MindioRuntime:
+    """The runtime of this worker, by TTP_ENGINE.
 
     Raises:
         StartError: the process was not started by `ttprun`.
     """
     global _runtime
     if _runtime is None:
-        _runtime = Runtime(os.environ)
+        _runtime = _made()
     return _runtime
+
+
+def _made() -> Runtime | MindioRuntime:
+    if config.load().engine == "builtin":
+        return Runtime(os.environ)
+    from adaptor.mindio.client.runtime import MindioRuntime
+
+    return MindioRuntime(os.environ)

@@ -233,16 +233,14 @@ class Session:
             self._mark = self.trainee.device.mark()
         self._waiting.discard(id(optimizer))
         if not self._waiting:
-            self.board.finish(self._step)
-            self.door.leave()
+            self._close_window()
 
     def update_nothing(self) -> None:
         """This rank trains nothing (its pipeline stage is frozen): it passes the door with the others."""
         if self.trainee is None or self._step < 0 or self._inner:
             return
         self._open_window(self.trainee)
-        self.board.finish(self._step)
-        self.door.leave()
+        self._close_window()
 
     def end_update(self, updated: bool, grad_norm: float | None) -> None:
         """The framework's optimizer step returned; without an update (an overflow) the step is skipped."""
@@ -294,6 +292,10 @@ class Session:
             self._mark = trainee.device.mark()
         self._copying = False
         self.board.updating(copied=trainee.goes_back)
+
+    def _close_window(self) -> None:
+        self.board.finish(self._step)
+        self.door.leave()
 
     def _come_to_the_door(self, trainee: Trainee) -> None:
         trainee.exchange()  # where it breaks, this rank has not come to the door

@@ -43,7 +43,9 @@ class Job:
             ConfigError: it is somebody else.
             StartError: the process was not started by ttprun.
         """
-        self._worker = runtime.get()
+        worker = runtime.get()
+        assert isinstance(worker, runtime.Runtime)  # where the SDK drives, it is what such a script finds
+        self._worker = worker
         here = (self._worker.rank, int(os.environ["WORLD_SIZE"]))
         if (rank, world_size) != here:
             raise ConfigError(

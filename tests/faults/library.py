@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from tests.faults import harness
 from tests.faults.harness import DP4, ITERATIONS, Ended, Job, Layout
 from tests.frameworks import prepare
 
 SCRIPT = harness.ROOT / "tests/frameworks/train_core.py"
+# Of an NPU, for the SDK alone.
+STANDIN = harness.ROOT / "tests/standins/plain"
 
 
 def train(
@@ -22,6 +27,7 @@ def train(
     restarts: int = 0,
     faults: Sequence[str] = (),
     options: Sequence[str] = (),
+    engine: str = "builtin",
 ) -> Ended:
     """Run it to its end.
 
@@ -29,8 +35,16 @@ def train(
         arguments: of the script, besides the number of iterations.
         instances: copies of the optimizer state without the adaptor.
         options: of the launcher.
+        engine: builtin or mindio; the test is skipped where its SDK is not installed.
     """
-    path = f"{prepare.megatron_core()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    paths = [str(prepare.megatron_core()), os.environ.get("PYTHONPATH", "")]
+    if engine == "mindio":
+        options = [*options, "--ttp-engine", engine]
+        if importlib.util.find_spec("mindio_ttp") is None:
+            pytest.skip("mindio_ttp is not installed: what drives it is not tested")
+        if importlib.util.find_spec("torch_npu") is None:
+            paths.append(str(STANDIN))
+    path = os.pathsep.join(filter(None, paths))
     copies = ("--instances", str(instances)) if launcher == "torchrun" else ()
     job = Job(
         out,
@@ -42,5 +56,6 @@ def train(
         script=SCRIPT,
         arguments=[*arguments, "--iters", str(ITERATIONS), *copies],
         environment={"PYTHONPATH": path},
+        cold=engine == "mindio" or harness.COLD in os.environ,
     )
     return harness.run(job)

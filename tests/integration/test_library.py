@@ -20,17 +20,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "step"),
+    ("engine", "fault", "code", "step"),
     [
-        ("rank=0,step=6,phase=backward,kind=sigkill", 137, 5),
-        ("rank=3,step=6,phase=update,kind=sigkill", 137, 6),
-        ("rank=1,step=6,phase=reduction,kind=exception", 1, 5),
+        ("builtin", "rank=0,step=6,phase=backward,kind=sigkill", 137, 5),
+        ("builtin", "rank=3,step=6,phase=update,kind=sigkill", 137, 6),
+        ("builtin", "rank=1,step=6,phase=reduction,kind=exception", 1, 5),
+        ("mindio", "rank=1,step=6,phase=reduction,kind=exception", 2, 5),
     ],
-    ids=["rank0-backward", "rank3-update", "rank1-exception"],
+    ids=["rank0-backward", "rank3-update", "rank1-exception", "mindio-rank1-exception"],
 )
-def test_a_fault(fault: str, code: int, step: int, tmp_path: Path, undisturbed: Ended) -> None:
+def test_a_fault(engine: str, fault: str, code: int, step: int, tmp_path: Path, undisturbed: Ended) -> None:
     save = tmp_path / "save"
-    ended = train(tmp_path / "job", "--save", str(save), faults=[fault])
+    ended = train(tmp_path / "job", "--save", str(save), faults=[fault], engine=engine)
     assert ended.code == code, ended.log[-3000:]
     outcome.assert_saved(save, step)
     outcome.assert_same_training(ended, undisturbed.records, steps=range(1, step))
@@ -39,10 +40,11 @@ def test_a_fault(fault: str, code: int, step: int, tmp_path: Path, undisturbed: 
     outcome.assert_same_training(resumed, undisturbed.records, steps=range(step + 1, ITERATIONS + 1))
 
 
-def test_a_killed_rank_and_the_job_goes_on_by_itself(tmp_path: Path, undisturbed: Ended) -> None:
+@pytest.mark.parametrize("engine", ["builtin", "mindio"])
+def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path, undisturbed: Ended) -> None:
     save = tmp_path / "save"
     fault = "rank=2,step=6,phase=backward,kind=sigkill"
-    ended = train(tmp_path / "job", "--save", str(save), restarts=1, faults=[fault])
+    ended = train(tmp_path / "job", "--save", str(save), restarts=1, faults=[fault], engine=engine)
     assert ended.code == 0, ended.log[-3000:]
     outcome.assert_saved(save, 5)
     outcome.assert_same_training(ended, undisturbed.records)

@@ -23,6 +23,7 @@ DEFAULTS = Config(
     tls_key="",
     tls_ca="",
     device="",
+    engine="builtin",
     replica="auto",
     local_copy=False,
     provide_mindio=False,
@@ -45,6 +46,7 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_TLS", "mutual", "tls", "mutual"),
     ("TTP_DEVICE", "cpu", "device", "cpu"),
     ("TTP_DEVICE", "", "device", ""),
+    ("TTP_ENGINE", "mindio", "engine", "mindio"),
     ("TTP_REPLICA", "none", "replica", "none"),
     ("TTP_REPLICA", "split", "replica", "split"),
     ("TTP_REPLICA", "mirror", "replica", "mirror"),
@@ -141,6 +143,18 @@ def test_certificates_and_plain_contradict_each_other() -> None:
         config.load({**FILES, "TTP_TLS": "plain"})
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"TTP_PROVIDE_MINDIO": "1"}, "but TTP_PROVIDE_MINDIO is True: one of them is for an installed"),
+        (FILES, "but TTP_TLS_CERT is 'c.pem': connections of mindio_ttp are not encrypted"),
+    ],
+)
+def test_what_the_other_engine_does_not_do(more: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"TTP_ENGINE is 'mindio', {words}"):
+        config.load({"TTP_ENGINE": "mindio", **more})
+
+
 def test_the_environment_is_read_when_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_OT", "77")
     assert config.load().timeout_s == 77.0
@@ -158,6 +172,7 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_TLS_KEY": "--ttp-tls-key",
         "TTP_TLS_CA": "--ttp-tls-ca",
         "TTP_DEVICE": "--ttp-device",
+        "TTP_ENGINE": "--ttp-engine",
         "TTP_REPLICA": "--ttp-replica",
         "TTP_LOCAL_COPY": "--ttp-local-copy",
         "TTP_PROVIDE_MINDIO": "--ttp-provide-mindio",

@@ -199,6 +199,19 @@ def test_two_nodes_with_certificates(same: bool, zygote: subprocess.Popen[str], 
     assert ": certificate " in ended.last_line
 
 
+# another engine
+
+
+def test_an_engine_that_is_not_installed(launcher: Launcher) -> None:
+    ended = launcher.run(*ONE, "--ttp-engine", "mindio", launcher.script("print('started')"))
+    assert ended.code == 2
+    assert ended.last_line == (
+        "ttprun: error: TTP_ENGINE is 'mindio', but mindio_ttp is not installed: install it, or leave "
+        "TTP_ENGINE out"
+    )
+    assert "started" not in ended.log
+
+
 # flags
 
 
@@ -281,6 +294,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "b.pem",
         "c.pem",
         "cpu",
+        "builtin",
         "none",
         "1",
         "1",

@@ -1,0 +1,52 @@
+"""Who holds what, in the words of the SDK; pure.
+
+It knows lists of ranks: those of `rank_list` are cut into `replica_cnt` runs of the same length, and the i-th
+ranks of all runs hold the same shard. A rank has a place in one such list (two with experts), so it can hold
+one shard of an optimizer, not two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from adaptor.control.messages import GroupOrder, Share
+from adaptor.errors import LayoutError
+
+
+def replica_info(rank: int, told: Sequence[Sequence[Share]]) -> list[dict[str, Any]]:
+    """What `rank` says to tft_set_optimizer_replica.
+
+    Args:
+        told: per rank of the job what it holds.
+
+    Raises:
+        LayoutError: the SDK has no words for it.
+    """
+    for who, shares in enumerate(told):
+        if len(shares) != 1:
+            raise LayoutError(
+                f"TTP_ENGINE is 'mindio', but rank {who} holds {len(shares)} shards: mindio_ttp knows of one "
+                "per rank; use TTP_REPLICA=split, and no experts, or leave TTP_ENGINE out"
+            )
+    (own,) = told[rank]
+    holders = [
+        [who for who, (share,) in enumerate(told) if (share.group, share.index) == (own.group, index)]
+        for index in range(own.count)
+    ]
+    count = len(holders[0])
+    if not all(len(ranks) == count for ranks in holders):
+        sizes = ", ".join(str(len(ranks)) for ranks in holders)
+        raise LayoutError(
+            f"TTP_ENGINE is 'mindio', but the shards of {own.group} have {sizes} holders: mindio_ttp needs "
+            "as many for each"
+        )
+    ranks = [ranks[copy] for copy in range(count) for ranks in holders]
+    return [{"rank_list": ranks, "replica_cnt": count, "replica_shift": own.count}]
+
+
+def order(group: str, infos: Sequence[dict[str, Any]]) -> GroupOrder:
+    """What a save handler of the SDK is called with, for a rank of `group`: the i-th rank gives shard i."""
+    (info,) = infos
+    ranks = tuple(info["ranks"])
+    return GroupOrder(group, ranks, ranks[0])

@@ -1,0 +1,141 @@
+"""This worker's one session where the SDK drives, and how it learns of what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+import uuid
+from collections.abc import Mapping
+from typing import NoReturn
+
+from adaptor import config
+from adaptor.control.board import Board, BoardMemory
+from adaptor.control.messages import Share
+from adaptor.control.runtime import GENERATION, RESUME, summarize
+from adaptor.control.session import Trainee
+from adaptor.errors import ConfigError
+from adaptor.mindio.client import copies, sdk
+from adaptor.mindio.client.saving import Saving, store_of_the_job
+from adaptor.mindio.client.session import MindioSession
+
+# After the SDK has had a rank saved it ends the process itself, ten seconds later.
+_ENDS_AFTER_S = 30.0
+# For the store of the job's agent, which is there before its workers are.
+_MEETING_S = 10.0
+_EXIT_FAILED = 1
+_EXIT_REFUSED = 2
+# How gloo says that another rank is gone; its errors have no type of their own.
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+
+
+class MindioRuntime:
+    """In the place of `control.runtime.Runtime`: the same methods, and no agent of ours."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.rank = int(environ["RANK"])
+        self._world_size = int(environ["WORLD_SIZE"])
+        self._settings = config.load(environ)
+        self._restarts = restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        # Until the ranks have met and agree on another one.
+        os.environ[GENERATION] = f"{environ.get('TORCHELASTIC_RUN_ID', '')}-{restarts}"
+        os.environ[RESUME] = str(int(restarts > 0))
+        self._known = False  # to the SDK
+        self._memory = BoardMemory([self.rank])  # nobody else reads it
+        board = Board(self.rank, self._memory.path, self._memory.slots)
+        self.session = MindioSession(board, self._connect, self._wait_for_the_sdk)
+
+    def hear_signals(self) -> None:
+        """The SDK does, and ignores SIGTERM, so that the job's end does not come before its save."""
+
+    def refuse(self, reason: str) -> NoReturn:
+        """The job is refused, in one line: that of the first rank which does."""
+        if self._is_first_to_refuse():
+            print(f"ttprun: error: {reason}", file=sys.stderr, flush=True)
+        os._exit(_EXIT_REFUSED)
+
+    def _is_first_to_refuse(self) -> bool:
+        from torch.distributed import DistError
+
+        try:
+            return bool(store_of_the_job(_MEETING_S).add(f"ttp/refused/{self._restarts}", 1) == 1)
+        except DistError:  # whoever cannot ask says it
+            return True
+
+    def raised(self, error: str, exit_code: int) -> None:
+        """An exception left the script: the SDK has the others saved, and this rank's state stays."""
+        self.session.give_up()
+        if not self._known:
+            os._exit(exit_code)
+        self.session.sdk.tft_report_error(self.session.sdk.ReportState.RS_UNKNOWN.value)
+        threading.Event().wait(_ENDS_AFTER_S)
+        os._exit(exit_code)
+
+    def stand_by(self, error: BaseException) -> None:
+        """Keep the process, whose state may be saved.
+
+        What is raised because another rank is gone is no fault of this one. The SDK would take it for one, so
+        it is left to notice the other.
+        """
+        said = summarize(error)
+        if self._known and any(words in str(error) for words in _GONE):
+            self.session.give_up()
+            self._wait_for_the_sdk(said)
+        traceback.print_exception(error)
+        self.raised(said, _EXIT_FAILED)
+
+    def finish(self) -> None:
+        """The script has come to its end."""
+        if not self._known:
+            return
+        if self.rank == 0:
+            self.session.sdk.tft_destroy_controller()
+        self.session.sdk.tft_destroy_processor()
+
+    def _wait_for_the_sdk(self, said: str) -> NoReturn:
+        """It ends this process, once the job is saved; where it has noticed nothing for long, it is told."""
+        print(f"[ttp] rank {self.rank}, waiting for mindio_ttp: {said}", file=sys.stderr, flush=True)
+        threading.Event().wait(self._settings.timeout_s)
+        self.raised(said, _EXIT_FAILED)
+        raise AssertionError("the process has ended")
+
+    def _connect(self, trainee: Trainee, origin: int) -> None:
+        """Controller on rank 0, then a processor on every rank, which says who has copies of what."""
+        import torch.distributed as dist
+
+        if os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP", "0") != "0":
+            raise ConfigError(
+                f"TTP_STOP_CLEAN_BEFORE_DUMP is {os.environ['TTP_STOP_CLEAN_BEFORE_DUMP']!r}: with "
+                "TTP_ENGINE=mindio it must be 0, the device is not stopped before a dump"
+            )
+        everyone = dist.new_group(backend="gloo")
+        loaded = self.session.sdk = sdk.load()
+        told: list[tuple[tuple[Share, ...], str]] = [((), "")] * self._world_size
+        dist.all_gather_object(told, (trainee.shares, uuid.uuid4().hex), group=everyone)
+        shares = [of_one for of_one, _ in told]
+        info = copies.replica_info(self.rank, shares)
+        generation = os.environ[GENERATION] = told[0][1]
+        where = (_address(os.environ["MASTER_ADDR"]), self._settings.port)
+        if self.rank == 0:
+            loaded.tft_init_controller(self.rank, self._world_size, trainee.goes_back)
+            loaded.tft_start_controller(*where, False, "")
+        dist.barrier(group=everyone)
+        repairs = {"enable_uce": False, "enable_arf": False, "enable_zit": False}
+        loaded.tft_init_processor(self.rank, self._world_size, trainee.goes_back, False, "", **repairs)
+        groups = frozenset(share.group for of_one in shares for share in of_one)
+        saving = Saving(
+            self.rank, self._world_size, self.session, groups, generation, self._settings.timeout_s
+        )
+        loaded.tft_register_save_ckpt_handler(saving.save)
+        loaded.tft_register_rename_handler(saving.rename)
+        loaded.tft_start_processor(*where)
+        loaded.tft_set_optimizer_replica(self.rank, info)
+        dist.barrier(group=everyone)  # the SDK chooses among those that it knows
+        self._known = True
+
+
+def _address(host: str) -> str:
+    """As the SDK takes it: a number."""
+    return socket.gethostbyname(host)

@@ -1,0 +1,206 @@
+"""What an installed mindio_ttp is told, and when: the SDK itself is in tests/integration/test_library.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from adaptor.control.board import Board, BoardMemory
+from adaptor.control.messages import GroupOrder, Share
+from adaptor.control.session import Trainee
+from adaptor.errors import ConfigError, LayoutError
+from adaptor.mindio import NAME, replicas
+from adaptor.mindio.client import copies, sdk
+from adaptor.mindio.client.session import MindioSession
+from tests.unit.trainee import BATCH, CountingTrainee, Loop
+
+# the installed SDK
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a package `mindio_ttp` can be put, and none is."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
+        monkeypatch.delitem(sys.modules, name)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
+        del sys.modules[name]
+
+
+def install(site: Path, code: str) -> None:
+    package = site / NAME / "framework_ttp"
+    package.mkdir(parents=True)
+    package.with_name("__init__.py").touch()
+    (package / "__init__.py").write_text(code)
+
+
+@pytest.mark.usefixtures("site")
+def test_none_is_installed() -> None:
+    with pytest.raises(ConfigError, match="mindio_ttp is not installed: install it, or leave"):
+        sdk.load()
+
+
+def test_it_is_too_old(site: Path) -> None:
+    names = [name for name in sdk.NEEDED if name not in ("tft_start_copy_os", "ReportState")]
+    install(site, "\n".join(f"def {name}(): pass" for name in names))
+    with pytest.raises(ConfigError) as caught:
+        sdk.load()
+    assert str(caught.value) == (
+        f"TTP_ENGINE is 'mindio', but mindio_ttp.framework_ttp ({site}/mindio_ttp/framework_ttp/__init__.py) "
+        "has no tft_start_copy_os, ReportState: it is too old; install a newer one, or leave TTP_ENGINE out"
+    )
+
+
+def test_it_cannot_be_imported(site: Path) -> None:
+    install(site, "import no_such_torch_npu")
+    with pytest.raises(ConfigError, match="cannot be imported: No module named 'no_such_torch_npu'"):
+        sdk.load()
+
+
+# who holds what
+
+
+def shares(*held: tuple[str, int, int]) -> list[tuple[Share, ...]]:
+    return [(Share(*one),) for one in held]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        shares(("a", 0, 2), ("a", 1, 2), ("a", 0, 2), ("a", 1, 2)),
+        shares(("a", 1, 2), ("a", 1, 2), ("a", 0, 2), ("a", 0, 2)),
+        shares(("a", 0, 1), ("b", 0, 1), ("a", 0, 1), ("b", 0, 1)),
+        shares(("a", 2, 3), ("a", 1, 3), ("a", 0, 3)),
+    ],
+    ids=["split", "in-any-order", "everyone-has-all", "no-copies"],
+)
+def test_the_words_mean_what_each_rank_holds(told: list[tuple[Share, ...]]) -> None:
+    """Read by our own implementation of the interface, which is tested against its documentation."""
+    for rank, (share,) in enumerate(told):
+        (read,) = replicas.of_newer(rank, copies.replica_info(rank, told))
+        assert (read.share(rank).index, read.share(rank).count) == (share.index, share.count)
+        for place, holder in enumerate(read.ranks):
+            assert told[holder] == (Share(share.group, place % share.count, share.count),)
+
+
+def test_layouts_without_words() -> None:
+    mirrored = [(Share("a", 0, 2), Share("a", 1, 2))] * 2
+    with pytest.raises(LayoutError, match="but rank 0 holds 2 shards: mindio_ttp knows of one per rank; use"):
+        copies.replica_info(1, mirrored)
+    uneven = shares(("a", 0, 2), ("a", 1, 2), ("a", 0, 2))
+    with pytest.raises(LayoutError, match="the shards of a have 2, 1 holders: mindio_ttp needs"):
+        copies.replica_info(0, uneven)
+
+
+def test_an_order() -> None:
+    assert copies.order("a", [{"type": 0, "ranks": [2, 1]}]) == GroupOrder("a", (2, 1), 2)
+
+
+# steps
+
+
+class Held(Exception):
+    """Where the main thread would wait for the SDK to end the process."""
+
+
+class Told:
+    """In the place of the SDK: what it is told, and what could be saved at that moment.
+
+    At each call a thread of the SDK's may ask for the state that it believes to be there.
+    """
+
+    def __init__(self, session: MindioSession, trainee: CountingTrainee) -> None:
+        self.session, self.trainee, self.loop = session, trainee, Loop(session, trainee)
+        self.calls: list[tuple[str, int, int]] = []  # with the update that the live state is of
+
+    def tft_start_copy_os(self) -> None:
+        self.calls.append(("copy", -1, self.trainee.weights))
+
+    def tft_start_updating_os(self, backup_step: int) -> None:
+        if backup_step >= 0:
+            assert self.session.is_in_the_copy(backup_step) or self.session.board.live == backup_step
+        self.calls.append(("start", backup_step, self.trainee.weights))
+
+    def tft_end_updating_os(self, step: int) -> None:
+        assert self.session.board.finished == step
+        assert not self.session.is_in_the_copy(step)
+        self.calls.append(("end", step, self.trainee.weights))
+
+
+def begun(origin: int, *, goes_back: bool) -> Iterator[Told]:
+    memory = BoardMemory([0])
+    trainee = CountingTrainee(goes_back=goes_back)
+
+    def connect(trainee: Trainee, origin: int) -> None:
+        session.sdk = told
+
+    def broke(error: str) -> NoReturn:
+        raise Held(error)
+
+    session = MindioSession(Board(0, memory.path, memory.slots), connect, broke)
+    told = Told(session, trainee)
+    told.loop.begin(origin)
+    yield told
+    memory.close()
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    yield from begun(0, goes_back=False)
+
+
+@pytest.fixture
+def with_a_copy() -> Iterator[Told]:
+    yield from begun(4, goes_back=True)
+
+
+def test_an_update_is_between_what_the_sdk_is_told(told: Told) -> None:
+    told.loop.step(1)
+    assert told.calls == [("start", -1, 0), ("end", 1, 1)]
+    assert not told.session.is_in_the_copy(0)
+    assert told.session.record_of(1).samples == BATCH
+
+
+def test_a_loaded_step_is_told(with_a_copy: Told) -> None:
+    assert with_a_copy.calls == [("start", 4, 4), ("end", 4, 4)]
+
+
+def test_what_is_in_the_copy(with_a_copy: Told) -> None:
+    with_a_copy.loop.step(5)
+    assert with_a_copy.calls[2:] == [("copy", -1, 4), ("start", 4, 4), ("end", 5, 5)]
+    assert (with_a_copy.session.is_in_the_copy(4), with_a_copy.trainee.before) == (True, 4)
+    assert not with_a_copy.session.is_in_the_copy(5)
+
+
+def test_a_skipped_step_is_told_as_one(told: Told, with_a_copy: Told) -> None:
+    told.loop.step(1)
+    told.loop.skip(2)
+    assert told.calls[2:] == [("start", -1, 1), ("end", 2, 1)]
+    with_a_copy.loop.step(5)
+    with_a_copy.loop.skip(6)
+    assert with_a_copy.calls[5:] == [("start", 5, 5), ("end", 6, 5)]
+    assert not with_a_copy.session.is_in_the_copy(5)  # the live state is that of both
+
+
+def test_a_broken_barrier_leaves_the_step_before(told: Told) -> None:
+    def broken() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    told.loop.step(1)
+    told.trainee.barrier = broken
+    with pytest.raises(Held, match="Connection closed by peer"):
+        told.loop.step(2)
+    assert told.calls[2:] == []
+    assert (told.trainee.weights, told.session.record_of(1).samples) == (1, BATCH)
+
+
+def test_an_exception_in_the_update_does_not_end_it(told: Told) -> None:
+    told.session.begin_step(1)
+    told.session.before_update(told.loop.inner[0])
+    told.session.give_up()
+    assert told.calls == [("start", -1, 0)]
