@@ -31,7 +31,8 @@ def write(page: Path, lines: Sequence[dict[str, Any]], trials: Sequence[str], se
         seed: and `faults`: with which it was run.
     """
     names = set(trials)
-    latest = {line["trial"]: line for line in lines if line["trial"] in names}
+    lines = [line for line in lines if line["trial"] in names]  # some may be there no longer
+    latest = {line["trial"]: line for line in lines}
     survived = [line for line in latest.values() if "fault" in line]
     parts = [
         _summary(list(latest.values()), lines, len(trials), seed, faults),
