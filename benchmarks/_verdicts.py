@@ -75,7 +75,8 @@ def judge(job: Job, reports: Sequence[Mapping[str, Any]], planned: Planned) -> I
         silent = set(range(CUTS[planned.cut].nodes)) - {side_of(report) for report in reports}
         problems += [f"node {node} has not said what it made of the cut" for node in sorted(silent)]
     saved = max(side.saved for side in sides)
-    problems += checkpoint_problems(job.save, saved if saved >= 0 else tracked_step(job.save))
+    alone = planned.fault in struck and planned.kind == "controller-sigkill"
+    problems += checkpoint_problems(job.save, saved if saved >= 0 else tracked_step(job.save), alone)
     published = [side.published for side in sides if side.published is not None]
     second = next((f for f in struck if f is planned.second), None)
     outcome = SURVIVED if saved >= 0 else EXPLAINED
@@ -134,22 +135,26 @@ def newest_finished(job: Job, report: Mapping[str, Any], restart: int) -> int:
     return max(steps, default=0)
 
 
-def checkpoint_problems(save: Path, step: int | None) -> list[str]:
-    """What is wrong in the save folder, where `step` is the newest checkpoint."""
+def checkpoint_problems(save: Path, step: int | None, unfinished: bool = False) -> list[str]:
+    """What is wrong in the save folder, where `step` is the newest checkpoint.
+
+    unfinished  rank 0's node is lost: nobody else removes its regular save before the next start
+    """
     problems = []
     if tracked_step(save) != step:
         problems.append(f"the tracker says {tracked_step(save)}, step {step} was saved")
     problems += manifest.verify(save / naming.final_name(step)) if step is not None else []
     # The agent tidies up once every worker is gone, a moment after its report; a restart takes longer.
     deadline = time.monotonic() + TIDY_S
-    while (strange := _strange(save)) and time.monotonic() < deadline:
+    while (strange := _strange(save, unfinished)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return problems + [f"{name} is left behind" for name in strange]
 
 
-def _strange(save: Path) -> list[str]:
+def _strange(save: Path, unfinished: bool) -> list[str]:
     names = [path.name for path in save.iterdir() if naming.step_of(path.name) is None]
-    return [name for name in names if name != naming.TRACKER]
+    expected = ("_saving", ".saving") if unfinished else ()
+    return [name for name in names if name != naming.TRACKER and not name.endswith(expected)]
 
 
 def compare(undisturbed: Job, jobs: Sequence[Job], saved: Iterable[int]) -> tuple[int, list[str]]:

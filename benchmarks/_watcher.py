@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
@@ -33,6 +34,7 @@ class Campaign:
         self.incidents: list[Incident] = []
         self.seconds = 0.0
         self._kept = time.monotonic()
+        self._lock = threading.Lock()
         self._state = folder / "state.json"
         folder.mkdir(parents=True, exist_ok=True)
         if self._state.exists():
@@ -42,14 +44,15 @@ class Campaign:
 
     def keep(self, incident: Incident) -> None:
         """Write down what is known now."""
-        now = time.monotonic()
-        self.incidents.append(incident)
-        self.seconds += now - self._kept
-        self._kept = now
-        state = {"incidents": [asdict(one) for one in self.incidents], "seconds": self.seconds}
-        scratch = self._state.with_suffix(".new")
-        scratch.write_text(json.dumps(state, indent=1))
-        scratch.replace(self._state)
+        with self._lock:
+            now = time.monotonic()
+            self.incidents.append(incident)
+            self.seconds += now - self._kept
+            self._kept = now
+            state = {"incidents": [asdict(one) for one in self.incidents], "seconds": self.seconds}
+            scratch = self._state.with_suffix(".new")
+            scratch.write_text(json.dumps(state, indent=1))
+            scratch.replace(self._state)
 
     def save(self, cut: str) -> Path:
         """The checkpoints of a layout."""

@@ -17,8 +17,10 @@ import argparse
 import contextlib
 import hashlib
 import shutil
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,29 +44,65 @@ TICK_S = 0.05
 OPTIONS = ["--ttp-hang", "8", "--ttp-ot", "20"]
 
 
-def fight(campaign: Campaign, limit: int, until: float, workers: int) -> None:
-    """Run jobs, `workers` side by side, until no fault is left or it is time to stop.
+class Turns:
+    """Who fights next, for several threads: a layout is fought by one at a time.
 
-    `limit` starts in a row without an incident are too many.
+    Args:
+        limit: so many starts in a row without an incident are too many.
+        until: when it is time to stop, monotonic seconds.
     """
+
+    def __init__(self, campaign: Campaign, limit: int, until: float) -> None:
+        self._campaign = campaign
+        self._limit = limit
+        self._until = until
+        self._barren = 0
+        self._busy: set[str] = set()
+        self._lock = threading.Lock()
+        self.stop = threading.Event()
+
+    @property
+    def over(self) -> bool:
+        return self.stop.is_set() or time.monotonic() >= self._until or self._barren >= self._limit
+
+    def take(self) -> str | None:
+        """A layout that nobody fights with; None where there is none, or all is over."""
+        with self._lock:
+            cut = None if self.over else self._campaign.next_layout(self._busy)
+            if cut is not None:
+                self._busy.add(cut)
+            return cut
+
+    def give(self, cut: str, incidents: int) -> None:
+        with self._lock:
+            self._busy.discard(cut)
+            self._barren = 0 if incidents else self._barren + 1
+
+
+def fight(campaign: Campaign, turns: Turns, workers: int) -> None:
+    """Run jobs, `workers` side by side, until no fault is left or it is time to stop."""
     with contextlib.ExitStack() as stack:
         group = ""
         with contextlib.suppress(OSError):  # else the same signal is used
             group = str(stack.enter_context(cgroups.too_little_memory()))
-        fights: dict[str, Fight] = {}
-        stack.callback(lambda: [fight.close() for fight in fights.values()])
-        barren = 0
-        while time.monotonic() < until and barren < limit:
-            while len(fights) < workers and (cut := campaign.next_layout(fights)) is not None:
-                fights[cut] = Fight(campaign, cut, group)
-            if not fights:
-                return
-            for cut, one in list(fights.items()):
-                if not one.goes_on():
-                    barren = 0 if one.incidents else barren + 1
-                    del fights[cut]
-            time.sleep(TICK_S)
-    print("it is time to stop" if barren < limit else f"{limit} starts without an incident")
+        # A thread for each: what an incident has left must be looked at before the next one opens.
+        pool = stack.enter_context(ThreadPoolExecutor(workers))
+        stack.callback(turns.stop.set)
+        for thread in [pool.submit(_fight, campaign, turns, group) for _ in range(workers)]:
+            thread.result()
+        if turns.over:
+            print("it is time to stop, or the last starts were without an incident")
+
+
+def _fight(campaign: Campaign, turns: Turns, group: str) -> None:
+    while (cut := turns.take()) is not None:
+        one = Fight(campaign, cut, group)
+        try:
+            while not turns.over and one.goes_on():
+                time.sleep(TICK_S)
+        finally:
+            one.close()
+            turns.give(cut, one.incidents)
 
 
 class Fight:
@@ -219,7 +257,7 @@ def main() -> None:
     campaign = Campaign(folder, planned)
     if campaign.incidents:
         print(f"going on after {len(campaign.incidents)} incidents in {folder.relative_to(ROOT)}", flush=True)
-    fight(campaign, given.tries, until, given.workers)
+    fight(campaign, Turns(campaign, given.tries, until), given.workers)
     equal, problems = check_records(campaign)
 
     incidents = campaign.incidents
