@@ -121,6 +121,9 @@ class SurvivorsAgent(LocalElasticAgent):
         if any(handler.proc.poll() != 0 for handler in handlers):
             # Not only where one has failed: one that fails while torch looks at them would cost the others.
             return RunResult(state=WorkerState.HEALTHY)
+        if not self._control.over:
+            # Who goes now would be missing when all start again, and on node 0 take the store along.
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _can_start_again(self, verdict: Verdict, worker_group: WorkerGroup) -> bool:

@@ -112,12 +112,16 @@ class Hub:
 
     async def close(self) -> None:
         # In the middle of an incident the others' workers wait to be asked: their agents must end them.
-        if self.controller.incident is None and self.controller.verdict is None:
+        if self._nothing_fails:
             self._say_to_others(Dismissed())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         del self._store
+
+    @property
+    def _nothing_fails(self) -> bool:
+        return self.controller.incident is None and self.controller.verdict is None
 
     def _say_to_others(self, order: ControllerToAgent) -> None:
         for node in self._sends:
@@ -151,6 +155,8 @@ class Hub:
             traceback.print_exc()
             orders = self.controller.give_up(f"{type(error).__name__}: {error}")
         self._deliver(orders)
+        if self._nothing_fails and self.controller.roster.everyone_is_dead:
+            self._say_to_others(Dismissed())
 
     async def hear(
         self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -30,12 +30,10 @@ from adaptor.control.messages import (
     Exit,
     FromAgent,
     Leave,
-    Moving,
     Prepare,
     Progress,
     Publish,
     Raised,
-    Still,
     Told,
     Verdict,
 )
@@ -79,6 +77,7 @@ class Node:
         self._up: Callable[[FromAgent], None] = lambda message: None
         self._tasks: set[asyncio.Task[Any]] = set()
         self.verdict: Verdict | None = None
+        self._dismissed = False
         self.settled = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ttp-agent", daemon=True)
         self._thread.start()
@@ -106,6 +105,7 @@ class Node:
         os.environ[BOARD_RANKS] = boards.slots
         os.environ[SCRATCH] = self._scratch.name
         self.verdict = None
+        self._dismissed = False
         self.settled.clear()
         self._chronicle.begin()
         way = Way(
@@ -133,6 +133,11 @@ class Node:
     def running(self) -> bool:
         """Whether workers have been started and are alive."""
         return self._workers.running
+
+    @property
+    def over(self) -> bool:
+        """Whether every worker of the job is gone; until then one may fail, and all start again."""
+        return self._dismissed or (self._hub is not None and self._job_is_over())
 
     def leave(self, signal: str, grace_s: float) -> None:
         """Somebody wants this agent to end, by `signal`: save first; a verdict says that it was in time."""
@@ -225,6 +230,7 @@ class Node:
             case Publish():
                 self._spawn(self._answer(self._filing.publish(order, self._generation)))
             case Dismissed():
+                self._dismissed = True
                 self._rest(self._judge_alone)
             case Verdict():
                 self.verdict = order
@@ -258,16 +264,13 @@ class Node:
 
     async def _watch_boards(self) -> None:
         last = 0
-        stillness, still = Stillness(self._config.hang_s), False
+        stillness = Stillness(self._node, self._config.hang_s)
         while self._workers.boards is not None:
             await asyncio.sleep(PROGRESS_S)
             boards = self._workers.read()
-            seconds = stillness.look(boards, self._loop.time(), traced=self._workers.traced)
-            if seconds is not None:
-                self._up(Still(self._node, seconds))
-            elif still:
-                self._up(Moving(self._node))
-            still = seconds is not None
+            said = stillness.look(boards, self._loop.time(), traced=self._workers.traced)
+            if said is not None:
+                self._up(said)
             total = sum(board.progress for board in boards)
             if total != last:
                 last = total

@@ -16,12 +16,11 @@ _NAMED = 4
 
 
 class Cause(NamedTuple):
-    """The rank to blame, the exit code of the job, what to say, the node that leaves; -1 is none."""
+    """The rank to blame, the exit code of the job, what to say; -1 is none."""
 
     rank: int
     exit_code: int
     words: str
-    leaves: int = -1
 
 
 @dataclass
@@ -34,6 +33,7 @@ class Causes:
     lost         nodes, and the ranks that were lost with them
     raised       the first exception of each rank
     asked        somebody wanted the job to end, and nothing had failed
+    leaving      nodes the agents of which are told to end, whatever else there is
     hang_s       for so long nothing had moved, when that was too long
     standing     where the main threads stood then
     """
@@ -44,13 +44,14 @@ class Causes:
     lost: dict[int, list[int]] = field(default_factory=dict)
     raised: dict[int, Raised] = field(default_factory=dict)
     asked: Cause | None = None
+    leaving: set[int] = field(default_factory=set)
     hang_s: float = 0.0
     standing: dict[int, Standing] = field(default_factory=dict)
 
-    def ask(self, rank: int, who: str, name: str, leaves: int) -> None:
-        """Somebody wants `who` to end, by the signal `name`; with it, node `leaves` the job, if not -1."""
+    def ask(self, rank: int, who: str, name: str) -> None:
+        """Somebody wants `who` to end, by the signal `name`."""
         code = SIGNAL_BASE + signal.Signals.__members__.get(name, signal.SIGTERM)
-        self.asked = Cause(rank, code, f"{who} was told to end by {name}", leaves)
+        self.asked = Cause(rank, code, f"{who} was told to end by {name}")
 
     def first(self, silent: Collection[int]) -> Cause:
         """The first cause; a death explains the exceptions of the others.
@@ -83,6 +84,9 @@ class Causes:
         if 0 < len(apart) < len(self.standing):
             first = min(apart)
             return Cause(first, 1, f"{lost}: {_ranks(list(apart))} stands still, others wait; {apart[first]}")
+        if self.ended:
+            first = min(self.ended)
+            return Cause(first, 1, f"{lost}: {_ranks(sorted(self.ended))} has come to the end of its script")
         return Cause(-1, 1, f"{lost}, and no rank stands out")
 
 

@@ -46,6 +46,7 @@ from adaptor.control.messages import (
 )
 from adaptor.control.roster import Roster
 from adaptor.control.stages import Directive
+from adaptor.control.stillness import hang
 from adaptor.control.take_over import TakeOver
 from adaptor.control.verdicts import verdict_of
 
@@ -79,7 +80,7 @@ class Controller:
         self._take_over = TakeOver()
         self.roster = Roster(world_size)
         self._causes = Causes(self.roster.dead)
-        self._still: set[int] = set()  # nodes whose workers all stand still
+        self._still: dict[int, Still] = {}  # of nodes whose workers all stand still
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
 
@@ -124,14 +125,15 @@ class Controller:
                 return self._fault(now, by_death=False)
             case Told(rank=rank, signal=name):
                 self.roster.ends({rank})
-                return self._on_asked(rank, name, f"rank {rank}", -1, now)
+                return self._on_asked(rank, name, f"rank {rank}", now)
             case Leave(node=node, signal=name):
                 who = "ttprun" if len(self.roster.agents) == 1 else f"ttprun on node {node}"
-                return self._on_asked(-1, name, who, node, now)
-            case Still(node=node, seconds=seconds):
-                return self._on_still(node, seconds, now)
+                self._causes.leaving.add(node)
+                return self._on_asked(-1, name, who, now)
+            case Still():
+                return self._on_still(message, now)
             case Moving(node=node):
-                self._still.discard(node)
+                self._still.pop(node, None)
             case Dying(rank=rank):
                 return self._on_dying(rank, now)
             case Died(rank=rank, status=status, board=board):
@@ -159,17 +161,23 @@ class Controller:
             return [order for node in overdue for order in self._on_agent_lost(node, now)]
         return self._route(incident.on_tick(now))
 
-    def _on_asked(self, rank: int, name: str, who: str, leaves: int, now: float) -> Orders:
+    def _on_asked(self, rank: int, name: str, who: str, now: float) -> Orders:
         if self.incident is None and self.verdict is None:
-            self._causes.ask(rank, who, name, leaves)
+            self._causes.ask(rank, who, name)
         return self._fault(now, by_death=True)  # nothing else explains it
 
-    def _on_still(self, node: int, seconds: float, now: float) -> Orders:
+    def _on_still(self, still: Still, now: float) -> Orders:
         """A rank that hangs makes all others wait: it is a hang when every node stands still."""
-        self._still.add(node)
-        if not self.roster.agents <= self._still or self.incident is not None or self.verdict is not None:
+        self._still[still.node] = still
+        if (
+            not self.roster.agents <= self._still.keys()
+            or self.incident is not None
+            or self.verdict is not None
+        ):
             return []
-        self._causes.hang_s = seconds
+        if not hang(self._still[node] for node in self.roster.agents):
+            return []
+        self._causes.hang_s = still.seconds
         return self._fault(now, by_death=True)
 
     def _on_dying(self, rank: int, now: float) -> Orders:

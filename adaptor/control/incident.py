@@ -15,7 +15,7 @@ or a writer is given up only where others can do all that it was to do. Who make
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from adaptor.control.freezing import Freezing
@@ -222,8 +222,7 @@ class Incident:
         if self.freezing.waits:
             return self._end_before_training() if self.freezing.is_late(now) else []
         if now >= self.deadline:
-            waiting = f"in state {self.state.name.lower()}"
-            return self._end("lost", -1, f"not done after {self.timeout_s:g} s (TTP_OT) {waiting}")
+            return self._run_out_of_time()
         if self.state is State.FREEZING and self.freezing.lose_patience(now):
             return self._decide_when_frozen()
         if self.state is State.DUMPING and self.roll_call.is_due(now):
@@ -235,6 +234,16 @@ class Incident:
         if self.state in (State.PREPARING, State.DUMPING) and (overdue := self._overdue(now)):
             return self._go_on_elsewhere(overdue)
         return []
+
+    def _run_out_of_time(self) -> list[Directive]:
+        stuck = self.roll_call.silent
+        if self.state is State.DUMPING and stuck:
+            # Nobody else has what they were chosen for, or they would not have been waited for.
+            others = {rank: board for rank, board in self.freezing.boards.items() if rank not in stuck}
+            if isinstance(decision := self.writing.decide(others), NoPlan):
+                return self._end("lost", -1, decision.reason + _do_not_answer(stuck), unheld=True)
+        waiting = f"in state {self.state.name.lower()}"
+        return self._end("lost", -1, f"not done after {self.timeout_s:g} s (TTP_OT) {waiting}")
 
     def _overdue(self, now: float) -> set[int]:
         """The nodes whose work with the save folder stands still."""
@@ -281,9 +290,7 @@ class Incident:
         origin = max(layout.origin for layout in self.layouts.values())
         decision = self.writing.decide(self.freezing.boards)
         if isinstance(decision, NoPlan):
-            useless = "".join(
-                f"; rank {rank} is alive, but does not answer" for rank in self.freezing.silent + self.stuck
-            ) + "".join(
+            useless = _do_not_answer(self.freezing.silent + self.stuck) + "".join(
                 f"; rank {rank} is alive, but its device cannot be read: {board.error}"
                 for rank, board in self.freezing.boards.items()
                 if board.phase == Phase.UNREADABLE
@@ -339,3 +346,7 @@ class Incident:
         self.state = State.ENDED
         self.outcome = Outcome(kind, step, reason, unheld)
         return []
+
+
+def _do_not_answer(ranks: Iterable[int]) -> str:
+    return "".join(f"; rank {rank} is alive, but does not answer" for rank in sorted(ranks))

@@ -236,10 +236,16 @@ class Leave(Message, frozen=True):
 
 
 class Still(Message, frozen=True):
-    """No worker of this node has moved for `seconds`, in the middle of a step, which is too long."""
+    """No worker of this node has moved for `seconds`, too long for a step.
+
+    inside   the first step that one of them is in the middle of; -1: no one is
+    between  the least that one which is between two steps has finished; -1: no one is
+    """
 
     node: Number
     seconds: float
+    inside: int
+    between: int
 
 
 class Moving(Message, frozen=True):
@@ -397,7 +403,7 @@ class Verdict(Message, frozen=True):
 
 
 class Dismissed(Message, frozen=True):
-    """The controller's node has done its work and leaves; what fails from now on cannot be saved."""
+    """Every rank has come to its end, or the controller's node leaves: what fails now cannot be saved."""
 
 
 class Recalled(Message, frozen=True):

@@ -9,7 +9,10 @@ from collections.abc import Iterable
 
 
 class RollCall:
-    """One of an incident; `unanswered` are those who have been asked and have said nothing yet.
+    """One of an incident.
+
+    unanswered  those who have been asked and have said nothing yet
+    silent      those of them who had all the time for it, and were asked once more
 
     Args:
         patience_s: so long nothing has to move before anyone is asked, and so long they have for an answer.
@@ -20,6 +23,7 @@ class RollCall:
         self._moved = True
         self._due_at = 0.0
         self.unanswered: set[int] = set()
+        self.silent: set[int] = set()
 
     def moved(self) -> None:
         """Something of the dump has moved: nobody is asked for a while."""
@@ -27,12 +31,13 @@ class RollCall:
 
     def answer(self, rank: int) -> None:
         self.unanswered.discard(rank)
+        self.silent.discard(rank)
 
     def is_due(self, now: float) -> bool:
         """Whether nothing has moved since it was last asked, or due, for long enough."""
         if self._moved:
             self._moved = False
-            self.unanswered = set()
+            self.unanswered, self.silent = set(), set()
             self._due_at = now + self._patience_s
         if now < self._due_at:
             return False
@@ -41,5 +46,6 @@ class RollCall:
 
     def call(self, ranks: Iterable[int]) -> list[int]:
         """Ask `ranks`; returns them in order."""
+        self.silent = self.unanswered
         self.unanswered = set(ranks)
         return sorted(self.unanswered)

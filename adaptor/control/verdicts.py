@@ -29,6 +29,7 @@ def verdict_of(incident: Incident, causes: Causes, roster: Roster) -> Verdict:
             line += f"; {roster.advice}" if outcome.unheld else ""
     return Verdict(
         *(incident.number, outcome.kind, outcome.step, f"{cause.words}; {line}"),
-        *(cause.rank, cause.exit_code, roster.save, 0 if 0 in causes.lost else cause.leaves),
+        *(cause.rank, cause.exit_code, roster.save),
+        leaves=0 if 0 in causes.lost else min(causes.leaving, default=-1),
         lost=bool(causes.lost),
     )

@@ -9,7 +9,7 @@ import pytest
 from adaptor.checkpoint import publish
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
-from tests.faults.harness import DP4, Job
+from tests.faults.harness import DP2, DP4, Job
 from tests.faults.scenario import BaselineOf, assert_last_words, ends, goes_on, restarts
 
 RANKS = pytest.mark.parametrize("rank", [1, 2], ids=["node0", "node1"])
@@ -44,8 +44,25 @@ def test_both_agents_restart_together(rank: int, tmp_path: Path, baseline_of: Ba
     restarts(job, baseline_of(DP4), saved={5})
 
 
-@pytest.mark.parametrize("rank", [0, 3], ids=["node0", "node1"])
-def test_one_node_is_told_to_end(rank: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
+def test_the_only_worker_of_a_node_ends_in_the_middle(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """As at the end of a script; its agent stays, for the other node's worker fails without it."""
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        nodes=2,
+        restarts=1,
+        faults=["rank=0,step=6,phase=backward,kind=sys.exit,code=0"],
+    )
+    restarts(job, baseline_of(DP2), saved={5})
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind"),
+    [(0, "agent-sigterm"), (3, "agent-sigterm"), (2, "tree-sigterm")],
+    ids=["node0", "node1", "node1-and-its-workers"],
+)
+def test_one_node_is_told_to_end(rank: int, kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """The job cannot go on without it, so all of it ends, saved, whatever restarts are left."""
     job = Job(
         tmp_path / "job",
@@ -53,11 +70,12 @@ def test_one_node_is_told_to_end(rank: int, tmp_path: Path, baseline_of: Baselin
         save=tmp_path / "save",
         nodes=2,
         restarts=1,
-        faults=[f"rank={rank},step=5,phase=forward,kind=agent-sigterm"],
+        faults=[f"rank={rank},step=5,phase=forward,kind={kind}"],
     )
     ended, _ = ends(job, baseline_of(DP4), code=143, saved={4, 5, 6, 7})
     for log in ended.logs:
-        assert f"ttprun on node {rank // 2} was told to end by SIGTERM; step " in log
+        assert f"ttprun on node {rank // 2}" in log or kind == "tree-sigterm"
+        assert "was told to end by SIGTERM; step " in log
     assert all(line["restart"] == 0 for lines in ended.records.values() for line in lines)
 
 

@@ -21,7 +21,6 @@ from adaptor.control.messages import (
     FromWorker,
     Hello,
     Leave,
-    Moving,
     Phase,
     Place,
     Prepare,
@@ -31,7 +30,6 @@ from adaptor.control.messages import (
     Published,
     PublishFailed,
     Raised,
-    Still,
     Told,
     Verdict,
 )
@@ -101,17 +99,14 @@ class Agent(Follower):
         self._up(Died(worker.rank, status, 0.0, self.boards.read(worker.rank)))
 
     def _watch_boards(self) -> Body[None]:
-        last, still = 0, False
-        stillness = Stillness(self.world.hang_s)
+        last = 0
+        stillness = Stillness(self.node, self.world.hang_s)
         while self.living:
             yield PROGRESS_S
             boards = [self.boards.read(rank) for rank in sorted(self.living)]
-            seconds = stillness.look(boards, self.clock.now)
-            if seconds is not None:
-                self._up(Still(self.node, seconds))
-            elif still:
-                self._up(Moving(self.node))
-            still = seconds is not None
+            said = stillness.look(boards, self.clock.now)
+            if said is not None:
+                self._up(said)
             total = sum(board.progress for board in boards)
             if total != last:
                 last = total

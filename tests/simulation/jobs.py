@@ -24,6 +24,7 @@ class Job:
     origin     the step that training starts from
     steps      the steps that training makes, some are left out as a whole
     skipped    steps without an update
+    late       who has ended a step waits for the others between it and the next one, not at its end
     """
 
     nodes: tuple[int, ...]
@@ -36,6 +37,7 @@ class Job:
     origin: int
     steps: tuple[int, ...]
     skipped: frozenset[int]
+    late: bool
 
     @property
     def ranks(self) -> range:
@@ -98,6 +100,7 @@ def draw(random: Random) -> Job:
         origin,
         tuple(steps),
         frozenset(step for step in steps if random.random() < 0.15),
+        random.random() < 0.3,
     )
 
 

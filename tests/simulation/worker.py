@@ -168,10 +168,17 @@ class Worker(Process):
                     session.after_update(optimizer)
                 session.end_update(True, 1.0)
                 trainee.updates += 1
-                yield from self.through(lambda step=step: self.meet(("gather", step), frozenset(job.ranks)))
+                if not job.late:
+                    yield from self._gather(step)
             session.end_step()
+            if job.late and step not in job.skipped:
+                yield from self._gather(step)
             if self.world.saves_after(step):
                 yield from self._save(step)
+
+    def _gather(self, step: int) -> Body[None]:
+        everyone = frozenset(self.world.job.ranks)
+        yield from self.through(lambda: self.meet(("gather", step), everyone))
 
     def _save(self, step: int) -> Body[None]:
         """A regular save of the framework; rank 0 gives it its name when every rank has written."""

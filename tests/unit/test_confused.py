@@ -71,7 +71,7 @@ NEARLY = st.one_of(
     st.builds(Prepared, SMALL, TEXT, TEXT),
     st.builds(Published, SMALL, SMALL, TEXT),
     st.builds(PublishFailed, SMALL, TEXT),
-    st.builds(Still, st.integers(0, 2), st.floats()),
+    st.builds(Still, st.integers(0, 2), st.floats(), st.integers(-1, 8), st.integers(-1, 8)),
     st.builds(Moving, st.integers(0, 2)),
     st.builds(Progress, st.integers(0, 2), SMALL),
 )

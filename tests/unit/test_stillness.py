@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from adaptor.control import stacks
-from adaptor.control.messages import BoardRecord, Phase
-from adaptor.control.stillness import ABSENT_S, FACTOR, Stillness
+from adaptor.control.messages import BoardRecord, Moving, Phase, Still
+from adaptor.control.stillness import ABSENT_S, AGAIN, FACTOR, Stillness, hang
 
 IN_A_STEP = BoardRecord(0, 1, Phase.RUNNING, 4, 4, 4, inside=5, slowest=1.0)
 OTHER = msgspec.structs.replace(IN_A_STEP, rank=1)
@@ -21,24 +21,35 @@ def _changed(**fields: Any) -> BoardRecord:
     return msgspec.structs.replace(OTHER, **fields)
 
 
-def _still_for(watch: Stillness, seconds: int, boards: list[BoardRecord], start: int = 0) -> float | None:
-    """Looks every second; what the last look said."""
-    said = [watch.look(boards, float(now)) for now in range(start, start + seconds + 1)]
-    return said[-1]
+def _still_for(
+    watch: Stillness, seconds: int, boards: list[BoardRecord], start: int = 0, traced: bool = False
+) -> list[Still | Moving]:
+    """Looks every second; what was said."""
+    looks = (watch.look(boards, float(now), traced=traced) for now in range(start, start + seconds + 1))
+    return [said for said in looks if said is not None]
 
 
 def test_a_step_that_does_not_end_is_a_hang() -> None:
-    watch = Stillness(10.0)
-    assert _still_for(watch, 9, [IN_A_STEP, OTHER]) is None
-    assert watch.look([IN_A_STEP, OTHER], 10.0) == 10.0
-    assert watch.look([IN_A_STEP, OTHER], 11.0) == 11.0
+    watch = Stillness(2, 10.0)
+    assert not _still_for(watch, 9, [IN_A_STEP, OTHER])
+    said = watch.look([IN_A_STEP, OTHER], 10.0)
+    assert said == Still(2, 10.0, 5, -1)
+    assert hang([said])
+
+
+def test_it_is_said_again_when_it_has_lasted_much_longer_and_when_it_is_over() -> None:
+    watch = Stillness(2, 32.0)
+    said = _still_for(watch, 40, [IN_A_STEP, OTHER])
+    assert said == [Still(2, seconds, 5, -1) for seconds in (32.0, 32.0 * (1 + AGAIN), 37.0, 40.0)]
+    assert watch.look([IN_A_STEP, _changed(inside=6)], 41.0) == Moving(2)
+    assert watch.look([IN_A_STEP, _changed(inside=6)], 42.0) is None
 
 
 def test_a_job_with_slow_steps_has_more_time() -> None:
-    watch = Stillness(10.0)
+    watch = Stillness(0, 10.0)
     boards = [IN_A_STEP, _changed(slowest=20.0)]
-    assert _still_for(watch, int(20 * FACTOR) - 1, boards) is None
-    assert watch.look(boards, 20 * FACTOR) == 20 * FACTOR
+    assert not _still_for(watch, int(20 * FACTOR) - 1, boards)
+    assert watch.look(boards, 20 * FACTOR) == Still(0, 20 * FACTOR, 5, -1)
 
 
 @pytest.mark.parametrize(
@@ -47,40 +58,69 @@ def test_a_job_with_slow_steps_has_more_time() -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_one_that_moves_is_enough(change: dict[str, Any]) -> None:
-    watch = Stillness(10.0)
+    watch = Stillness(0, 10.0)
     _still_for(watch, 9, [IN_A_STEP, OTHER])
-    assert _still_for(watch, 9, [IN_A_STEP, _changed(**change)], start=10) is None
+    assert not _still_for(watch, 9, [IN_A_STEP, _changed(**change)], start=10)
 
 
 @pytest.mark.parametrize(
     "other",
-    [
-        _changed(slowest=0.0),
-        _changed(inside=-1),
-        _changed(phase=Phase.STARTING),
-        _changed(phase=Phase.ENDED),
-    ],
-    ids=["first steps", "between steps", "start-up", "end"],
+    [_changed(slowest=0.0), _changed(phase=Phase.STARTING)],
+    ids=["first steps", "start-up"],
 )
 def test_where_any_time_may_pass(other: BoardRecord) -> None:
-    assert _still_for(Stillness(10.0), 1000, [IN_A_STEP, other]) is None
+    assert not _still_for(Stillness(0, 10.0), 1000, [IN_A_STEP, other])
+
+
+BETWEEN = _changed(inside=-1)  # step 4 is finished, and the next has not begun
+
+
+@pytest.mark.parametrize(
+    ("boards", "hangs"),
+    [
+        ([IN_A_STEP, OTHER], True),
+        ([IN_A_STEP, BETWEEN], False),
+        ([BETWEEN], False),
+        ([msgspec.structs.replace(IN_A_STEP, inside=4), BETWEEN], True),
+        ([msgspec.structs.replace(IN_A_STEP, finished=3, inside=4, phase=Phase.UPDATING), BETWEEN], True),
+        ([IN_A_STEP, _changed(phase=Phase.ENDED)], True),
+        ([_changed(phase=Phase.ENDED)], False),
+        ([], False),
+    ],
+    ids=[
+        "all in a step",
+        "one that others wait for saves",
+        "all evaluate",
+        "one is at the end of the step that others have left",
+        "one is in the update of the step that others have left",
+        "one has ended in the middle",
+        "all have ended",
+        "all are gone",
+    ],
+)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_who_is_between_two_steps_waits_or_is_waited_for(
+    boards: list[BoardRecord], hangs: bool, nodes: int
+) -> None:
+    apart = [boards] if nodes == 1 else [*([board] for board in boards), []]
+    said = [_still_for(Stillness(node, 10.0), 10, there)[-1] for node, there in enumerate(apart)]
+    assert hang(still for still in said if isinstance(still, Still)) is hangs
 
 
 def test_it_can_be_switched_off() -> None:
-    assert _still_for(Stillness(0.0), 100_000, [IN_A_STEP]) is None
+    assert not _still_for(Stillness(0, 0.0), 100_000, [IN_A_STEP])
 
 
 def test_a_debugger_takes_its_time() -> None:
-    watch = Stillness(10.0)
-    for now in range(100):
-        assert watch.look([IN_A_STEP], float(now), traced=True) is None
-    assert _still_for(watch, 8, [IN_A_STEP], start=100) is None
-    assert watch.look([IN_A_STEP], 109.0) is not None
+    watch = Stillness(0, 10.0)
+    assert not _still_for(watch, 100, [IN_A_STEP], traced=True)
+    assert not _still_for(watch, 8, [IN_A_STEP], start=101)
+    assert watch.look([IN_A_STEP], 110.0) is not None
 
 
 def test_a_watch_that_was_stopped_itself_starts_anew() -> None:
     """As when the whole job is suspended, and goes on."""
-    watch = Stillness(30.0)
+    watch = Stillness(0, 30.0)
     _still_for(watch, 20, [IN_A_STEP])
     assert watch.look([IN_A_STEP], 20.5 + ABSENT_S + 1000) is None
 

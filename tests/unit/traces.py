@@ -6,7 +6,9 @@ what the controller then orders. The first line says what the job is like:
     > job nodes=2 shards=2 origin=0   two nodes with two ranks each; rank r holds shard r % 2 of group `g`
     > job ... copies=1                each rank keeps a local copy of the state before its update
     > job ... handled=1               handlers of the script write what is saved, and name it
-    > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again
+    > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again;
+                                      inside=6, the step that one there is in, between=6, what one that is
+                                      between two steps has finished; -1: there is none
     > frozen 0 running 4 waits        a job that hangs: the main thread waits for others, or `apart` does not
     > told 3                          SIGTERM has reached rank 3; `leave 1` the agent of node 1
     > died 3 -9                       a process ended, with this status; `ended` when its script had
@@ -194,7 +196,8 @@ class Trace:
                 standing = Standing(words[3] == "waits", f"wait (script.py:{rank})") if words[3:] else None
                 return Frozen(rank, number, board(rank, words[1], int(words[2]), self._copies), standing)
             case "still":
-                return Still(rank, float(words[1]))
+                inside, between = int(settings.get("inside", 6)), int(settings.get("between", -1))
+                return Still(rank, float(words[1]), inside, between)
             case "moving":
                 return Moving(rank)
             case "prepared":
