@@ -70,6 +70,7 @@ class Hub:
         self._chronicle = chronicle
         self._strangers = strangers
         self._heirs = Heirs() if term == 0 else None
+        self._dismissed = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -111,17 +112,17 @@ class Hub:
             self._sends[node](orders)
 
     async def close(self) -> None:
-        # In the middle of an incident the others' workers wait to be asked: their agents must end them.
-        if self._nothing_fails:
-            self._say_to_others(Dismissed())
+        self._dismiss_others()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         del self._store
 
-    @property
-    def _nothing_fails(self) -> bool:
-        return self.controller.incident is None and self.controller.verdict is None
+    def _dismiss_others(self) -> None:
+        """Once; not in an incident: the others' workers wait to be asked then, their agents must end them."""
+        if not self._dismissed and self.controller.incident is None and self.controller.verdict is None:
+            self._dismissed = True
+            self._say_to_others(Dismissed())
 
     def _say_to_others(self, order: ControllerToAgent) -> None:
         for node in self._sends:
@@ -155,8 +156,8 @@ class Hub:
             traceback.print_exc()
             orders = self.controller.give_up(f"{type(error).__name__}: {error}")
         self._deliver(orders)
-        if self._nothing_fails and self.controller.roster.everyone_is_dead:
-            self._say_to_others(Dismissed())
+        if self.controller.roster.everyone_is_dead:
+            self._dismiss_others()
 
     async def hear(
         self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
