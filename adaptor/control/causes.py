@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -75,7 +76,8 @@ class Causes:
         return Cause(rank, raised.exit_code, f"rank {rank} raised {raised.error}")
 
     def _hang(self, silent: list[int]) -> Cause:
-        """Whom everyone waits for: who does not answer, else who stands anywhere but in a collective."""
+        """Whom everyone waits for: who does not answer, else who stands anywhere but in a collective, else
+        who is in another one than most."""
         lost = f"nothing has moved for {self.hang_s:.0f} s"
         if silent:
             return Cause(silent[0], 1, f"{lost}: {_ranks(silent)} does not answer")
@@ -83,7 +85,19 @@ class Causes:
         if 0 < len(apart) < len(self.standing):
             first = min(apart)
             return Cause(first, 1, f"{lost}: {_ranks(list(apart))} stands still, others wait; {apart[first]}")
+        if not apart and (elsewhere := self._elsewhere()):
+            first = min(elsewhere)
+            words = f"{_ranks(list(elsewhere))} waits where most do not; {elsewhere[first]}"
+            return Cause(first, 1, f"{lost}: {words}")
         return Cause(-1, 1, f"{lost}, and no rank stands out")
+
+    def _elsewhere(self) -> dict[int, str]:
+        """Ranks that are not where more than half of all are, and where they are."""
+        places = Counter(there.where for there in self.standing.values()).most_common(1)
+        if not places or 2 * places[0][1] <= len(self.standing):
+            return {}
+        most, _ = places[0]
+        return {rank: there.where for rank, there in sorted(self.standing.items()) if there.where != most}
 
 
 def _ranks(ranks: list[int]) -> str:
