@@ -21,6 +21,7 @@ from typing import Any
 
 from adaptor.checkpoint import publish
 from adaptor.config import Config
+from adaptor.control import stacks
 from adaptor.control.messages import (
     Addressed,
     AgentHello,
@@ -204,7 +205,8 @@ class Node:
         self._up(message)
 
     async def _watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        self._workers.watch(processes)
+        folder = stacks.folder(self._config.log_path, self._generation)
+        self._workers.watch(processes, folder, Path(self._scratch.name))
         self._spawn(self._watch_boards())
 
     def _job_is_over(self) -> bool:
@@ -235,7 +237,9 @@ class Node:
 
     async def _see_them_off(self) -> None:
         """Wait for the workers to go; end those that do not."""
+        await self._workers.ask_for_stacks()
         await self._until(lambda: not self._workers.alive, EXIT_GRACE_S)
+        await self._workers.keep_stacks()
         self._workers.end_the_living()
         await self._until(self._job_is_over, FAREWELL_S)
         await self._settle()
@@ -263,6 +267,8 @@ class Node:
             await asyncio.sleep(PROGRESS_S)
             boards = self._workers.read()
             seconds = stillness.look(boards, self._loop.time(), traced=self._workers.traced)
+            if seconds is not None and not still and await self._workers.take_their_time():
+                seconds = stillness.look(boards, self._loop.time(), traced=True)
             if seconds is not None:
                 self._up(Still(self._node, seconds))
             elif still:

@@ -34,7 +34,7 @@ class Stillness:
 
         Args:
             now: monotonic seconds.
-            traced: a debugger holds one of them.
+            traced: a debugger, or a compiler, has one of them.
         """
         boards = list(boards)
         seen = {board.rank: _position(board) for board in boards}
