@@ -73,7 +73,7 @@ class Causes:
             words += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
             return Cause(rank, code, ", ".join(words))
         rank, raised = next(iter(self.raised.items()))
-        return Cause(rank, raised.exit_code, f"rank {rank} raised {raised.error}")
+        return Cause(rank, raised.exit_code, f"rank {rank} raised {raised.error}{self._before}")
 
     def _hang(self, silent: list[int]) -> Cause:
         """Whom everyone waits for: who does not answer, else who stands anywhere but in a collective, else
@@ -89,7 +89,12 @@ class Causes:
             first = min(elsewhere)
             words = f"{_ranks(list(elsewhere))} waits where most do not; {elsewhere[first]}"
             return Cause(first, 1, f"{lost}: {words}")
-        return Cause(-1, 1, f"{lost}, and no rank stands out")
+        return Cause(-1, 1, f"{lost}, and no rank stands out{self._before}")
+
+    @property
+    def _before(self) -> str:
+        """A script that ends in the middle of training lets collectives of the others break, or hang."""
+        return f"; the script of {_ranks(sorted(self.ended))} had ended before" if self.ended else ""
 
     def _elsewhere(self) -> dict[int, str]:
         """Ranks that are not where more than half of all are, and where they are."""
