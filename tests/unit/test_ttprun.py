@@ -617,3 +617,47 @@ def test_an_orphan_of_the_test_would_be_seen() -> None:
         process.kill()
         process.wait(LONG_S)
         assert is_gone(process.pid)
+
+
+# nodes that find each other by a store on one of them
+
+
+def start_two(
+    zygote: subprocess.Popen[str], folder: Path, text: str, host: int = 0
+) -> tuple[list[Launcher], list[int]]:
+    """Two agents with a worker each; the store is with agent `host`."""
+    port, store = str(free_port()), free_port()
+    nodes, started = [], []
+    for number in (0, 1):
+        (folder / f"node{number}").mkdir()
+        nodes.append(node := Launcher(zygote, folder / f"node{number}"))
+        where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}")
+        host_or_not = ("--rdzv-conf", f"is_host={number == host}")
+        options = ("--max-restarts", "2", "--ttp-port", port, "--monitor-interval", "0.05")
+        started.append(node.start(*where, *host_or_not, *options, node.script(text)))
+    return nodes, started
+
+
+def test_both_start_again_together(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+    text = "import os, sys\nsys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 5)\n"
+    nodes, started = start_two(zygote, tmp_path, text)
+    for node, pid in zip(nodes, started, strict=True):
+        ended = node.wait(pid)
+        assert ended.code == 0, ended.log
+        assert ended.log.count("raised SystemExit: 5; nothing to save") == 1
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_the_node_with_the_store_is_lost(host: int, zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+    """One of them has the controller as well; the other node saves, and says why nobody starts again."""
+    text = "import os\nfrom pathlib import Path\nPath('here').write_text(os.environ['RANK'] + ' ')\n" + WAIT
+    nodes, started = start_two(zygote, tmp_path, text, host)
+    wait_until(lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run")
+    lost = int((nodes[host].folder / "here").read_text())
+    os.kill(started[host], signal.SIGKILL)
+    nodes[host].wait(started[host])
+    ended = nodes[1 - host].wait(started[1 - host])
+    assert ended.code == 128 + signal.SIGKILL, ended.log
+    assert ended.last_line.startswith(f"[ttp] node {lost} is lost; nothing to save: ")
+    assert ended.last_line.endswith("; nodes cannot meet again, for their store is lost") == (lost == 1)
+    assert "Traceback" not in ended.log
