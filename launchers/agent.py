@@ -90,22 +90,25 @@ class SurvivorsAgent(LocalElasticAgent):
         return PrefixStore(f"ttp/{self._generations}", worker_group.store)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        if args:  # the signal that this process got; a second one interrupts, and comes here without it
-            self._save_first(args[0])
+        # The signal that this process got; a second one interrupts, and comes here without it.
+        in_time = self._save_first(args[0]) if args else not self._interrupted
         # The deaths that follow are torch's doing, and no failures. It would wait for those that hang.
-        self._control.dismiss(at_once=self._interrupted)
+        self._control.dismiss(at_once=not in_time)
         super()._shutdown(*args, **kwargs)
 
-    def _save_first(self, death_signal: signal.Signals) -> None:
+    def _save_first(self, death_signal: signal.Signals) -> bool:
+        """Whether there was time for it."""
         self._interrupted = True
         self._control.leave(death_signal.name, self._config.grace_s)
         self._interrupted = False
-        if self._control.verdict is None and self._control.running:
+        in_time = self._control.verdict is not None or not self._control.running
+        if not in_time:
             print(
                 f"[ttp] not saved within {self._config.grace_s:g} s (TTP_GRACE) of {death_signal.name}",
                 file=sys.stderr,
             )
         SurvivorsAgent.last_verdict = self._control.verdict
+        return in_time
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(worker_group, *args, **kwargs)

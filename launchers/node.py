@@ -21,6 +21,7 @@ from typing import Any
 
 from adaptor.checkpoint import publish
 from adaptor.config import Config
+from adaptor.control import stacks
 from adaptor.control.messages import (
     Addressed,
     AgentHello,
@@ -34,6 +35,7 @@ from adaptor.control.messages import (
     Progress,
     Publish,
     Raised,
+    Still,
     Told,
     Verdict,
 )
@@ -209,7 +211,8 @@ class Node:
         self._up(message)
 
     async def _watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        self._workers.watch(processes)
+        folder = stacks.folder(self._config.log_path, self._generation)
+        self._workers.watch(processes, folder, Path(self._scratch.name))
         self._spawn(self._watch_boards())
 
     def _job_is_over(self) -> bool:
@@ -241,7 +244,9 @@ class Node:
 
     async def _see_them_off(self) -> None:
         """Wait for the workers to go; end those that do not."""
+        await self._workers.ask_for_stacks()
         await self._until(lambda: not self._workers.alive, EXIT_GRACE_S)
+        await self._workers.keep_stacks()
         self._workers.end_the_living()
         await self._until(self._job_is_over, FAREWELL_S)
         await self._settle()
@@ -264,12 +269,15 @@ class Node:
 
     async def _watch_boards(self) -> None:
         last = 0
-        stillness = Stillness(self._node, self._config.hang_s)
+        stillness, still = Stillness(self._node, self._config.hang_s), False
         while self._workers.boards is not None:
             await asyncio.sleep(PROGRESS_S)
             boards = self._workers.read()
             said = stillness.look(boards, self._loop.time(), traced=self._workers.traced)
+            if isinstance(said, Still) and not still and await self._workers.take_their_time():
+                said = stillness.look(boards, self._loop.time(), traced=True)
             if said is not None:
+                still = isinstance(said, Still)
                 self._up(said)
             total = sum(board.progress for board in boards)
             if total != last:

@@ -139,6 +139,7 @@ def _run_with_survivors(parsed: argparse.Namespace, settings: config.Config) -> 
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
     from torch.distributed.launcher import api
 
     from adaptor.launchers.agent import SurvivorsAgent, keep_survivors
@@ -154,6 +155,13 @@ def _run_with_survivors(parsed: argparse.Namespace, settings: config.Config) -> 
     except AdaptorError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
+    except RendezvousConnectionError:  # when the workers are started again
+        verdict = SurvivorsAgent.last_verdict
+        if verdict is None:
+            raise
+        line = f"{verdict.line}; nodes cannot meet again, for their store is lost"
+        print(f"[ttp] {line}{_newest(verdict.save)}", file=sys.stderr)
+        return int(verdict.exit_code)
     except SignalException as error:
         verdict = SurvivorsAgent.last_verdict
         said = (

@@ -26,12 +26,28 @@ import msgspec
 
 from adaptor.control import wire
 from adaptor.control.board import BoardMemory
-from adaptor.control.messages import BoardRecord, Died, Dying, FromAgent, FromWorker, Hello, Phase, ToWorker
+from adaptor.control.deadline import deadline
+from adaptor.control.messages import (
+    BoardRecord,
+    Died,
+    Dying,
+    Freeze,
+    FromAgent,
+    FromWorker,
+    Hello,
+    Look,
+    Looked,
+    Phase,
+    ToWorker,
+)
 from adaptor.launchers.strangers import Strangers
+from adaptor.launchers.witness import Witness
 
 # In /proc/PID/stat: the process is on its way out (PF_EXITING of the kernel), and where the flags stand.
 _EXITING = 0x4
 _FLAGS_FIELD = 6  # behind the name, which is in parentheses and may hold anything
+# Who is asked where it stands answers at once, or hangs so that nobody answers there.
+LOOKED_S = 1.0
 
 
 class Workers:
@@ -56,6 +72,10 @@ class Workers:
         self._connections: dict[int, asyncio.StreamWriter] = {}
         self._hearing: set[asyncio.StreamWriter] = set()
         self._strangers = Strangers("the workers' socket")
+        self._witness: Witness | None = None
+        self._look: asyncio.Task[None] | None = None
+        self._held_back: list[tuple[int, ToWorker]] | None = None  # orders, in their order, during the look
+        self._looked: asyncio.Queue[Looked] = asyncio.Queue()
 
     async def serve(self) -> None:
         """Hear workers, from now to `close`."""
@@ -74,9 +94,12 @@ class Workers:
         self.alive = set(ranks)
         return self.boards
 
-    def watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+    def watch(
+        self, processes: Mapping[int, subprocess.Popen[bytes]], stacks_folder: Path, scratch: Path
+    ) -> None:
         """The workers have been started; `processes` by rank."""
         self._processes = dict(processes)
+        self._witness = Witness(stacks_folder, scratch)
         for rank, process in processes.items():
             self._deaths[rank] = os.pidfd_open(process.pid)
             self._loop.add_reader(self._deaths[rank], self._on_death, rank, process)
@@ -93,12 +116,56 @@ class Workers:
     @property
     def traced(self) -> bool:
         """Whether a debugger holds one of the workers."""
-        return any(_traced(process.pid) for rank, process in self._processes.items() if rank in self.alive)
+        return any(map(_traced, self._living.values()))
+
+    async def take_their_time(self) -> bool:
+        """Whether one of the workers is in a debugger of its own, or in a compiler; it is asked."""
+        self._looked = asyncio.Queue()
+        for rank in self.alive:
+            self.order(rank, Look())
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with deadline(LOOKED_S):
+                for _ in self.alive:
+                    if (await self._looked.get()).takes_its_time:
+                        return True
+        return False
 
     def order(self, rank: int, message: ToWorker) -> None:
-        """Say `message` to the worker of `rank`, where there is one that listens."""
-        if rank in self._connections:
+        """Say `message` to the worker of `rank`, where there is one that listens.
+
+        Where the job hangs, all are looked at first; orders keep their order.
+        """
+        if isinstance(message, Freeze) and message.stacks and self._look is None:
+            self._held_back = []
+            self._look = self._loop.create_task(self._look_first())
+        if self._held_back is not None:
+            self._held_back.append((rank, message))
+        elif rank in self._connections:
             self._connections[rank].write(wire.frame(message))
+
+    async def _look_first(self) -> None:
+        assert self._witness is not None
+        try:
+            await self._witness.look(self._living)
+        finally:
+            orders, self._held_back = self._held_back or [], None
+            for rank, message in orders:
+                self.order(rank, message)
+
+    @property
+    def _living(self) -> dict[int, int]:
+        """Processes, by rank."""
+        return {rank: process.pid for rank, process in self._processes.items() if rank in self.alive}
+
+    async def ask_for_stacks(self) -> None:
+        """Where the job hangs, of those that have not written theirs."""
+        if self._witness is not None:
+            await self._witness.ask(self._living)
+
+    async def keep_stacks(self) -> None:
+        """Of those that have been asked."""
+        if self._witness is not None:
+            await self._witness.keep(self._living)
 
     def end_the_living(self) -> None:
         """End those that have not gone by themselves."""
@@ -108,6 +175,9 @@ class Workers:
 
     async def end(self) -> None:
         """Every worker of the generation is dead."""
+        look, self._look = self._look, None
+        if look is not None:
+            await look
         for writer in self._hearing:
             writer.close()
         self._connections.clear()
@@ -143,7 +213,10 @@ class Workers:
             self._watch_lifeline(rank, hello.pid)
             message: FromWorker = hello
             while message.rank == rank:
-                self._up(message)
+                if isinstance(message, Looked):
+                    self._looked.put_nowait(message)
+                else:
+                    self._up(message)
                 message = await wire.read(reader, wire.from_worker)
         except (EOFError, OSError, msgspec.DecodeError):
             pass  # the death of the worker is learnt from the operating system

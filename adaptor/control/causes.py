@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -73,10 +74,11 @@ class Causes:
             words += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
             return Cause(rank, code, ", ".join(words))
         rank, raised = next(iter(self.raised.items()))
-        return Cause(rank, raised.exit_code, f"rank {rank} raised {raised.error}")
+        return Cause(rank, raised.exit_code, f"rank {rank} raised {raised.error}{self._before}")
 
     def _hang(self, silent: list[int]) -> Cause:
-        """Whom everyone waits for: who does not answer, else who stands anywhere but in a collective."""
+        """Whom everyone waits for: who does not answer, else who stands anywhere but in a collective, else
+        who is in another one than most."""
         lost = f"nothing has moved for {self.hang_s:.0f} s"
         if silent:
             return Cause(silent[0], 1, f"{lost}: {_ranks(silent)} does not answer")
@@ -85,9 +87,25 @@ class Causes:
             first = min(apart)
             return Cause(first, 1, f"{lost}: {_ranks(list(apart))} stands still, others wait; {apart[first]}")
         if self.ended:
-            first = min(self.ended)
-            return Cause(first, 1, f"{lost}: {_ranks(sorted(self.ended))} has come to the end of its script")
+            return Cause(min(self.ended), 1, f"{lost}{self._before}")
+        if not apart and (elsewhere := self._elsewhere()):
+            first = min(elsewhere)
+            words = f"{_ranks(list(elsewhere))} waits where most do not; {elsewhere[first]}"
+            return Cause(first, 1, f"{lost}: {words}")
         return Cause(-1, 1, f"{lost}, and no rank stands out")
+
+    @property
+    def _before(self) -> str:
+        """A script that ends in the middle of training lets collectives of the others break, or hang."""
+        return f"; the script of {_ranks(sorted(self.ended))} had ended before" if self.ended else ""
+
+    def _elsewhere(self) -> dict[int, str]:
+        """Ranks that are not where more than half of all are, and where they are."""
+        places = Counter(there.where for there in self.standing.values()).most_common(1)
+        if not places or 2 * places[0][1] <= len(self.standing):
+            return {}
+        most, _ = places[0]
+        return {rank: there.where for rank, there in sorted(self.standing.items()) if there.where != most}
 
 
 def _ranks(ranks: list[int]) -> str:

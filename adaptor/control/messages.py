@@ -144,6 +144,14 @@ class Told(Message, frozen=True):
     signal: str
 
 
+class Looked(Message, frozen=True):
+    """The answer to `Look`: whether a debugger or a compiler has the main thread, which then may take its
+    time."""
+
+    rank: Number
+    takes_its_time: bool
+
+
 class Frozen(Message, frozen=True):
     """The door is closed and no update is in flight; `standing`: where the main thread was, if asked for."""
 
@@ -289,6 +297,13 @@ class PublishFailed(Message, frozen=True):
     reason: str
 
 
+# agent -> worker
+
+
+class Look(Message, frozen=True):
+    """Nothing has moved for too long: is that a hang? The answer is `Looked`; both stay on the node."""
+
+
 # controller -> worker (by way of its agent)
 
 
@@ -416,8 +431,10 @@ class Recalled(Message, frozen=True):
     verdict: Verdict | None = None
 
 
-FromWorker = Hello | Layout | Refused | Raised | Told | Frozen | Written | WriteFailed | Renamed | Noted
-ToWorker = Freeze | Dump | Rename | Exit
+FromWorker = (
+    Hello | Layout | Refused | Raised | Told | Looked | Frozen | Written | WriteFailed | Renamed | Noted
+)
+ToWorker = Look | Freeze | Dump | Rename | Exit
 FromAgent = (
     FromWorker
     | AgentHello

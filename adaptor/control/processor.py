@@ -7,7 +7,6 @@ to hear that a newer attempt has replaced it, or that it is time to exit.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import queue
@@ -30,10 +29,13 @@ from adaptor.control.messages import (
     Frozen,
     GroupOrder,
     Hello,
+    Look,
+    Looked,
     Noted,
     Phase,
     Rename,
     Renamed,
+    Standing,
     Told,
     ToWorker,
     WriteFailed,
@@ -44,8 +46,8 @@ from adaptor.control.session import DumpRun, NotFiniteError, Session
 # A worker that is ended after an incident it did not cause has not failed: its agent knows the verdict.
 EXIT_SURVIVOR = 0
 EXIT_ORPHAN = 76
-# Where a job hangs: so long it may take to find out where the main thread stands. The file system may be what
-# hangs, and an answer is waited for.
+# Where a job hangs: so long it may take to find out where the main thread stands, and to write it down. The
+# file system may be what hangs, and an answer is waited for.
 LOOK_S = 1.0
 
 
@@ -151,6 +153,8 @@ class Processor:
                 self._in_thread("dump", self._dump, order)
             case Rename():
                 self._in_thread("rename", self._rename, order)
+            case Look():
+                self.say(Looked(self._rank, stacks.takes_its_time()))
             case Exit():
                 self._send_queued()
                 self.before_exit()
@@ -164,17 +168,17 @@ class Processor:
 
     def _freeze(self, order: Freeze, again: bool) -> None:
         assert self._session is not None
-        standing = stacks.standing(LOOK_S) if order.stacks else None
+        standing = self._look() if order.stacks else None
         board = self._session.freeze(self._timeout_s / 2, again)
         if board is not None:  # else this rank is no holder: the controller does not wait longer than that
             if board.phase == Phase.UNREADABLE:
                 self._note("unreadable", board.error)
             self.say(Frozen(self._rank, order.incident, board, standing))
-        if order.stacks:
-            path = self._stacks_folder / f"rank{self._rank}.txt"
-            with contextlib.suppress(OSError):  # they are for people; the save goes on without them
-                stacks.write(path)
-                self._note("stacks", str(path))
+
+    def _look(self) -> Standing | None:
+        """Before anything is answered: an answer may let the main thread go on, or end this process."""
+        path = self._stacks_folder / f"rank{self._rank}.txt"
+        return stacks.look(path, LOOK_S, lambda: self._note("stacks", str(path)))
 
     def _is_current(self, order: Dump) -> bool:
         return self._current == (order.incident, order.attempt)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from adaptor import config
 from adaptor._start import NOT_BY_TTPRUN
+from adaptor.control import stacks
 from adaptor.control.board import Board
 from adaptor.control.messages import Layout, Raised, Refused
 from adaptor.control.processor import Processor
@@ -45,7 +46,7 @@ class Runtime:
             environ[AGENT],
             settings.timeout_s,
             int(environ.get("MASTER_PORT", "0")),
-            Path(settings.log_path).resolve() / f"stacks-{environ.get(GENERATION, '')[:8]}",
+            stacks.folder(settings.log_path, environ.get(GENERATION, "")),
         )
         board = Board(self.rank, environ[BOARD], environ[BOARD_RANKS])
         board.hold_lifeline()
@@ -60,8 +61,9 @@ class Runtime:
         self.processor.say(Raised(self.rank, error, exit_code))
 
     def hear_signals(self) -> None:
-        """See `Processor.hear_signals`."""
+        """See `Processor.hear_signals`, and `stacks.write_when_told`."""
         self.processor.hear_signals()
+        stacks.write_when_told(stacks.scratch(Path(os.environ[SCRATCH]), self.rank))
 
     def refuse(self, reason: str) -> None:
         """Tell the agent that the job is refused, in one line, and wait to be ended."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import linecache
 import re
+import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 from adaptor.control.messages import Standing
+
+# For a worker that does not answer. No framework uses real-time signals, and an agent sends this one only to
+# a process that handles it.
+SIGNAL = signal.SIGRTMIN + 13
 
 # So many of the innermost calls are told.
 _DEPTH = 4
@@ -22,34 +29,78 @@ _WAITS = re.compile(
     r"|handle\.wait\("
 )
 _COLLECTIVES = "/torch/distributed/"
+# Debuggers, by their modules: pdb and all that is made of it, pydevd of IDEs.
+_DEBUGGER = re.compile(r"(bdb|pdb|_?pydevd\w*)(\.|$)")
+# Compilers, by module and function: a compiled function that runs has frames of these modules, too.
+_COMPILER = re.compile(
+    r"torch\._dynamo\.convert_frame _compile$"
+    r"|torch\._inductor\.compile_fx _?compile_fx_inner$"
+    r"|triton\.compiler\.compiler compile$"
+)
 
 
-def standing(limit_s: float) -> Standing | None:
+def folder(log_path: str, generation: str) -> Path:
+    """Where the stacks of a generation's one incident are, `rank<n>.txt` for each rank."""
+    return Path(log_path).resolve() / f"stacks-{generation[:8]}"
+
+
+def scratch(place: Path, rank: int) -> Path:
+    """Where a worker writes its stacks when it is told by `SIGNAL`, in the scratch folder of its agent."""
+    return place / f"stacks-rank{rank}.txt"
+
+
+def look(path: Path, limit_s: float, written: Callable[[], None]) -> Standing | None:
     """The main thread's innermost calls, and whether it waits for other ranks; None after `limit_s`.
 
-    It reads source files, which may be where everything hangs.
+    The stacks of all threads are written to `path`; `written` is called afterwards. It reads source files and
+    writes one, which may be where everything hangs.
     """
     found: list[Standing] = []
-    thread = threading.Thread(target=lambda: found.append(_standing()), name="ttp-look", daemon=True)
+
+    def act() -> None:
+        found.append(_standing())
+        with contextlib.suppress(OSError):  # they are for people; the save goes on without them
+            _write(path)
+            written()
+
+    thread = threading.Thread(target=act, name="ttp-look", daemon=True)
     thread.start()
     thread.join(limit_s)
     return found[0] if found else None
 
 
-def _standing() -> Standing:
+def write_when_told(path: Path) -> None:
+    """From now on `SIGNAL` makes this process write its stacks to `path`, even if it never lets go of the
+    interpreter lock."""
+    faulthandler.register(SIGNAL, path.open("w"), all_threads=True)  # which keeps the file open
+
+
+def takes_its_time() -> bool:
+    """Whether the main thread is in a debugger or in a compiler."""
+    names = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame in _main_thread()]
+    return any(_DEBUGGER.match(module) or _COMPILER.match(f"{module} {name}") for module, name in names)
+
+
+def _main_thread() -> Iterator[FrameType]:
+    """Its frames, the innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _standing() -> Standing:
+    frames = list(_main_thread())
+    if not frames:
         return Standing(False, "the main thread has ended")
-    calls: list[str] = []
-    inner: FrameType | None = frame
-    while inner is not None and len(calls) < _DEPTH:
-        calls.append(f"{inner.f_code.co_name} ({Path(inner.f_code.co_filename).name}:{inner.f_lineno})")
-        inner = inner.f_back
-    return Standing(_waits(frame), " < ".join(calls))
+    calls = [
+        f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        for frame in frames[:_DEPTH]
+    ]
+    return Standing(_waits(frames[0]), " < ".join(calls))
 
 
-def write(path: Path) -> None:
-    """Write the stacks of all threads, as `faulthandler` tells them."""
+def _write(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)

@@ -46,7 +46,7 @@ class Stillness:
 
         Args:
             now: monotonic seconds.
-            traced: a debugger holds one of them.
+            traced: a debugger, or a compiler, has one of them.
         """
         there = self._still(list(boards), now, traced)
         said, self._said = self._said, there

@@ -172,5 +172,6 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("TTP_AGENT", "TTP_BOARD", "TTP_BOARD_RANKS", "TTP_GENERATION"):
         monkeypatch.setenv(name, "")  # restored in the end
     made = Job(tmp_path, getattr(request, "param", 1))
+    monkeypatch.setenv("TTP_LOG_PATH", str(made.logs))  # for workers
     yield made
     made.close()

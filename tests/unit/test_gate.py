@@ -8,6 +8,7 @@ import resource
 import secrets
 import socket
 import ssl
+import struct
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -231,6 +232,27 @@ def test_noise(noise: bytes, with_tls: bool, request: pytest.FixtureRequest) -> 
     with_gate(act, certificates)
 
 
+def test_a_port_scan(many_descriptors: int) -> None:
+    """Connections that are there and gone, half of them with a reset: each is counted, and costs nothing."""
+
+    async def act(opened: Open) -> None:
+        reset = struct.pack("ii", 1, 0)
+        for number in range(1000):
+            with socket.socket() as stranger:
+                stranger.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(stranger, ("127.0.0.1", opened.port))
+                if number % 2:
+                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        await opened.passes()
+        while sum(opened.strangers.counted.values()) < 1000:
+            await asyncio.sleep(0.001)
+        assert sum(opened.strangers.counted.values()) == 1000
+        assert not opened.gate._unproved
+        assert opened.came == [HELLO]
+
+    with_gate(act)
+
+
 def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, or a byte at a time, or with the secret and no hello: the time is one for all of it."""
     monkeypatch.setattr(gate_module, "HANDSHAKE_S", 0.2)
@@ -254,6 +276,32 @@ def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         await opened.counts(had_not_proved=3)
 
     with_gate(act)
+
+
+def test_a_slow_stranger_in_a_tls_handshake_is_dropped(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent, or a byte of its first message at a time."""
+    monkeypatch.setattr(gate_module, "HANDSHAKE_S", 0.2)
+    said = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        ours.client.wrap_bio(ssl.MemoryBIO(), said).do_handshake()
+
+    async def act(opened: Open) -> None:
+        silent, slow = [await Agent.connect(opened.port) for _ in range(2)]
+
+        async def trickle() -> None:
+            for byte in said.read():
+                slow.writer.write(bytes([byte]))
+                await asyncio.sleep(0.05)
+
+        task = asyncio.ensure_future(trickle())
+        for each in (silent, slow):
+            assert await each.is_shut_out()
+            await each.close()
+        task.cancel()
+        await opened.counts(had_not_proved=2)
+        assert opened.came == []
+
+    with_gate(act, ours)
 
 
 @pytest.fixture
@@ -356,11 +404,23 @@ def test_an_agent_with_a_certificate(ours: Tls) -> None:
     with_gate(act, ours)
 
 
-def test_only_tls_13_is_spoken(ours: Tls) -> None:
+def test_only_tls_13_is_spoken(authority: Authority, ours: Tls) -> None:
+    """Whoever has a certificate and can speak no newer one than 1.2 is refused, on either side."""
+    older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    older.check_hostname = False
+    older.load_verify_locations(authority.settings()["TTP_TLS_CA"])
+    older.load_cert_chain(authority.settings()["TTP_TLS_CERT"], authority.settings()["TTP_TLS_KEY"])
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert ours.client.minimum_version == ours.server.minimum_version == ssl.TLSVersion.TLSv1_3
+
     async def act(opened: Open) -> None:
         agent = await Agent.connect(opened.port, ours.client)
         assert agent.writer.get_extra_info("ssl_object").version() == "TLSv1.3"
         await agent.close()
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await Agent.connect(opened.port, older)
+        await opened.counts(had_no_certificate=1)
+        assert opened.came == []
 
     with_gate(act, ours)
 

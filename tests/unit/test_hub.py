@@ -28,7 +28,7 @@ from adaptor.errors import StartError
 from adaptor.launchers import node as node_module
 from adaptor.launchers import way
 from adaptor.launchers.chronicle import Chronicle
-from adaptor.launchers.gate import Gate
+from adaptor.launchers.gate import MOST, Gate
 from adaptor.launchers.hub import Hub
 from adaptor.launchers.node import Node
 from adaptor.launchers.strangers import Strangers
@@ -279,17 +279,24 @@ def test_a_second_generation_finds_the_new_controller(two_nodes: Job) -> None:
 
 
 def test_strangers_do_not_disturb_a_job(two_nodes: Job) -> None:
+    """More than the gate waits for, while an incident begins and ends; the log tells of them."""
     job = two_nodes
     port = port_of(job.nodes[0])
-    strangers = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(3)]
-    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + secrets.token_bytes(100))
-    strangers[2].close()
+    strangers = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(MOST + 10)]
+    strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n" + secrets.token_bytes(100))
+    strangers[-2].close()
     job.train("step")
     assert job.nodes[0].verdict is None
     job.workers[0].process.kill()
     assert of_both(job) == [("saved", FIRST, 137)]
     for stranger in strangers:
         stranger.close()
+    counted = way_of(job.nodes[0])._strangers.counted
+    wait_until(lambda: sum(counted.values()) == len(strangers), "each of them is counted")
+    job.close()
+    job.nodes = []
+    (log,) = job.logs.glob("ttp-agent-*.log")
+    assert f"{len(strangers)} strangers at the controller's port so far: " in log.read_text()
 
 
 # the hub alone

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,29 @@ def test_strangers_on_the_workers_socket(job: Job) -> None:
     assert job.verdict().outcome == "saved"
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_not_heard(job: Job) -> None:
+    """Whatever it knows: the kernel tells who it is."""
+    job.begin(1)
+    job.train("step")
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(LONG_S)
+        os.seteuid(65534)
+        try:
+            stranger.connect("\0" + os.environ["TTP_AGENT"])
+        finally:
+            os.seteuid(0)
+        assert stranger.recv(1) == b""
+    counted = job.nodes[0]._workers._strangers.counted
+    assert counted == {"were of another user": 1}
+
+
+def test_what_has_a_name_is_the_user_s_alone(job: Job) -> None:
+    """The folder in which multiprocessing makes its sockets; nothing else of an agent's has a name."""
+    job.begin(1)
+    assert stat.S_IMODE(Path(os.environ["TTP_SCRATCH"]).stat().st_mode) == 0o700
 
 
 def test_a_second_generation(job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -125,18 +126,18 @@ def test_a_watch_that_was_stopped_itself_starts_anew() -> None:
     assert watch.look([IN_A_STEP], 20.5 + ABSENT_S + 1000) is None
 
 
-def _standing_in(act: Callable[[], Any]) -> Any:
+def _standing_in(act: Callable[[], Any], file: Path) -> Any:
     """What is told of this thread while it is in `act`; a timer asks."""
     told: list[Any] = []
-    timer = threading.Timer(0.1, lambda: told.append(stacks.standing(10.0)))
+    timer = threading.Timer(0.1, lambda: told.append(stacks.look(file, 10.0, lambda: None)))
     timer.start()
     act()
     timer.join()
     return told[0]
 
 
-def test_a_lock_is_no_collective() -> None:
-    there = _standing_in(lambda: threading.Event().wait(0.5))
+def test_a_lock_is_no_collective(tmp_path: Path) -> None:
+    there = _standing_in(lambda: threading.Event().wait(0.5), tmp_path / "rank0.txt")
     assert not there.waits
     assert there.where.startswith("wait (threading.py:")
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from adaptor import config
+from adaptor.control.controller import ANSWER_S
 from adaptor.errors import ConfigError
 from adaptor.launchers import flags, ttprun
 from tests.certificates import Authority
 from tests.unit.agents import free_port
-from tests.unit.nodes import ROOT, is_gone, wait_until
+from tests.unit.nodes import ROOT, is_gone, state_of, wait_until
 from tests.unit.threads import LONG_S
 
 ONE = ["--standalone", "--monitor-interval", "0.05", "--nproc-per-node", "1"]
@@ -197,6 +201,45 @@ def test_two_nodes_with_certificates(same: bool, zygote: subprocess.Popen[str], 
     assert ended.code == 2
     assert ended.last_line.startswith("ttprun: error: the controller at 127.0.0.1 port ")
     assert ": certificate " in ended.last_line
+
+
+def test_the_secret_of_a_job_is_seen_nowhere(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Neither on a command line, nor in an environment, nor in a log, however much is logged."""
+    ports = str(free_port()), str(free_port())
+    nodes, started = [], []
+    for number in (0, 1):
+        (tmp_path / f"node{number}").mkdir()
+        nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
+        where = ("--nnodes", "2", "--node-rank", str(number), "--master-port", ports[0])
+        script = node.script(
+            "import os, time\nfrom pathlib import Path\nPath('here').write_text(f'{os.getpid()} ')\n"
+            "while not Path('../go').exists():\n    time.sleep(0.01)\n"
+        )
+        options = ("--ttp-port", ports[1], "--ttp-log-level", "DEBUG", "--ttp-log-stdout", "1")
+        started.append(node.start(*where, "--monitor-interval", "0.05", *options, script))
+    wait_until(lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run")
+    store = dist.TCPStore("127.0.0.1", int(ports[0]), is_master=False)
+    secret = store.get("none/ttp/1/ttp/controller").decode().split()[-1]
+    assert len(secret) == 64, "it goes through the store"
+    # Knocks without it are told in the log.
+    socket.create_connection(("127.0.0.1", int(ports[1])), LONG_S).close()
+    workers = [int((node.folder / "here").read_text()) for node in nodes]
+    seen = [
+        Path(f"/proc/{pid}/{name}").read_bytes()
+        for pid in (*started, *workers)
+        for name in ("environ", "cmdline")
+    ]
+    (tmp_path / "go").touch()
+    assert [node.wait(pid).code for node, pid in zip(nodes, started, strict=True)] == [0, 0]
+    logs = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"1 strangers at the controller's port so far" in log for log in logs)
+    assert not any(
+        form in text for form in (secret.encode(), bytes.fromhex(secret)) for text in (*seen, *logs)
+    )
+
+
+def _says_all(path: Path) -> bool:
+    return path.exists() and path.read_text().endswith(" ")
 
 
 # another engine
@@ -524,7 +567,7 @@ def start_and_find_workers(launcher: Launcher) -> tuple[int, list[int]]:
     )
     pid = launcher.start(*TWO, script)
     files = [launcher.folder / f"pid{rank}" for rank in (0, 1)]
-    wait_until(lambda: all(f.exists() and f.read_text().endswith(" ") for f in files), "the workers run")
+    wait_until(lambda: all(map(_says_all, files)), "the workers run")
     return pid, [int(file.read_text()) for file in files]
 
 
@@ -535,6 +578,29 @@ def test_a_terminated_ttprun_takes_its_workers_along(launcher: Launcher) -> None
     assert ended.code == 128 + signal.SIGTERM, ended.log
     assert ended.last_line.startswith("[ttp] ttprun was told to end by SIGTERM; nothing to save: ")
     assert all(is_gone(worker) for worker in workers)
+
+
+def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
+    """A worker that is stopped is not waited for any longer: it would not hear SIGTERM either."""
+    script = launcher.script(
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "Path('pid').write_text(f'{os.getpid()} ')\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    pid = launcher.start(*ONE, "--ttp-grace", "1", script)
+    file = launcher.folder / "pid"
+    wait_until(lambda: _says_all(file), "the worker runs")
+    worker = int(file.read_text())
+    wait_until(lambda: state_of(worker) == "T", "the worker is stopped")
+    begun = time.monotonic()
+    os.kill(pid, signal.SIGTERM)
+    ended = launcher.wait(pid)
+    assert time.monotonic() - begun < ANSWER_S, "torch would wait 30 s"
+    assert ended.code == 128 + signal.SIGTERM, ended.log
+    assert "[ttp] not saved within 1 s (TTP_GRACE) of SIGTERM\n" in ended.log
+    assert ended.last_line == "[ttp] ended by SIGTERM, and the workers with it"
+    assert is_gone(worker)
 
 
 def test_a_killed_ttprun_takes_its_workers_along(launcher: Launcher) -> None:
@@ -551,3 +617,47 @@ def test_an_orphan_of_the_test_would_be_seen() -> None:
         process.kill()
         process.wait(LONG_S)
         assert is_gone(process.pid)
+
+
+# nodes that find each other by a store on one of them
+
+
+def start_two(
+    zygote: subprocess.Popen[str], folder: Path, text: str, host: int = 0
+) -> tuple[list[Launcher], list[int]]:
+    """Two agents with a worker each; the store is with agent `host`."""
+    port, store = str(free_port()), free_port()
+    nodes, started = [], []
+    for number in (0, 1):
+        (folder / f"node{number}").mkdir()
+        nodes.append(node := Launcher(zygote, folder / f"node{number}"))
+        where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}")
+        host_or_not = ("--rdzv-conf", f"is_host={number == host}")
+        options = ("--max-restarts", "2", "--ttp-port", port, "--monitor-interval", "0.05")
+        started.append(node.start(*where, *host_or_not, *options, node.script(text)))
+    return nodes, started
+
+
+def test_both_start_again_together(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+    text = "import os, sys\nsys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 5)\n"
+    nodes, started = start_two(zygote, tmp_path, text)
+    for node, pid in zip(nodes, started, strict=True):
+        ended = node.wait(pid)
+        assert ended.code == 0, ended.log
+        assert ended.log.count("raised SystemExit: 5; nothing to save") == 1
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_the_node_with_the_store_is_lost(host: int, zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+    """One of them has the controller as well; the other node saves, and says why nobody starts again."""
+    text = "import os\nfrom pathlib import Path\nPath('here').write_text(os.environ['RANK'] + ' ')\n" + WAIT
+    nodes, started = start_two(zygote, tmp_path, text, host)
+    wait_until(lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run")
+    lost = int((nodes[host].folder / "here").read_text())
+    os.kill(started[host], signal.SIGKILL)
+    nodes[host].wait(started[host])
+    ended = nodes[1 - host].wait(started[1 - host])
+    assert ended.code == 128 + signal.SIGKILL, ended.log
+    assert ended.last_line.startswith(f"[ttp] node {lost} is lost; nothing to save: ")
+    assert ended.last_line.endswith("; nodes cannot meet again, for their store is lost") == (lost == 1)
+    assert "Traceback" not in ended.log

@@ -9,7 +9,8 @@ what the controller then orders. The first line says what the job is like:
     > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again;
                                       inside=6, the step that one there is in, between=6, what one that is
                                       between two steps has finished; -1: there is none
-    > frozen 0 running 4 waits        a job that hangs: the main thread waits for others, or `apart` does not
+    > frozen 0 running 4 waits        a job that hangs: the main thread waits for others, or `apart` does not;
+                                      at this line of the script, if a number follows, else one of its own
     > told 3                          SIGTERM has reached rank 3; `leave 1` the agent of node 1
     > died 3 -9                       a process ended, with this status; `ended` when its script had
     > dying 3                         its lifeline is cut: how it ends is not known yet
@@ -193,7 +194,8 @@ class Trace:
             case "progress":
                 return Progress(rank, 1)
             case "frozen":
-                standing = Standing(words[3] == "waits", f"wait (script.py:{rank})") if words[3:] else None
+                line = words[4] if words[4:] else rank
+                standing = Standing(words[3] == "waits", f"wait (script.py:{line})") if words[3:] else None
                 return Frozen(rank, number, board(rank, words[1], int(words[2]), self._copies), standing)
             case "still":
                 inside, between = int(settings.get("inside", 6)), int(settings.get("between", -1))

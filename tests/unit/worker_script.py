@@ -6,12 +6,16 @@
 as a collective does; `raise`, `raise-inside` raise between steps, or inside of the update window; `refuse`
 says that this cannot be protected; `exit N` leaves by sys.exit; `leave N` ends the process on the spot;
 `child` starts a process of this worker's own, `fork` one that is a copy of it; `replace` becomes another
-program, which ends with the code that it reads. Each is answered on stdout.
+program, which ends with the code that it reads; `watched` begins a step that is to end soon; `debug` stands
+in a debugger, whose commands follow; `hold` never lets go of the interpreter lock. Each is answered on
+stdout.
 """
 
 from __future__ import annotations
 
 import os
+import pdb
+import re
 import socket
 import subprocess
 import sys
@@ -71,6 +75,15 @@ def main() -> None:
             case ["replace"]:
                 program = "print('replaced', flush=True); raise SystemExit(int(input()))"
                 os.execv(sys.executable, [sys.executable, "-c", program])
+            case ["watched"]:
+                board = loop.session.board
+                board.slowest = 0.1
+                board.enter(step + 1)
+            case ["debug"]:
+                pdb.Pdb(nosigint=True).set_trace()
+            case ["hold"]:
+                print("holding", flush=True)
+                re.match(r"(a+)+$", "a" * 64 + "b")
             case ["fork"]:
                 child = os.fork()
                 if child == 0:

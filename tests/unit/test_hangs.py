@@ -1,0 +1,138 @@
+"""A job that hangs, as its agent sees it: what is none, and where everyone stands before anyone is ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+
+import pytest
+import torch
+
+from adaptor.control import controller, stacks
+from adaptor.control.messages import Still
+from adaptor.launchers import witness
+from adaptor.launchers.workers import Workers
+from tests.unit.nodes import Job, job, state_of, wait_until
+
+__all__ = ["job"]
+
+FIRST = 11
+_PTRACE_SEIZE, _PTRACE_DETACH = 0x4206, 17
+
+
+def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], list[int]]:
+    """Rank 0 stands in a collective, rank 1 holds the interpreter lock, rank 2 is stopped: the stacks that
+    there are when the first of them is ended, and the ranks that live then."""
+    monkeypatch.setattr(controller, "ANSWER_S", 3.5)
+    stacks_then: dict[str, str] = {}
+    alive_then: list[int] = []
+    end_the_living = Workers.end_the_living
+
+    def ends(workers: Workers) -> None:
+        stacks_then.update({path.name: path.read_text() for path in job.logs.glob("stacks-*/*")})
+        alive_then.extend(workers.alive)
+        end_the_living(workers)
+
+    monkeypatch.setattr(Workers, "end_the_living", ends)
+    job.begin(3)
+    job.train("step")
+    job.workers[0].stands_at_the_door()
+    job.workers[1].send("hold")
+    assert job.workers[1].hears() == "holding"
+    stopped = job.workers[2].process
+    stopped.send_signal(signal.SIGSTOP)
+    wait_until(lambda: state_of(stopped.pid) == "T", "the worker is stopped")
+    node = job.nodes[0]
+    node._loop.call_soon_threadsafe(node._up, Still(0, 60.0, FIRST, -1))
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.cause_rank) == ("saved", FIRST + 1, 1)
+    assert verdict.line.startswith("nothing has moved for 60 s: rank 1, 2 does not answer; ")
+    return stacks_then, alive_then
+
+
+def test_everyone_s_stacks_are_written_before_anyone_is_ended(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing helps from outside: by itself, or by a signal, or it is said why not."""
+    monkeypatch.setattr(witness, "_py_spy", lambda: None)
+    texts, alive = _hang(job, monkeypatch)
+    assert alive == [1, 2], "who has answered has left by itself"
+    assert sorted(texts) == ["rank0.txt", "rank1.txt", "rank2.txt"]
+    assert re.search(r'worker_script.py", line \d+ in collective', texts["rank0.txt"])
+    assert re.search(r'worker_script.py", line \d+ in main', texts["rank1.txt"])
+    assert '__init__.py", line' in texts["rank1.txt"].split("worker_script.py")[0], "it is in `re`"
+    assert texts["rank2.txt"] == "Nothing was written. State: T (stopped)\n"
+
+
+@pytest.mark.skipif(witness._py_spy() is None, reason="py-spy is not installed")
+def test_native_frames_where_py_spy_is_installed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the moment of the hang: the incident wakes who hangs in a collective."""
+    texts, _ = _hang(job, monkeypatch)
+    native = {rank: texts[f"rank{rank}.native.txt"] for rank in range(3)}
+    if any("ermission" in text for text in native.values()):
+        pytest.skip("this user may not trace processes")
+    assert "collective (" in native[0]
+    assert "main (" in native[1]
+    for rank in (0, 1):
+        assert re.search(r"(0x[0-9a-f]+|\w+) \(\S*\.so", native[rank]), native[rank]
+    assert "main (" in native[2], "of one that is stopped there are those of Python"
+
+
+def test_a_debugger_in_a_worker_takes_its_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pdb, in the middle of a step; when it is left and nothing goes on, that is a hang."""
+    answers: list[bool] = []
+    asks = Workers.take_their_time
+
+    async def asks_and_tells(workers: Workers) -> bool:
+        answers.append(await asks(workers))
+        return answers[-1]
+
+    monkeypatch.setattr(Workers, "take_their_time", asks_and_tells)
+    job.begin(1, [job.node(TTP_HANG="1")])
+    job.train("step", "watched")
+    job.workers[0].send("debug")
+    wait_until(lambda: len(answers) == 2, "it has been asked twice")
+    assert answers == [True, True]
+    assert job.nodes[0].verdict is None
+    job.workers[0].send("continue")
+    verdict = job.verdict()
+    assert answers[-1] is False
+    assert verdict.line.startswith("nothing has moved for ")
+    assert verdict.step == FIRST
+
+
+def test_a_debugger_outside_of_a_worker_is_seen(job: Job) -> None:
+    job.begin(2)
+    workers, pid = job.nodes[0]._workers, job.workers[1].process.pid
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not workers.traced
+    if libc.ptrace(_PTRACE_SEIZE, pid, None, None):
+        pytest.skip(f"this user may not trace processes: {os.strerror(ctypes.get_errno())}")
+    assert workers.traced
+    job.workers[1].process.kill()  # one that runs cannot be let go of
+    wait_until(lambda: job.nodes[0].verdict is not None, "its death is known")
+    assert not workers.traced
+
+
+def test_a_compiler_takes_its_time() -> None:
+    seen: list[bool] = []
+
+    def look(*_: object) -> None:
+        seen.append(stacks.takes_its_time())
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        look()
+
+        def compiled(*given: torch.Tensor) -> object:
+            look()
+            return graph.forward(*given)
+
+        return compiled
+
+    look()
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    for _ in range(2):
+        assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert seen == [False, True, False, False], "not before, in the compiler, and what it has made"
