@@ -378,6 +378,17 @@ class Publish(Message, frozen=True):
     number: int = 0
 
 
+class Find(Message, frozen=True):
+    """A controller that is lost may have had `step`, or a later one, saved: let the tracker name it.
+
+    The answer is `Published`, or `PublishFailed` where there is none of this generation.
+    """
+
+    incident: int
+    save: str
+    step: int
+
+
 class Verdict(Message, frozen=True):
     """How the incident ended.
 
@@ -430,7 +441,7 @@ FromAgent = (
 ToController = FromAgent | AgentLost
 # What the controller passes on to those that may have to take its place.
 Legacy = AgentHello | Layout
-ToAgent = Prepare | Publish | Verdict | Dismissed | Legacy | Beat
+ToAgent = Prepare | Publish | Find | Verdict | Dismissed | Legacy | Beat
 
 
 class Addressed(Message, frozen=True):

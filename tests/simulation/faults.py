@@ -256,9 +256,10 @@ class Faults:
             disk.names_s = draw.choice([0.005, 0.5])
             disk.slow_s = draw.choice([0.5, 0.8 * self._world.timeout_s / 2])
             return
+        now = self._world.clock.now
         if kind == "stuck on one node":
             # Once it publishes, it is waited for.
-            disk.stuck_at, disk.stuck_on = 0.0, {draw.choice(list(self._world.agents))}
+            disk.hang(now, {draw.choice(list(self._world.agents))}, float("inf"))
             self.disk_hangs_on = disk.stuck_on
             return
         self.disk_fails = True
@@ -267,4 +268,4 @@ class Faults:
         elif kind == "full":
             disk.full_for = {draw.choice(list(self._world.agents))}
         else:
-            disk.stuck_at, disk.stuck_on = draw.uniform(0.5, 4.0), set(self._world.agents)
+            disk.hang(now + draw.uniform(0.5, 4.0), set(self._world.agents), float("inf"))

@@ -145,6 +145,8 @@ class Worker(Process):
         job, draw = self.world.job, self.world.random
         session = self.session
         yield from self._busy(draw.uniform(0.05, 0.5))
+        if self.rank == 0:
+            self.world.disk.clean_all()  # a disk that hangs then lets nobody begin
         yield from self.through(lambda: self.meet("start", frozenset(job.ranks)))
         self.trainee = trainee = Trainee(self)
         inner = [object() for _ in job.inner[self.rank]]
@@ -182,7 +184,7 @@ class Worker(Process):
             door = self.session.door
             yield from self.through(lambda: door.enter(-1))  # as Session.publishing, which cannot take time
             try:
-                self.world.disk.publish_regular(step)
+                self.world.disk.publish_regular(step, self.world.generation)
                 yield from self._busy(self.world.random.uniform(0.001, 0.05))
                 self.world.disk.replace_tracker(step)
             finally:

@@ -44,6 +44,7 @@ from adaptor.control.messages import (
     Dump,
     Dying,
     Exit,
+    Find,
     Freeze,
     FromAgent,
     Frozen,
@@ -241,6 +242,8 @@ def _words(order: Message) -> str:
             return f"prepare step {step}" + (f" in term {term}" if term else "") + where
         case Publish(step=step, files=files, writers=writers):
             return f"publish step {step}: {', '.join(entry.draft for entry in files)}; holders {writers}"
+        case Find(step=step):
+            return f"find step {step}, or a later one"
         case Verdict(outcome=outcome, step=step, line=line, cause_rank=rank, exit_code=code, leaves=node):
             left = f", node {node} leaves" if node >= 0 else ""
             return (
