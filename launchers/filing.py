@@ -56,7 +56,7 @@ class Filing:
         try:
             return Published(order.incident, await self._in_thread(act), order.save)
         except Exception as error:
-            return PublishFailed(order.incident, _line(error))
+            return PublishFailed(order.incident, _line(error), order.number)
 
     async def clean(self, root: Path, term: int, generation: str) -> None:
         """See `publish.clean`; a disk that hangs is not waited for for ever."""
@@ -93,7 +93,7 @@ def _line(error: Exception) -> str:
 
 
 def _publish(root: Path, order: Publish, generation: str) -> int:
-    rest = (order.files, order.writers, order.world_size, generation, order.term, order.number)
-    publish.publish(root, order.step, *rest)
+    what = (order.step, order.files, order.writers, order.world_size, generation)
+    publish.publish(root, *what, order.term, order.number, order.written)
     # The other side of a cut network may have saved a later step.
     return max(order.step, publish.tracked_step(root) or 0)

@@ -50,20 +50,25 @@ def publish(
     generation: str = "",
     term: int = 0,
     number: int = 0,
+    written: int | None = None,
 ) -> bool:
     """Turns the temporary folder of `step`, `term`, `number` into a checkpoint and lets the tracker name it.
 
     Call it once every group has reported its `files` (paths relative to the folder). `groups` is what the
-    manifest keeps about who wrote which group. Returns False when a complete checkpoint of this step was
-    there already that the same `generation` of workers has made: that one stays and ours is removed. One of
-    another generation need not have come the same way: it is moved aside. Where the tracker names a later
-    step of the same generation, another controller has saved it, and it stays. Raises CheckpointError when a
-    file is missing or has another size, when parts do not make a whole, or when the disk refuses.
+    manifest keeps about who wrote which group. Where the folder was made as number `written`, it is taken
+    from whoever may be at work in it. Returns False when a complete checkpoint of this step was there already
+    that the same `generation` of workers has made: that one stays and ours is removed. One of another
+    generation need not have come the same way: it is moved aside. Where the tracker names a later step of the
+    same generation, another controller has saved it, and it stays. Raises CheckpointError when a file is
+    missing or has another size, when parts do not make a whole, or when the disk refuses.
     """
-    temporary = root / naming.temporary_name(step, term, number, generation)
-    final = root / naming.final_name(step)
+    names = [naming.temporary_name(step, term, n, generation) for n in range(number + 1)]
+    temporary, final = root / names[number], root / naming.final_name(step)
+    files = tuple(files)
+    for name in names[number if written is None else written : number]:
+        _take(root / name, temporary, files)
     if not _is_of_this_run(root, step, generation):
-        entries = dcp.join(temporary, tuple(files))
+        entries = dcp.join(temporary, files)
         if not entries:
             raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
         _name(temporary, entries)
@@ -79,6 +84,17 @@ def publish(
     if not ours:
         disk.remove(temporary)
     return ours
+
+
+def _take(source: Path, target: Path, files: tuple[FileEntry, ...]) -> None:
+    """Takes a folder, if it is there, from an agent that may be at work in it: stopped, cut off, or on a disk
+    that hangs. By name it finds nothing any more; a file that it has open goes, and is written anew.
+    """
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        return
+    _drop_others(target, {dcp.METADATA, *(path for file in files for path in (file.draft, file.path))})
 
 
 def _is_of_this_run(root: Path, step: int, generation: str) -> bool:

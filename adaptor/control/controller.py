@@ -257,8 +257,8 @@ class Controller:
                 directives = incident.on_renamed(rank, reason)
             case Published(incident=incident.number, step=step):
                 directives = incident.on_published(step)
-            case PublishFailed(incident=incident.number, reason=reason):
-                directives = incident.on_publish_failed(reason)
+            case PublishFailed(incident=incident.number, reason=reason, number=which):
+                directives = incident.on_publish_failed(reason, which)
         return self._route(directives)
 
     def _route(self, directives: list[Directive]) -> Orders:

@@ -158,7 +158,6 @@ class Incident:
             return []
         self.place.hand_over()
         if self.state is State.PREPARING:
-            self.place.number += 1
             return [self._order_prepare()]
         if self.state is State.PUBLISHING:
             return [self._order_publish()]
@@ -169,7 +168,7 @@ class Incident:
             return []
         if reason:
             return [self._order_prepare()] if self.place.refuse(reason) else self._end("lost", -1, reason)
-        self.place.path = folder
+        self.place.path, self.place.written = folder, number
         self.state = State.DUMPING
         return self._dump_again()
 
@@ -207,7 +206,9 @@ class Incident:
             return []
         return self._end("lost", -1, reason) if reason else self.on_published(self.step)
 
-    def on_publish_failed(self, reason: str) -> list[Directive]:
+    def on_publish_failed(self, reason: str, number: int) -> list[Directive]:
+        if number != self.place.number:
+            return []
         if self.state is State.FINDING:
             return self._end_otherwise()
         if self.state is not State.PUBLISHING:
@@ -242,7 +243,9 @@ class Incident:
                 Directive(Freeze(self.number), rank=rank)
                 for rank in self.roll_call.call(self.writing.taking_part)
             ]
-        if self.state in (State.PREPARING, State.DUMPING) and (overdue := self._overdue(now)):
+        if self.state in (State.PREPARING, State.DUMPING, State.PUBLISHING) and (
+            overdue := self._overdue(now)
+        ):
             return self._go_on_elsewhere(overdue)
         return []
 
@@ -270,6 +273,8 @@ class Incident:
         for node in overdue:  # whatever comes of it, it is not asked for again at once
             self.standstill.moved(node)
         blocked = self.place.blocked | overdue
+        if self.state is State.PUBLISHING:
+            return self._publish_elsewhere(blocked)
         there = {rank for rank, node in self.nodes.items() if node in blocked}
         again = self.writing.elsewhere(there, self.freezing.boards)
         if blocked.issuperset(self.agents) or (again is None and self.state is State.DUMPING):
@@ -280,8 +285,15 @@ class Incident:
             self.place.hand_over()
         if again is not None and self.state is State.DUMPING:
             return self._order_dump(again)
-        self.place.number += 1
         return [self._order_prepare()]
+
+    def _publish_elsewhere(self, blocked: set[int]) -> list[Directive]:
+        """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever."""
+        if self.place.hung or blocked.issuperset(self.agents):
+            return []
+        self.place.hung, self.place.blocked = True, blocked
+        self.place.hand_over()
+        return [self._order_publish()]
 
     def _decide_when_frozen(self) -> list[Directive]:
         return self._choose() if self.state is State.FREEZING and self.freezing.is_over else []
@@ -342,9 +354,10 @@ class Incident:
         return [Directive(order, rank=rank) for rank, order in orders.items()]
 
     def _order_publish(self) -> Directive:
+        self.standstill.expect([self.place.publisher])
         order = Publish(
             *(self.number, self.writing.save, self.step, self.writing.all_files, self.writing.holders),
-            *(self.world_size, self.term, self.place.number),
+            *(self.world_size, self.term, self.place.number, self.place.written),
         )
         return Directive(order, node=self.place.publisher)
 
@@ -364,7 +377,8 @@ class Incident:
         if not self.term or self.writing.handled or self.freezing.newest_told <= self._origin:
             return self._end_otherwise()
         self.state = State.FINDING
-        order = Find(self.number, self.writing.save, self.freezing.newest_told)
+        self.place.number += 1
+        order = Find(self.number, self.writing.save, self.freezing.newest_told, self.place.number)
         return [Directive(order, node=self.term)]  # the node of this controller
 
     def _end_otherwise(self) -> list[Directive]:

@@ -277,10 +277,11 @@ class Published(Message, frozen=True):
 
 
 class PublishFailed(Message, frozen=True):
-    """The checkpoint could not be published."""
+    """The checkpoint could not be published, or found; `number` is that of the order."""
 
     incident: int
     reason: str
+    number: int = 0
 
 
 # controller -> worker (by way of its agent)
@@ -366,7 +367,11 @@ class Prepared(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """Check, name and announce the checkpoint of `step`; `term` and `number` are those of its folder."""
+    """Check, name and announce the checkpoint of `step`; `term` and `number` are those of its folder.
+
+    `written`: the number under which it was written. Who publishes in the place of another, which may still
+    be at work, takes the folder first: gives it `number`, so that the other finds nothing any more.
+    """
 
     incident: int
     save: str
@@ -376,6 +381,7 @@ class Publish(Message, frozen=True):
     world_size: int
     term: int = 0
     number: int = 0
+    written: int = 0
 
 
 class Find(Message, frozen=True):
@@ -387,6 +393,7 @@ class Find(Message, frozen=True):
     incident: int
     save: str
     step: int
+    number: int = 0
 
 
 class Verdict(Message, frozen=True):

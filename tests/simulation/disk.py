@@ -52,12 +52,22 @@ class Disk:
 
     def wait(self, node: int, seconds: float = 0.0) -> Body[None]:
         """What a call on `node` takes: about `seconds`, or as long as names and folders take."""
-        if self.stuck_at <= self._clock.now < self.healed_at and node in self.stuck_on:
+        if self._hangs(node):
             late = self._random.uniform(0.0, 5.0)
             while self._clock.now < self.healed_at:
                 yield 1.0
             yield late
         yield self._random.uniform(0.1, 2.0) * (seconds or self.names_s)
+
+    def _hangs(self, node: int) -> bool:
+        return self.stuck_at <= self._clock.now < self.healed_at and node in self.stuck_on
+
+    def has_turn(self, by: Process) -> bool:
+        return self._turn is not None and self._turn[0] is by
+
+    def _hangs_in_turn(self, by: Filing, node: int) -> None:
+        if self._hangs(node):  # by design, all others wait
+            by.world.faults.disk_fails = True
 
     def write(self, folder: str, path: str, content: Any) -> None:
         if folder not in self.folders:
@@ -81,14 +91,21 @@ class Disk:
         temporary = naming.temporary_name(step, order.term, order.number, generation)
         yield from self.wait(node)
         self._may_fail()
+        for before in range(order.number - 1, order.written - 1, -1):
+            name = naming.temporary_name(step, order.term, before, generation)
+            if name in self.folders:
+                self.folders[temporary] = self.folders.pop(name)
+            yield from self.wait(node)
         if not self._is_of(step, generation):
             yield from self._make_ready(order, temporary, node)
         while self._turn is not None and self._turn[0].alive:
             yield 0.05
         self._turn = mine = (by, order)
         try:
+            self._hangs_in_turn(by, node)
             if not self._is_of(step, generation):
                 yield from self._move_in(step, temporary, by, node)
+            self._hangs_in_turn(by, node)
             yield from self.wait(node)
             self._announce(step, generation)
         finally:

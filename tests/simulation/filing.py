@@ -57,7 +57,7 @@ class Filing(Process):
                     step = yield from disk.publish(order, self, self._node)
                 said = Published(order.incident, step, order.save)
             except Exception as error:
-                said = PublishFailed(order.incident, str(error))
+                said = PublishFailed(order.incident, str(error), order.number)
             answer(said)
 
         self._run(work())

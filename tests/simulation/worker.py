@@ -95,7 +95,9 @@ class Worker(Process):
         self.rank = rank
         self.node = world.job.nodes[rank]
         self.agent = world.agents[self.node]
-        self.says = Link(self.clock, world.local_delay, lambda said: self.agent.hear(self, said))
+        self.says = Link(
+            self.clock, world.local_delay, lambda said: self.agent.do(self.agent.hear, self, said)
+        )
         self.hears = Link(self.clock, world.local_delay, lambda order: self.do(self._obey, order))
         self.hellos = False  # whether the agent has heard of it
         self.gone = False  # whether the agent has seen it end

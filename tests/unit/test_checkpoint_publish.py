@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.checkpoint import manifest, naming, publish
+from adaptor.checkpoint import disk, manifest, naming, publish
 from adaptor.checkpoint.manifest import FileEntry, HashingFile, Manifest
 from adaptor.checkpoint.turn import turn
 from adaptor.errors import CheckpointError
@@ -462,6 +462,29 @@ def test_an_agent_that_was_given_up_comes_back_late(root: Path) -> None:
     assert publish.publish(root, STEP, entries, {}, 2, "ours", number=1)
     check_promises(root)
     assert publish.clean(root, 0, "ours") == [late.name]
+
+
+def test_an_agent_that_stopped_while_it_published_comes_back_late(root: Path) -> None:
+    """Another one has taken the folder: neither by its name nor in a file that is open is it changed."""
+    late = publish.prepare(root, STEP, generation="ours")
+    entries = write(late, b"new")
+    with (late / naming.MANIFEST).open("wb") as file:
+        assert publish.publish(root, STEP, entries, {}, 2, "ours", number=2, written=0)
+        file.write(b"late")
+    with pytest.raises(FileNotFoundError):
+        disk.write(late / naming.MANIFEST, b"late")
+    check_promises(root)
+    assert left_over(root) == []
+    assert manifest.verify(root / naming.final_name(STEP)) == []
+
+
+def test_who_is_late_finds_what_another_one_has_published(root: Path) -> None:
+    entries = write(publish.prepare(root, STEP, generation="ours"), b"new")
+    assert publish.publish(root, STEP, entries, {}, 2, "ours", number=1, written=0)
+    assert not publish.publish(root, STEP, entries, {}, 2, "ours", number=2, written=0)
+    assert not publish.publish(root, STEP, entries, {}, 2, "ours")
+    check_promises(root)
+    assert left_over(root) == []
 
 
 def test_many_sides_publish_different_steps(root: Path) -> None:
