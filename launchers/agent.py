@@ -77,6 +77,7 @@ class SurvivorsAgent(LocalElasticAgent):
             store=self._store_of_this_generation(worker_group),
             host=worker_group.master_addr,
         )
+        self._control.meet()
         started = super()._start_workers(worker_group)
         handlers = self._pcontext.subprocess_handlers
         self._control.watch({worker.global_rank: handlers[worker.local_rank].proc for worker in workers})

@@ -16,6 +16,7 @@ from adaptor.control.messages import (
     Dump,
     Dying,
     Exit,
+    Find,
     Freeze,
     Frozen,
     Leave,
@@ -41,6 +42,7 @@ _ORDERS = {
     Dump: "dump-ordered",
     Prepare: "prepare",
     Publish: "publish-ordered",
+    Find: "find-ordered",
     Rename: "rename-ordered",
     Exit: "exit",
 }
@@ -111,7 +113,9 @@ class Chronicle:
             )
         what = _ORDERS.get(type(order), "")
         if what:
-            detail = f"step {order.step}" if isinstance(order, Dump | Prepare | Publish | Rename) else ""
+            detail = (
+                f"step {order.step}" if isinstance(order, Dump | Prepare | Publish | Find | Rename) else ""
+            )
             self._add(what, time.time(), rank, node, detail)
 
     def begin(self) -> None:

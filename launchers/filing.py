@@ -12,7 +12,15 @@ from typing import Any
 
 from adaptor.checkpoint import publish
 from adaptor.control.deadline import deadline
-from adaptor.control.messages import Prepare, Prepared, Publish, Published, PublishFailed
+from adaptor.control.messages import (
+    Find,
+    FromAgent,
+    Prepare,
+    Prepared,
+    Publish,
+    Published,
+    PublishFailed,
+)
 from adaptor.errors import CheckpointError
 
 # What was not published is removed within it, or by the next start: some files, on a disk that answers.
@@ -30,35 +38,31 @@ class Filing:
         """Whether a thread is at work, even if nobody waits for it any longer."""
         return bool(self._running)
 
-    async def prepare(self, order: Prepare) -> Prepared:
-        try:
-            where = (Path(order.save), order.step, order.term, order.number)
-            folder = await self._in_thread(publish.prepare, *where)
-        except Exception as error:
-            return Prepared(order.incident, "", _line(error), order.number)
-        return Prepared(order.incident, str(folder), "", order.number)
-
-    async def publish(self, order: Publish, generation: str) -> Published | PublishFailed:
-        """`generation`: of the workers that the incident is of."""
+    async def do(self, order: Prepare | Publish | Find, generation: str) -> FromAgent:
+        """Returns the answer; `generation`: of the workers that the incident is of."""
         root = Path(order.save)
-        rest = (order.files, order.writers, order.world_size, generation, order.term, order.number)
-
-        def act() -> int:
-            publish.publish(root, order.step, *rest)
-            # The other side of a cut network may have saved a later step.
-            return max(order.step, publish.tracked_step(root) or 0)
-
+        match order:
+            case Prepare():
+                where = (root, order.step, order.term, order.number, generation)
+                try:
+                    folder = await self._in_thread(publish.prepare, *where)
+                except Exception as error:
+                    return Prepared(order.incident, "", _line(error), order.number)
+                return Prepared(order.incident, str(folder), "", order.number)
+            case Publish():
+                act = functools.partial(_publish, root, order, generation)
+            case Find():
+                act = functools.partial(publish.find, root, order.step, generation)
         try:
-            step = await self._in_thread(act)
+            return Published(order.incident, await self._in_thread(act), order.save)
         except Exception as error:
-            return PublishFailed(order.incident, _line(error))
-        return Published(order.incident, step, order.save)
+            return PublishFailed(order.incident, _line(error), order.number)
 
-    async def clean(self, root: Path, term: int) -> None:
+    async def clean(self, root: Path, term: int, generation: str) -> None:
         """See `publish.clean`; a disk that hangs is not waited for for ever."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with deadline(CLEAN_S):
-                await self._in_thread(publish.clean, root, term)
+                await self._in_thread(publish.clean, root, term, generation)
 
     async def _in_thread(self, act: Callable[..., Any], *args: Any) -> Any:
         """A thread of its own: one that hangs must not keep ttprun from its end, as one of a pool would."""
@@ -86,3 +90,10 @@ class Filing:
 
 def _line(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _publish(root: Path, order: Publish, generation: str) -> int:
+    what = (order.step, order.files, order.writers, order.world_size, generation)
+    publish.publish(root, *what, order.term, order.number, order.written)
+    # The other side of a cut network may have saved a later step.
+    return max(order.step, publish.tracked_step(root) or 0)

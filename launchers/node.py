@@ -1,7 +1,7 @@
 """The control thread of an agent: hears its workers, sees them die, and speaks with the controller.
 
 One event loop in one thread per `ttprun`. A generation is the time from one start of all workers to the next;
-`begin` and `watch` open it, `end` closes it. All it makes in a file system is a folder for what
+`begin`, `meet` and `watch` open it, `end` closes it. All it makes in a file system is a folder for what
 multiprocessing makes in the workers, which end in no orderly way.
 """
 
@@ -29,6 +29,7 @@ from adaptor.control.messages import (
     Died,
     Dismissed,
     Exit,
+    Find,
     FromAgent,
     Leave,
     Prepare,
@@ -126,6 +127,11 @@ class Node:
             self._await(way.join(host, int(port), bytes.fromhex(secret), tuple(ranks)))
         self._generation = os.environ[GENERATION] = generation
         os.environ[RESUME] = str(resume)
+
+    def meet(self) -> None:
+        """Wait for the nodes that would have the controller if it were lost."""
+        assert self._way is not None
+        self._await(self._way.meet())
 
     def watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
         """The workers have been started; `processes` by rank."""
@@ -228,10 +234,8 @@ class Node:
         match order:
             case Addressed(rank=rank, message=message):
                 self._workers.order(rank, message)
-            case Prepare():
-                self._spawn(self._answer(self._filing.prepare(order)))
-            case Publish():
-                self._spawn(self._answer(self._filing.publish(order, self._generation)))
+            case Prepare() | Publish() | Find():
+                self._spawn(self._answer(self._filing.do(order, self._generation)))
             case Dismissed():
                 self._dismissed = True
                 self._rest(self._judge_alone)
@@ -261,7 +265,7 @@ class Node:
         try:
             hub = self._hub
             if not self._filing.busy and hub is not None and self.verdict is not None and self.verdict.save:
-                await self._filing.clean(Path(self.verdict.save), hub.term)
+                await self._filing.clean(Path(self.verdict.save), hub.term, self._generation)
         except CheckpointError as error:
             print(f"[ttp] {error}", file=sys.stderr)
         finally:

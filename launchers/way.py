@@ -12,6 +12,7 @@ before is heard there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from adaptor.control.legacy import stands_by
 from adaptor.control.messages import AgentHello, Beat, ControllerToAgent, FromAgent, Place, Verdict
 from adaptor.control.succession import Succession
 from adaptor.launchers.chronicle import Chronicle
-from adaptor.launchers.gate import LOOPBACK, Gate, knock, reach
+from adaptor.launchers.gate import KNOCK_S, LOOPBACK, Gate, knock, reach
 from adaptor.launchers.hub import Hub
 from adaptor.launchers.strangers import Strangers
 from adaptor.launchers.tls import Tls
@@ -65,10 +66,11 @@ class Way:
         self._despair = despair
         self._secret = b""
         self._address = LOOPBACK
-        self._succession = Succession(node)
+        self._succession = Succession(node, nodes)
         self._send: Callable[[FromAgent], None] | None = None
         self._resting = False
         self._my_turn = asyncio.Event()
+        self._knows_the_way = asyncio.Event()
         self._strangers = Strangers("the controller's port")
         self._gate: Gate | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,6 +102,16 @@ class Way:
         self._send = _sender(writer)
         self.say(AgentHello(self._node, ranks, gate))
         self._spawn(self._follow(reader, writer))
+
+    async def meet(self) -> None:
+        """Return once this node knows where it would find the next controllers: before workers start.
+
+        Whoever does not come within the time in which it would have given up is missed by the framework.
+        """
+        if self.hub is None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with deadline(KNOCK_S):
+                    await self._knows_the_way.wait()
 
     def say(self, message: FromAgent) -> None:
         """To the controller; what it must know, to the next one as well."""
@@ -182,6 +194,7 @@ class Way:
                 await self._hear(reader, patience_s)
             except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
                 self._send = None
+                self._knows_the_way.set()  # or never will
             finally:
                 beats.cancel()
                 writer.close()
@@ -205,6 +218,8 @@ class Way:
             if isinstance(order, Verdict):
                 self._chronicle.next_incident = order.incident + 1
             self._obey(order)
+        if self._succession.knows_the_way:
+            self._knows_the_way.set()
 
     async def _next(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         """A connection to the next controller; None where it is this node's, or there is none."""

@@ -59,7 +59,7 @@ def renamed(path: str) -> str:
         below = Path(path).relative_to(save.root / naming.final_name(save.step))
     except ValueError:
         return path
-    return str(save.root / naming.regular_name(save.step) / below)
+    return str(save.root / naming.regular_name(save.step, _generation()) / below)
 
 
 def tracker(path: str) -> str:
@@ -101,10 +101,14 @@ def scheduled(request: Any) -> None:
 
 
 def _complete(save: _Save) -> None:
-    publish.sync_regular(save.root, save.step)
+    publish.sync_regular(save.root, save.step, _generation())
     runtime.get().session.publishing(lambda: _publish(save))
 
 
 def _publish(save: _Save) -> None:
-    publish.publish_regular(save.root, save.step, os.environ.get(GENERATION, ""))
+    publish.publish_regular(save.root, save.step, _generation())
     publish.replace_tracker(save.root, save.step)
+
+
+def _generation() -> str:
+    return os.environ.get(GENERATION, "")

@@ -1,11 +1,14 @@
 """Names of checkpoint folders and of the tracker file, as Megatron spells them, and ours beside them.
 
 iter_0000012               a complete checkpoint; under this name nothing else ever lies
-iter_0000012_tmp           last words being written; iter_0000012_tmp2 by the controller of term 2, and
-iter_0000012_tmp2.1        once the agent that was to make that one was given up
-iter_0000012_saving        a regular save of the framework being written
+iter_0000012_tmp_0f3a       last words being written by the generation 0f3a of workers
+iter_0000012_tmp2.1_0f3a    by its controller of term 2, once the agent that was to make the first is given up
+iter_0000012_saving_0f3a    a regular save of the framework being written
 aside_iter_0000012.1       what lay under the final name, incomplete, damaged or of an earlier run
 replaced_iter_0000012      a complete checkpoint whose newer version is just being moved in
+
+What works on a disk that hangs may go on when the disk does, generations later: so it finds only names of its
+own generation, and can neither empty nor remove what a later one writes.
 
 No name of ours that outlives a save starts with `iter_`: some tools parse whatever follows that prefix as a
 number.
@@ -19,7 +22,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "ttp_manifest.json"
 
 _FINAL = re.compile(r"iter_(\d{7,})")
-_TEMPORARY = re.compile(r"iter_\d{7,}_(?:tmp(\d*)(?:\.\d+)?|saving)")
+_TEMPORARY = re.compile(r"iter_\d{7,}_(?:tmp(\d*)(?:\.\d+)?|saving)(_[^_]+)?")
+_GENERATION = 8  # so many characters of what is drawn at random tell one from another
 _REPLACED = re.compile(r"replaced_iter_(\d{7,})")
 
 
@@ -30,18 +34,22 @@ def final_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
-def temporary_name(step: int, term: int = 0, number: int = 0) -> str:
+def temporary_name(step: int, term: int = 0, number: int = 0, generation: str = "") -> str:
     """The folder that last words are written to until they are published.
 
     Two controllers may be at work, one on each side of a cut network; no two have the same `term`. And two
     agents of one controller, where the disk of one hangs: each makes the folder of another `number`.
     """
-    return f"{final_name(step)}_tmp{term or ''}" + (f".{number}" if number else "")
+    return f"{final_name(step)}_tmp{term or ''}" + (f".{number}" if number else "") + _mark(generation)
 
 
-def regular_name(step: int) -> str:
+def regular_name(step: int, generation: str = "") -> str:
     """The folder that a regular save of the framework is written to until it is complete."""
-    return f"{final_name(step)}_saving"
+    return f"{final_name(step)}_saving{_mark(generation)}"
+
+
+def _mark(generation: str) -> str:
+    return f"_{generation[:_GENERATION]}" if generation else ""
 
 
 def aside_name(step: int, number: int) -> str:
@@ -57,6 +65,12 @@ def replaced_name(step: int) -> str:
 def is_temporary(name: str) -> bool:
     """Whether `name` is a folder that only a live process may own."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_of(name: str, generation: str) -> bool:
+    """Whether `name` is a temporary folder of this `generation` of workers."""
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and (match.group(2) or "") == _mark(generation)
 
 
 def term_of(name: str) -> int:

@@ -28,13 +28,13 @@ _RENAME_EXCHANGE = 2
 
 
 @disk.one_line
-def prepare(root: Path, step: int, term: int = 0, number: int = 0) -> Path:
+def prepare(root: Path, step: int, term: int = 0, number: int = 0, generation: str = "") -> Path:
     """Makes an empty temporary folder for the last words of `step` and returns it; a stale one is removed.
 
     `term` is that of the controller, `number` that of the folder; nobody else may be at work in it.
     """
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / naming.temporary_name(step, term, number)
+    folder = root / naming.temporary_name(step, term, number, generation)
     disk.remove(folder)
     folder.mkdir()
     return folder
@@ -50,19 +50,25 @@ def publish(
     generation: str = "",
     term: int = 0,
     number: int = 0,
+    written: int | None = None,
 ) -> bool:
     """Turns the temporary folder of `step`, `term`, `number` into a checkpoint and lets the tracker name it.
 
     Call it once every group has reported its `files` (paths relative to the folder). `groups` is what the
-    manifest keeps about who wrote which group. Returns False when a complete checkpoint of this step was
-    there already that the same `generation` of workers has made: that one stays and ours is removed. One of
-    another generation need not have come the same way: it is moved aside. Where the tracker names a later
-    step of the same generation, another controller has saved it, and it stays. Raises CheckpointError when a
-    file is missing or has another size, when parts do not make a whole, or when the disk refuses.
+    manifest keeps about who wrote which group. Where the folder was made as number `written`, it is taken
+    from whoever may be at work in it. Returns False when a complete checkpoint of this step was there already
+    that the same `generation` of workers has made: that one stays and ours is removed. One of another
+    generation need not have come the same way: it is moved aside. Where the tracker names a later step of the
+    same generation, another controller has saved it, and it stays. Raises CheckpointError when a file is
+    missing or has another size, when parts do not make a whole, or when the disk refuses.
     """
-    temporary, final = root / naming.temporary_name(step, term, number), root / naming.final_name(step)
+    names = [naming.temporary_name(step, term, n, generation) for n in range(number + 1)]
+    temporary, final = root / names[number], root / naming.final_name(step)
+    files = tuple(files)
+    for name in names[number if written is None else written : number]:
+        _take(root / name, temporary, files)
     if not _is_of_this_run(root, step, generation):
-        entries = dcp.join(temporary, tuple(files))
+        entries = dcp.join(temporary, files)
         if not entries:
             raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
         _name(temporary, entries)
@@ -80,9 +86,36 @@ def publish(
     return ours
 
 
+def _take(source: Path, target: Path, files: tuple[FileEntry, ...]) -> None:
+    """Takes a folder, if it is there, from an agent that may be at work in it: stopped, cut off, or on a disk
+    that hangs. By name it finds nothing any more; a file that it has open goes, and is written anew.
+    """
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        return
+    _drop_others(target, {dcp.METADATA, *(path for file in files for path in (file.draft, file.path))})
+
+
 def _is_of_this_run(root: Path, step: int, generation: str) -> bool:
     """Whether a complete checkpoint of `step` is there that the same generation of workers has made."""
     return is_complete(root, step) and _generation_of(root / naming.final_name(step)) == generation
+
+
+@disk.one_line
+def find(root: Path, step: int, generation: str) -> int:
+    """Lets the tracker name the newest complete checkpoint, of `step` or later, that `generation` has made.
+
+    Returns its step; raises CheckpointError when there is none. Whoever made it may have died before it could
+    replace the tracker, or tell.
+    """
+    steps = (naming.step_of(path.name) for path in root.iterdir())
+    for found in sorted((s for s in steps if s is not None and s >= step), reverse=True):
+        if _is_of_this_run(root, found, generation):
+            with turn(_draft(root)):
+                _announce(root, found, generation)
+            return found
+    raise CheckpointError(f"{root}: there is no checkpoint of step {step}, or a later one, of this run")
 
 
 def _announce(root: Path, step: int, generation: str) -> None:
@@ -96,21 +129,21 @@ def _announce(root: Path, step: int, generation: str) -> None:
 
 
 @disk.one_line
-def sync_regular(root: Path, step: int) -> None:
+def sync_regular(root: Path, step: int, generation: str = "") -> None:
     """Brings a regular save to disk, which may take long, so that `publish_regular` does not."""
-    for path in disk.files(root / naming.regular_name(step)):
+    for path in disk.files(root / naming.regular_name(step, generation)):
         disk.sync(path)
 
 
 @disk.one_line
 def publish_regular(root: Path, step: int, generation: str = "") -> None:
-    """Gives a regular save, which the framework wrote to `regular_name(step)`, its final name.
+    """Gives a regular save, which the framework wrote to `regular_name(step, generation)`, its final name.
 
     The tracker is left to the framework. A complete checkpoint of the same step is replaced by the newer one,
     without a moment in which neither bears the name where the filesystem can exchange two names. Raises
     CheckpointError.
     """
-    saving, final = root / naming.regular_name(step), root / naming.final_name(step)
+    saving, final = root / naming.regular_name(step, generation), root / naming.final_name(step)
     if not saving.is_dir():
         if is_complete(root, step):
             return
@@ -143,15 +176,16 @@ def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> None:
 
 
 @disk.one_line
-def clean(root: Path, term: int | None = None) -> list[str]:
+def clean(root: Path, term: int | None = None, generation: str = "") -> list[str]:
     """Removes what dead processes left behind and returns the names; only call it while no worker lives.
 
-    At the end of an incident workers on the other side of a cut network may live: only what was made for the
-    controller of `term` is removed then; regular saves count as made for the first one, with rank 0.
+    At the end of an incident workers on the other side of a cut network may live, and the disk may hang until
+    those of a later generation do: only what was made for the controller of `term` in this `generation` is
+    removed then; regular saves count as made for the first one, with rank 0.
     """
     removed = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        if term is not None and naming.term_of(path.name) != term:
+        if term is not None and not _is_left_by(path.name, term, generation):
             continue
         step = naming.step_of_replaced(path.name)
         if step is not None and not (root / naming.final_name(step)).exists():
@@ -164,6 +198,10 @@ def clean(root: Path, term: int | None = None) -> list[str]:
     for draft in root.glob(f"{naming.TRACKER}.*.saving") if not term else ():
         draft.unlink(missing_ok=True)
     return removed
+
+
+def _is_left_by(name: str, term: int, generation: str) -> bool:
+    return naming.term_of(name) == term and (naming.is_of(name, generation) or not naming.is_temporary(name))
 
 
 def is_complete(root: Path, step: int) -> bool:

@@ -134,9 +134,11 @@ class Controller:
                 return self._on_still(message, now)
             case Moving(node=node):
                 self._still.pop(node, None)
-            case Dying(rank=rank):
+            case Dying(rank=rank, board=board):
+                self.roster.boards[rank] = board
                 return self._on_dying(rank, now)
             case Died(rank=rank, status=status, board=board):
+                self.roster.boards[rank] = board
                 if board.phase == Phase.ENDED:
                     self._causes.ended.add(rank)
                 return self._on_deaths({rank: status}, now)
@@ -204,6 +206,7 @@ class Controller:
         self.roster.agents.discard(node)
         self._take_over.lose(node)
         ranks = self._causes.lost[node] = self.roster.left_on(node)
+        self.roster.vanished.update(ranks)
         orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), now)
         if self.incident is not None:
             orders += self._route(self.incident.on_agent_lost(node))
@@ -232,6 +235,7 @@ class Controller:
             self._store,
             self.roster.unbegun,
             self._take_over.awaited,
+            self.roster.boards,
             self.term,
             stacks=self._causes.hang_s > 0,
             answer_s=ANSWER_S if self._causes.hang_s or self._causes.asked else 0.0,
@@ -261,8 +265,8 @@ class Controller:
                 directives = incident.on_renamed(rank, reason)
             case Published(incident=incident.number, step=step):
                 directives = incident.on_published(step)
-            case PublishFailed(incident=incident.number, reason=reason):
-                directives = incident.on_publish_failed(reason)
+            case PublishFailed(incident=incident.number, reason=reason, number=which):
+                directives = incident.on_publish_failed(reason, which)
         return self._route(directives)
 
     def _route(self, directives: list[Directive]) -> Orders:

@@ -1,7 +1,7 @@
 """Who is asked to freeze, and who has; pure, without a clock.
 
 A step is chosen only when every live rank has told where it stands, or has run out of time. Where training
-has only just begun, what ranks hold may still be on its way.
+has only just begun, what ranks hold may still be on its way, or lost with their node.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Freezing:
         layouts: what ranks have told that they hold.
         unbegun: ranks that ended before training had begun on them, so that no step has finished.
         awaited: nodes that may yet come to a controller that has taken the place of another.
+        gone: the last boards of ranks that have ended.
+        took_over: every agent that is there has told all that it knows.
         answer_s: how long a rank has for its answer.
 
     boards  of those that have answered
@@ -37,6 +39,8 @@ class Freezing:
         world_size: int,
         unbegun: Collection[int],
         awaited: Collection[int],
+        gone: Mapping[int, BoardRecord],
+        took_over: bool,
         opened_at: float,
         answer_s: float,
     ) -> None:
@@ -45,6 +49,8 @@ class Freezing:
         self._world_size = world_size
         self._unbegun = unbegun
         self._awaited = awaited
+        self._gone = gone
+        self._took_over = took_over
         self._opened_at = opened_at
         self._answers_by = opened_at + answer_s
         self._explained_by = 0.0  # layouts are waited for
@@ -64,8 +70,15 @@ class Freezing:
 
     @property
     def never_begun(self) -> bool:
-        """Whether somebody ended before training had begun, and nobody may come who knows better."""
-        return bool(self._unbegun) and not self._awaited
+        """Whether training had not begun on somebody, and nobody may come who knows better."""
+        if self._awaited:
+            return False
+        return bool(self._unbegun) or (self._took_over and not self._nodes.keys() <= self._layouts.keys())
+
+    @property
+    def unknown(self) -> list[int]:
+        """The ranks that have not told what they hold."""
+        return [rank for rank in range(self._world_size) if rank not in self._layouts]
 
     @property
     def is_over(self) -> bool:
@@ -77,6 +90,10 @@ class Freezing:
 
     def ask(self) -> None:
         self._explained_by = 0.0
+
+    def hurry(self, until: float) -> None:
+        """Answers are waited for until then at the latest."""
+        self._answers_by = min(self._answers_by, until)
 
     def is_late(self, now: float) -> bool:
         """Whether layouts have been waited for long enough."""
@@ -102,7 +119,12 @@ class Freezing:
     @property
     def newest_finished(self) -> int:
         """The newest step that anyone has finished, who is gone now included, or has left in its middle."""
-        return max([self._newest, *map(_newest, self.boards.values())])
+        return max([self.newest_told, *map(_newest, self.boards.values())])
+
+    @property
+    def newest_told(self) -> int:
+        """The same, but for those who have been let through to a step since they told."""
+        return max([self._newest, *map(_newest, self._gone.values())])
 
     def let_through(self, ranks: Iterable[int], step: int) -> None:
         """They go through the door to `step`, if they have not; without a copy there is no way back."""

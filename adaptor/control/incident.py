@@ -5,6 +5,7 @@ PREPARING  an agent makes the temporary folder
 DUMPING    the chosen holders bring themselves to the step and write
 PUBLISHING an agent checks the files, renames the folder and replaces the tracker; where handlers of the
            script write what is saved, nothing is prepared, and one rank's handler gives it its name
+FINDING    nothing can be saved, but the controller that is lost may have had it saved: an agent looks
 ENDED      the verdict is out and every worker has been told to exit
 
 Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from adaptor.control.freezing import Freezing
 from adaptor.control.messages import (
     BoardRecord,
+    Find,
     Freeze,
     Layout,
     Phase,
@@ -45,8 +47,8 @@ STUCK_S = 5.0
 class Incident:
     """`nodes` maps the ranks that are alive to their nodes, `agents` are the nodes with an agent.
 
-    The owner takes out what is gone. `unbegun` and `awaited`: see `Freezing`; `term`: of the controller, 0
-    for the first; `stuck`: ranks that were given up in the dump; `stacks`: the ranks are to tell where they
+    The owner takes out what is gone. `unbegun`, `awaited`, `gone`: see `Freezing`; `term`: of the controller,
+    0 for the first; `stuck`: ranks that were given up in the dump; `stacks`: the ranks are to tell where they
     stand; `answer_s`: how long they have for an answer, half of the time where it is not said.
     """
 
@@ -60,6 +62,7 @@ class Incident:
     store: tuple[str, int]
     unbegun: Collection[int] = ()
     awaited: Collection[int] = ()
+    gone: Mapping[int, BoardRecord] = field(default_factory=dict)
     term: int = 0
     state: State = State.FREEZING
     outcome: Outcome | None = None
@@ -68,13 +71,14 @@ class Incident:
     deadline: float = 0.0
     stacks: bool = False
     answer_s: float = 0.0
+    otherwise: Outcome | None = None  # where nothing is found
 
     def __post_init__(self) -> None:
         # Time is left for the dump: a rank that has not closed its door by then is no holder.
         half = self.timeout_s / 2
         self.freezing = Freezing(
             *(self.nodes, self.layouts, self.world_size, self.unbegun, self.awaited),
-            *(self.opened_at, min(half, self.answer_s or half)),
+            *(self.gone, self.term > 0, self.opened_at, min(half, self.answer_s or half)),
         )
         self.writing = Writing(self.layouts)
         self.place = Place(self.agents)
@@ -154,7 +158,6 @@ class Incident:
             return []
         self.place.hand_over()
         if self.state is State.PREPARING:
-            self.place.number += 1
             return [self._order_prepare()]
         if self.state is State.PUBLISHING:
             return [self._order_publish()]
@@ -165,7 +168,7 @@ class Incident:
             return []
         if reason:
             return [self._order_prepare()] if self.place.refuse(reason) else self._end("lost", -1, reason)
-        self.place.path = folder
+        self.place.path, self.place.written = folder, number
         self.state = State.DUMPING
         return self._dump_again()
 
@@ -188,6 +191,8 @@ class Incident:
         return self._dump_again()
 
     def on_published(self, step: int) -> list[Directive]:
+        if self.state is State.FINDING:
+            return self._end("saved", step, "")
         if self.state is not State.PUBLISHING:
             return []
         step = max(self.step, step)
@@ -201,7 +206,11 @@ class Incident:
             return []
         return self._end("lost", -1, reason) if reason else self.on_published(self.step)
 
-    def on_publish_failed(self, reason: str) -> list[Directive]:
+    def on_publish_failed(self, reason: str, number: int) -> list[Directive]:
+        if number != self.place.number:
+            return []
+        if self.state is State.FINDING:
+            return self._end_otherwise()
         if self.state is not State.PUBLISHING:
             return []
         return [self._order_publish()] if self.place.refuse(reason) else self._end("lost", -1, reason)
@@ -220,7 +229,7 @@ class Incident:
         if self.state is State.ENDED:
             return []
         if self.freezing.waits:
-            return self._end_before_training() if self.freezing.is_late(now) else []
+            return self._go_on_without_layouts(now) if self.freezing.is_late(now) else []
         if now >= self.deadline:
             return self._run_out_of_time()
         if self.state is State.FREEZING and self.freezing.lose_patience(now):
@@ -231,11 +240,15 @@ class Incident:
                 Directive(Freeze(self.number), rank=rank)
                 for rank in self.roll_call.call(self.writing.taking_part)
             ]
-        if self.state in (State.PREPARING, State.DUMPING) and (overdue := self._overdue(now)):
+        if self.state in (State.PREPARING, State.DUMPING, State.PUBLISHING) and (
+            overdue := self._overdue(now)
+        ):
             return self._go_on_elsewhere(overdue)
         return []
 
     def _run_out_of_time(self) -> list[Directive]:
+        if self.state is State.FINDING:
+            return self._end_otherwise()
         stuck = self.roll_call.silent
         if self.state is State.DUMPING and stuck:
             # Nobody else has what they were chosen for, or they would not have been waited for.
@@ -269,6 +282,8 @@ class Incident:
         for node in overdue:  # whatever comes of it, it is not asked for again at once
             self.standstill.moved(node)
         blocked = self.place.blocked | overdue
+        if self.state is State.PUBLISHING:
+            return self._publish_elsewhere(blocked)
         there = {rank for rank, node in self.nodes.items() if node in blocked}
         again = self.writing.elsewhere(there, self.freezing.boards)
         if blocked.issuperset(self.agents) or (again is None and self.state is State.DUMPING):
@@ -279,15 +294,34 @@ class Incident:
             self.place.hand_over()
         if again is not None and self.state is State.DUMPING:
             return self._order_dump(again)
-        self.place.number += 1
         return [self._order_prepare()]
+
+    def _publish_elsewhere(self, blocked: set[int]) -> list[Directive]:
+        """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever."""
+        if self.place.hung or blocked.issuperset(self.agents):
+            return []
+        self.place.hung, self.place.blocked = True, blocked
+        self.place.hand_over()
+        return [self._order_publish()]
 
     def _decide_when_frozen(self) -> list[Directive]:
         return self._choose() if self.state is State.FREEZING and self.freezing.is_over else []
 
+    def _go_on_without_layouts(self, now: float) -> list[Directive]:
+        """Ask those who are there: they know whether a step has finished."""
+        if self.freezing.never_begun or not self.layouts:
+            return self._end_before_training()
+        self.freezing.hurry(now + STUCK_S)
+        return self._freeze()
+
     def _choose(self) -> list[Directive]:
         """Take the newest step that there is now."""
-        origin = max(layout.origin for layout in self.layouts.values())
+        origin = self._origin
+        if not self.freezing.knows_all:
+            if self.freezing.newest_told <= origin:
+                return self._end_before_training()
+            who = ", ".join(map(str, self.freezing.unknown))
+            return self._end_unless_found(f"what rank {who} held is not known, word of it was lost")
         decision = self.writing.decide(self.freezing.boards)
         if isinstance(decision, NoPlan):
             useless = _do_not_answer(self.freezing.silent + self.stuck) + "".join(
@@ -295,7 +329,7 @@ class Incident:
                 for rank, board in self.freezing.boards.items()
                 if board.phase == Phase.UNREADABLE
             )
-            return self._end("lost", -1, decision.reason + useless, unheld=True)
+            return self._end_unless_found(decision.reason + useless, unheld=True)
         if decision.step <= origin:
             reason = f"no step has finished since step {origin}" if origin else "no step has finished"
             return self._end("nothing", origin, reason)
@@ -327,9 +361,10 @@ class Incident:
         return [Directive(order, rank=rank) for rank, order in orders.items()]
 
     def _order_publish(self) -> Directive:
+        self.standstill.expect([self.place.publisher])
         order = Publish(
             *(self.number, self.writing.save, self.step, self.writing.all_files, self.writing.holders),
-            *(self.world_size, self.term, self.place.number),
+            *(self.world_size, self.term, self.place.number, self.place.written),
         )
         return Directive(order, node=self.place.publisher)
 
@@ -338,6 +373,25 @@ class Incident:
         holders = self.writing.holders.values()
         self.namer = min(rank for group in holders for rank in group if rank in self.nodes)
         return Directive(Rename(self.number, self.step), rank=self.namer)
+
+    @property
+    def _origin(self) -> int:
+        return max(layout.origin for layout in self.layouts.values())
+
+    def _end_unless_found(self, reason: str, *, unheld: bool = False) -> list[Directive]:
+        """It is lost; but one that is not the first controller does not know what was done before."""
+        self.otherwise = Outcome("lost", -1, reason, unheld)
+        if not self.term or self.writing.handled or self.freezing.newest_told <= self._origin:
+            return self._end_otherwise()
+        self.state = State.FINDING
+        self.place.number += 1
+        order = Find(self.number, self.writing.save, self.freezing.newest_told, self.place.number)
+        return [Directive(order, node=self.term)]  # the node of this controller
+
+    def _end_otherwise(self) -> list[Directive]:
+        assert self.otherwise is not None
+        self.state, self.outcome = State.ENDED, self.otherwise
+        return []
 
     def _end_before_training(self) -> list[Directive]:
         return self._end("nothing", -1, "no step has finished: training had not begun on every rank")

@@ -291,10 +291,11 @@ class Published(Message, frozen=True):
 
 
 class PublishFailed(Message, frozen=True):
-    """The checkpoint could not be published."""
+    """The checkpoint could not be published, or found; `number` is that of the order."""
 
     incident: int
     reason: str
+    number: int = 0
 
 
 # agent -> worker
@@ -387,7 +388,11 @@ class Prepared(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """Check, name and announce the checkpoint of `step`; `term` and `number` are those of its folder."""
+    """Check, name and announce the checkpoint of `step`; `term` and `number` are those of its folder.
+
+    `written`: the number under which it was written. Who publishes in the place of another, which may still
+    be at work, takes the folder first: gives it `number`, so that the other finds nothing any more.
+    """
 
     incident: int
     save: str
@@ -396,6 +401,19 @@ class Publish(Message, frozen=True):
     writers: dict[str, tuple[int, ...]]
     world_size: int
     term: int = 0
+    number: int = 0
+    written: int = 0
+
+
+class Find(Message, frozen=True):
+    """A controller that is lost may have had `step`, or a later one, saved: let the tracker name it.
+
+    The answer is `Published`, or `PublishFailed` where there is none of this generation.
+    """
+
+    incident: int
+    save: str
+    step: int
     number: int = 0
 
 
@@ -453,7 +471,7 @@ FromAgent = (
 ToController = FromAgent | AgentLost
 # What the controller passes on to those that may have to take its place.
 Legacy = AgentHello | Layout
-ToAgent = Prepare | Publish | Verdict | Dismissed | Legacy | Beat
+ToAgent = Prepare | Publish | Find | Verdict | Dismissed | Legacy | Beat
 
 
 class Addressed(Message, frozen=True):

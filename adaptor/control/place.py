@@ -11,14 +11,17 @@ MAX_REFUSALS = 3
 class Place:
     """Of one incident.
 
-    Invariants: two agents are never at work on one folder, so who makes it in the place of one that may still
-    be at it makes another `number`; one agent at a time publishes, and hands over by failing or by its loss.
+    Invariant: two agents are never at work on one folder, whether the one before is lost, cut off, stopped
+    or waits for its disk. So who makes it in the place of another makes another `number`, and who publishes
+    it in the place of another gives it a new number first.
 
     Args:
         agents: the nodes with an agent; the owner takes out what is gone.
 
-    path     of the folder, once it is there
+    number   of the newest order
+    path     of the folder, once it is there, which was made by the order `written`
     blocked  nodes on which the save folder does not answer
+    hung     for too long, while it was published
     """
 
     def __init__(self, agents: Collection[int]) -> None:
@@ -26,15 +29,18 @@ class Place:
         self._refusals: dict[int, str] = {}
         self.publisher = -1
         self.number = 0
+        self.written = 0
         self.path = ""
         self.blocked: set[int] = set()
+        self.hung = False
 
     def choose(self, node: int) -> None:
         """The agent of `node`, unless its disk is known to fail."""
         self.publisher = min({node, *self._agents}, key=lambda one: (self._fails(one), one != node, one))
 
     def hand_over(self) -> None:
-        """The agent with it is lost, or its disk hangs."""
+        """The agent with it is lost or has failed, or its disk hangs."""
+        self.number += 1
         self.publisher = min(self._agents, key=lambda node: (self._fails(node), node))
 
     def _fails(self, node: int) -> bool:

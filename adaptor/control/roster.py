@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
 
-from adaptor.control.messages import Layout
+from adaptor.control.messages import BoardRecord, Layout
 
 
 class Roster:
@@ -16,7 +16,9 @@ class Roster:
     layouts    what ranks have told that they hold
     dead       the status of each process that has ended
     dying      ranks whose main threads are gone, and whose statuses are not known yet
-    unbegun    ranks that ended before they had told their layout
+    vanished   ranks that were lost with their agents: what they had said last may not have come
+    unbegun    other ranks that ended before they had told their layout
+    boards     the last ones of ranks that have ended, as far as their agents could tell
     """
 
     def __init__(self, world_size: int) -> None:
@@ -27,7 +29,9 @@ class Roster:
         self.layouts: dict[int, Layout] = {}
         self.dead: dict[int, int] = {}
         self.dying: set[int] = set()
+        self.vanished: set[int] = set()
         self.unbegun: set[int] = set()
+        self.boards: dict[int, BoardRecord] = {}
 
     def enter(self, node: int, ranks: Collection[int]) -> None:
         """`ranks` are those of `node`."""
@@ -65,7 +69,7 @@ class Roster:
 
     def ends(self, ranks: Set[int]) -> None:
         """They have ended, or are about to."""
-        self.unbegun |= ranks - self.layouts.keys()
+        self.unbegun |= ranks - self.layouts.keys() - self.vanished
 
     def begin_to_die(self, rank: int) -> bool:
         """Whether that is news."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from adaptor.control.messages import Dump, Freeze, Prepare, Publish, Rename
+from adaptor.control.messages import Dump, Find, Freeze, Prepare, Publish, Rename
 
 
 class State(Enum):
@@ -13,6 +13,7 @@ class State(Enum):
     PREPARING = auto()
     DUMPING = auto()
     PUBLISHING = auto()
+    FINDING = auto()
     ENDED = auto()
 
 
@@ -33,6 +34,6 @@ class Outcome:
 class Directive:
     """An order to one rank (`rank` set), or to the agent of one node."""
 
-    message: Freeze | Dump | Rename | Prepare | Publish
+    message: Freeze | Dump | Rename | Prepare | Publish | Find
     rank: int | None = None
     node: int | None = None

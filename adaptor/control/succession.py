@@ -4,7 +4,8 @@ The first controller is on node 0; those of later terms are on the nodes that st
 agent there has lost all before. Who has lost one goes to the next, and says all again that it had said.
 
 Invariants: an agent obeys one controller at a time, and after it none of an earlier term; it obeys one
-verdict, the first that it is given.
+verdict, the first that it is given. All go through the same terms in the same order: who does not know yet
+where those are to be found goes nowhere, and no worker starts before it does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LASTING = AgentHello | Hello | Layout | Refused | Raised | Told | Leave | Dying 
 
 
 class Succession:
-    """Of the agent of `node`.
+    """Of the agent of `node`, in a job of so many `nodes`.
 
     term     of the controller that it obeys, or looks for
     said     all that a controller must know
@@ -42,8 +43,9 @@ class Succession:
     verdict  the one that a controller has given
     """
 
-    def __init__(self, node: int) -> None:
+    def __init__(self, node: int, nodes: int) -> None:
         self._node = node
+        self._terms = range(1, min(nodes, STANDBYS + 1))
         self.said: list[FromAgent] = []
         self._legacy: dict[tuple[type, int], Legacy] = {}
         self._gates: dict[int, Place] = {}
@@ -83,21 +85,23 @@ class Succession:
                 self.verdict = order
         return True
 
+    @property
+    def knows_the_way(self) -> bool:
+        """Whether it knows of all that may ever have the controller; of node 0, too, if it may itself."""
+        gates = all(term in self._gates for term in self._terms if term != self._node)
+        return gates and (self._node not in self._terms or (AgentHello, 0) in self._legacy)
+
     def go_on(self) -> bool:
-        """To the next term that may have a controller, as far as this agent knows; False: there is none."""
-        while self.term < STANDBYS:
-            self.term += 1
-            if self.is_mine or (self.gate is not None and self.term != self._node):
-                return True
-        return False
+        """To the next term; False: there is none, or this agent does not know the way: nobody trains yet."""
+        if not self.knows_the_way or self.term + 1 not in self._terms:
+            return False
+        self.term += 1
+        return True
 
     @property
     def is_mine(self) -> bool:
-        """Whether the controller of this term is this agent's to have.
-
-        Who never heard of node 0's ranks came when nobody had begun to train.
-        """
-        return self.term == self._node and (AgentHello, 0) in self._legacy
+        """Whether the controller of this term is this agent's to have."""
+        return self.term == self._node
 
     @property
     def gate(self) -> Place | None:

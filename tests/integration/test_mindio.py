@@ -49,7 +49,7 @@ def weights() -> dict[int, torch.Tensor]:
 def assert_saved(save: Path, step: int, weights: dict[int, torch.Tensor]) -> None:
     """The script's own checkpoint of `step` is the newest, complete, and nothing is half written."""
     assert (save / "latest.txt").read_text() == str(step)
-    assert not list(save.glob("*_tmp"))
+    assert not list(save.glob("*_tmp*"))
     saved = torch.load(save / f"iter_{step:07d}" / "state.pt")
     assert saved["step"] == step
     assert torch.equal(saved["weights"], weights[step])

@@ -121,7 +121,8 @@ def test_the_node_that_takes_over_is_killed_while_it_saves(tmp_path: Path, basel
     assert ended.codes == (137,) * 4, ended.log[-3000:]
     for log in ended.logs[2:]:
         assert "[ttp] node 0 is lost, node 1 is lost; step 5 is saved, no finished step is lost" in log
-    assert publish.clean(save) == ["iter_0000005_tmp1"]  # what the next start does
+    (left,) = publish.clean(save)  # what the next start does
+    assert left.startswith("iter_0000005_tmp1_")
     assert_last_words(save, 5, baseline_of(DP4))
 
 

@@ -17,6 +17,7 @@ from adaptor.control.messages import (
     Dismissed,
     Dying,
     Exit,
+    Find,
     FromAgent,
     FromWorker,
     Hello,
@@ -24,18 +25,18 @@ from adaptor.control.messages import (
     Phase,
     Place,
     Prepare,
-    Prepared,
     Progress,
     Publish,
-    Published,
-    PublishFailed,
     Raised,
     Told,
     Verdict,
 )
 from adaptor.control.stillness import Stillness
+from adaptor.launchers.filing import CLEAN_S
+from adaptor.launchers.gate import KNOCK_S
 from adaptor.launchers.node import EXIT_GRACE_S, FAREWELL_S, PROGRESS_S
 from tests.simulation.clock import Body
+from tests.simulation.filing import Filing
 from tests.simulation.way import Follower
 
 if TYPE_CHECKING:
@@ -54,8 +55,11 @@ class Agent(Follower):
         self.verdict: Verdict | None = None
         self.settled = False
         self.left = False  # torch has ended the workers, after somebody wanted this agent to end
-        self.filing = 0  # jobs on the disk
+        before = world.before.agents[node].filing if world.before is not None else None
+        self.filing = Filing(world, node, before if before is not None and before.alive else None)
         self.controlled = True  # it has not been left to itself
+        self._met = False
+        self._early: list[Worker] = []  # they wait to be started
         self._dismissed = False
         self._silent = False
 
@@ -66,8 +70,23 @@ class Agent(Follower):
         self.say_first(AgentHello(self.node, self.ranks, gate))
         for rank in self.ranks:
             worker = self.world.workers[rank]
-            worker.later(self.world.random.uniform(0.05, 0.5), worker.start)
+            worker.later(self.world.random.uniform(0.05, 0.5), self._start, worker)
+        if self.hub is not None:
+            self.meet()
+        self.later(KNOCK_S, self.meet)
         self.thread(self._watch_boards())
+
+    def meet(self) -> None:
+        self._met = True
+        early, self._early = self._early, []
+        for worker in early:
+            worker.do(worker.start)
+
+    def _start(self, worker: Worker) -> None:
+        if self._met:
+            worker.start()
+        else:
+            self._early.append(worker)
 
     def _up(self, message: FromAgent) -> None:
         if self._silent:
@@ -121,15 +140,18 @@ class Agent(Follower):
                 if worker.hellos:
                     worker.hears.send(message)
             case Prepare():
-                self.thread(self._prepare(order))
-            case Publish():
-                self.thread(self._publish(order))
+                self.filing.prepare(order, self._answer)
+            case Publish() | Find():
+                self.filing.publish(order, self._answer)
             case Dismissed():
                 self._dismissed = True
             case Verdict():
                 self.world.invariants.verdict(self, order)
                 self.verdict = order
                 self.thread(self._see_them_off())
+
+    def _answer(self, message: FromAgent) -> None:
+        self.do(self._up, message)
 
     @property
     def resting(self) -> bool:
@@ -151,27 +173,6 @@ class Agent(Follower):
         if isinstance(message, Raised | Told):
             self.obey(Addressed(message.rank, Exit(0)))
 
-    def _prepare(self, order: Prepare) -> Body[None]:
-        self.filing += 1
-        try:
-            folder = yield from self.world.disk.prepare(order, self.node)
-            answer = Prepared(order.incident, folder, "", order.number)
-        except Exception as error:
-            answer = Prepared(order.incident, "", str(error), order.number)
-        self.filing -= 1
-        self._up(answer)
-
-    def _publish(self, order: Publish) -> Body[None]:
-        self.filing += 1
-        answer: Published | PublishFailed
-        try:
-            step = yield from self.world.disk.publish(order, self, self.node)
-            answer = Published(order.incident, step, order.save)
-        except Exception as error:
-            answer = PublishFailed(order.incident, str(error))
-        self.filing -= 1
-        self._up(answer)
-
     def _see_them_off(self) -> Body[None]:
         yield from self._until_gone(EXIT_GRACE_S)
         for rank in sorted(self.living):
@@ -181,8 +182,11 @@ class Agent(Follower):
             self.living or (self.hub is not None and not self.hub.controller.roster.everyone_is_dead)
         ):
             yield 0.1
-        if self.hub is not None and not self.filing and self.verdict is not None and self.verdict.save:
-            self.world.disk.clean(self.node)
+        if self.hub is not None and not self.filing.busy and self.verdict is not None and self.verdict.save:
+            self.filing.clean(self.node)
+            over = self.clock.now + CLEAN_S
+            while self.filing.busy and self.clock.now < over:
+                yield 0.1
         self.settled = True
 
     def _until_gone(self, seconds: float) -> Body[None]:
@@ -211,6 +215,7 @@ class Agent(Follower):
             self.world.end(self.world.workers[rank], -9)
         yield from self._until_gone(30.0)
         self.left = self.settled = True
+        self.filing.end()
         if self.hub is not None:
             self.hub.leave()
         self.world.network.close(self.node)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adaptor.checkpoint import naming
 from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control.messages import Prepare, Publish
+from adaptor.control.messages import Find, Prepare, Publish
 from tests.simulation.clock import Body, Clock, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.filing import Filing
 
 # What the framework's own save has written: right by definition.
 REGULAR = "regular"
@@ -20,109 +22,157 @@ class DiskError(Exception):
 
 
 class Disk:
-    """Every call is one moment; what takes time yields between them.
+    """Every call is one moment; what takes time yields between them. It outlives generations of workers.
 
-    on_final  is called with a step and its files when they get their final name
+    made_by  the generation that has made what bears a final name
     """
 
-    def __init__(self, clock: Clock, random: Random, on_final: Callable[[int, dict[str, Any]], None]) -> None:
+    def __init__(self, clock: Clock, random: Random) -> None:
         self._clock = clock
         self._random = random
-        self._on_final = on_final
         self.folders: dict[str, dict[str, Any]] = {}
+        self.made_by: dict[str, str] = {}
         self.tracker: int | None = None
-        self.slow_s = self.names_s = 0.005
         self.slices = random.choice([1, 2, 4])
+        self._turn: tuple[Process, Publish] | None = None  # whose it is; it goes with the process
+        self.healed_at = 0.0
+        self.heal()
+
+    def heal(self) -> None:
+        """Nothing is wrong with it any more; what hangs returns some time later."""
+        self.slow_s = self.names_s = 0.005
         self.trouble = 0.0  # how often something on it fails
+        self.full_for: set[int] = set()  # nodes that cannot write to it
         self.stuck_at = float("inf")  # from then on nothing on it returns, on these nodes
         self.stuck_on: set[int] = set()
-        self.full_for: set[int] = set()  # nodes that cannot write to it
-        self._turn: tuple[Process, Publish] | None = None  # whose it is; it goes with the process
+        self.healed_at = self._clock.now
 
-    def pause(self, node: int, seconds: float = 0.0) -> float:
-        """How long a call on `node` takes: about `seconds`, or as long as names and folders take."""
-        if self._clock.now >= self.stuck_at and node in self.stuck_on:
-            return 1e9
-        return self._random.uniform(0.1, 2.0) * (seconds or self.names_s)
+    def hang(self, at: float, nodes: set[int], healed_at: float) -> None:
+        self.stuck_at, self.stuck_on, self.healed_at = at, nodes, healed_at
+
+    def wait(self, node: int, seconds: float = 0.0) -> Body[None]:
+        """What a call on `node` takes: about `seconds`, or as long as names and folders take."""
+        if self._hangs(node):
+            late = self._random.uniform(0.0, 5.0)
+            while self._clock.now < self.healed_at:
+                yield 1.0
+            yield late
+        yield self._random.uniform(0.1, 2.0) * (seconds or self.names_s)
+
+    def _hangs(self, node: int) -> bool:
+        return self.stuck_at <= self._clock.now < self.healed_at and node in self.stuck_on
+
+    def has_turn(self, by: Process) -> bool:
+        return self._turn is not None and self._turn[0] is by
+
+    def _hangs_in_turn(self, by: Filing, node: int) -> None:
+        if self._hangs(node):  # by design, all others wait
+            by.world.faults.disk_fails = True
 
     def write(self, folder: str, path: str, content: Any) -> None:
         if folder not in self.folders:
             raise FileNotFoundError(f"{folder}: no such folder")
         self.folders[folder][path] = content
 
-    def is_complete(self, step: int) -> bool:
-        return naming.final_name(step) in self.folders
-
-    def prepare(self, order: Prepare, node: int) -> Body[str]:
-        name = naming.temporary_name(order.step, order.term, order.number)
-        yield self.pause(node)
+    def prepare(self, order: Prepare, node: int, generation: str) -> Body[str]:
+        name = naming.temporary_name(order.step, order.term, order.number, generation)
+        yield from self.wait(node)
         self._may_fail()
         self.folders.pop(name, None)
-        yield self.pause(node)
+        yield from self.wait(node)
         if name in self.folders:
             raise DiskError(f"{name}: exists")
         self.folders[name] = {}
         return name
 
-    def publish(self, order: Publish, by: Process, node: int) -> Body[int]:
+    def publish(self, order: Publish, by: Filing, node: int) -> Body[int]:
         """The step that the tracker names then."""
-        step = order.step
-        temporary = naming.temporary_name(step, order.term, order.number)
-        final = naming.final_name(step)
-        yield self.pause(node)
+        step, generation = order.step, by.world.generation
+        temporary = naming.temporary_name(step, order.term, order.number, generation)
+        yield from self.wait(node)
         self._may_fail()
-        if not self.is_complete(step):  # this world is of one generation
+        for before in range(order.number - 1, order.written - 1, -1):
+            name = naming.temporary_name(step, order.term, before, generation)
+            if name in self.folders:
+                self.folders[temporary] = self.folders.pop(name)
+            yield from self.wait(node)
+        if not self._is_of(step, generation):
             yield from self._make_ready(order, temporary, node)
         while self._turn is not None and self._turn[0].alive:
             yield 0.05
         self._turn = mine = (by, order)
         try:
-            if not self.is_complete(step):
-                yield from self._move_in(step, temporary, final, node)
-            yield self.pause(node)
-            self._announce(step)
+            self._hangs_in_turn(by, node)
+            if not self._is_of(step, generation):
+                yield from self._move_in(step, temporary, by, node)
+            self._hangs_in_turn(by, node)
+            yield from self.wait(node)
+            self._announce(step, generation)
         finally:
             if self._turn is mine:
                 self._turn = None
-        yield self.pause(node)
+        yield from self.wait(node)
         self.folders.pop(temporary, None)
         return max(step, self.tracker or 0)
+
+    def find(self, order: Find, node: int, generation: str) -> Body[int]:
+        yield from self.wait(node)
+        steps = (naming.step_of(name) for name in self.folders)
+        found = [s for s in steps if s is not None and s >= order.step and self._is_of(s, generation)]
+        if not found:
+            raise DiskError(f"no step {order.step}")
+        yield from self.wait(node)
+        self._announce(max(found), generation)
+        return max(found)
+
+    def _is_of(self, step: int, generation: str) -> bool:
+        return self.made_by.get(naming.final_name(step)) == generation
 
     def _make_ready(self, order: Publish, temporary: str, node: int) -> Body[None]:
         if not order.files:
             raise DiskError("nothing to publish")
         for entry in order.files:
             self._name(temporary, entry)
-            yield self.pause(node)
+            yield from self.wait(node)
         wanted = {entry.path for entry in order.files}
         files = self._folder(temporary)
         for path in set(files) - wanted:
             del files[path]
-        yield self.pause(node)
+        yield from self.wait(node)
         self._folder(temporary)  # the manifest
 
-    def _move_in(self, step: int, temporary: str, final: str, node: int) -> Body[None]:
-        yield self.pause(node)
+    def _move_in(self, step: int, temporary: str, by: Filing, node: int) -> Body[None]:
+        yield from self.wait(node)
         self._may_fail()
+        final = naming.final_name(step)
+        files = self._folder(temporary)
         if final in self.folders:
             self.folders[f"aside_{final}.{len(self.folders)}"] = self.folders.pop(final)
-        self._folder(temporary)
         self.folders[final] = self.folders.pop(temporary)
-        self._on_final(step, self.folders[final])
+        self.made_by[final] = by.world.generation
+        by.world.invariants.final(step, files)
 
-    def publish_regular(self, step: int) -> None:
+    def publish_regular(self, step: int, generation: str) -> None:
         """A save of the framework gets its name; the one that is there is replaced."""
         self.folders[naming.final_name(step)] = {REGULAR: step}
+        self.made_by[naming.final_name(step)] = generation
 
     def replace_tracker(self, step: int) -> None:
         if self.tracker is None or self.tracker < step:
             self.tracker = step
 
-    def clean(self, term: int) -> None:
+    def clean(self, node: int, term: int, generation: str) -> Body[None]:
         """At the end of an incident."""
-        for name in [name for name in self.folders if naming.is_temporary(name)]:
+        yield from self.wait(node)
+        for name in [name for name in self.folders if naming.is_of(name, generation)]:
             if naming.term_of(name) == term:
-                del self.folders[name]
+                yield from self.wait(node)
+                self.folders.pop(name, None)
+
+    def clean_all(self) -> None:
+        """By the first rank of a generation."""
+        for name in [name for name in self.folders if naming.is_temporary(name)]:
+            del self.folders[name]
 
     def _name(self, folder: str, entry: FileEntry) -> None:
         files = self._folder(folder)
@@ -136,8 +186,8 @@ class Disk:
             raise DiskError(f"{name}: no such folder")
         return self.folders[name]
 
-    def _announce(self, step: int) -> None:
-        if self.tracker is not None and self.tracker > step and not self.is_complete(self.tracker):
+    def _announce(self, step: int, generation: str) -> None:
+        if self.tracker is not None and self.tracker > step and not self._is_of(self.tracker, generation):
             raise DiskError(f"the tracker names step {self.tracker}")
         self.replace_tracker(step)
 

@@ -92,8 +92,13 @@ class Faults:
     def _strike_publisher(self) -> None:
         incident = self._world.newest.controller.incident
         assert incident is not None
-        if incident.place.publisher >= 0 and self._world.agents[incident.place.publisher].alive:
-            self._strike_node(incident.place.publisher)
+        publisher = incident.place.publisher
+        if publisher < 0 or not self._world.agents[publisher].alive:
+            return
+        if self._world.agents[publisher].hub is None and self._draw.random() < 0.5:
+            self._stop_agent(publisher)
+        else:
+            self._strike_node(publisher)
 
     def _strike_node(self, node: int) -> None:
         worker = self._world.workers[self._world.agents[node].ranks[0]]
@@ -212,6 +217,19 @@ class Faults:
         for rank in self._world.agents[node].ranks:
             self._blame(rank, "node")
 
+    def _stop_agent(self, node: int) -> None:
+        """SIGSTOP to `ttprun`; somebody sees to it at last."""
+        agent = self._world.agents[node]
+        self._tell(f"ttprun of node {node} is stopped")
+        self.unexplained = True
+        # All others wait for one that is stopped while it gives the checkpoint its name.
+        self.disk_fails = self.disk_fails or self._world.disk.has_turn(agent.filing)
+        for rank in agent.ranks:
+            self.hurt.setdefault(rank, "its agent is stopped")
+        agent.stopped = agent.filing.stopped = True
+        for process in (agent, agent.filing):
+            self._world.clock.after(300.0, process.go_on)
+
     def _lose_loudly(self, worker: Worker) -> None:
         """`ttprun` is killed, and its workers with it."""
         node = worker.node
@@ -256,9 +274,13 @@ class Faults:
             disk.names_s = draw.choice([0.005, 0.5])
             disk.slow_s = draw.choice([0.5, 0.8 * self._world.timeout_s / 2])
             return
+        now = self._world.clock.now
         if kind == "stuck on one node":
-            # Once it publishes, it is waited for.
-            disk.stuck_at, disk.stuck_on = 0.0, {draw.choice(list(self._world.agents))}
+            disk.hang(
+                now + draw.choice([0.0, 0.0, 3.0]) * draw.random(),
+                {draw.choice(list(self._world.agents))},
+                float("inf"),
+            )
             self.disk_hangs_on = disk.stuck_on
             return
         self.disk_fails = True
@@ -267,4 +289,4 @@ class Faults:
         elif kind == "full":
             disk.full_for = {draw.choice(list(self._world.agents))}
         else:
-            disk.stuck_at, disk.stuck_on = draw.uniform(0.5, 4.0), set(self._world.agents)
+            disk.hang(now + draw.uniform(0.5, 4.0), set(self._world.agents), float("inf"))

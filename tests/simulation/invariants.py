@@ -41,8 +41,8 @@ class Invariants:
         self._world = world
         self.begun = world.job.origin
         self.saved: list[int] = []  # last words, in the order in which they got their final names
-        self._tracker = -1
-        self.latest_fault = 0.0
+        self._tracker = -1 if world.disk.tracker is None else world.disk.tracker
+        self.latest_fault = world.clock.now
         self._verdicts: dict[int, Verdict] = {}
 
     # boards and faults
@@ -132,10 +132,13 @@ class Invariants:
             assert world.newest.controller.roster.everyone_is_dead, (
                 "it ended, and the controller does not know"
             )
-        if not world.network.cut & world.hubs.keys():  # else each side knows of its own saves alone
+        if (
+            not world.network.cut & world.hubs.keys()
+        ):  # else one side may save what the other has not seen yet
             ends = [hub.controller.verdict for hub in world.hubs.values()]
-            assert not self.saved or all(end is None or end.outcome != "nothing" for end in ends), (
-                "published, and the verdict says that there is nothing"
+            kept = self.saved and max(self.saved) >= self.begun and not world.faults.disk_fails
+            assert not kept or all(end is None or end.outcome == "saved" for end in ends), (
+                "published, and the verdict says that it is lost, or nothing"
             )
 
 
@@ -225,8 +228,9 @@ class Watch:
             )
         if world.faults.disk_fails or not known.has_sound_holders():
             return
-        if "training had not begun" in verdict.line and (world.faults.stalls or self._lost):
-            return  # by design: word of it is not waited for as long as a silence may last
+        if "held is not known" in verdict.line:
+            assert self._lost, "what was told is not known"
+            return  # by design: training does not wait until word of it has come to those who stand by
         if known.begun <= job.origin:
             assert verdict.outcome in ("nothing", "saved"), verdict.line
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from adaptor.control.messages import Share
@@ -102,6 +102,13 @@ def draw(random: Random) -> Job:
         frozenset(step for step in steps if random.random() < 0.15),
         random.random() < 0.3,
     )
+
+
+def again(job: Job, origin: int, random: Random) -> Job:
+    """The same job, started again from step `origin`."""
+    steps = tuple(origin + 1 + s for s in range(random.randint(2, 5)))
+    skipped = frozenset(step for step in steps if random.random() < 0.15)
+    return replace(job, origin=origin, steps=steps, skipped=skipped)
 
 
 Shards = tuple[tuple[str, int], ...]

@@ -153,11 +153,11 @@ class Dumping:
     ) -> Body[tuple[FileEntry, ...]]:
         disk, draw = self._world.disk, self._world.random
         entry = FileEntry(f"{group.group}/model.pt", 1, "00", order.attempt)
-        yield disk.pause(worker.node)
+        yield from disk.wait(worker.node)
         self._check(worker, order)
         disk.write(order.folder, entry.draft, (group.group, dict(given), record))
         for _ in range(disk.slices):
-            yield disk.pause(worker.node, disk.slow_s)
+            yield from disk.wait(worker.node, disk.slow_s)
             self._check(worker, order)
             worker.session.board.advance(1)
         if draw.random() < disk.trouble or worker.node in disk.full_for:

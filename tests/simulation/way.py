@@ -29,12 +29,16 @@ class Follower(Process):
         self.node = node
         self.hub: Hub | None = None
         self.connection: Connection | None = None
-        self.succession = Succession(node)
+        self.succession = Succession(node, len(set(world.job.nodes)))
         self._my_turn = False
         self._silent_since = -1.0  # no word from a gate that was come to
         self._waiting: list[tuple[Connection, FromAgent | Lost]] = []
 
     def obey(self, order: ControllerToAgent) -> None:
+        raise NotImplementedError
+
+    def meet(self) -> None:
+        """It knows the way, or will not learn it: workers may start."""
         raise NotImplementedError
 
     def despair(self) -> None:
@@ -86,12 +90,15 @@ class Follower(Process):
             self.heard(order)
             return
         self.connection = None
+        self.meet()
         if not self.resting:
             self.thread(self._next())
 
     def heard(self, order: ControllerToAgent) -> None:
         if self.succession.hear(order):
             self.obey(order)
+        if self.succession.knows_the_way:
+            self.meet()
 
     def _next(self) -> Body[None]:
         while self.succession.go_on():

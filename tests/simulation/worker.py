@@ -95,7 +95,9 @@ class Worker(Process):
         self.rank = rank
         self.node = world.job.nodes[rank]
         self.agent = world.agents[self.node]
-        self.says = Link(self.clock, world.local_delay, lambda said: self.agent.hear(self, said))
+        self.says = Link(
+            self.clock, world.local_delay, lambda said: self.agent.do(self.agent.hear, self, said)
+        )
         self.hears = Link(self.clock, world.local_delay, lambda order: self.do(self._obey, order))
         self.hellos = False  # whether the agent has heard of it
         self.gone = False  # whether the agent has seen it end
@@ -145,6 +147,8 @@ class Worker(Process):
         job, draw = self.world.job, self.world.random
         session = self.session
         yield from self._busy(draw.uniform(0.05, 0.5))
+        if self.rank == 0:
+            self.world.disk.clean_all()  # a disk that hangs then lets nobody begin
         yield from self.through(lambda: self.meet("start", frozenset(job.ranks)))
         self.trainee = trainee = Trainee(self)
         inner = [object() for _ in job.inner[self.rank]]
@@ -189,7 +193,7 @@ class Worker(Process):
             door = self.session.door
             yield from self.through(lambda: door.enter(-1))  # as Session.publishing, which cannot take time
             try:
-                self.world.disk.publish_regular(step)
+                self.world.disk.publish_regular(step, self.world.generation)
                 yield from self._busy(self.world.random.uniform(0.001, 0.05))
                 self.world.disk.replace_tracker(step)
             finally:

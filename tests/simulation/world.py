@@ -1,4 +1,4 @@
-"""One generation of a job around real controllers, from its start to its end, driven by a seed."""
+"""A job around real controllers, from its start to its end, driven by a seed: its generations, in turn."""
 
 from __future__ import annotations
 
@@ -22,15 +22,44 @@ from tests.simulation.worker import Worker
 NEVER_S = 2000.0
 
 
-class World:
-    """`log` tells a person what happened, in order; None where nobody will read it. `hubs` by their terms."""
+# Generations of a job, and how often it is started again after an incident.
+GENERATIONS = 3
+RESTARTS = 0.4
 
-    def __init__(self, seed: int, *, traced: bool = False) -> None:
-        self.random = Random(seed)
-        self.log: list[str] | None = [] if traced else None
-        self.clock = Clock()
-        self.job = jobs.draw(self.random)
-        draw = self.random
+
+def live(seed: int, *, log: list[str] | None = None) -> World:
+    """All generations of the job of a seed; the last of them."""
+    world = World(Random(seed), log, None)
+    world.run()
+    while world.starts_again():
+        world = World(world.random, log, world)
+        world.run()
+    return world
+
+
+class World:
+    """One generation. `hubs` by their terms.
+
+    log     tells a person what happened, in order; None where nobody will read it
+    before  the generation before this one: time, the disk and what the agents do to it go on
+    """
+
+    def __init__(self, random: Random, log: list[str] | None, before: World | None) -> None:
+        self.random = draw = random
+        self.log = log
+        self.before = before
+        if before is None:
+            self.clock = Clock()
+            self.number = 1
+            self.job = jobs.draw(draw)
+            self.disk = Disk(self.clock, draw)
+        else:
+            self.clock, self.disk = before.clock, before.disk
+            self.number = before.number + 1
+            tracker = self.disk.tracker
+            self.job = jobs.again(before.job, before.job.origin if tracker is None else tracker, draw)
+        self.generation = f"g{self.number}"
+        self._begun_at = self.clock.now
         self.timeout_s = draw.choice([10.0, 30.0])
         self.hang_s = 3.0
         self.step_s = draw.choice([0.02, 0.1, 0.3])
@@ -39,7 +68,6 @@ class World:
         self._pause_before = draw.choice(self.job.steps) if draw.random() < 0.1 else -1
         self.hubs: dict[int, Hub] = {}
         self.invariants = Invariants(self)
-        self.disk = Disk(self.clock, draw, self.invariants.final)
         self.meetings = Meetings(self)
         self.dumping = Dumping(self)
         self.agents = {node: Agent(self, node) for node in sorted(set(self.job.nodes))}
@@ -110,6 +138,7 @@ class World:
             if worker.node == node:
                 self.end(worker, -9, told=told)
         self.agents[node].alive = False
+        self.agents[node].filing.end()
         self.network.close(node)
 
     def over(self) -> bool:
@@ -127,15 +156,26 @@ class World:
         with self._time():
             try:
                 while not self.over():
-                    assert self.clock.now < NEVER_S, "it never ends"
+                    assert self.clock.now < self._begun_at + NEVER_S, "it never ends"
                     assert self.clock.step(), "nothing happens any more, and it has not ended"
                     self.invariants.always()
                 self.invariants.at_the_end()
             finally:
                 for worker in self.workers.values():
+                    worker.alive = False
                     worker.__dict__.pop("session", None)
                 for agent in self.agents.values():
                     agent.boards.close()
+
+    def starts_again(self) -> bool:
+        """Whether torch starts the workers again; what is wrong with the disk has been seen to."""
+        told = any(agent.verdict is not None for agent in self.agents.values() if agent.alive)
+        if not told or self.number == GENERATIONS or self.random.random() > RESTARTS:
+            return False
+        for agent in self.agents.values():
+            agent.alive = False  # but for its threads that work on the disk
+        self.disk.heal()
+        return True
 
     @contextmanager
     def _time(self) -> Iterator[None]:

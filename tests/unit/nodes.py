@@ -120,6 +120,8 @@ class Job:
             started = {r: Worker(r, self.save, r % self.shards, self.shards) for r in ranks}
             self.workers.update(started)
             node.watch({rank: worker.process for rank, worker in started.items()})
+        for node in chosen:
+            node.meet()
         for worker in self.workers.values():
             assert worker.hears() == "here"
 

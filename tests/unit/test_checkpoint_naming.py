@@ -53,6 +53,16 @@ def test_an_agent_in_the_place_of_another_makes_a_folder_of_its_own() -> None:
     assert [naming.term_of(name) for name in names] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
+def test_no_two_generations_write_to_the_same_folder() -> None:
+    names = [naming.temporary_name(12, 2, 1, made) for made in ("", "0f3a5b6c7d", "1f3a5b6c7d")]
+    names += [naming.regular_name(12, made) for made in ("", "0f3a5b6c7d")]
+    assert len(set(names)) == len(names)
+    assert all(map(naming.is_temporary, names))
+    assert [naming.term_of(name) for name in names] == [2, 2, 2, 0, 0]
+    assert [naming.is_of(name, "0f3a5b6c7d") for name in names] == [False, True, False, False, True]
+    assert not naming.is_of("iter_0000012", "")
+
+
 def test_what_is_moved_aside_does_not_look_like_a_checkpoint() -> None:
     assert not naming.aside_name(12, 1).startswith("iter_")
     assert not naming.replaced_name(12).startswith("iter_")

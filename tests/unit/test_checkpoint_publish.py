@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.checkpoint import manifest, naming, publish
+from adaptor.checkpoint import disk, manifest, naming, publish
 from adaptor.checkpoint.manifest import FileEntry, HashingFile, Manifest
 from adaptor.checkpoint.turn import turn
 from adaptor.errors import CheckpointError
@@ -99,8 +99,9 @@ def write(folder: Path, content: bytes, attempt: int | None = None) -> list[File
     return entries
 
 
-def dump(root: Path, content: bytes = b"new") -> bool:
-    return publish.publish(root, STEP, write(publish.prepare(root, STEP), content), {"dense": {"0": 1}}, 2)
+def dump(root: Path, content: bytes = b"new", generation: str = "") -> bool:
+    entries = write(publish.prepare(root, STEP, generation=generation), content)
+    return publish.publish(root, STEP, entries, {"dense": {"0": 1}}, 2, generation)
 
 
 def content_of(root: Path, step: int) -> bytes:
@@ -318,21 +319,21 @@ def test_a_complete_checkpoint_of_the_framework_wins(root: Path) -> None:
 def test_a_complete_checkpoint_of_an_earlier_run_is_moved_aside(root: Path) -> None:
     """Whatever the clock says: it may have been put back, or ahead, in between."""
     assert dump(root, b"earlier")
-    entries = write(publish.prepare(root, STEP), b"now")
+    entries = write(publish.prepare(root, STEP, generation="second"), b"now")
     (root / naming.TRACKER).write_text(str(OLDER))
     assert publish.publish(root, STEP, entries, {}, 2, "second")
     assert content_of(root, STEP).startswith(b"now")
     assert [path.name for path in root.glob("aside*")] == [naming.aside_name(STEP, 1)]
-    entries = write(publish.prepare(root, STEP), b"again")
+    entries = write(publish.prepare(root, STEP, generation="second"), b"again")
     assert not publish.publish(root, STEP, entries, {}, 2, "second")
     assert content_of(root, STEP).startswith(b"now")
 
 
 def test_a_regular_save_of_the_same_generation_wins(root: Path) -> None:
-    (root / naming.regular_name(STEP)).mkdir()
-    write(root / naming.regular_name(STEP), b"regular")
+    (root / naming.regular_name(STEP, "second")).mkdir()
+    write(root / naming.regular_name(STEP, "second"), b"regular")
     publish.publish_regular(root, STEP, "second")
-    entries = write(publish.prepare(root, STEP), b"now")
+    entries = write(publish.prepare(root, STEP, generation="second"), b"now")
     assert not publish.publish(root, STEP, entries, {}, 2, "second")
     assert content_of(root, STEP).startswith(b"regular")
     assert list(root.glob("aside*")) == []
@@ -440,7 +441,7 @@ def test_clean_leaves_checkpoints_and_what_it_does_not_know(root: Path) -> None:
 def test_both_sides_of_a_cut_network_publish(root: Path) -> None:
     """The same step, at the same time: one of the two has it, and the other one's folder goes."""
     made = {}
-    sides = [write(publish.prepare(root, STEP, term), b"new") for term in (0, 1)]
+    sides = [write(publish.prepare(root, STEP, term, 0, "ours"), b"new") for term in (0, 1)]
 
     def save(term: int) -> None:
         made[term] = publish.publish(root, STEP, sides[term], {}, 2, "ours", term)
@@ -455,18 +456,41 @@ def test_both_sides_of_a_cut_network_publish(root: Path) -> None:
 
 def test_an_agent_that_was_given_up_comes_back_late(root: Path) -> None:
     """Another one has a folder of its own, in which nothing of the late one's work is."""
-    entries = write(publish.prepare(root, STEP, number=1), b"new")
-    late = publish.prepare(root, STEP)
+    entries = write(publish.prepare(root, STEP, number=1, generation="ours"), b"new")
+    late = publish.prepare(root, STEP, generation="ours")
     write(late, b"late")
     assert publish.publish(root, STEP, entries, {}, 2, "ours", number=1)
     check_promises(root)
-    assert publish.clean(root, term=0) == [late.name]
+    assert publish.clean(root, 0, "ours") == [late.name]
+
+
+def test_an_agent_that_stopped_while_it_published_comes_back_late(root: Path) -> None:
+    """Another one has taken the folder: neither by its name nor in a file that is open is it changed."""
+    late = publish.prepare(root, STEP, generation="ours")
+    entries = write(late, b"new")
+    with (late / naming.MANIFEST).open("wb") as file:
+        assert publish.publish(root, STEP, entries, {}, 2, "ours", number=2, written=0)
+        file.write(b"late")
+    with pytest.raises(FileNotFoundError):
+        disk.write(late / naming.MANIFEST, b"late")
+    check_promises(root)
+    assert left_over(root) == []
+    assert manifest.verify(root / naming.final_name(STEP)) == []
+
+
+def test_who_is_late_finds_what_another_one_has_published(root: Path) -> None:
+    entries = write(publish.prepare(root, STEP, generation="ours"), b"new")
+    assert publish.publish(root, STEP, entries, {}, 2, "ours", number=1, written=0)
+    assert not publish.publish(root, STEP, entries, {}, 2, "ours", number=2, written=0)
+    assert not publish.publish(root, STEP, entries, {}, 2, "ours")
+    check_promises(root)
+    assert left_over(root) == []
 
 
 def test_many_sides_publish_different_steps(root: Path) -> None:
     """The tracker is never seen to go backwards, and ends at the newest."""
     steps = range(STEP, STEP + 6)
-    entries = {step: write(publish.prepare(root, step, step), b"new") for step in steps}
+    entries = {step: write(publish.prepare(root, step, step, 0, "ours"), b"new") for step in steps}
     seen: list[int] = []
     done = threading.Event()
 
@@ -485,8 +509,8 @@ def test_many_sides_publish_different_steps(root: Path) -> None:
 
 
 def test_a_step_of_this_run_that_is_newer_than_ours_stays(root: Path) -> None:
-    ours = write(publish.prepare(root, STEP, 1), b"ours")
-    theirs = write(publish.prepare(root, STEP + 1), b"theirs")
+    ours = write(publish.prepare(root, STEP, 1, 0, "ours"), b"ours")
+    theirs = write(publish.prepare(root, STEP + 1, generation="ours"), b"theirs")
     assert publish.publish(root, STEP + 1, theirs, {}, 2, "ours")
     assert publish.publish(root, STEP, ours, {}, 2, "ours", 1)
     assert tracker(root) == str(STEP + 1)
@@ -518,6 +542,34 @@ def test_one_side_does_not_clean_up_after_the_other(root: Path) -> None:
     assert publish.clean(root, 1) == ["iter_0000021_tmp1"]
     assert publish.clean(root, 0) == ["iter_0000021_tmp", "iter_0000022_saving"]
     assert publish.clean(root) == ["iter_0000021_tmp2"]
+
+
+def test_a_disk_that_hung_wakes_in_a_later_generation(root: Path) -> None:
+    """Whatever it was asked for before does nothing to what is being written now."""
+    mine = [naming.temporary_name(21, generation="new"), naming.regular_name(21, "new")]
+    for name in mine:
+        (root / name).mkdir()
+        (root / name / "shard.pt").touch()
+    publish.prepare(root, 21, generation="old")
+    with pytest.raises(CheckpointError, match="nothing was written"):
+        publish.publish(root, 21, (), {}, 2, "old")
+    assert publish.clean(root, 0, "old") == [naming.temporary_name(21, generation="old")]
+    assert all((root / name / "shard.pt").exists() for name in mine)
+
+
+def test_what_is_there_is_found(root: Path) -> None:
+    """Who published it has died before it could replace the tracker."""
+    with pytest.raises(CheckpointError, match="no checkpoint of step 20"):
+        publish.find(root, STEP, "mine")
+    assert dump(root, generation="mine")
+    (root / naming.TRACKER).write_text("10")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 20, or a later one, of this run"):
+        publish.find(root, STEP, "another")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 21"):
+        publish.find(root, STEP + 1, "mine")
+    assert tracker(root) == "10"
+    assert publish.find(root, 15, "mine") == STEP
+    assert tracker(root) == str(STEP)
 
 
 def test_a_regular_save_that_is_not_there_is_one_line(root: Path) -> None:

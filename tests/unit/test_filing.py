@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from adaptor.checkpoint import publish
-from adaptor.control.messages import Prepare
+from adaptor.control.messages import Prepare, Prepared
 from adaptor.errors import CheckpointError
 from adaptor.launchers import filing
 from adaptor.launchers.filing import Filing
@@ -34,7 +34,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_nobody_waits_for_a_disk_that_hangs(disk: threading.Event, tmp_path: Path) -> None:
     async def clean() -> None:
         works = Filing()
-        await works.clean(tmp_path, 0)
+        await works.clean(tmp_path, 0, "")
         assert works.busy, "nothing may be removed under it"
         (thread,) = [one for one in threading.enumerate() if one.name == "ttp-filing"]
         assert thread.daemon, "it must not keep ttprun from its end"
@@ -51,7 +51,8 @@ def test_what_the_disk_refuses_is_an_answer(tmp_path: Path) -> None:
 
     async def work() -> None:
         works = Filing()
-        answer = await works.prepare(Prepare(1, save, 5, number=2))
+        answer = await works.do(Prepare(1, save, 5, number=2), "")
+        assert isinstance(answer, Prepared)
         assert (answer.folder, answer.number) == ("", 2)
         assert "Not a directory" in answer.reason
         assert not works.busy
@@ -65,4 +66,4 @@ def test_an_error_reaches_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setattr(publish, "clean", refuse)
     with pytest.raises(CheckpointError, match="no"):
-        asyncio.run(Filing().clean(tmp_path, 0))
+        asyncio.run(Filing().clean(tmp_path, 0, ""))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from adaptor.control import legacy, succession, wire
 from adaptor.control.messages import (
@@ -36,7 +37,7 @@ from adaptor.launchers.way import Way
 from tests.certificates import Authority
 from tests.unit.agents import Agent, free_port
 from tests.unit.nodes import Job, hub_of, job, wait_until
-from tests.unit.threads import LONG_S
+from tests.unit.threads import LONG_S, Thread
 
 __all__ = ["job"]
 
@@ -276,6 +277,25 @@ def test_a_second_generation_finds_the_new_controller(two_nodes: Job) -> None:
     job.train("step", "step")
     job.workers[1].process.kill()
     assert of_both(job) == [("saved", FIRST + 1, 137)]
+
+
+def test_a_node_starts_no_worker_before_it_knows_the_way(job: Job) -> None:
+    """Else it would go to another controller than those that know it when the first one is lost."""
+    port, store, order = str(free_port()), dist.HashStore(), list[str]()
+    nodes = [job.node(TTP_PORT=port) for _ in range(3)]
+    for number in (0, 2):
+        nodes[number].begin([number], number, 3, 3, store, "127.0.0.1")
+    nodes[0].meet()
+
+    def meet() -> None:
+        nodes[2].meet()
+        order.append("node 2 has met the others")
+
+    with Thread(meet):
+        wait_until(lambda: hub_of(nodes[0]).controller.roster.agents == {0, 2}, "node 2 is known")
+        order.append("node 1 comes")
+        nodes[1].begin([1], 1, 3, 3, store, "127.0.0.1")
+    assert order == ["node 1 comes", "node 2 has met the others"]
 
 
 def test_strangers_do_not_disturb_a_job(two_nodes: Job) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from adaptor.checkpoint import publish
+from adaptor.checkpoint.naming import temporary_name
 from adaptor.control import wire
 from adaptor.control.lifeline import Lifeline
 from adaptor.control.messages import Hello, Raised, Verdict
 from adaptor.control.processor import EXIT_SURVIVOR
+from adaptor.control.runtime import GENERATION
 from adaptor.launchers import node as node_module
 from tests.unit.nodes import Job, hub_of, is_gone, job, state_of, wait_until
 from tests.unit.threads import LONG_S
@@ -313,11 +315,12 @@ def test_a_second_generation(job: Job) -> None:
 def test_a_publish_that_fails_is_said(job: Job) -> None:
     job.begin(2)
     job.train("step")
-    (job.save / f"iter_{FIRST:07d}_tmp").write_text("a file where a folder has to be")
+    folder = temporary_name(FIRST, generation=os.environ[GENERATION])
+    (job.save / folder).write_text("a file where a folder has to be")
     job.workers[0].process.kill()
     verdict = job.verdict()
     assert verdict.outcome == "lost"
-    assert f"iter_{FIRST:07d}_tmp: " in verdict.line
+    assert f"{folder}: " in verdict.line
 
 
 def test_an_error_of_the_publisher_s_own_is_an_answer(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +352,8 @@ def test_nothing_is_removed_under_a_publisher_at_work(job: Job, monkeypatch: pyt
     node._loop.call_soon_threadsafe(node._obey, late)
     job.workers[1].process.kill()
     assert job.verdict() == late
-    assert [path.name for path in job.save.iterdir()] == [f"iter_{FIRST:07d}_tmp"]
+    folder = temporary_name(FIRST, generation=os.environ[GENERATION])
+    assert [path.name for path in job.save.iterdir()] == [folder]
     may_end.set()
 
 

@@ -31,30 +31,47 @@ def _terms(known: Succession) -> list[int]:
 
 
 def test_the_nodes_that_stand_by_are_gone_through_in_their_order() -> None:
-    known = Succession(2)
+    known = Succession(2, 4)
     for order in (FIRST, AgentHello(1, (2, 3), GATE), AgentHello(3, (6, 7), GATE)):
         assert not known.hear(order)
     assert _terms(known) == [1, 2]
     assert known.is_mine
 
 
-def test_a_node_that_has_never_heard_of_node_0_has_no_controller() -> None:
-    known = Succession(2)
-    known.hear(AgentHello(3, (6, 7), GATE))
-    assert _terms(known) == [3]
-    assert known.gate == GATE
-    assert not known.go_on()
+def test_who_does_not_know_all_of_them_goes_nowhere() -> None:
+    """They would go to another controller than those that do."""
+    known = Succession(2, 9)
+    for order in (FIRST, AgentHello(3, (6, 7), GATE), AgentHello(1, (2, 3), GATE)):
+        assert not known.knows_the_way
+        assert not known.go_on()
+        known.hear(order)
+    assert known.knows_the_way
+    assert _terms(known) == [1, 2]
+
+
+def test_who_may_have_the_controller_must_know_of_node_0() -> None:
+    known = Succession(1, 2)
+    assert not known.knows_the_way
+    known.hear(FIRST)
+    assert known.knows_the_way
 
 
 def test_a_node_that_does_not_stand_by_finds_the_others() -> None:
-    known = Succession(7)
-    for node in (0, 1, 3):
-        known.hear(AgentHello(node, (node,), GATE if node else None))
-    assert _terms(known) == [1, 3]
+    known = Succession(7, 8)
+    for node in (1, 2, 3):
+        known.hear(AgentHello(node, (node,), GATE))
+    assert _terms(known) == [1, 2, 3]
+    assert known.gate == GATE
+
+
+def test_a_job_of_one_node_has_no_other_controller() -> None:
+    known = Succession(0, 1)
+    assert known.knows_the_way
+    assert not known.go_on()
 
 
 def test_what_a_new_controller_is_told() -> None:
-    known = Succession(2)
+    known = Succession(2, 3)
     for message in (HELLO, Hello(4, 1000), Progress(2, 7), Beat()):
         known.keep(message)
     assert known.all_again == [HELLO, Hello(4, 1000), Recalled(2)]
@@ -63,7 +80,7 @@ def test_what_a_new_controller_is_told() -> None:
 
 
 def test_what_is_obeyed() -> None:
-    known = Succession(2)
+    known = Succession(2, 3)
     layout = Layout(0, (), "/save", 0, "same")
     assert [known.hear(order) for order in (FIRST, layout, Beat())] == [False] * 3
     assert known.legacy == [FIRST, layout]

@@ -17,8 +17,8 @@ what the controller then orders. The first line says what the job is like:
     > raised 1 0 boom                 an exception left the script of rank 1, exit code 1 if not said
     > frozen 0 running 4              the board that comes with it: running 4, ready 5, updating 5, broken 5;
                                       unreadable 4: the device of that rank has failed
-    > prepared [reason...]            with a reason it failed; published and publish-failed likewise; folder=0
-                                      to say an old one
+    > prepared [reason...]            with a reason it failed; published and publish-failed likewise;
+                                      folder=0, number=0 to say an old one
     > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
     > written 0 shard 1 is not finite it has written that as it is
     > renamed 0 [reason...]           rank 0's handler has given it its name; with a reason it failed
@@ -47,6 +47,7 @@ from adaptor.control.messages import (
     Dump,
     Dying,
     Exit,
+    Find,
     Freeze,
     FromAgent,
     Frozen,
@@ -217,7 +218,8 @@ class Trace:
                 step = int(settings.get("step", incident.step if incident else -1))
                 return Published(number, step, SAVE)
             case "publish-failed":
-                return PublishFailed(number, " ".join(words))
+                which = int(settings.get("number", incident.place.number if incident else 0))
+                return PublishFailed(number, " ".join(words), which)
         raise ValueError(f"no such line: {name}")
 
 
@@ -244,8 +246,11 @@ def _words(order: Message) -> str:
         case Prepare(step=step, term=term, number=number):
             where = f", folder {number}" if number else ""
             return f"prepare step {step}" + (f" in term {term}" if term else "") + where
-        case Publish(step=step, files=files, writers=writers):
-            return f"publish step {step}: {', '.join(entry.draft for entry in files)}; holders {writers}"
+        case Publish(step=step, files=files, writers=writers, number=number, written=written):
+            taken = f", folder {written} taken as {number}" if number != written else ""
+            return f"publish step {step}: {', '.join(e.draft for e in files)}; holders {writers}{taken}"
+        case Find(step=step):
+            return f"find step {step}, or a later one"
         case Verdict(outcome=outcome, step=step, line=line, cause_rank=rank, exit_code=code, leaves=node):
             left = f", node {node} leaves" if node >= 0 else ""
             return (

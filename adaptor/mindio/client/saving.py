@@ -56,7 +56,7 @@ class Saving:
         self.session.wait_for_the_device(self.timeout_s)
         (share,) = trainee.shares
         order = copies.order(share.group, infos)
-        folder = Path(trainee.save) / naming.temporary_name(step)
+        folder = Path(trainee.save) / naming.temporary_name(step, generation=self.generation)
         folder.mkdir(parents=True, exist_ok=True)
         run = DumpRun(
             rank=self.rank,
@@ -83,7 +83,7 @@ class Saving:
         trainee = self.session.trainee
         assert trainee is not None
         root = Path(trainee.save)
-        folder = root / naming.temporary_name(step)
+        folder = root / naming.temporary_name(step, generation=self.generation)
         left = {
             path.name.removesuffix(_LEFT): msgspec.json.decode(path.read_bytes(), type=_Left)
             for path in folder.glob(f"*{_LEFT}")
