@@ -179,11 +179,10 @@ class Patch:
 
     def drift(self) -> DriftError:
         """The error that says what does not fit, and in which file, in one line."""
-        version = self.unit.framework_version()
-        place = f" in {self._file}," if self._file else " in"
+        unit, place = self.unit, f" in {self._file}," if self._file else " in"
         return DriftError(
-            f"{self.target} (unit {self.unit.name}): expected {self.expected}, found {self.found}{place}"
-            f" {self.unit.framework} {version or 'of unknown version'} (tested: {self.unit.tested})"
+            f"{self.target} (unit {unit.name}): expected {self.expected}, found {self.found}{place}"
+            f" {unit.framework} {unit.framework_version() or 'of unknown version'} (tested: {unit.tested})"
         )
 
 
