@@ -106,6 +106,28 @@ for name in ("TTPReplicaOptimizer", "TTPOddReplicaOptimizer"):
     )
 
 
+def test_an_optimizer_that_mirrors_where_it_cannot(holds: Callable[..., None]) -> None:
+    small = Path(__file__).parents[1] / "frameworks" / "small"
+    holds(
+        f"""
+import adaptor, pytest, sys
+sys.path.insert(0, {str(small)!r})
+adaptor.enable(provide_mindio=True)
+from ascendspeed.core import parallel_state
+from mindio_ttp.modellink import TTPOddReplicaOptimizer
+from adaptor.errors import LayoutError
+from adaptor.patches import _ascendspeed_shards
+parallel_state.get_data_parallel_world_size = lambda: 1
+with pytest.raises(LayoutError, match="the data-parallel size is 1: there is no second rank for a copy; use"):
+    TTPOddReplicaOptimizer()
+_ascendspeed_shards._half = object()
+with pytest.raises(LayoutError, match="build_optimizer_replica_group has cut the data-parallel group: leave"):
+    TTPOddReplicaOptimizer()
+""",
+        **AGENT,
+    )
+
+
 def test_a_name_that_nobody_knows(python: Run) -> None:
     code = "import adaptor\nadaptor.enable(provide_mindio=True)\nfrom mindio_ttp.modellink import nothing"
     assert "cannot import name 'nothing'" in python("-c", code, env=AGENT).stderr
