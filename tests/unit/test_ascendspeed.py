@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adaptor.errors import LayoutError
-from adaptor.patches import _ascendspeed
+from adaptor.patches import _ascendspeed, megatron_training
 
 
 def _args(**more: Any) -> Namespace:
@@ -34,6 +34,26 @@ REFUSED = (
 def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -> None:
     with pytest.raises(LayoutError, match=line):
         _ascendspeed.require_protected(_args(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            {"lora_target_modules": ["dense"]},
+            r"--lora-target-modules is .'dense'.: LoRA, .*; leave it out, or",
+        ),
+        (
+            {"reuse_fp32_param": True},
+            "--reuse-fp32-param is True: main params that share .*; leave it out, or",
+        ),
+    ],
+)
+def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
+    """They add these options to Megatron-LM's own."""
+    megatron_training._require_protected(Namespace(lora_target_modules=[], reuse_fp32_param=False))
+    with pytest.raises(LayoutError, match=line):
+        megatron_training._require_protected(Namespace(**given))
 
 
 def test_what_is_protected_is_not() -> None:
