@@ -70,7 +70,9 @@ def tiny_llama(
     """Arguments of `pretrain_llama.py`: 2 layers, hidden 64, two micro-batches on each data-parallel rank."""
     prefix, tokenizer = data
     args = [*shlex.split(TINY), *shlex.split(PRECISIONS[precision])]
-    args += ["--global-batch-size", str(2 * processes // (tp * pp)), "--train-iters", str(train_iters)]
+    args += ["--global-batch-size", str(2 * processes // (tp * pp))]
+    if "--train-samples" not in extra:
+        args += ["--train-iters", str(train_iters)]
     args += ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
     args += ["--data-path", str(prefix), "--tokenizer-name-or-path", str(tokenizer)]
     if distributed_optimizer:
