@@ -10,6 +10,7 @@ import argparse
 import atexit
 import ipaddress
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +21,8 @@ from adaptor.errors import AdaptorError, ConfigError
 from adaptor.launchers import flags, tls
 
 USAGE_EXIT_CODE = 2
+# torch's own variable: the network interfaces over which survivors bring their shards together.
+_INTERFACES = "GLOO_SOCKET_IFNAME"
 # What mindio_ttp takes for its actions, and waits for workers at their end.
 _SDK_LIMIT = "TTP_NORMAL_ACTION_TIME_LIMIT"
 _SDK_LIMITS_S = (30, 1800)
@@ -38,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         if settings.enabled:
             _require_folder(settings.log_path)
             _require_safe_connections(parsed, settings)
+            _require_interfaces(os.environ.get(_INTERFACES, ""))
             if settings.engine == "mindio":
                 _prepare_the_sdk(settings)
     except ConfigError as error:
@@ -87,6 +91,17 @@ def _on_one_machine(parsed: argparse.Namespace) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def _require_interfaces(named: str) -> None:
+    """Every worker would raise in the middle of its start, with none of these words."""
+    own = [name for _, name in socket.if_nameindex()]
+    for name in named.split(",") if named else []:
+        if name not in own:
+            raise ConfigError(
+                f"{_INTERFACES} is {named!r}: this node has no network interface {name!r}, it has"
+                f" {', '.join(own)}; name the one with the address at which other nodes reach it"
+            )
 
 
 def _run_plain(parsed: argparse.Namespace, device: str) -> int:

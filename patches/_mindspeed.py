@@ -14,6 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from adaptor import patching
+from adaptor.replica import layout
+
+# As `layout` has them for Megatron-LM.
+PROTECTED: layout.Values = (
+    ("lora_target_modules", ([], None), "LoRA, whose checkpoints lack the model that it began from,"),
+    ("reuse_fp32_param", (False, None), "main params that share their memory with the weights"),
+)
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -28,7 +28,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     parsed = wrapped(_megatron.accepts_local_copy(provider), *rest, **kwargs)
     _megatron.take_local_copy(parsed)
     layout.require_alone(parsed)
-    layout.require_protected(parsed)
+    _require_protected(parsed)
     if getattr(parsed, "num_experts", None) is not None:
         layout.require_folders_for_experts(
             parsed.tensor_model_parallel_size,
@@ -46,6 +46,13 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
         publish.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
     _megatron.resume_after_restart(parsed)
     return parsed
+
+
+def _require_protected(parsed: Any) -> None:
+    from adaptor.patches import _mindspeed
+
+    layout.require_protected(parsed)
+    layout.require_values(_mindspeed.PROTECTED, parsed)
 
 
 @training.patch(
@@ -72,7 +79,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     from adaptor.patches import _megatron
 
     patching.check("ttp")
-    layout.require_protected(get_args())  # a checkpoint or a yaml file may have changed them
+    _require_protected(get_args())  # a checkpoint or a yaml file may have changed them
     folder.require_newest(get_args().save, get_args().iteration)
     names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
     given = {**dict(zip(names, args, strict=False)), **kwargs}

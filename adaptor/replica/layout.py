@@ -81,9 +81,9 @@ def require_values(protected: Values, *configs: Any) -> None:
         value = getattr(config, name, allowed[0])
         if value not in allowed:
             flag = "--" + name.replace("_", "-")
+            use = f"use {' or '.join(map(str, allowed))}" if any(allowed) else "leave it out"
             raise LayoutError(
-                f"{flag} is {value}: {words} cannot be protected yet; "
-                f"use {' or '.join(map(str, allowed))}, or set ENABLE_TTP=False"
+                f"{flag} is {value}: {words} cannot be protected yet; {use}, or set ENABLE_TTP=False"
             )
 
 

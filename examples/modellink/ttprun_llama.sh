@@ -12,34 +12,38 @@
 #       ./ttprun_llama.sh [more arguments of pretrain_llama.py]
 #
 # The same on every node, with NNODES, NODE_RANK, MASTER_ADDR and GLOO_SOCKET_IFNAME. LOAD is the folder of weights to
-# begin with, if there are any.
+# begin with, if there are any. Started again, after whatever has ended it, the job goes on from what is in SAVE.
 set -euo pipefail
 : "${MODELLINK:?the folder of ModelLink}" "${DATA:?the prefix of a .bin and an .idx}"
 : "${TOKENIZER:?the folder of a tokenizer}" "${SAVE:?the folder of the checkpoints, seen by every node}"
+cd "$MODELLINK"
 
 ASCEND=${ASCEND:-/usr/local/Ascend/ascend-toolkit/set_env.sh}
 # shellcheck disable=SC1090
 if [[ -f $ASCEND ]]; then set +u; source "$ASCEND"; set -u; fi
 export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-1200} INF_NAN_MODE_ENABLE=1
 
-# The network between the nodes: over it the survivors bring their shards together. It is the interface that has the
-# node's address in `ip address`.
 if [[ ${NNODES:-1} -gt 1 ]]; then
+    : "${NODE_RANK:?which node this is, from 0 on}" "${MASTER_ADDR:?the address of node 0, at which all nodes reach it}"
+    # The network between the nodes: over it the survivors bring their shards together. It is the interface that has the
+    # node's address in `ip address`.
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:?an interface of this node, as enp189s0f0}
 fi
-# The address of node 0. There the controller listens, at port 8000 (TTP_PORT) or the next free one.
+# The address of node 0. There the rendezvous is, at MASTER_PORT, and the controller listens, at port 8000 (TTP_PORT) or
+# the next free one; nodes 1 to 3 stand by for it. Let these ports through between the nodes.
 export MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=${MASTER_PORT:-6000}
-# Agents on several machines speak TLS with certificates (TTP_TLS_CERT, TTP_TLS_KEY, TTP_TLS_CA), or, if you trust the
-# network between them, plain.
-export TTP_TLS=${TTP_TLS:-plain}
+# Agents on several machines speak TLS with certificates (TTP_TLS_CERT, TTP_TLS_KEY, TTP_TLS_CA). Without them they are
+# told here to speak plain: only if you trust the network between them.
+if [[ -z ${TTP_TLS_CERT:-} ]]; then export TTP_TLS=${TTP_TLS:-plain}; fi
 # Seconds that an incident may last, besides a save that makes progress; then the job ends without one.
 export TTP_OT=${TTP_OT:-360}
-# False: plain torchrun and the plain framework.
+# False: plain torchrun and the plain framework, as with `torchrun` in the place of `ttprun`.
 export ENABLE_TTP=${ENABLE_TTP:-True}
 
 launcher=(
     ttprun
-    # An odd number of data-parallel ranks is as good as an even one: their shards are mirrored then (TTP_REPLICA).
+    # An odd number of data-parallel ranks is as good as an even one: their shards are mirrored then (TTP_REPLICA). The
+    # global batch size has to be a multiple of it, times the micro-batch size.
     --nproc_per_node "${NPUS_PER_NODE:-8}"
     --nnodes "${NNODES:-1}" --node_rank "${NODE_RANK:-0}"
     --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT"
@@ -57,7 +61,7 @@ model=(
 # Only on servers with Atlas 800T A2.
 if [[ -n ${ATLAS_800T_A2:-} ]]; then model+=(--use-flash-attn --use-fused-rmsnorm); fi
 training=(
-    --micro-batch-size 2 --global-batch-size 64 --train-iters 5000
+    --micro-batch-size 2 --global-batch-size "${GLOBAL_BATCH:-64}" --train-iters 5000
     --lr 1.0e-6 --min-lr 1.0e-6 --lr-decay-style cosine --lr-warmup-fraction .01 --weight-decay 1e-2
     --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --fp16
     --distributed-backend nccl
@@ -65,15 +69,17 @@ training=(
     --use-distributed-optimizer
 )
 # A copy of the optimizer state before each update, in place of a barrier of all ranks: for large clusters; it takes
-# memory.
-if [[ -n ${LOCAL_COPY:-} ]]; then training+=(--local-copy-os); fi
+# memory. It is an argument of the adaptor's, which the plain framework does not know.
+if [[ -n ${LOCAL_COPY:-} && ${ENABLE_TTP,,} =~ ^(true|1)$ ]]; then training+=(--local-copy-os); fi
 data=(--data-path "$DATA" --split "900,50,50" --log-interval 1)
 saving=(
     --save "$SAVE"
     # For what no copy survives (a whole cluster without power); it can be as rare as you dare.
     --save-interval 10000
 )
-# Weights to begin with. After a failure the job loads what was saved in SAVE, optimizer and random states included.
-if [[ -n ${LOAD:-} ]]; then saving+=(--load "$LOAD" --no-load-optim --no-load-rng); fi
-cd "$MODELLINK"
+if [[ -f $SAVE/latest_checkpointed_iteration.txt ]]; then
+    saving+=(--load "$SAVE") # optimizer and random states included, as after a failure
+elif [[ -n ${LOAD:-} ]]; then
+    saving+=(--load "$LOAD" --no-load-optim --no-load-rng)
+fi
 exec "${launcher[@]}" pretrain_llama.py "${model[@]}" "${training[@]}" "${data[@]}" "${saving[@]}" "$@"

@@ -41,7 +41,8 @@ def shell(tmp_path: Path) -> Any:
     (tmp_path / "here").mkdir()
     seen = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['SEEN'], 'w'))"
     _program(tmp_path, "ttprun", f"#!{sys.executable}\n{seen}\n")
-    _program(tmp_path, "scontrol", "#!/bin/sh\nprintf 'one\\ntwo\\n'\n")
+    # So many that they do not fit into a pipe.
+    _program(tmp_path, "scontrol", "#!/bin/sh\nexec seq --format=node%06.0f 1 20000\n")
     _program(tmp_path, "srun", '#!/bin/sh\nshift\nexec "$@"\n')
 
     def run(example: str, **more: str) -> tuple[list[str], dict[str, str]]:
@@ -74,13 +75,38 @@ def test_one_node(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.log_path == "/save/ttp-logs"
 
 
+SEVERAL = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "ib0"}
+
+
+def test_several_nodes(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, environ = shell("several_nodes.sh", **SEVERAL)
+    parsed, settings = _parsed(arguments, environ, monkeypatch)
+    assert (parsed.nnodes, parsed.node_rank, parsed.rdzv_backend) == ("2", 1, "static")
+    assert (parsed.master_addr, parsed.master_port) == ("10.0.0.1", 29400)
+    assert (environ["GLOO_SOCKET_IFNAME"], settings.tls, settings.timeout_s) == ("ib0", "plain", 120)
+
+
+def test_certificates_are_used_where_there_are_some(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {f"TTP_TLS_{name}": f"{name}.pem" for name in ("CERT", "KEY", "CA")}
+    _, settings = _parsed(*shell("several_nodes.sh", **SEVERAL, **files), monkeypatch)
+    assert (settings.tls, settings.tls_cert) == ("mutual", "CERT.pem")
+
+
+@pytest.mark.parametrize("missing", SEVERAL)
+def test_what_is_missing_is_asked_for(missing: str, shell: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        shell("several_nodes.sh", **{**SEVERAL, missing: ""})
+    assert f" {missing}: " in capfd.readouterr().err
+
+
 def test_several_nodes_under_slurm(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = {"SLURM_JOB_NODELIST": "one,two", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
-    parsed, settings = _parsed(
-        *shell("several_nodes.slurm", SLURM_SUBMIT_DIR=str(EXAMPLES), **job), monkeypatch
+    job = {"SLURM_JOB_NODELIST": "many", "SLURM_NNODES": "20000", "SLURM_NODEID": "7"}
+    arguments, environ = shell(
+        "several_nodes.slurm", SLURM_SUBMIT_DIR=str(EXAMPLES), GLOO_SOCKET_IFNAME="ib0", **job
     )
-    assert (parsed.nnodes, parsed.rdzv_backend, parsed.rdzv_endpoint) == ("2", "c10d", "one:29400")
-    assert settings.tls == "plain"
+    parsed, _ = _parsed(arguments, environ, monkeypatch)
+    assert (parsed.nnodes, parsed.node_rank) == ("20000", 7)
+    assert (parsed.master_addr, parsed.training_script) == ("node000001", "pretrain_gpt.py")
 
 
 @pytest.fixture(scope="module")

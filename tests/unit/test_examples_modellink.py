@@ -82,6 +82,7 @@ def test_one_node(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_nodes_with_what_can_be_chosen(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {
         "NPUS_PER_NODE": "7",
+        "GLOBAL_BATCH": "56",
         "NNODES": "2",
         "NODE_RANK": "1",
         "MASTER_ADDR": "10.0.0.1",
@@ -99,8 +100,31 @@ def test_several_nodes_with_what_can_be_chosen(shell: Shell, monkeypatch: pytest
     assert training.local_copy_os
     assert training.use_flash_attn
     assert (training.load, training.no_load_optim) == ("/weights", True)
+    assert int(training.global_batch_size) % (int(training.micro_batch_size) * 7 * 2) == 0
 
 
-def test_several_nodes_want_an_interface(shell: Shell) -> None:
-    with pytest.raises(AssertionError, match="GLOO_SOCKET_IFNAME: an interface of this node"):
-        shell(NNODES="2")
+def test_started_again_it_goes_on(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it began from: optimizer and random states are loaded, too."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    given = shell(SAVE=str(tmp_path), LOAD="/weights")
+    _, training, _ = _parsed(given, monkeypatch)
+    assert training.load == training.save == str(tmp_path)
+    assert (training.no_load_optim, training.no_load_rng) == (False, False)
+
+
+def test_certificates_are_used_where_there_are_some(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {f"TTP_TLS_{name}": f"{name}.pem" for name in ("CERT", "KEY", "CA")}
+    _, _, settings = _parsed(shell(**files), monkeypatch)
+    assert settings.tls == "mutual"
+
+
+def test_the_plain_framework_gets_no_argument_of_ours(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, training, settings = _parsed(shell(LOCAL_COPY="1", ENABLE_TTP="False"), monkeypatch)
+    assert (settings.enabled, training.local_copy_os) == (False, False)
+
+
+@pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"])
+def test_several_nodes_want_to_know(missing: str, shell: Shell) -> None:
+    given = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "enp189s0f0", missing: ""}
+    with pytest.raises(AssertionError, match=f" {missing}: "):
+        shell(NNODES="2", **given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,12 +46,30 @@ def test_a_dump_beside_a_save_is_none() -> None:
     assert seen == [f"ckpt/{FILE}"]
 
 
-def test_an_asynchronous_save_has_its_name_when_it_is_finalized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     memory = BoardMemory([0])
     session = Session(Board(0, memory.path, memory.slots), lambda *_: None, lambda _: None)
     monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(rank=0, session=session))
+    yield
+    memory.close()
+
+
+@pytest.mark.usefixtures("_rank_0")
+def test_a_framework_that_writes_over_the_tracker(tmp_path: Path) -> None:
+    """ModelLink does not empty it before it writes: 999 over 1000 would be 9990."""
+    (tmp_path / TRACKER).write_text("1000")
+    with _saving.regular(str(tmp_path), 999):
+        Path(_saving.renamed(str(tmp_path / "iter_0000999"))).mkdir()
+        tracker = os.open(_saving.tracker(str(tmp_path / TRACKER)), os.O_WRONLY | os.O_CREAT)
+        with os.fdopen(tracker, "w") as file:
+            file.write("999")
+    assert (tmp_path / TRACKER).read_text() == "1000"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000999", TRACKER]
+
+
+@pytest.mark.usefixtures("_rank_0")
+def test_an_asynchronous_save_has_its_name_when_it_is_finalized(tmp_path: Path) -> None:
     put_off: list[Callable[[], Any]] = []
     with _saving.regular(str(tmp_path), 3, asynchronous=True):
         folder = Path(_saving.renamed(str(tmp_path / "iter_0000003")))
@@ -66,4 +84,3 @@ def test_an_asynchronous_save_has_its_name_when_it_is_finalized(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", TRACKER]
     assert (tmp_path / TRACKER).read_text() == "3"
     assert manifest.verify(tmp_path / "iter_0000003") == []
-    memory.close()

@@ -409,6 +409,23 @@ def test_what_makes_no_sense_starts_nothing(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("_clean")
+@pytest.mark.parametrize("named", ["eth99", "lo,eth99"])
+def test_a_network_interface_that_is_not_there(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    (tmp_path / "script.py").touch()
+    assert ttprun.main(["script.py"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    said = (
+        f"ttprun: error: GLOO_SOCKET_IFNAME is '{named}': this node has no network interface 'eth99', it has "
+    )
+    assert line.startswith(said)
+    assert "lo" in line.removeprefix(said)
+
+
 # what a script sees
 
 
