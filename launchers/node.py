@@ -272,7 +272,7 @@ class Node:
             elif still:
                 self._up(Moving(self._node))
             still = seconds is not None
-            total = sum(board.progress for board in boards)
+            total = sum(board.progress for board in boards) + self._filing.moved
             if total != last:
                 last = total
                 self._up(Progress(self._node, total))

@@ -131,7 +131,7 @@ class Agent(Follower):
             elif still:
                 self._up(Moving(self.node))
             still = seconds is not None
-            total = sum(board.progress for board in boards)
+            total = sum(board.progress for board in boards) + self.filing.moved
             if total != last:
                 last = total
                 self._up(Progress(self.node, total))

@@ -97,7 +97,7 @@ class Disk:
                 self.folders[temporary] = self.folders.pop(name)
             yield from self.wait(node)
         if not self._is_of(step, generation):
-            yield from self._make_ready(order, temporary, node)
+            yield from self._make_ready(order, temporary, by, node)
         while self._turn is not None and self._turn[0].alive:
             yield 0.05
         self._turn = mine = (by, order)
@@ -128,11 +128,12 @@ class Disk:
     def _is_of(self, step: int, generation: str) -> bool:
         return self.made_by.get(naming.final_name(step)) == generation
 
-    def _make_ready(self, order: Publish, temporary: str, node: int) -> Body[None]:
+    def _make_ready(self, order: Publish, temporary: str, by: Filing, node: int) -> Body[None]:
         if not order.files:
             raise DiskError("nothing to publish")
         for entry in order.files:
             self._name(temporary, entry)
+            by.moved += 1
             yield from self.wait(node)
         wanted = {entry.path for entry in order.files}
         files = self._folder(temporary)
