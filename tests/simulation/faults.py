@@ -76,7 +76,7 @@ class Faults:
     def on_state(self, state: str) -> None:
         while self._at_state.get(state):
             self._at_state[state] -= 1
-            if state in ("PREPARING", "PUBLISHING") and self._draw.random() < 0.4:
+            if state in ("PREPARING", "PUBLISHING") and self._draw.random() < 0.6:
                 self._world.clock.after(self._soon(), self._strike_publisher)
             elif self._draw.random() < (0.8 if state == "ENDED" else 0.3):
                 self._world.clock.after(self._soon(), self._strike_controller)
@@ -239,9 +239,10 @@ class Faults:
         self.disk_fails = self.disk_fails or self._world.disk.has_turn(agent.filing)
         for rank in agent.ranks:
             self.hurt.setdefault(rank, "its agent is stopped")
-        agent.stopped = agent.filing.stopped = True
+        agent.stopped = agent.filing.stopped = self._world.network.mended = True
+        seconds = self._draw.choice([300.0, self._world.timeout_s * self._draw.random()])
         for process in (agent, agent.filing):
-            self._world.clock.after(300.0, process.go_on)
+            self._world.clock.after(seconds, process.go_on)
 
     def _lose_loudly(self, worker: Worker) -> None:
         """`ttprun` is killed, and its workers with it."""

@@ -130,7 +130,7 @@ class Invariants:
             )
             verdict = self._verdicts.get(agent.node)
             if agent.node not in world.network.cut and not agent.left and agent.controlled:
-                whose = agent.succession.term if world.network.parted else 0
+                whose = agent.succession.term if world.network.parted or world.network.mended else 0
                 told.setdefault(whose, {})[agent.node] = verdict.line if verdict is not None else None
         for lines in told.values():
             assert len(set(lines.values())) <= 1, f"nodes have been told different verdicts: {told}"
@@ -140,8 +140,11 @@ class Invariants:
                 "it ended, and the controller does not know"
             )
         # Else one side may save what the other has not seen yet.
-        if not world.network.parted and not world.network.cut & world.hubs.keys():
-            ends = [hub.controller.verdict for hub in world.hubs.values()]
+        hubs = [hub for hub in world.hubs.values() if hub.agent.alive]
+        if not (world.network.parted or world.network.mended) and not any(
+            hub.term in world.network.cut for hub in hubs
+        ):
+            ends = [hub.controller.verdict for hub in hubs]
             kept = self.saved and max(self.saved) >= self.begun and not world.faults.disk_fails
             assert not kept or all(end is None or end.outcome == "saved" for end in ends), (
                 "published, and the verdict says that it is lost, or nothing"

@@ -50,7 +50,8 @@ class Connection:
 class Network:
     """cut    nodes that nothing reaches
     parted  pairs of nodes between which nothing passes, or passed for a while
-    mended  what was parted is one again, or never was two: some are reached by both sides
+    mended  what was parted is one again, or never was two, or an agent was stopped: some nodes may be reached
+            by more than one side
     closed  nodes whose agents have ended
     heard   nodes that have said who they are
     """
