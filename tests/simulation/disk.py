@@ -125,6 +125,10 @@ class Disk:
         self._announce(max(found), generation)
         return max(found)
 
+    def is_ahead(self, step: int, generation: str) -> bool:
+        """Whether the tracker names `step`, or a later one, of another generation."""
+        return self.tracker is not None and self.tracker >= step and not self._is_of(self.tracker, generation)
+
     def _is_of(self, step: int, generation: str) -> bool:
         return self.made_by.get(naming.final_name(step)) == generation
 

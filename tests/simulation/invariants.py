@@ -145,7 +145,8 @@ class Invariants:
             hub.term in world.network.cut for hub in hubs
         ):
             ends = [hub.controller.verdict for hub in hubs]
-            kept = self.saved and max(self.saved) >= self.begun and not world.faults.disk_fails
+            newest = max(a.boards.read(rank).finished for a in world.agents.values() for rank in a.ranks)
+            kept = self.saved and max(self.saved) >= newest and not world.faults.disk_fails
             assert not kept or all(end is None or end.outcome == "saved" for end in ends), (
                 "published, and the verdict says that it is lost, or nothing"
             )
@@ -242,6 +243,8 @@ class Watch:
         if "held is not known" in verdict.line:
             assert self._lost, "what was told is not known"
             return  # by design: training does not wait until word of it has come to those who stand by
+        if world.disk.is_ahead(max(known.begun, job.origin + 1), world.generation):
+            return  # what hung in the generation before has ended, and the next one starts from that
         if known.begun <= job.origin:
             assert verdict.outcome in ("nothing", "saved"), verdict.line
         else:
