@@ -156,7 +156,7 @@ class Incident:
 
     def on_agent_lost(self, node: int) -> list[Directive]:
         """The agent of `node` is no longer in `agents`; the deaths of its ranks were told before."""
-        if node != self.place.publisher or self.state is State.ENDED:
+        if node != self.place.publisher or self.state in (State.FINDING, State.ENDED):
             return []
         self.place.hand_over()
         if self.state is State.PREPARING:
