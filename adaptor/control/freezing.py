@@ -119,11 +119,12 @@ class Freezing:
     @property
     def newest_finished(self) -> int:
         """The newest step that anyone has finished, who is gone now included, or has left in its middle."""
-        return max([self.newest_told, *map(_newest, self.boards.values())])
+        return max([self._newest, *map(_newest, self.boards.values())])
 
     @property
     def newest_told(self) -> int:
-        """The same, but for those who have been let through to a step since they told."""
+        """The same by the boards as they were told, without a step that anyone has been let through to since;
+        those of the dead included."""
         return max([self._newest, *map(_newest, self._gone.values())])
 
     def let_through(self, ranks: Iterable[int], step: int) -> None:
