@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from adaptor.control.messages import BoardRecord, Layout, Phase
+from adaptor.control.plan import may_have_begun
 
 # A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
 EXPLANATION_S = 2.0
@@ -126,6 +127,12 @@ class Freezing:
         """The same by the boards as they were told, without a step that anyone has been let through to since;
         those of the dead included."""
         return max([self._newest, *map(_newest, self._gone.values())])
+
+    def words_after(self, step: int) -> str:
+        """What is to be said of the step after `step`, which is saved; empty: nobody can have begun it."""
+        boards = [*self.boards.values(), *self._gone.values()]
+        ahead = max((board.ahead for board in boards), default=-1)
+        return f"step {ahead} may have begun" if ahead > step and may_have_begun(ahead, boards) else ""
 
     def let_through(self, ranks: Iterable[int], step: int) -> None:
         """They go through the door to `step`, if they have not; without a copy there is no way back."""

@@ -194,7 +194,7 @@ class Incident:
 
     def on_published(self, step: int) -> list[Directive]:
         if self.state is State.FINDING:
-            return self._end("saved", step, "")
+            return self._end("saved", step, self.freezing.words_after(step))
         if self.state is not State.PUBLISHING:
             return []
         step = max(self.step, step)
