@@ -47,6 +47,10 @@ class Disk:
         self.stuck_on: set[int] = set()
         self.healed_at = self._clock.now
 
+    @property
+    def troubled(self) -> bool:
+        return bool(self.stuck_on) or self.slow_s > 0.1
+
     def hang(self, at: float, nodes: set[int], healed_at: float) -> None:
         self.stuck_at, self.stuck_on, self.healed_at = at, nodes, healed_at
 

@@ -101,7 +101,7 @@ class Faults:
         how = self._draw.random()
         if self._world.agents[publisher].hub is None and how < 0.4:
             self._stop_agent(publisher)
-        elif how < 0.6 and not self._world.disk.stuck_on:
+        elif how < 0.6 and not self._world.disk.troubled:
             self._tell(f"the disk is stuck on node {publisher}")
             self._world.disk.hang(self._world.clock.now, {publisher}, float("inf"))
             self.disk_hangs_on = {publisher}
