@@ -128,11 +128,12 @@ class Freezing:
         those of the dead included."""
         return max([self._newest, *map(_newest, self._gone.values())])
 
-    def words_after(self, step: int) -> str:
-        """What is to be said of the step after `step`, which is saved; empty: nobody can have begun it."""
+    @property
+    def newest_begun(self) -> int:
+        """The newest step that anyone may have begun: where all are at its door, one that is gone, too."""
         boards = [*self.boards.values(), *self._gone.values()]
         ahead = max((board.ahead for board in boards), default=-1)
-        return f"step {ahead} may have begun" if ahead > step and may_have_begun(ahead, boards) else ""
+        return max(self.newest_told, ahead if may_have_begun(ahead, boards) else -1)
 
     def let_through(self, ranks: Iterable[int], step: int) -> None:
         """They go through the door to `step`, if they have not; without a copy there is no way back."""

@@ -194,7 +194,8 @@ class Incident:
 
     def on_published(self, step: int) -> list[Directive]:
         if self.state is State.FINDING:
-            return self._end("saved", step, self.freezing.words_after(step))
+            begun = self.freezing.newest_begun
+            return self._end("saved", step, f"step {begun} may have begun" if begun > step else "")
         if self.state is not State.PUBLISHING:
             return []
         step = max(self.step, step)
@@ -311,7 +312,7 @@ class Incident:
         """Take the newest step that there is now."""
         origin = self._origin
         if not self.freezing.knows_all:
-            if self.freezing.newest_told <= origin:
+            if self.freezing.newest_begun <= origin:
                 return self._end_before_training()
             who = ", ".join(map(str, self.freezing.unknown))
             return self._end("lost", -1, f"what rank {who} held is not known, word of it was lost")
@@ -391,10 +392,15 @@ class Incident:
     @property
     def _may_be_saved(self) -> bool:
         """Whether a controller that is lost may have had all saved: whoever takes its place does not know."""
-        return bool(self.term) and not self.writing.handled and self.freezing.newest_told > self._origin
+        return (
+            bool(self.term and self.layouts)
+            and not self.writing.handled
+            and self.freezing.newest_begun > self._origin
+        )
 
     def _look(self, otherwise: Outcome) -> list[Directive]:
         self.state, self.otherwise = State.FINDING, otherwise
         self.place.number += 1
-        order = Find(self.number, self.writing.save, self.freezing.newest_told, self.place.number)
+        step = max(self.freezing.newest_told, self._origin + 1)
+        order = Find(self.number, self.writing.save, step, self.place.number)
         return [Directive(order, node=self.term)]  # the node of this controller
