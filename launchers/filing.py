@@ -28,10 +28,14 @@ CLEAN_S = 30.0
 
 
 class Filing:
-    """Does what the controller orders; whatever goes wrong is an answer, because one is waited for."""
+    """Does what the controller orders; whatever goes wrong is an answer, because one is waited for.
+
+    moved  how far it has come, as the boards of workers tell it of theirs
+    """
 
     def __init__(self) -> None:
         self._running: set[Callable[[], Any]] = set()
+        self.moved = 0
 
     @property
     def busy(self) -> bool:
@@ -50,13 +54,22 @@ class Filing:
                     return Prepared(order.incident, "", _line(error), order.number)
                 return Prepared(order.incident, str(folder), "", order.number)
             case Publish():
-                act = functools.partial(_publish, root, order, generation)
+                act = functools.partial(self._publish, root, order, generation)
             case Find():
                 act = functools.partial(publish.find, root, order.step, generation)
         try:
             return Published(order.incident, await self._in_thread(act), order.save)
         except Exception as error:
             return PublishFailed(order.incident, _line(error), order.number)
+
+    def _publish(self, root: Path, order: Publish, generation: str) -> int:
+        what = (order.step, order.files, order.writers, order.world_size, generation)
+        publish.publish(root, *what, order.term, order.number, order.written, self._move)
+        # The other side of a cut network may have saved a later step.
+        return max(order.step, publish.tracked_step(root) or 0)
+
+    def _move(self) -> None:
+        self.moved += 1
 
     async def clean(self, root: Path, term: int, generation: str) -> None:
         """See `publish.clean`; a disk that hangs is not waited for for ever."""
@@ -90,10 +103,3 @@ class Filing:
 
 def _line(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _publish(root: Path, order: Publish, generation: str) -> int:
-    what = (order.step, order.files, order.writers, order.world_size, generation)
-    publish.publish(root, *what, order.term, order.number, order.written)
-    # The other side of a cut network may have saved a later step.
-    return max(order.step, publish.tracked_step(root) or 0)

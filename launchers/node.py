@@ -283,7 +283,7 @@ class Node:
             if said is not None:
                 still = isinstance(said, Still)
                 self._up(said)
-            total = sum(board.progress for board in boards)
+            total = sum(board.progress for board in boards) + self._filing.moved
             if total != last:
                 last = total
                 self._up(Progress(self._node, total))

@@ -22,8 +22,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "ttp_manifest.json"
 
 _FINAL = re.compile(r"iter_(\d{7,})")
-_TEMPORARY = re.compile(r"iter_\d{7,}_(?:tmp(\d*)(?:\.\d+)?|saving)(_[^_]+)?")
-_GENERATION = 8  # so many characters of what is drawn at random tell one from another
+_TEMPORARY = re.compile(r"iter_\d{7,}_(?:tmp(\d*)(?:\.\d+)?|saving)(_[0-9A-Za-z]+)?")
+_GENERATION = 8  # so many letters and digits of what is drawn at random tell one from another
 _REPLACED = re.compile(r"replaced_iter_(\d{7,})")
 
 
@@ -49,7 +49,8 @@ def regular_name(step: int, generation: str = "") -> str:
 
 
 def _mark(generation: str) -> str:
-    return f"_{generation[:_GENERATION]}" if generation else ""
+    mark = re.sub("[^0-9A-Za-z]", "", generation)[:_GENERATION]
+    return f"_{mark}" if mark else ""
 
 
 def aside_name(step: int, number: int) -> str:

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ def publish(
     term: int = 0,
     number: int = 0,
     written: int | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> bool:
     """Turns the temporary folder of `step`, `term`, `number` into a checkpoint and lets the tracker name it.
 
@@ -60,7 +61,8 @@ def publish(
     that the same `generation` of workers has made: that one stays and ours is removed. One of another
     generation need not have come the same way: it is moved aside. Where the tracker names a later step of the
     same generation, another controller has saved it, and it stays. Raises CheckpointError when a file is
-    missing or has another size, when parts do not make a whole, or when the disk refuses.
+    missing or has another size, when parts do not make a whole, or when the disk refuses. There may be
+    thousands of files: `progress` is called for each.
     """
     names = [naming.temporary_name(step, term, n, generation) for n in range(number + 1)]
     temporary, final = root / names[number], root / naming.final_name(step)
@@ -71,7 +73,7 @@ def publish(
         entries = dcp.join(temporary, files)
         if not entries:
             raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
-        _name(temporary, entries)
+        _name(temporary, entries, progress)
         _drop_others(temporary, {entry.path for entry in entries})
         described = Manifest.now(step, entries, groups, world_size, generation)
         disk.write(temporary / naming.MANIFEST, described.encode())
@@ -277,7 +279,7 @@ def _set_tracker(root: Path, step: int) -> None:
     disk.sync(root)
 
 
-def _name(folder: Path, entries: tuple[FileEntry, ...]) -> None:
+def _name(folder: Path, entries: tuple[FileEntry, ...], progress: Callable[[], None]) -> None:
     """Gives the files their names, unless an earlier call did before it crashed, and checks them."""
     for entry in entries:
         path = folder / entry.path
@@ -289,6 +291,7 @@ def _name(folder: Path, entries: tuple[FileEntry, ...]) -> None:
             raise CheckpointError(f"{path}: reported as written, but missing") from error
         if size != entry.bytes:
             raise CheckpointError(f"{path}: {size} bytes, reported as {entry.bytes}")
+        progress()
 
 
 def _drop_others(folder: Path, keep: set[str]) -> None:

@@ -123,8 +123,7 @@ class Controller:
                 self._causes.raised.setdefault(rank, message)
                 self.roster.ends({rank})
                 return self._fault(now, by_death=False)
-            case Told(rank=rank, signal=name):
-                self.roster.ends({rank})
+            case Told(rank=rank, signal=name):  # it lives on, and may begin to train meanwhile
                 return self._on_asked(rank, name, f"rank {rank}", now)
             case Leave(node=node, signal=name):
                 who = "ttprun" if len(self.roster.agents) == 1 else f"ttprun on node {node}"

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from adaptor.control.messages import BoardRecord, Layout, Phase
+from adaptor.control.plan import may_have_begun
 
 # A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
 EXPLANATION_S = 2.0
@@ -119,12 +120,20 @@ class Freezing:
     @property
     def newest_finished(self) -> int:
         """The newest step that anyone has finished, who is gone now included, or has left in its middle."""
-        return max([self.newest_told, *map(_newest, self.boards.values())])
+        return max([self._newest, *map(_newest, self.boards.values())])
 
     @property
     def newest_told(self) -> int:
-        """The same, but for those who have been let through to a step since they told."""
+        """The same by the boards as they were told, without a step that anyone has been let through to since;
+        those of the dead included."""
         return max([self._newest, *map(_newest, self._gone.values())])
+
+    @property
+    def newest_begun(self) -> int:
+        """The newest step that anyone may have begun: where all are at its door, one that is gone, too."""
+        boards = [*self.boards.values(), *self._gone.values()]
+        ahead = max((board.ahead for board in boards), default=-1)
+        return max(self.newest_told, ahead if may_have_begun(ahead, boards) else -1)
 
     def let_through(self, ranks: Iterable[int], step: int) -> None:
         """They go through the door to `step`, if they have not; without a copy there is no way back."""

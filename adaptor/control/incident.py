@@ -86,6 +86,8 @@ class Incident:
         self.roll_call = RollCall(min(STUCK_S, self.timeout_s / 8))
         # Longer than whoever is stuck is waited for, and time is left for another node's disk.
         self.standstill = Standstill(self.timeout_s / 3)
+        # Of the time of the incident, for a look at what the controller that is lost had saved.
+        self.look_s = min(STUCK_S, self.timeout_s / 8) if self.term else 0.0
 
     @property
     def step(self) -> int:
@@ -154,7 +156,7 @@ class Incident:
 
     def on_agent_lost(self, node: int) -> list[Directive]:
         """The agent of `node` is no longer in `agents`; the deaths of its ranks were told before."""
-        if node != self.place.publisher or self.state is State.ENDED:
+        if node != self.place.publisher or self.state in (State.FINDING, State.ENDED):
             return []
         self.place.hand_over()
         if self.state is State.PREPARING:
@@ -192,7 +194,8 @@ class Incident:
 
     def on_published(self, step: int) -> list[Directive]:
         if self.state is State.FINDING:
-            return self._end("saved", step, "")
+            begun = self.freezing.newest_begun
+            return self._end("saved", step, f"step {begun} may have begun" if begun > step else "")
         if self.state is not State.PUBLISHING:
             return []
         step = max(self.step, step)
@@ -230,7 +233,9 @@ class Incident:
             return []
         if self.freezing.waits:
             return self._go_on_without_layouts(now) if self.freezing.is_late(now) else []
-        if now >= self.deadline:
+        if self.state is State.FINDING:
+            return self._end_otherwise() if now >= self.deadline else []
+        if now >= self.deadline - self.look_s:
             return self._run_out_of_time()
         if self.state is State.FREEZING and self.freezing.lose_patience(now):
             return self._decide_when_frozen()
@@ -247,8 +252,6 @@ class Incident:
         return []
 
     def _run_out_of_time(self) -> list[Directive]:
-        if self.state is State.FINDING:
-            return self._end_otherwise()
         stuck = self.roll_call.silent
         if self.state is State.DUMPING and stuck:
             # Nobody else has what they were chosen for, or they would not have been waited for.
@@ -318,10 +321,10 @@ class Incident:
         """Take the newest step that there is now."""
         origin = self._origin
         if not self.freezing.knows_all:
-            if self.freezing.newest_told <= origin:
+            if self.freezing.newest_begun <= origin:
                 return self._end_before_training()
             who = ", ".join(map(str, self.freezing.unknown))
-            return self._end_unless_found(f"what rank {who} held is not known, word of it was lost")
+            return self._end("lost", -1, f"what rank {who} held is not known, word of it was lost")
         decision = self.writing.decide(self.freezing.boards)
         if isinstance(decision, NoPlan):
             useless = _do_not_answer(self.freezing.silent + self.stuck) + "".join(
@@ -329,7 +332,7 @@ class Incident:
                 for rank, board in self.freezing.boards.items()
                 if board.phase == Phase.UNREADABLE
             )
-            return self._end_unless_found(decision.reason + useless, unheld=True)
+            return self._end("lost", -1, decision.reason + useless, unheld=True)
         if decision.step <= origin:
             reason = f"no step has finished since step {origin}" if origin else "no step has finished"
             return self._end("nothing", origin, reason)
@@ -378,16 +381,6 @@ class Incident:
     def _origin(self) -> int:
         return max(layout.origin for layout in self.layouts.values())
 
-    def _end_unless_found(self, reason: str, *, unheld: bool = False) -> list[Directive]:
-        """It is lost; but one that is not the first controller does not know what was done before."""
-        self.otherwise = Outcome("lost", -1, reason, unheld)
-        if not self.term or self.writing.handled or self.freezing.newest_told <= self._origin:
-            return self._end_otherwise()
-        self.state = State.FINDING
-        self.place.number += 1
-        order = Find(self.number, self.writing.save, self.freezing.newest_told, self.place.number)
-        return [Directive(order, node=self.term)]  # the node of this controller
-
     def _end_otherwise(self) -> list[Directive]:
         assert self.otherwise is not None
         self.state, self.outcome = State.ENDED, self.otherwise
@@ -397,9 +390,27 @@ class Incident:
         return self._end("nothing", -1, "no step has finished: training had not begun on every rank")
 
     def _end(self, kind: str, step: int, reason: str, *, unheld: bool = False) -> list[Directive]:
-        self.state = State.ENDED
-        self.outcome = Outcome(kind, step, reason, unheld)
+        outcome = Outcome(kind, step, reason, unheld)
+        if kind == "lost" and self._may_be_saved:
+            return self._look(outcome)
+        self.state, self.outcome = State.ENDED, outcome
         return []
+
+    @property
+    def _may_be_saved(self) -> bool:
+        """Whether a controller that is lost may have had all saved: whoever takes its place does not know."""
+        return (
+            bool(self.term and self.layouts)
+            and not self.writing.handled
+            and self.freezing.newest_begun > self._origin
+        )
+
+    def _look(self, otherwise: Outcome) -> list[Directive]:
+        self.state, self.otherwise = State.FINDING, otherwise
+        self.place.number += 1
+        step = max(self.freezing.newest_told, self._origin + 1)
+        order = Find(self.number, self.writing.save, step, self.place.number)
+        return [Directive(order, node=self.term)]  # the node of this controller
 
 
 def _do_not_answer(ranks: Iterable[int]) -> str:

@@ -74,7 +74,7 @@ def plan(
         return NoPlan("no rank has told what it holds")
     writers = _writers(shares)
     steps = {s for board in alive.values() for s in _steps(board)} if only is None else {only}
-    for step in sorted(steps, key=lambda step: (_may_have_begun(step, alive.values()), step), reverse=True):
+    for step in sorted(steps, key=lambda step: (may_have_begun(step, alive.values()), step), reverse=True):
         there = {rank for rank, board in alive.items() if board.provides(step)}
         able = {shard: [rank for rank in owners if rank in there] for shard, owners in possible.items()}
         chosen = {
@@ -124,7 +124,7 @@ def _steps(board: BoardRecord) -> list[int]:
     return [s for s in (*newest, board.ahead) if board.provides(s)]
 
 
-def _may_have_begun(step: int, boards: Collection[BoardRecord]) -> bool:
+def may_have_begun(step: int, boards: Collection[BoardRecord]) -> bool:
     """Whether somebody, alive or dead, may have begun `step`: not where a live rank was not READY for it."""
     for board in boards:
         if step <= board.finished or (board.phase == Phase.UPDATING and step == board.ahead):

@@ -1,7 +1,8 @@
 """Runs ttprun, which breaks while it publishes: `TTP_TEST_PUBLISHING="NODE POINT KIND" publishing.py ...`.
 
-POINT is `move-in` (every file has its name, the folder has not) or `announce` (the folder has, the tracker is
-old); KIND is `sigkill`, or `error`: the disk is read-only there from then on.
+POINT is `name` (nothing is done yet), `move-in` (every file has its name, the folder has not) or `announce`
+(the folder has, the tracker is old); KIND is `sigkill`, `error`: the disk is read-only there from then on, or
+`sigstop`: it goes on once the tracker names a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import wrapt
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from adaptor.checkpoint import publish
+from adaptor.checkpoint.naming import TRACKER
 from adaptor.launchers import ttprun
 
 VARIABLE = "TTP_TEST_PUBLISHING"
@@ -31,9 +34,16 @@ def main() -> int:
             print(f"[test] {kind} at {point}", flush=True)
             if kind == "sigkill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "sigstop":
+                tracker, mine = args[0].parent / TRACKER, os.getpid()
+                until = f"until test -s '{tracker}'; do sleep 0.05; done; kill -CONT {mine}"
+                subprocess.Popen(["sh", "-c", until], start_new_session=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return wrapped(*args, **kwargs)
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-        wrapt.wrap_function_wrapper(publish, {"move-in": "_move_in", "announce": "_announce"}[point], breaks)
+        name = {"name": "_name", "move-in": "_move_in", "announce": "_announce"}[point]
+        wrapt.wrap_function_wrapper(publish, name, breaks)
     return ttprun.main()
 
 

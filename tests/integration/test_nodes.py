@@ -169,6 +169,28 @@ def test_the_disk_fails_the_agent_that_publishes(tmp_path: Path, baseline_of: Ba
     assert_last_words(tmp_path / "save", 5, baseline_of(DP4))
 
 
+def test_the_agent_that_publishes_is_stopped(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The other one takes the folder from it; what it does when it goes on finds nothing."""
+    save = tmp_path / "save"
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=save,
+        nodes=2,
+        options=["--ttp-ot", "12"],
+        faults=["rank=0,step=6,phase=backward,kind=sigkill"],
+        publishing="1 name sigstop",
+    )
+    ended = harness.run(job)
+    assert ended.codes == (137, 137), ended.log[-3000:]
+    for log in ended.logs:
+        assert (
+            "[ttp] rank 0 was ended by SIGKILL; step 5 is saved, no finished step is lost; "
+            "the save folder does not answer on node 1" in log
+        )
+    assert_last_words(save, 5, baseline_of(DP2))
+
+
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
 def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """No connection is closed, no packet arrives. Both sides save the same step into the same folder.

@@ -126,7 +126,7 @@ class Agent(Follower):
             said = stillness.look(boards, self.clock.now)
             if said is not None:
                 self._up(said)
-            total = sum(board.progress for board in boards)
+            total = sum(board.progress for board in boards) + self.filing.moved
             if total != last:
                 last = total
                 self._up(Progress(self.node, total))

@@ -47,6 +47,10 @@ class Disk:
         self.stuck_on: set[int] = set()
         self.healed_at = self._clock.now
 
+    @property
+    def troubled(self) -> bool:
+        return bool(self.stuck_on) or self.slow_s > 0.1
+
     def hang(self, at: float, nodes: set[int], healed_at: float) -> None:
         self.stuck_at, self.stuck_on, self.healed_at = at, nodes, healed_at
 
@@ -97,7 +101,7 @@ class Disk:
                 self.folders[temporary] = self.folders.pop(name)
             yield from self.wait(node)
         if not self._is_of(step, generation):
-            yield from self._make_ready(order, temporary, node)
+            yield from self._make_ready(order, temporary, by, node)
         while self._turn is not None and self._turn[0].alive:
             yield 0.05
         self._turn = mine = (by, order)
@@ -125,14 +129,19 @@ class Disk:
         self._announce(max(found), generation)
         return max(found)
 
+    def is_ahead(self, step: int, generation: str) -> bool:
+        """Whether the tracker names `step`, or a later one, of another generation."""
+        return self.tracker is not None and self.tracker >= step and not self._is_of(self.tracker, generation)
+
     def _is_of(self, step: int, generation: str) -> bool:
         return self.made_by.get(naming.final_name(step)) == generation
 
-    def _make_ready(self, order: Publish, temporary: str, node: int) -> Body[None]:
+    def _make_ready(self, order: Publish, temporary: str, by: Filing, node: int) -> Body[None]:
         if not order.files:
             raise DiskError("nothing to publish")
         for entry in order.files:
             self._name(temporary, entry)
+            by.moved += 1
             yield from self.wait(node)
         wanted = {entry.path for entry in order.files}
         files = self._folder(temporary)

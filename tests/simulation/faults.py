@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _PHASES = ("RUNNING", "READY", "READY", "UPDATING")
-_STATES = ("FREEZING", "PREPARING", "DUMPING", "DUMPING", "PUBLISHING", "TAKING OVER", "ENDED")
+_STATES = (
+    *("FREEZING", "PREPARING", "DUMPING", "DUMPING", "PUBLISHING", "PUBLISHING"),
+    *("FINDING", "TAKING OVER", "ENDED"),
+)
 _POINTS = ("frozen", "let through", "let through", "written")
 
 
@@ -73,7 +76,7 @@ class Faults:
     def on_state(self, state: str) -> None:
         while self._at_state.get(state):
             self._at_state[state] -= 1
-            if state in ("PREPARING", "PUBLISHING") and self._draw.random() < 0.3:
+            if state in ("PREPARING", "PUBLISHING") and self._draw.random() < 0.6:
                 self._world.clock.after(self._soon(), self._strike_publisher)
             elif self._draw.random() < (0.8 if state == "ENDED" else 0.3):
                 self._world.clock.after(self._soon(), self._strike_controller)
@@ -95,8 +98,16 @@ class Faults:
         publisher = incident.place.publisher
         if publisher < 0 or not self._world.agents[publisher].alive:
             return
-        if self._world.agents[publisher].hub is None and self._draw.random() < 0.5:
+        how = self._draw.random()
+        if self._world.agents[publisher].hub is None and how < 0.4:
             self._stop_agent(publisher)
+        elif how < 0.6 and not self._world.disk.troubled:
+            self._tell(f"the disk is stuck on node {publisher}")
+            self._world.disk.hang(self._world.clock.now, {publisher}, float("inf"))
+            self.disk_hangs_on = {publisher}
+            self.disk_fails = self.disk_fails or self._world.disk.has_turn(
+                self._world.agents[publisher].filing
+            )
         else:
             self._strike_node(publisher)
 
@@ -124,6 +135,8 @@ class Faults:
             (6, self._lose_loudly),
             (6, self._lose_silently),
             (5, self._cut_off),
+            (4, self._cut_in_two),
+            (2, self._cut_from_the_controller),
         ]
         weights, acts = zip(*kinds, strict=True)
         act = self._draw.choices(acts, weights)[0]
@@ -226,9 +239,10 @@ class Faults:
         self.disk_fails = self.disk_fails or self._world.disk.has_turn(agent.filing)
         for rank in agent.ranks:
             self.hurt.setdefault(rank, "its agent is stopped")
-        agent.stopped = agent.filing.stopped = True
+        agent.stopped = agent.filing.stopped = self._world.network.mended = True
+        seconds = self._draw.choice([300.0, self._world.timeout_s * self._draw.random()])
         for process in (agent, agent.filing):
-            self._world.clock.after(300.0, process.go_on)
+            self._world.clock.after(seconds, process.go_on)
 
     def _lose_loudly(self, worker: Worker) -> None:
         """`ttprun` is killed, and its workers with it."""
@@ -259,6 +273,28 @@ class Faults:
         self.cut.add(node)
         self._lose(node, "cut off")
         self._world.network.silence(node)
+
+    def _cut_in_two(self, worker: Worker) -> None:
+        """Nothing passes between some nodes and the others; often the network heals."""
+        nodes = set(self._world.agents)
+        side = {node for node in nodes if self._draw.random() < 0.5}
+        self._part(side, nodes - side)
+
+    def _cut_from_the_controller(self, worker: Worker) -> None:
+        """Others reach both."""
+        self._part({worker.node}, {self._world.newest.term} - {worker.node})
+
+    def _part(self, side: set[int], others: set[int]) -> None:
+        if not side or not others:
+            return
+        self._tell(f"nothing passes between nodes {sorted(side)} and {sorted(others)}")
+        self.unexplained = True
+        for rank, node in enumerate(self._world.job.nodes):
+            if node in side | others:
+                self._blame(rank, "cut")
+        self._world.network.part(side, others)
+        if self._draw.random() < 0.5:
+            self._world.clock.after(self._draw.uniform(0.5, 10.0), self._world.network.heal)
 
     def _stall(self, node: int) -> None:
         """No fault: packets are lost and sent again, for less time than a silence that counts."""

@@ -24,6 +24,7 @@ class Filing(Process):
         self.before = before
         self._node = node
         self._running = 0
+        self.moved = 0
 
     @property
     def busy(self) -> bool:

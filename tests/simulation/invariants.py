@@ -73,10 +73,15 @@ class Invariants:
         assert agent.node not in self._verdicts, "an agent is given two verdicts"
         self._verdicts[agent.node] = verdict
 
-    def has_sound_holders(self) -> bool:
-        """Whether ranks to which nothing has happened have every shard, and can write every group."""
-        job, faults = self._world.job, self._world.faults
-        sound = [rank for rank in job.ranks if rank not in faults.hurt]
+    def has_sound_holders(self, node: int) -> bool:
+        """Whether ranks to which nothing has happened have every shard, and can write every group.
+
+        Those that the controller on `node` can reach.
+        """
+        job, faults, parted = self._world.job, self._world.faults, self._world.network.parted
+        sound = [
+            r for r in job.ranks if r not in faults.hurt and frozenset((node, job.nodes[r])) not in parted
+        ]
         able = {rank for rank in sound if job.nodes[rank] not in faults.disk_hangs_on}
         held = {(s.group, s.index) for rank in sound for s in job.shares[rank]}
         return all(
@@ -116,7 +121,7 @@ class Invariants:
 
     def at_the_end(self) -> None:
         world = self._world
-        told = {}
+        told: dict[int, dict[int, str | None]] = {}  # by the controller that they have obeyed
         for agent in world.agents.values():
             if not agent.alive:
                 continue
@@ -125,18 +130,23 @@ class Invariants:
             )
             verdict = self._verdicts.get(agent.node)
             if agent.node not in world.network.cut and not agent.left and agent.controlled:
-                told[agent.node] = verdict.line if verdict is not None else None
-        assert len(set(told.values())) <= 1, f"nodes have been told different verdicts: {told}"
+                whose = agent.succession.term if world.network.parted or world.network.mended else 0
+                told.setdefault(whose, {})[agent.node] = verdict.line if verdict is not None else None
+        for lines in told.values():
+            assert len(set(lines.values())) <= 1, f"nodes have been told different verdicts: {told}"
         if not world.faults.by:
             assert not self._verdicts, "a verdict without a fault"
             assert world.newest.controller.roster.everyone_is_dead, (
                 "it ended, and the controller does not know"
             )
-        if (
-            not world.network.cut & world.hubs.keys()
-        ):  # else one side may save what the other has not seen yet
-            ends = [hub.controller.verdict for hub in world.hubs.values()]
-            kept = self.saved and max(self.saved) >= self.begun and not world.faults.disk_fails
+        # Else one side may save what the other has not seen yet.
+        hubs = [hub for hub in world.hubs.values() if hub.agent.alive]
+        if not (world.network.parted or world.network.mended) and not any(
+            hub.term in world.network.cut for hub in hubs
+        ):
+            ends = [hub.controller.verdict for hub in hubs]
+            newest = max(a.boards.read(rank).finished for a in world.agents.values() for rank in a.ranks)
+            kept = self.saved and max(self.saved) >= newest and not world.faults.disk_fails
             assert not kept or all(end is None or end.outcome == "saved" for end in ends), (
                 "published, and the verdict says that it is lost, or nothing"
             )
@@ -222,15 +232,19 @@ class Watch:
             assert verdict.step > job.origin
         if self._hub.term in world.network.cut:
             return  # it knows of nothing but its own node, and others may save better
+        if self._hub.term and world.network.mended:
+            return  # not all whom it could reach may have come to it
         if not world.faults.unexplained and world.clock.now > known.latest_fault + EXPLAINED_S:
             assert verdict.cause_rank in world.faults.by or verdict.cause_rank == -1, (
                 f"rank {verdict.cause_rank} is blamed, and nothing happened to it"
             )
-        if world.faults.disk_fails or not known.has_sound_holders():
+        if world.faults.disk_fails or not known.has_sound_holders(self._hub.term):
             return
         if "held is not known" in verdict.line:
             assert self._lost, "what was told is not known"
             return  # by design: training does not wait until word of it has come to those who stand by
+        if world.disk.is_ahead(max(known.begun, job.origin + 1), world.generation):
+            return  # what hung in the generation before has ended, and the next one starts from that
         if known.begun <= job.origin:
             assert verdict.outcome in ("nothing", "saved"), verdict.line
         else:

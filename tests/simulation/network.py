@@ -49,6 +49,9 @@ class Connection:
 
 class Network:
     """cut    nodes that nothing reaches
+    parted  pairs of nodes between which nothing passes, or passed for a while
+    mended  what was parted is one again, or never was two, or an agent was stopped: some nodes may be reached
+            by more than one side
     closed  nodes whose agents have ended
     heard   nodes that have said who they are
     """
@@ -56,6 +59,9 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.cut: set[int] = set()
+        self.parted: set[frozenset[int]] = set()
+        self._silent: set[frozenset[int]] = set()  # those of them that are apart now
+        self.mended = False
         self.closed: set[int] = set()
         self.heard: set[int] = set()
         self._connections: list[Connection] = []
@@ -66,7 +72,7 @@ class Network:
 
     def join(self, agent: Agent, to: int) -> Connection:
         made = Connection(self, agent.node, to)
-        if {agent.node, to} & (self.cut | self.closed):
+        if self.apart(agent.node, to) or {agent.node, to} & self.closed:
             self._notice(made, agent.node, SILENT_S[1])
         else:
             self._connections.append(made)
@@ -74,11 +80,11 @@ class Network:
 
     def reach(self, agent: Agent, to: int) -> Body[Connection | None]:
         """A connection to the gate of `to`; None where nobody lets it in."""
-        if to in self.cut or agent.node in self.cut:
+        if self.apart(agent.node, to):
             yield REACH_S
             return None
         yield self.delay()
-        if to in self.closed or {to, agent.node} & self.cut:
+        if to in self.closed or self.apart(agent.node, to):
             return None
         return self.join(agent, to)
 
@@ -109,17 +115,37 @@ class Network:
             link.cut()
             self._notice(connection, other, self.delay())
 
+    def apart(self, one: int, other: int) -> bool:
+        """Whether no packet passes between two nodes."""
+        if one == other:
+            return False
+        return one in self.cut or other in self.cut or frozenset((one, other)) in self._silent
+
     def silence(self, node: int) -> None:
         """Nothing passes any longer; both sides notice by themselves."""
-        if node in self.cut:
-            return
         self.cut.add(node)
+        self._break()
+
+    def part(self, nodes: set[int], others: set[int]) -> None:
+        """The same, between `nodes` and `others`."""
+        self._silent |= {frozenset((one, other)) for one in nodes for other in others}
+        self.parted |= self._silent
+        self.mended = self.mended or nodes | others != set(self.world.agents)
+        self._break()
+
+    def heal(self) -> None:
+        """What was parted; who has lost a connection does not come back by it."""
+        self._silent.clear()
+        self.mended = True
+
+    def _break(self) -> None:
         draw = self.world.random
-        for connection in self._of(node):
-            for side in (connection.node, connection.to):
-                connection.side(side).cut()
-                self._notice(connection, side, draw.uniform(*SILENT_S))
-            self._connections.remove(connection)
+        for connection in list(self._connections):
+            if self.apart(connection.node, connection.to):
+                for side in (connection.node, connection.to):
+                    connection.side(side).cut()
+                    self._notice(connection, side, draw.uniform(*SILENT_S))
+                self._connections.remove(connection)
 
     def _notice(self, connection: Connection, side: int, seconds: float) -> None:
         agent = self.world.agents[side]

@@ -116,6 +116,7 @@ class Follower(Process):
 
     def _lose_patience(self, connection: Connection) -> None:
         if connection is self.connection and self._silent_since >= 0:
+            connection.up.send(Lost())
             self.told(connection, Lost())
 
     def _take_the_place(self) -> None:

@@ -98,8 +98,7 @@ class World:
 
     def apart(self, one: Worker, other: Worker) -> bool:
         """Whether no packet passes between two workers."""
-        cut = self.faults.cut
-        return one.node != other.node and (one.node in cut or other.node in cut)
+        return self.network.apart(one.node, other.node)
 
     @property
     def newest(self) -> Hub:

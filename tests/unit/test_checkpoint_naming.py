@@ -61,6 +61,8 @@ def test_no_two_generations_write_to_the_same_folder() -> None:
     assert [naming.term_of(name) for name in names] == [2, 2, 2, 0, 0]
     assert [naming.is_of(name, "0f3a5b6c7d") for name in names] == [False, True, False, False, True]
     assert not naming.is_of("iter_0000012", "")
+    # A job that another engine runs may have any name.
+    assert naming.regular_name(12, "a_b/../c-0") == "iter_0000012_saving_abc0"
 
 
 def test_what_is_moved_aside_does_not_look_like_a_checkpoint() -> None:

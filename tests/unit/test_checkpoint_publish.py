@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -462,6 +463,19 @@ def test_an_agent_that_was_given_up_comes_back_late(root: Path) -> None:
     assert publish.publish(root, STEP, entries, {}, 2, "ours", number=1)
     check_promises(root)
     assert publish.clean(root, 0, "ours") == [late.name]
+
+
+def test_whoever_publishes_may_be_lost_anywhere(root: Path, copies: Callable[[], Path]) -> None:
+    """Another one takes the folder; that one may be lost as well, and a third one takes it from either."""
+    entries = write(publish.prepare(root, STEP), b"new", 3)
+
+    def act(here: Path, number: int) -> None:
+        publish.publish(here, STEP, entries, {}, 2, number=number, written=0)
+        publish.clean(here)
+
+    third = functools.partial(act, number=2)
+    for first in (0, 1):
+        assert "os.fsync" in survive_every_crash(copies, functools.partial(act, number=first), third)
 
 
 def test_an_agent_that_stopped_while_it_published_comes_back_late(root: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from adaptor.checkpoint import publish
-from adaptor.control.messages import Prepare, Prepared
+from adaptor.checkpoint.manifest import FileEntry
+from adaptor.control.messages import Prepare, Prepared, Publish, Published
 from adaptor.errors import CheckpointError
 from adaptor.launchers import filing
 from adaptor.launchers.filing import Filing
@@ -56,6 +57,22 @@ def test_what_the_disk_refuses_is_an_answer(tmp_path: Path) -> None:
         assert (answer.folder, answer.number) == ("", 2)
         assert "Not a directory" in answer.reason
         assert not works.busy
+
+    asyncio.run(work())
+
+
+def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:
+    """Thousands of files take a slow disk longer than anyone waits for one that hangs."""
+    folder = publish.prepare(tmp_path, 5, generation="mine")
+    entries = tuple(FileEntry(f"{name}.pt", 1, None, 1) for name in "abc")
+    for entry in entries:
+        (folder / entry.draft).write_bytes(b"x")
+
+    async def work() -> None:
+        works = Filing()
+        answer = await works.do(Publish(1, str(tmp_path), 5, entries, {}, 2), "mine")
+        assert answer == Published(1, 5, str(tmp_path))
+        assert works.moved == len(entries)
 
     asyncio.run(work())
 
