@@ -151,7 +151,8 @@ def test_the_disk_fails_the_agent_that_publishes(tmp_path: Path, baseline_of: Ba
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
-def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) -> None:
+@pytest.mark.parametrize("kind", ["cut", "unplugged"])
+def test_a_network_that_falls_silent(kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """No connection is closed, no packet arrives. Both sides save the same step into the same folder.
 
     That the network comes back afterwards changes nothing: each side has taken the other for lost, and a job
@@ -167,7 +168,7 @@ def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) ->
             network=network,
             restarts=1,
             environment={"TTP_TLS": "plain"},
-            faults=["rank=3,step=6,phase=forward,kind=cut,heals=3000"],
+            faults=[f"rank=3,step=6,phase=forward,kind={kind},heals=3000"],
         )
         ended = harness.run(job)
     assert ended.codes == (137, 137), ended.log[-3000:]
@@ -187,6 +188,7 @@ def test_what_is_slow_is_not_lost(tmp_path: Path, baseline_of: BaselineOf) -> No
             save=tmp_path / "save",
             nodes=2,
             network=network,
+            options=["--ttp-hang", "8"],
             environment={"TTP_TLS": "plain"},
             faults=[
                 "rank=3,step=3,phase=forward,kind=short-cut",
