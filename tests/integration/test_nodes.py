@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP4, Job
 from tests.faults.scenario import BaselineOf, assert_last_words, ends, goes_on, restarts
 
+# A node that falls silent is noticed after 1.5 s (`wire`), where the machine has nothing else to do.
+NOTICED_S = 5.0
 RANKS = pytest.mark.parametrize("rank", [1, 2], ids=["node0", "node1"])
 
 
@@ -174,6 +177,10 @@ def test_a_network_that_falls_silent(kind: str, tmp_path: Path, baseline_of: Bas
     assert ended.codes == (137, 137), ended.log[-3000:]
     for node, log in enumerate(ended.logs):
         assert f"node {1 - node} is lost; step 5 is saved, no finished step is lost" in log
+    reports = [json.loads(path.read_text()) for path in (job.out / "logs").glob("incident-*.json")]
+    assert len(reports) == 2, "of one controller on each side"
+    for report in reports:
+        assert 0 < report["fault"]["t"] - ended.stamps[0]["time"] < NOTICED_S
     assert outcome.steps_in(save) == [5]
     assert_last_words(save, 5, baseline_of(DP4))
 
