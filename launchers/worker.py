@@ -13,6 +13,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
 
 
 def main() -> None:
@@ -59,7 +60,10 @@ def _run(arguments: list[str]) -> None:
 def _die_with_the_agent() -> None:
     """A worker without its agent is an orphan that nobody would ever end; the kernel sees to it."""
     agent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Where the kernel lets parents alone look into a process (Yama), what the agent starts may: py-spy.
+    prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent))
     if os.getppid() != agent:
         os._exit(1)
 

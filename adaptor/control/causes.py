@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from adaptor.control.messages import Raised, Standing
+from adaptor.control.messages import CALL, Raised, Standing
 
 # What a shell reports for a process that a signal ended.
 SIGNAL_BASE = 128
@@ -100,12 +100,15 @@ class Causes:
         return f"; the script of {_ranks(sorted(self.ended))} had ended before" if self.ended else ""
 
     def _elsewhere(self) -> dict[int, str]:
-        """Ranks that are not where more than half of all are, and where they are."""
-        places = Counter(there.where for there in self.standing.values()).most_common(1)
-        if not places or 2 * places[0][1] <= len(self.standing):
-            return {}
-        most, _ = places[0]
-        return {rank: there.where for rank, there in sorted(self.standing.items()) if there.where != most}
+        """Ranks whose way, from the outermost call on, parts from that of more than half of all."""
+        ways = {rank: there.way for rank, there in sorted(self.standing.items())}
+        for start in range(0, max(map(len, ways.values()), default=0), CALL):
+            calls = Counter(way[start : start + CALL] for way in ways.values())
+            most, count = calls.most_common(1)[0]
+            if count < len(ways):
+                apart = [rank for rank, way in ways.items() if way[start : start + CALL] != most]
+                return {rank: self.standing[rank].where for rank in apart} if 2 * count > len(ways) else {}
+        return {}
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -90,11 +90,19 @@ class Share(msgspec.Struct, frozen=True):
     foreign: bool = False
 
 
+# Bytes of a call in `Standing.way`.
+CALL = 4
+
+
 class Standing(msgspec.Struct, frozen=True):
-    """Where a main thread stands: whether it `waits` for other ranks, and the innermost calls."""
+    """Where a main thread stands: whether it `waits` for other ranks, and the innermost calls.
+
+    `way`: a checksum of `CALL` bytes for each call, the outermost first.
+    """
 
     waits: bool
     where: str
+    way: bytes = b""
 
 
 # worker -> agent

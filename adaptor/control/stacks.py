@@ -9,11 +9,12 @@ import re
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from adaptor.control.messages import Standing
+from adaptor.control.messages import CALL, Standing
 
 # For a worker that does not answer. No framework uses real-time signals, and an agent sends this one only to
 # a process that handles it.
@@ -21,6 +22,8 @@ SIGNAL = signal.SIGRTMIN + 13
 
 # So many of the innermost calls are told.
 _DEPTH = 4
+# And so many of the outermost are compared with those of other ranks.
+_LONGEST = 200
 # A call that returns when others have done their part. What waits for a lock, a queue or a file looks
 # different; torch's own functions for collectives are known by their file. On a device, a number that is read
 # waits for all that was started before it.
@@ -94,10 +97,10 @@ def _standing() -> Standing:
     if not frames:
         return Standing(False, "the main thread has ended")
     calls = [
-        f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-        for frame in frames[:_DEPTH]
+        f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" for frame in frames
     ]
-    return Standing(_waits(frames[0]), " < ".join(calls))
+    way = b"".join(zlib.crc32(call.encode()).to_bytes(CALL, "big") for call in calls[: -_LONGEST - 1 : -1])
+    return Standing(_waits(frames[0]), " < ".join(calls[:_DEPTH]), way)
 
 
 def _write(path: Path) -> None:

@@ -55,8 +55,11 @@ KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint", "agent-sigint-twice"
 KINDS += ("tree-sigterm",)
 # Hangs: a lock that nobody gives back, a process that is stopped, an interpreter lock that is never let go.
 KINDS += ("deadlock", "sigstop", "holds-the-gil")
-# The network between the nodes is cut, without a word to anyone, and mended where the fault says when.
-KINDS += ("cut",)
+# Data loaders that never return, and a collective that never completes: nobody sends what it waits for.
+KINDS += ("loaders-stopped", "unanswered")
+# The network between the nodes is cut, without a word to anyone or with the link down, and mended where the
+# fault says when.
+KINDS += ("cut", "unplugged")
 # Something happens to the disk, and at the same moment the process is killed.
 KINDS += ("disk", "slow-disk")
 # A device computes nonsense: the optimizer state of this rank is not finite any more, and then it raises.
@@ -168,8 +171,13 @@ class Injector:
             case "agent-pause":
                 os.kill(os.getppid(), signal.SIGSTOP)
                 threading.Timer(AGENT_PAUSE_S, os.kill, (os.getppid(), signal.SIGCONT)).start()
-            case "cut":
-                namespaces.cut()
+            case "loaders-stopped":
+                for process in _tree(os.getpid())[:-1]:
+                    os.kill(process, signal.SIGSTOP)
+            case "unanswered":
+                _wait_for_nobody()
+            case "cut" | "unplugged":
+                namespaces.cut() if fault.kind == "cut" else namespaces.unplug()
                 if fault.heals is not None:
                     namespaces.heal_after(fault.heals / 1000)
             case "short-cut":
@@ -215,6 +223,13 @@ def _spoil() -> None:
     for optimizer in gc.get_objects():
         if isinstance(optimizer, torch.optim.Optimizer):
             next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] = math.nan
+
+
+def _wait_for_nobody() -> None:
+    import torch
+
+    there = (int(os.environ["RANK"]) + 1) % int(os.environ["WORLD_SIZE"])
+    torch.distributed.recv(torch.zeros(1), src=there, tag=1)
 
 
 def _put_the_clock_back() -> None:

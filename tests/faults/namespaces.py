@@ -75,9 +75,16 @@ def cut() -> None:
     _let_both(*_SILENCE)
 
 
+def unplug() -> None:
+    """From inside: both ends of the link are down, and each kernel knows it."""
+    for name in os.environ[VARIABLE].split():
+        _run("ip", "-n", name, "link", "set", LINK, "down")
+
+
 def heal_after(seconds: float) -> None:
     """From inside: the links carry everything again, even if this process has ended by then."""
-    rules = [f"tc -n {name} qdisc del dev {LINK} root" for name in os.environ[VARIABLE].split()]
+    names = os.environ[VARIABLE].split()
+    rules = [f"tc -n {name} qdisc del dev {LINK} root; ip -n {name} link set {LINK} up" for name in names]
     subprocess.Popen(
         ["sh", "-c", "; ".join([f"sleep {seconds:g}", *rules])],
         start_new_session=True,

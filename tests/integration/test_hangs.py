@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP4, PP2_DP2, Job, Layout
+from tests.faults.harness import DP2, DP2_LOADERS, DP4, PP2_DP2, Job, Layout
 from tests.faults.scenario import BaselineOf, restarts, survives
 
 # Steps take a tenth of a second here; a machine with much other work must not make a hang of one.
@@ -18,12 +18,13 @@ HANG = ["--ttp-hang", "8"]
     ("layout", "rank", "phase", "kind", "saved", "words"),
     [
         (DP4, 1, "data", "deadlock", {5}, "rank 1 stands still, others wait; wait (threading.py:"),
+        (DP4, 2, "forward", "unanswered", {5}, "rank 2 waits where most do not; recv (distributed_c10d.py:"),
         (DP4, 2, "backward", "sigstop", {5}, "rank 2 does not answer"),
         (DP4, 0, "forward", "holds-the-gil", {5}, "rank 0 does not answer"),
         # Others wait for it when they have ended the step, as they sum up statistics.
         (PP2_DP2, 2, "door-after", "deadlock", {6}, "rank 2 stands still, others wait; wait (threading.py:"),
     ],
-    ids=["data loader", "stopped", "interpreter lock", "inside the update"],
+    ids=["deadlock", "unanswered", "stopped", "interpreter lock", "inside the update"],
 )
 def test_a_rank_hangs(
     layout: Layout,
@@ -46,7 +47,20 @@ def test_a_rank_hangs(
     assert "nothing has moved for " in ended.last_line
     assert words in ended.last_line
     stacks = {path.name for path in (job.out / "logs").glob("stacks-*/*")}
-    assert stacks >= {f"rank{other}.txt" for other in range(4) if other != rank}
+    assert stacks >= {f"rank{each}.txt" for each in range(4)}
+
+
+def test_data_loaders_that_never_return(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """What they have fetched before is used first."""
+    job = Job(
+        tmp_path / "job",
+        DP2_LOADERS,
+        save=tmp_path / "save",
+        options=HANG,
+        faults=["rank=1,step=2,phase=data,kind=loaders-stopped"],
+    )
+    ended = survives(job, baseline_of(DP2_LOADERS), code=1, saved={2, 3, 4, 5, 6})
+    assert "rank 1 stands still, others wait; " in ended.last_line
 
 
 def test_a_job_that_hangs_goes_on(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP2, DP4, Job
 from tests.faults.scenario import BaselineOf, assert_last_words, ends, goes_on, restarts
 
+# A node that falls silent is noticed after 1.5 s (`wire`), where the machine has nothing else to do.
+NOTICED_S = 5.0
 RANKS = pytest.mark.parametrize("rank", [1, 2], ids=["node0", "node1"])
 
 
@@ -192,7 +195,8 @@ def test_the_agent_that_publishes_is_stopped(tmp_path: Path, baseline_of: Baseli
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may not make network namespaces")
-def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) -> None:
+@pytest.mark.parametrize("kind", ["cut", "unplugged"])
+def test_a_network_that_falls_silent(kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """No connection is closed, no packet arrives. Both sides save the same step into the same folder.
 
     That the network comes back afterwards changes nothing: each side has taken the other for lost, and a job
@@ -208,12 +212,16 @@ def test_a_network_that_falls_silent(tmp_path: Path, baseline_of: BaselineOf) ->
             network=network,
             restarts=1,
             environment={"TTP_TLS": "plain"},
-            faults=["rank=3,step=6,phase=forward,kind=cut,heals=3000"],
+            faults=[f"rank=3,step=6,phase=forward,kind={kind},heals=3000"],
         )
         ended = harness.run(job)
     assert ended.codes == (137, 137), ended.log[-3000:]
     for node, log in enumerate(ended.logs):
         assert f"node {1 - node} is lost; step 5 is saved, no finished step is lost" in log
+    reports = [json.loads(path.read_text()) for path in (job.out / "logs").glob("incident-*.json")]
+    assert len(reports) == 2, "of one controller on each side"
+    for report in reports:
+        assert 0 < report["fault"]["t"] - ended.stamps[0]["time"] < NOTICED_S
     assert outcome.steps_in(save) == [5]
     assert_last_words(save, 5, baseline_of(DP4))
 
@@ -228,6 +236,7 @@ def test_what_is_slow_is_not_lost(tmp_path: Path, baseline_of: BaselineOf) -> No
             save=tmp_path / "save",
             nodes=2,
             network=network,
+            options=["--ttp-hang", "8"],
             environment={"TTP_TLS": "plain"},
             faults=[
                 "rank=3,step=3,phase=forward,kind=short-cut",

@@ -14,10 +14,11 @@ _INT64 = 2**63
 
 def any_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a field's type, within its bounds."""
-    if kind in (int, float, str):
+    if kind in (int, float, str, bytes):
         return {
             int: st.integers(-_INT64, _INT64 - 1),
             float: st.floats(allow_nan=False),
+            bytes: st.binary(max_size=20),
             str: st.text(st.characters(exclude_categories=["Cs"], max_codepoint=0x3000), max_size=20),
         }[kind]
     origin, parts = typing.get_origin(kind), typing.get_args(kind)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from adaptor.control import controller, stacks
 from adaptor.control.messages import Still
 from adaptor.launchers import witness
+from adaptor.launchers.witness import Witness
 from adaptor.launchers.workers import Workers
 from tests.unit.nodes import Job, job, state_of, wait_until
 
@@ -62,14 +64,23 @@ def test_everyone_s_stacks_are_written_before_anyone_is_ended(
     assert sorted(texts) == ["rank0.txt", "rank1.txt", "rank2.txt"]
     assert re.search(r'worker_script.py", line \d+ in collective', texts["rank0.txt"])
     assert re.search(r'worker_script.py", line \d+ in main', texts["rank1.txt"])
-    assert '__init__.py", line' in texts["rank1.txt"].split("worker_script.py")[0], "it is in `re`"
+    assert re.search(r'/re(/__init__)?\.py", line', texts["rank1.txt"].split("worker_script.py")[0])
     assert texts["rank2.txt"] == "Nothing was written. State: T (stopped)\n"
 
 
 @pytest.mark.skipif(witness._py_spy() is None, reason="py-spy is not installed")
 def test_native_frames_where_py_spy_is_installed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the moment of the hang: the incident wakes who hangs in a collective."""
+    """Of the moment of the hang, before anyone is asked: the incident wakes who hangs in a collective."""
+    written_before: list[Path] = []
+    look = Witness.look
+
+    async def looks(watching: Witness, processes: dict[int, int]) -> None:
+        await look(watching, processes)
+        written_before.extend(job.logs.glob("stacks-*/rank?.txt"))
+
+    monkeypatch.setattr(Witness, "look", looks)
     texts, _ = _hang(job, monkeypatch)
+    assert written_before == [], "a worker writes as soon as it is asked"
     native = {rank: texts[f"rank{rank}.native.txt"] for rank in range(3)}
     if any("ermission" in text for text in native.values()):
         pytest.skip("this user may not trace processes")

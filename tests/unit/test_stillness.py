@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from adaptor.control import stacks
-from adaptor.control.messages import BoardRecord, Moving, Phase, Still
+from adaptor.control.messages import CALL, BoardRecord, Moving, Phase, Standing, Still
 from adaptor.control.stillness import ABSENT_S, AGAIN, FACTOR, Stillness, hang
 
 IN_A_STEP = BoardRecord(0, 1, Phase.RUNNING, 4, 4, 4, inside=5, slowest=1.0)
@@ -126,20 +126,55 @@ def test_a_watch_that_was_stopped_itself_starts_anew() -> None:
     assert watch.look([IN_A_STEP], 20.5 + ABSENT_S + 1000) is None
 
 
-def _standing_in(act: Callable[[], Any], file: Path) -> Any:
+def _standing_in(act: Callable[[], Any], path: Path) -> Standing:
     """What is told of this thread while it is in `act`; a timer asks."""
-    told: list[Any] = []
-    timer = threading.Timer(0.1, lambda: told.append(stacks.look(file, 10.0, lambda: None)))
+    told: list[Standing | None] = []
+    written = threading.Event()
+    timer = threading.Timer(0.1, lambda: told.append(stacks.look(path, 10.0, written.set)))
     timer.start()
     act()
     timer.join()
-    return told[0]
+    (standing,) = told
+    assert standing is not None
+    assert written.is_set()
+    return standing
 
 
 def test_a_lock_is_no_collective(tmp_path: Path) -> None:
-    there = _standing_in(lambda: threading.Event().wait(0.5), tmp_path / "rank0.txt")
+    path = tmp_path / "stacks" / "rank0.txt"
+    there = _standing_in(lambda: threading.Event().wait(0.5), path)
     assert not there.waits
     assert there.where.startswith("wait (threading.py:")
+    assert " in test_a_lock_is_no_collective\n" in path.read_text()
+
+
+def test_the_way_to_where_one_stands(tmp_path: Path) -> None:
+    """The same from the outermost call to where two ways part."""
+
+    def stand(in_another_place: bool) -> None:
+        if in_another_place:
+            threading.Event().wait(0.5)
+        else:
+            threading.Event().wait(0.5)
+
+    ways = [
+        _standing_in(lambda place=place: stand(place), tmp_path / str(number)).way  # type: ignore[misc]
+        for number, place in enumerate((False, False, True))
+    ]
+    calls = [[way[start : start + CALL] for start in range(0, len(way), CALL)] for way in ways]
+    assert calls[0] == calls[1]
+    assert len(calls[0]) == len(calls[2]) > 10
+    differing = [
+        place for place, pair in enumerate(zip(calls[0], calls[2], strict=True)) if pair[0] != pair[1]
+    ]
+    assert differing == [len(calls[0]) - 3], "`stand`, which calls Event.wait, which calls Condition.wait"
+
+
+def test_a_folder_that_cannot_be_written_costs_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert (
+        stacks.look(tmp_path / "file" / "rank0.txt", 10.0, lambda: pytest.fail("it is not there")) is not None
+    )
 
 
 @pytest.mark.parametrize(

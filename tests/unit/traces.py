@@ -195,8 +195,9 @@ class Trace:
             case "progress":
                 return Progress(rank, 1)
             case "frozen":
-                line = words[4] if words[4:] else rank
-                standing = Standing(words[3] == "waits", f"wait (script.py:{line})") if words[3:] else None
+                way = bytes(words[4].zfill(3), "ascii") if words[4:] else b""
+                where = f"wait (script.py:{words[4] if words[4:] else rank})"
+                standing = Standing(words[3] == "waits", where, b"main" + way) if words[3:] else None
                 return Frozen(rank, number, board(rank, words[1], int(words[2]), self._copies), standing)
             case "still":
                 inside, between = int(settings.get("inside", 6)), int(settings.get("between", -1))
