@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
-from tests.faults import harness
+from tests.faults import harness, sdk
 from tests.faults.harness import DP4, ITERATIONS, Ended, Job, Layout
 from tests.frameworks import prepare
 
 SCRIPT = harness.ROOT / "tests/frameworks/train_core.py"
-# Of an NPU, for the SDK alone.
-STANDIN = harness.ROOT / "tests/standins/plain"
 
 
 def train(
@@ -40,10 +35,7 @@ def train(
     paths = [str(prepare.megatron_core()), os.environ.get("PYTHONPATH", "")]
     if engine == "mindio":
         options = [*options, "--ttp-engine", engine]
-        if importlib.util.find_spec("mindio_ttp") is None:
-            pytest.skip("mindio_ttp is not installed: what drives it is not tested")
-        if importlib.util.find_spec("torch_npu") is None:
-            paths.append(str(STANDIN))
+        paths += sdk.require()
     path = os.pathsep.join(filter(None, paths))
     copies = ("--instances", str(instances)) if launcher == "torchrun" else ()
     job = Job(

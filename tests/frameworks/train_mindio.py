@@ -1,12 +1,12 @@
 """A training loop in plain torch that was adapted to MindIO TTP by hand, in the older form or the newer one.
 
-    train_mindio.py --save FOLDER --form older|newer [--local-copy] [--fault RANK:STEP:WHERE:KIND ...]
+    train_mindio.py --save FOLDER --form older|newer [--local-copy] [--blocks]
+                    [--fault RANK:STEP:WHERE:KIND ...]
 
-Eight weights, cut in two shards; ranks 0, 2, ... and 1, 3, ... hold the same. Of a fault, WHERE is
-`backward`, `reduced`, `window` (in the update), `ended` (after it), `barrier` (that of the engine, passed),
-`save` (in the save handler) or `rename`; KIND is `sigkill`, `exception`, `stall`, or `break`: an exception
-once the rank that is to be killed is dead. What the handlers are called with is written to
-FOLDER/calls.
+Of a fault, WHERE is `backward`, `reduced`, `window` (in the update), `ended` (after it), `barrier` (that of
+the engine, passed), `save` (in the save handler) or `rename`; KIND is `sigkill`, `exception`, `stall`, or
+`break`: an exception once the rank that is to be killed is dead. With --blocks a collective in which a rank
+is gone never returns, as over HCCL. What the handlers are called with is written to FOLDER/calls.
 """
 
 from __future__ import annotations
@@ -24,15 +24,9 @@ import mindio_ttp.framework_ttp as ttp
 import torch
 import torch.distributed as dist
 
-from adaptor.mindio.optimizer import ReplicaOptimizer
+from tests.frameworks.sharded_adam import SHARDS, STEPS, Sharded, gradient
 
-STEPS, WIDTH, SHARDS = 8, 8, 2
 TRACKER = "latest.txt"
-
-
-def gradient(step: int, rank: int) -> torch.Tensor:
-    """Whole numbers: their sum over the ranks is the same in any order."""
-    return (torch.arange(WIDTH, dtype=torch.float64) * step + 3 * rank) % 7 - 3
 
 
 class Faults:
@@ -64,53 +58,12 @@ class Faults:
         raise RuntimeError("told to raise")
 
 
-class Sharded(ReplicaOptimizer):
-    """Adam on this rank's shard, in float64: what is compared later is bitwise the same."""
-
-    def __init__(self, rank: int, loaded: dict[str, Any] | None) -> None:
-        self.index = rank % SHARDS
-        self.weights = torch.zeros(WIDTH, dtype=torch.float64) if loaded is None else loaded["weights"]
-        self.main = torch.nn.Parameter(self._own(self.weights).clone())
-        self.adam = torch.optim.Adam([self.main], lr=0.1)
-        self.copied: dict[str, torch.Tensor] = {}
-        self.step(torch.zeros(WIDTH, dtype=torch.float64))  # the state is made by the first one
-        for name in ("exp_avg", "exp_avg_sq"):
-            self.adam.state[self.main][name].copy_(self._own(loaded[name]) if loaded else torch.zeros(()))
-        self.adam.state[self.main]["step"].fill_(loaded["step"] if loaded else 0)
-        self.main.data.copy_(self._own(self.weights))
-
-    def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.view(SHARDS, -1)[self.index]
-
-    def step(self, grad: torch.Tensor) -> None:
-        self.main.grad = self._own(grad).clone()
-        self.adam.step()
-
-    def live(self) -> dict[str, torch.Tensor]:
-        state = self.adam.state[self.main]
-        return {"weights": self.main.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-
-    def copy_state(self) -> None:
-        self.copied = {name: tensor.clone() for name, tensor in self.live().items()}
-
-
-def reference() -> dict[int, torch.Tensor]:
-    """The weights after each step of four ranks that never fail."""
-    optimizer = [Sharded(rank, None) for rank in range(SHARDS)]
-    after = {}
-    for step in range(1, STEPS + 1):
-        grad = torch.stack([gradient(step, rank) for rank in range(4)]).sum(0)
-        for one in optimizer:
-            one.step(grad)
-        after[step] = torch.cat([one.main.data for one in optimizer])
-    return after
-
-
 class Training:
     def __init__(self, options: argparse.Namespace) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.save: Path = options.save
         self.local_copy: bool = options.local_copy
+        self.blocks: bool = options.blocks
         self.older = options.form == "older"
         self.faults = Faults(self.rank, self.save, options.fault)
         tracker = self.save / TRACKER
@@ -129,6 +82,14 @@ class Training:
             calls.write(" ".join(map(str, words)) + "\n")
 
     def train(self) -> None:
+        try:
+            self._train()
+        except RuntimeError as error:
+            if not (self.blocks and "gloo" in str(error)):
+                raise
+            threading.Event().wait()
+
+    def _train(self) -> None:
         while self.iteration < STEPS:
             self.faults.step = self.iteration + 1
             self.faults.reach("backward")
@@ -209,11 +170,12 @@ def adapt_older(training: Training) -> Any:
 
     ranks = list(range(training.world))
     copies = {"replica": training.world // 2, "enable_local_copy": training.local_copy}
+    where = ("127.0.0.1", int(os.environ["TTP_PORT"]))
     if training.rank == 0:
         ttp.ttp_init_controller(training.rank, training.world, **copies)
-        ttp.ttp_start_controller("127.0.0.1", 8000)
+        ttp.ttp_start_controller(*where)
     ttp.ttp_init_processor(training.rank, ranks, len(ranks), training.world, **copies)
-    ttp.ttp_start_processor("127.0.0.1", 8000)
+    ttp.ttp_start_processor(*where)
     ttp.ttp_register_save_ckpt_handler(save)
     ttp.ttp_register_rename_handler(rename)
     return ttp.ttp_to_persist(training.train)
@@ -232,14 +194,16 @@ def adapt_newer(training: Training) -> Any:
         training.finish(step)
 
     rank, world = training.rank, training.world
+    where = ("127.0.0.1", int(os.environ["TTP_PORT"]))
     if rank == 0:
         ttp.tft_init_controller(rank, world, training.local_copy)
-        ttp.tft_start_controller("127.0.0.1", 8000, False, "")
+        ttp.tft_start_controller(*where, False, "")
+    dist.barrier()
     ttp.tft_init_processor(rank, world, training.local_copy, False, "")
-    ttp.tft_start_processor("127.0.0.1", 8000)
+    ttp.tft_start_processor(*where)
     ranks = list(range(world))
     ttp.tft_set_optimizer_replica(
-        rank, [{"rank_list": ranks, "replica_cnt": world // SHARDS, "replica_shift": 0}]
+        rank, [{"rank_list": ranks, "replica_cnt": world // SHARDS, "replica_shift": SHARDS}]
     )
     ttp.tft_register_save_ckpt_handler(save, "ctx")
     ttp.tft_register_rename_handler(rename)
@@ -247,7 +211,9 @@ def adapt_newer(training: Training) -> Any:
     ttp.tft_register_clean_handler(lambda damaged, args, ctx: training.call("clean", rank, damaged))
     ttp.tft_register_exit_handler(lambda ctx: training.call("exit", rank, ctx), "bye")
     ttp.tft_register_repair_handler(lambda *_: training.call("repair", rank))
-    ttp.tft_report_load_ckpt_step(training.iteration)
+    if training.iteration:  # else the SDK refuses it
+        ttp.tft_report_load_ckpt_step(training.iteration)
+    dist.barrier()
     return ttp.tft_exception_handler(training.train)
 
 
@@ -257,6 +223,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, required=True)
     parser.add_argument("--form", choices=["older", "newer"], required=True)
     parser.add_argument("--local-copy", action="store_true")
+    parser.add_argument("--blocks", action="store_true")
     parser.add_argument("--fault", action="append", default=[])
     options = parser.parse_args()
     dist.init_process_group("gloo")

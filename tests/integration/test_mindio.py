@@ -1,4 +1,7 @@
-"""Scripts that were adapted to MindIO TTP by hand, on this engine: their handlers save what it chooses."""
+"""Scripts that were adapted to MindIO TTP by hand, on this engine: their handlers save what it chooses.
+
+What the interface promises a script is asked of the SDK, too, where one is installed: `test_the_interface`.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptor import mindio
-from tests.faults import harness
+from tests.faults import harness, sdk
 from tests.faults.harness import Ended, Job, Layout
+from tests.frameworks import sharded_adam
 
 SCRIPT = harness.ROOT / "tests/frameworks/train_mindio.py"
 FOUR = Layout("mindio", 4)
 
 
-def train(out: Path, *arguments: str, restarts: int = 0, **environment: str) -> tuple[Ended, Path, list[str]]:
-    """What came of it, the folder of checkpoints, and the calls of handlers."""
+def train(
+    out: Path, *arguments: str, restarts: int = 0, engine: str = "builtin", **environment: str
+) -> tuple[Ended, Path, list[str]]:
+    """What came of it, the folder of checkpoints, and the calls of handlers.
+
+    With the engine `mindio` the script finds the installed SDK; the test is skipped where there is none.
+    """
     save = out.with_name(f"{out.name}-save")
     save.mkdir()
+    paths, options = [str(harness.ROOT)], ["--ttp-provide-mindio", "1"]
+    if engine == "mindio":
+        paths += [*sdk.require(), os.environ.get("PYTHONPATH", "")]
+        options = ["--ttp-engine", engine]
     ended = harness.run(
         Job(
             out,
             FOUR,
             restarts=restarts,
             script=SCRIPT,
-            options=["--ttp-provide-mindio", "1"],
+            options=options,
             arguments=["--save", str(save), *arguments],
-            environment={"PYTHONPATH": str(harness.ROOT), **environment},
+            environment={"PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
+            cold=engine == "mindio" or harness.COLD in os.environ,
         )
     )
     calls = save / "calls"
@@ -38,13 +51,7 @@ def train(out: Path, *arguments: str, restarts: int = 0, **environment: str) -> 
 @pytest.fixture(scope="module")
 def weights() -> dict[int, torch.Tensor]:
     """After each step of a run that never failed."""
-    mindio.provide()
-    try:
-        from tests.frameworks import train_mindio
-
-        return train_mindio.reference()
-    finally:
-        mindio.withdraw()
+    return sharded_adam.reference()
 
 
 def assert_saved(save: Path, step: int, weights: dict[int, torch.Tensor]) -> None:
@@ -68,6 +75,21 @@ def test_the_older_form_and_the_job_goes_on_by_itself(
     assert calls[2:] == ["rename 0 5"]
     assert_saved(save, 5, weights)
     assert torch.equal(torch.load(save / "final.pt"), weights[8])
+
+
+@pytest.mark.parametrize("engine", ["builtin", "mindio"])
+@pytest.mark.parametrize(("kind", "code"), [("exception", 1), ("sigkill", 137)])
+def test_the_interface(
+    engine: str, kind: str, code: int, tmp_path: Path, weights: dict[int, torch.Tensor]
+) -> None:
+    """The newer form, on each engine: who is asked to save what, and that it is named once, afterwards."""
+    fault = ("--fault", f"3:5:backward:{kind}")
+    ended, save, calls = train(tmp_path / "job", "--form", "newer", "--blocks", *fault, engine=engine)
+    assert ended.code == code, ended.log[-3000:]
+    assert_saved(save, 4, weights)
+    assert sorted(calls[:2]) == [f"save {rank} 4 0 [0, 1] ctx" for rank in (0, 1)]
+    assert calls[2] in ("rename 0 4", "rename 1 4")
+    assert {call.partition(" ")[0] for call in calls[3:]} <= {"exit"}
 
 
 def test_the_newer_form_goes_back_to_the_local_copy(tmp_path: Path, weights: dict[int, torch.Tensor]) -> None:
