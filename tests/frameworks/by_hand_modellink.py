@@ -141,12 +141,7 @@ CHECKS = {
         options=("--lora-target-modules", "dense"),
         last="--lora-target-modules is ['dense']: LoRA cannot be protected yet",
     ),
-    "fold": Check(
-        DP2,
-        "none, but `--foldx-mode`",
-        options=("--foldx-mode", "fifo"),
-        last="--foldx-mode is fifo: a folded",
-    ),
+    "fold": Check(DP2, options=("--foldx-mode", "fifo"), last="--foldx-mode is fifo: a folded pipeline"),
     "no-shards": Check(
         replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False),
         options=LOCAL_COPY,
