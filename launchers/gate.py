@@ -200,7 +200,8 @@ def _said_by(error: ssl.SSLError) -> str:
 def _no_way(address: str, port: int, reason: str) -> str:
     return (
         f"the controller at {address} port {port} cannot be reached: {reason}"
-        " (TTP_TLS and TTP_TLS_CA must mean the same on every node)"
+        " (TTP_TLS and TTP_TLS_CA must mean the same on every node; with --rdzv-backend c10d a node is"
+        " reached by its host name, or by what --local-addr says there)"
     )
 
 

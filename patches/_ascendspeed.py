@@ -29,6 +29,7 @@ PROTECTED: layout.Values = (
     ("mos", (False, None), "distillation"),
     ("kd", (False, None), "distillation"),
     ("num_layers_per_virtual_pipeline_stage", (None,), "an interleaved pipeline"),
+    ("foldx_mode", (None,), "a folded pipeline, which is an interleaved one,"),
     ("no_save_optim", (False, None), "--no-save-optim, without which nothing can go on from a checkpoint,"),
     ("no_save_rng", (False, None), "--no-save-rng, without which nothing can go on,"),
 )

@@ -23,9 +23,10 @@ ASCEND=${ASCEND:-/usr/local/Ascend/ascend-toolkit/set_env.sh}
 if [[ -f $ASCEND ]]; then set +u; source "$ASCEND"; set -u; fi
 export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-1200} INF_NAN_MODE_ENABLE=1
 
-# The network between the nodes: over it the survivors bring their shards together. It is the interface that has the
-# node's address in `ip address`.
 if [[ ${NNODES:-1} -gt 1 ]]; then
+    : "${NODE_RANK:?which node this is, from 0 on}" "${MASTER_ADDR:?the address of node 0, at which all nodes reach it}"
+    # The network between the nodes: over it the survivors bring their shards together. It is the interface that has the
+    # node's address in `ip address`.
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:?an interface of this node, as enp189s0f0}
 fi
 # The address of node 0. There the rendezvous is, at MASTER_PORT, and the controller listens, at port 8000 (TTP_PORT) or

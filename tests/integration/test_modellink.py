@@ -12,7 +12,8 @@ import pytest
 
 from tests.faults import harness
 from tests.faults.harness import ITERATIONS, Job, Layout
-from tests.frameworks.by_hand_modellink import BREAKS_OFF, LOCAL_COPY, Bench, Check, killed
+from tests.frameworks.by_hand_modellink import BREAKS_OFF, LOCAL_COPY, killed
+from tests.frameworks.modellink_bench import Bench, Check
 
 SMALL = Path(__file__).resolve().parents[1] / "frameworks" / "small"
 DP4 = Layout("small-dp4", 4)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from adaptor.control import runtime
 from adaptor.errors import LayoutError
-from adaptor.patches import _ascendspeed, megatron_training
+from adaptor.patches import _ascendspeed, _megatron, megatron_training
 
 
 def _args(**more: Any) -> Namespace:
@@ -22,6 +24,7 @@ REFUSED = (
     ({"optimizer": "cadam"}, "--optimizer is cadam: an optimizer other than adam and sgd"),
     ({"optimizer": "sgd"}, "--optimizer is sgd with --use-distributed-optimizer: the framework itself"),
     ({"lora_target_modules": ["dense"]}, "--lora-target-modules is .'dense'.: LoRA"),
+    ({"foldx_mode": "fifo"}, "--foldx-mode is fifo: a folded pipeline"),
     ({"num_layers_per_virtual_pipeline_stage": 1}, "--num-layers-per-virtual-pipeline-stage is 1: an inter"),
     (
         {"use_distributed_optimizer": False, "local_copy_os": True},
@@ -59,6 +62,28 @@ def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
 def test_what_is_protected_is_not() -> None:
     _ascendspeed.require_protected(_args(local_copy_os=True))
     _ascendspeed.require_protected(_args(use_distributed_optimizer=False, optimizer="sgd"))
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_restart_loads_all_that_was_saved(
+    tracked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --no-load-rng ModelLink would leave out the optimizer state, too."""
+    began = {"no_load_optim": True, "no_load_rng": True, "no_load_lr_state": True, "reset_iteration": True}
+    args = Namespace(rank=0, save=str(tmp_path), load="/weights", finetune=False, **began)
+    if tracked:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    monkeypatch.setenv(runtime.RESUME, "1")
+    _megatron.resume_after_restart(args)
+    given = {name: getattr(args, name) for name in began}
+    said = capsys.readouterr().out
+    if not tracked:  # it has saved nothing, and begins once more
+        assert (args.load, given, said) == ("/weights", began, "")
+        return
+    assert args.load == args.save
+    assert not any(given.values())
+    assert f"--load is /weights: the restarted job loads from --save {tmp_path}" in said
+    assert "--no-load-optim, --no-load-rng, --no-load-lr-state, --reset-iteration: not for the rest" in said
 
 
 @pytest.mark.parametrize(

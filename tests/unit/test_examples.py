@@ -75,13 +75,14 @@ def test_one_node(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.log_path == "/save/ttp-logs"
 
 
-SEVERAL = {"NNODES": "2", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "ib0"}
+SEVERAL = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "ib0"}
 
 
 def test_several_nodes(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, environ = shell("several_nodes.sh", **SEVERAL)
     parsed, settings = _parsed(arguments, environ, monkeypatch)
-    assert (parsed.nnodes, parsed.rdzv_backend, parsed.rdzv_endpoint) == ("2", "c10d", "10.0.0.1:29400")
+    assert (parsed.nnodes, parsed.node_rank, parsed.rdzv_backend) == ("2", 1, "static")
+    assert (parsed.master_addr, parsed.master_port) == ("10.0.0.1", 29400)
     assert (environ["GLOO_SOCKET_IFNAME"], settings.tls, settings.timeout_s) == ("ib0", "plain", 120)
 
 
@@ -99,13 +100,13 @@ def test_what_is_missing_is_asked_for(missing: str, shell: Any, capfd: pytest.Ca
 
 
 def test_several_nodes_under_slurm(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = {"SLURM_JOB_NODELIST": "many", "SLURM_NNODES": "20000", "SLURM_JOB_ID": "7"}
+    job = {"SLURM_JOB_NODELIST": "many", "SLURM_NNODES": "20000", "SLURM_NODEID": "7"}
     arguments, environ = shell(
         "several_nodes.slurm", SLURM_SUBMIT_DIR=str(EXAMPLES), GLOO_SOCKET_IFNAME="ib0", **job
     )
     parsed, _ = _parsed(arguments, environ, monkeypatch)
-    assert (parsed.nnodes, parsed.rdzv_backend) == ("20000", "c10d")
-    assert (parsed.rdzv_endpoint, parsed.rdzv_id) == ("node000001:29400", "7")
+    assert (parsed.nnodes, parsed.node_rank) == ("20000", 7)
+    assert (parsed.master_addr, parsed.training_script) == ("node000001", "pretrain_gpt.py")
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,8 @@ def test_the_plain_framework_gets_no_argument_of_ours(shell: Shell, monkeypatch:
     assert (settings.enabled, training.local_copy_os) == (False, False)
 
 
-def test_several_nodes_want_an_interface(shell: Shell) -> None:
-    with pytest.raises(AssertionError, match="GLOO_SOCKET_IFNAME: an interface of this node"):
-        shell(NNODES="2")
+@pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"])
+def test_several_nodes_want_to_know(missing: str, shell: Shell) -> None:
+    given = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "enp189s0f0", missing: ""}
+    with pytest.raises(AssertionError, match=f" {missing}: "):
+        shell(NNODES="2", **given)

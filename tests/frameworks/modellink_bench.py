@@ -1,0 +1,232 @@
+"""Runs a check on a framework of ModelLink's shape, and judges what came of it.
+
+The framework's own resume loses the low bits of the main params, so what goes on from last words is compared
+with what goes on from the framework's own checkpoint of that step. With `split` the gradients are summed in
+another order than without; there the reference is a job with the adaptor that nothing disturbs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+import shutil
+import traceback
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults import harness, namespaces, outcome
+from tests.faults.harness import ITERATIONS, Ended, Job, Layout, Program
+from tests.faults.same import differences
+from tests.frameworks import record
+from tests.frameworks.checks import REFUSED
+
+# How the reference of a layout with `split` is named.
+SPLIT = "-split"
+
+_Records = dict[int, list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is done to a layout, and what has to come of it.
+
+    spec   the faults for the harness, with blanks between them
+    step   the one that has to be saved; None: nothing breaks, or nothing is saved
+    load   the step of a checkpoint of plain torchrun from which the job begins
+    last   what the last line of a job says that saves nothing
+    """
+
+    layout: Layout
+    fault: str = "none"
+    spec: str = ""
+    step: int | None = None
+    restarts: int = 0
+    options: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    nodes: int = 1
+    load: int | None = None
+    last: str = ""
+
+
+class Bench:
+    """The checks on one framework of ModelLink's shape, whose jobs run below `out`."""
+
+    def __init__(self, program: Program, out: Path, name: str = "") -> None:
+        self._program, self._out, self._name = program, out, name
+
+    def check(self, check: Check, name: str) -> bool:
+        """Run one check and print its row; what went wrong goes to stderr."""
+        layout = check.layout
+        replica = layout.replica
+        try:
+            replica, result = self.run(check, name)
+        except (AssertionError, pytest.fail.Exception):
+            traceback.print_exc()
+            result = "**failed**"
+        versions = f"{platform.python_version()}, {torch.__version__}"
+        today = datetime.date.today().isoformat()
+        cut = layout.name if layout.precision in layout.name else f"{layout.name}, {layout.precision}"
+        cut += f", {check.nodes} nodes" if check.nodes > 1 else ""
+        begun = "" if check.load is None else f"begun from plain torchrun's step {check.load}; "
+        how = f"{replica}, {' '.join(check.options)}" if check.options else replica
+        print(
+            f"| {self._name} | {versions} | {cut} | {how} | {begun}{check.fault} | {result} | {today} |",
+            flush=True,
+        )
+        return result != "**failed**"
+
+    def run(self, check: Check, name: str) -> tuple[str, str]:
+        """Which replicas the job had, and its outcome. Raises AssertionError where it is another one."""
+        layout = check.layout
+        out = self._out / name
+        shutil.rmtree(out, ignore_errors=True)
+        job = Job(
+            out,
+            layout,
+            save=out / "save",
+            restarts=check.restarts,
+            faults=check.spec.split(),
+            arguments=check.options,
+            environment=dict(check.environment),
+            nodes=check.nodes,
+            program=self._program,
+        )
+        if check.load is not None:
+            job.load = self._begin(layout, check.load)
+        with namespaces.two() if check.nodes > 1 else nullcontext() as network:
+            ended = harness.run(replace(job, network=network))
+        told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
+        replica = f"{told[1]} ({layout.replica})" if told else "none needed"
+        if check.last:
+            return replica if check.spec else layout.replica, _ends_without(check, ended)
+        return replica, self._judge(check, ended, self._reference(layout, "split" in replica, check.load))
+
+    def _reference(self, layout: Layout, split: bool, load: int | None = None) -> Path:
+        """A job that nothing disturbs, without the adaptor where it can be compared; it saves every step.
+
+        Args:
+            load: the step of plain torchrun's checkpoint that it goes on from.
+        """
+        begin = "" if load is None else f"-from-{load}"
+        out = self._out / "references" / f"{layout.name}{begin}{SPLIT if split else ''}"
+        if not (out / "done").exists():
+            shutil.rmtree(out, ignore_errors=True)
+            launcher = "ttprun" if split else "torchrun"
+            job = Job(out, layout, launcher, save=out / "save", save_interval=1, program=self._program)
+            if load is not None:
+                job.load = self._begin(layout, load)
+            ended = harness.run(job)
+            assert ended.code == 0, ended.log[-3000:]
+            (out / "done").touch()
+        return out
+
+    def _begin(self, layout: Layout, step: int) -> Path:
+        """Where jobs load plain torchrun's checkpoint of `step` from: its path goes into theirs."""
+        plain = self._reference(layout, split=False)
+        return self._checkpoint(plain, step, plain.with_name(f"{layout.name}-load-{step}"))
+
+    def _checkpoint(self, reference: Path, step: int, folder: Path) -> Path:
+        """A folder with what the reference has saved at `step`."""
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(reference / "save" / f"iter_{step:07d}", folder / f"iter_{step:07d}")
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+        return folder
+
+    def _judge(self, check: Check, ended: Ended, reference: Path) -> str:
+        expected = record.read(reference / "record")
+        if check.step is None:
+            assert ended.code == 0, ended.log[-3000:]
+            outcome.assert_same_training(ended, expected)
+            return "bitwise plain torchrun"
+        step, save = check.step, ended.job.save
+        assert save is not None
+        assert set(ended.codes) == {0 if check.restarts else 137}, ended.log[-3000:]
+        first = {
+            rank: [line for line in lines if not line["restart"]] for rank, lines in ended.records.items()
+        }
+        _same(first, expected, range((check.load or 0) + 1, step))
+        if check.load is not None:
+            plain = self._reference(ended.job.layout, split=False)
+            begun = self._resumed(ended.job.layout, plain, check.load, "torchrun")
+            _close(first, begun, range(check.load + 1, step))
+        folder = save / f"iter_{step:07d}"
+        assert outcome.steps_in(save) == ([step] if not check.restarts else [step, ITERATIONS])
+        outcome.assert_saved(save, ITERATIONS if check.restarts else step)
+        found = differences(folder, reference / "save" / folder.name)
+        assert found == [], found
+        native = self._resumed(ended.job.layout, reference, step, "torchrun")
+        if check.restarts:
+            again = {
+                rank: [line for line in lines if line["restart"]] for rank, lines in ended.records.items()
+            }
+            rest = range(step + 1, ITERATIONS + 1)
+            if reference.name.endswith(SPLIT):
+                # The norms of plain torchrun have other last bits.
+                _close(again, native, rest)
+                native = self._resumed(ended.job.layout, reference, step, "ttprun")
+            _same(again, native, rest)
+            return f"started again from step {step} by itself, to the end as from the framework's checkpoint"
+        # Without the adaptor, from the last words.
+        resumed = harness.run(
+            Job(ended.job.out / "resumed", ended.job.layout, "torchrun", load=save, program=self._program)
+        )
+        assert resumed.code == 0, resumed.log[-3000:]
+        _same(resumed.records, native, range(step + 1, ITERATIONS + 1))
+        return f"step {step} saved as the framework saves it; plain torchrun goes on from it as from that"
+
+    def _resumed(self, layout: Layout, reference: Path, step: int, launcher: str) -> _Records:
+        """What is trained from the framework's own checkpoint of `step`, with the adaptor or without."""
+        out = reference / f"{launcher}-from-{step}"
+        if not (out / "done").exists():
+            shutil.rmtree(out, ignore_errors=True)
+            load = self._checkpoint(reference, step, out / "load")
+            save = out / "save" if launcher == "ttprun" else None
+            job = Job(out / "job", layout, launcher, save=save, load=load, program=self._program)
+            ended = harness.run(job)
+            assert ended.code == 0, ended.log[-3000:]
+            (out / "done").touch()
+        return record.read(out / "job" / "record")
+
+
+def _ends_without(check: Check, ended: Ended) -> str:
+    save = ended.job.save
+    assert save is not None
+    assert check.last in ended.last_line, ended.log[-3000:]
+    assert not save.exists() or outcome.steps_in(save) == []
+    if check.spec:
+        assert ended.code == 137
+        return "nothing is saved, and the last line says why"
+    assert ended.code == 2
+    assert "Traceback" not in ended.log
+    assert not any(ended.records.values())
+    return REFUSED
+
+
+def _figures(records: _Records, steps: range) -> dict[tuple[int, int], tuple[Any, ...]]:
+    return {
+        (rank, line["iteration"]): (line["losses"], line["grad_norm"], line["skipped"])
+        for rank, lines in records.items()
+        for line in lines
+        if line["iteration"] in steps
+    }
+
+
+def _same(ours: _Records, theirs: _Records, steps: range) -> None:
+    """Both have recorded these steps, with the same losses and norms, bit for bit."""
+    assert len(_figures(theirs, steps)) == len(theirs) * len(steps)
+    assert _figures(ours, steps) == _figures(theirs, steps)
+
+
+def _close(ours: _Records, theirs: _Records, steps: range) -> None:
+    """Both have recorded these steps, and the losses of the first are the same, bit for bit."""
+    for (rank, step), (losses, norm, _) in _figures(theirs, steps).items():
+        own_losses, own_norm, _ = _figures(ours, steps)[rank, step]
+        assert step > steps[0] or own_losses == losses
+        for own, other in [(own_norm, norm), *((own_losses[name], losses[name]) for name in losses)]:
+            assert float.fromhex(own) == pytest.approx(float.fromhex(other), rel=1e-3)
