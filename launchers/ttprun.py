@@ -181,15 +181,32 @@ def _run_with_survivors(parsed: argparse.Namespace, settings: config.Config) -> 
     except ChildFailedError as error:
         verdict = SurvivorsAgent.last_verdict
         if verdict is None:
-            print(error, file=sys.stderr)
             code = error.get_first_failure()[1].exitcode
-            return code if code > 0 else 128 - code
+            if settings.engine == "mindio":
+                return _code_beside_the_sdk(error, code)
+            print(error, file=sys.stderr)
+            return _of_a_process(code)
         if verdict.outcome == "refused":
             print(f"ttprun: error: {verdict.line}", file=sys.stderr)
         else:
             print(f"[ttp] {verdict.line}{_newest(verdict.save)}", file=sys.stderr)
         return int(verdict.exit_code)
     return 0
+
+
+def _of_a_process(code: int) -> int:
+    """As a shell has it."""
+    return code if code > 0 else 128 - code
+
+
+def _code_beside_the_sdk(error: Exception, code: int) -> int:
+    """That of the first worker that has failed on this node; 1 where mindio_ttp has ended them all."""
+    from adaptor.mindio.client import sdk
+
+    if code == sdk.REFUSED:  # who has refused the job has said why
+        return USAGE_EXIT_CODE
+    print(error, file=sys.stderr)
+    return 1 if code == sdk.ENDED else _of_a_process(code)
 
 
 def _newest(save: str) -> str:

@@ -146,12 +146,12 @@ class Form(legacy.Legacy):
         files: Files = {f"{state.folder}/{legacy.MODEL_FILE}": partial(legacy.save, named)}
         (world,) = worlds
         if world is not None:
-            numbered = _by_chunk(state.optimizer, world)
+            numbered = by_chunk(state.optimizer, world)
             files[f"{state.folder}/{legacy.OPTIMIZER_FILE}"] = partial(legacy.save, numbered)
         return files
 
 
-def _by_chunk(optimizer: Any, world: Mapping[Any, Any]) -> dict[int, dict[Any, dict[str, torch.Tensor]]]:
+def by_chunk(optimizer: Any, world: Mapping[Any, Any]) -> dict[int, dict[Any, dict[str, torch.Tensor]]]:
     """Of each model chunk, by the type of its gradients: the tensors of its buffer, padded like that."""
     numbers = iter(range(len(optimizer.buffers)))
     made: dict[int, dict[Any, dict[str, torch.Tensor]]] = {}

@@ -18,7 +18,7 @@ def build_optimizer_replica_group(ranks: list[int]) -> None:
     if len(ranks) % shards.HALVES:
         raise LayoutError(
             f"build_optimizer_replica_group: {len(ranks)} data-parallel ranks cannot be cut in two: "
-            "use an even number, or leave ModelLink unedited and let the adaptor mirror its shards"
+            "use an even number; for an odd one leave the call out, and take TTPOddReplicaOptimizer"
         )
     shards.cut_one(tuple(ranks))
     if dist.get_rank() in ranks:
@@ -31,8 +31,11 @@ def get_dp_rank_list() -> list[int]:
 
 
 def get_os_shard_group() -> dist.ProcessGroup:
-    """Of the ranks whose shards make up the optimizer state."""
-    return half().group
+    """Of the ranks whose shards make up the optimizer state: the data-parallel group, where it is not cut."""
+    from ascendspeed.core import parallel_state
+
+    made = shards.half()
+    return made.group if made else parallel_state.get_data_parallel_group()
 
 
 def half() -> shards.Half:

@@ -22,6 +22,7 @@ training = patching.Unit("ascendspeed-training", framework="ascendspeed", tested
 def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.patches import _ascendspeed, _megatron
 
+    patching.require_modules("ttp")
     provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
     parsed = wrapped(_megatron.accepts_local_copy(provider), *rest, **kwargs)
     _ascendspeed.require_protected(parsed)

@@ -23,6 +23,7 @@ training = patching.Unit("training", framework="megatron-lm", tested=MEGATRON)
 def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.patches import _megatron
 
+    patching.require_modules("ttp")
     provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
     parsed = wrapped(_megatron.accepts_local_copy(provider), *rest, **kwargs)
     _megatron.take_local_copy(parsed)

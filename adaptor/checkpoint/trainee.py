@@ -194,7 +194,7 @@ def replicas_of(optimizer: Any, size: int, experts: int) -> tuple[Mirror | None,
     sizes = [one.data_parallel_group.size() for one in sharded]
     if sharded and choice.wants_mirrors(size, made, experts):
         mirrors = tuple(
-            _mirror(one) if one in sharded and one.data_parallel_group.size() > 1 else None for one in inner
+            mirror_of(one) if one in sharded and one.data_parallel_group.size() > 1 else None for one in inner
         )
     else:
         mirrors = (None,) * len(inner)
@@ -224,15 +224,20 @@ def local_copy_of(optimizer: Any, mirrors: Sequence[Mirror | None]) -> LocalCopy
     return made
 
 
-def _mirror(optimizer: Any) -> Mirror:
-    group, local = optimizer.data_parallel_group, int(os.environ["LOCAL_WORLD_SIZE"])
-    nodes = [rank // local for rank in dist.get_process_group_ranks(group)]
+def mirror_of(optimizer: Any) -> Mirror:
+    """The copy of the neighbour's shard of a distributed optimizer; on every rank of its group."""
     return Mirror(
         optimizer.optimizer,
         shards.places(optimizer),
-        Ring(group, stride(nodes)),
+        Ring(optimizer.data_parallel_group, apart(optimizer)),
         optimizer.buffers[0].grad_data.device,
     )
+
+
+def apart(optimizer: Any) -> int:
+    """How many places behind a rank of its group the one is that has the copy of its shard."""
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    return stride([rank // local for rank in dist.get_process_group_ranks(optimizer.data_parallel_group)])
 
 
 @dataclass(frozen=True)

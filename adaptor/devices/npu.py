@@ -1,4 +1,4 @@
-"""Ascend NPUs, by `torch_npu`. See docs/accelerators.md for what has been run on one."""
+"""Ascend NPUs, by `torch_npu`. See docs/ascend.md for what has been run on one."""
 
 from __future__ import annotations
 

@@ -25,11 +25,16 @@ REST_S = 2.0
 
 
 class Job:
-    """One per worker process. Everything but the handlers is called by the main thread."""
+    """One per worker process. Everything but the handlers is called by the main thread.
+
+    apart  of an optimizer that mirrors: how many places behind a rank the one is that has the copy of its
+           shard; 0: there is none
+    """
 
     def __init__(self) -> None:
         self.handlers = Handlers()
         self.replicas: tuple[Replicas, ...] = ()
+        self.apart = 0
         self.goes_back = False
         self.never_called: list[str] = []
         self._worker: runtime.Runtime | None = None

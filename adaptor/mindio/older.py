@@ -29,9 +29,12 @@ def ttp_init_processor(
     replica: int = 2,
     enable_local_copy: bool = False,
 ) -> None:
-    """Who this rank is, and which ranks have copies: `replica` is how many places apart the two are."""
+    """Who this rank is, and which ranks have copies: `replica` is how many places apart the two are.
+
+    With TTPOddReplicaOptimizer it is how many copies a shard has; where they are the optimizer has said.
+    """
     job.join("ttp_init_processor", rank, world_size, enable_local_copy)
-    job.replicas = replicas.of_older(rank, dp_ranks, dp_size, replica)
+    job.replicas = replicas.of_older(rank, dp_ranks, dp_size, replica, job.apart)
 
 
 def ttp_start_processor(ip: str, port: int) -> None:

@@ -24,6 +24,7 @@ class ReplicaOptimizer:
         job.loaded(iteration)
         job.reached(iteration)
         self.current_step = iteration
+        self.exchange()
         if job.goes_back:
             job.start_copy()
             self.copy_state()
@@ -33,11 +34,23 @@ class ReplicaOptimizer:
 
     def end_to_update(self) -> None:
         """The state has changed. Does not return while the job saves."""
+        self.update_copies()
         job.end_update(self.current_step)
+
+    def exchange(self) -> None:
+        """Fetch what copies of other ranks' shards need of this update; the state is intact if it raises."""
+
+    def update_copies(self) -> None:
+        """Update the copies that this rank has of others' shards, which needs nobody else."""
 
     def copy_state(self) -> None:
         """Put what an update changes into the local copy, which a dump of an earlier step takes."""
         raise NotImplementedError
+
+    def givers(self) -> list[int]:
+        """In a dump: of each shard the rank of `rank_list` that gives it."""
+        (replicas,) = job.replicas
+        return replicas.givers(self.save_args["rank_list"])
 
     def set_dump_args(self, rank: int, step: int, rank_list: list[int]) -> None:
         """A dump of `step` begins: `rank` writes, `rank_list` gives shards."""

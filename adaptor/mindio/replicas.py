@@ -2,13 +2,14 @@
 
 `replica_cnt` copies of an optimizer state among the ranks of `rank_list`: the ranks are cut into as many runs
 of the same length, and the i-th ranks of all runs hold the same shard. Where every rank has all of it, the
-runs have length one.
+runs have length one. The interface has no words for an optimizer that mirrors: there each rank has a shard of
+its own, and a copy of that of the rank so many places before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adaptor.control.messages import Share
@@ -16,24 +17,44 @@ from adaptor.errors import ConfigError
 
 # By the place in the list: the interface has no other word for which optimizer it is.
 _KINDS = ("attention", "moe")
+# Of each shard, where the optimizer mirrors.
+_MIRRORED = 2
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The copies of one optimizer's state: `ranks` hold `shards` different ones."""
+    """The copies of one optimizer's state: `ranks` hold `shards` different ones.
+
+    apart  how many places behind a rank the one is that has the only copy of its shard; 0: see above
+    """
 
     kind: int
     ranks: tuple[int, ...]
     shards: int
+    apart: int = 0
 
     @property
     def group(self) -> str:
         """A name that all of its ranks find, and no other ranks."""
         return f"{_KINDS[self.kind]}-of-rank-{min(self.ranks)}"
 
-    def share(self, rank: int) -> Share:
+    def shares(self, rank: int) -> tuple[Share, ...]:
         """What `rank` holds."""
-        return Share(self.group, self.ranks.index(rank) % self.shards, self.shards)
+        place = self.ranks.index(rank)
+        held = {place % self.shards, (place - self.apart) % self.shards}
+        return tuple(Share(self.group, index, self.shards) for index in sorted(held))
+
+    def givers(self, among: Container[int]) -> list[int]:
+        """Of each shard the rank that gives it, of those in `among`: one of its own before one of a copy.
+
+        Everyone who knows the same ranks finds the same ones.
+        """
+        return [next(rank for rank in self._holders(index) if rank in among) for index in range(self.shards)]
+
+    def _holders(self, index: int) -> Sequence[int]:
+        if self.apart:
+            return self.ranks[index], self.ranks[(index + self.apart) % self.shards]
+        return self.ranks[index :: self.shards]
 
 
 def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
@@ -58,8 +79,11 @@ def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
     return tuple(made)
 
 
-def of_older(rank: int, ranks: Any, size: Any, replica: Any) -> tuple[Replicas, ...]:
+def of_older(rank: int, ranks: Any, size: Any, replica: Any, apart: int = 0) -> tuple[Replicas, ...]:
     """From what `ttp_init_processor` takes, where `replica` is how many places apart the two copies are.
+
+    Args:
+        apart: of the optimizer, where it mirrors; there `replica` is how many copies a shard has.
 
     Raises:
         ConfigError: it does not describe copies that can be chosen among.
@@ -67,10 +91,17 @@ def of_older(rank: int, ranks: Any, size: Any, replica: Any) -> tuple[Replicas, 
     call = "ttp_init_processor"
     if size != len(ranks):
         raise ConfigError(f"{call}: dp_size is {size!r}, but dp_ranks are {list(ranks)}")
+    if apart:
+        if replica != _MIRRORED:
+            raise ConfigError(
+                f"{call}: replica is {replica!r}: with TTPOddReplicaOptimizer each shard has {_MIRRORED} "
+                f"copies, so it must be {_MIRRORED}"
+            )
+        return (replace(_checked(call, rank, 0, list(ranks), "replica", 1), apart=apart),)
     if not isinstance(replica, int) or replica < 1 or size % replica:
         raise ConfigError(
             f"{call}: replica is {replica!r}: with dp_size {size} it must divide {size}, as dp_size//2 does "
-            "where that is even; odd sizes need a script that is not adapted by hand (see docs/mindio.md)"
+            "where that is even; for odd sizes take TTPOddReplicaOptimizer, and replica 2"
         )
     return (_checked(call, rank, 0, list(ranks), "dp_size//replica", size // replica),)
 

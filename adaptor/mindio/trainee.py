@@ -46,7 +46,7 @@ class HandledTrainee:
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        return tuple(replicas.share(self.rank) for replicas in self.replicas)
+        return tuple(share for replicas in self.replicas for share in replicas.shares(self.rank))
 
     def exchange(self) -> None:
         """Copies are the script's."""

@@ -19,7 +19,7 @@ What holds (the tests are named after these):
 - The signature decides whether a patch fits; the version range says what was tested, and is only reported.
 - A unit acts as a whole or not at all: a target that does not fit raises DriftError out of the import of its
   module and silences the rest of the unit. `check` is called before the first step, when everything has been
-  imported.
+  imported; `require_modules` earlier, for what was not imported then because it is gone.
 - `disarm` reaches names that were imported elsewhere, because every wrapper asks its unit whether it acts.
 - A wrapper is copied and pickled by reference, as the function is that it stands for: a pickle names the
   framework's function and loads without the adaptor.
@@ -36,6 +36,7 @@ from adaptor.patching._hooks import (
     imported_unpatched,
     misfits,
     outcomes,
+    require_modules,
     target_modules,
     targets,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "imported_unpatched",
     "misfits",
     "outcomes",
+    "require_modules",
     "target_modules",
     "targets",
     "units",

@@ -105,6 +105,20 @@ def check(group: str) -> None:
         raise misfit
 
 
+def require_modules(group: str) -> None:
+    """No module that has targets has gone from a framework that is imported, all of it or a part by now.
+
+    To be asked early: where the training loop itself is in such a module, nothing comes to `check`. Raises
+    DriftError.
+    """
+    for unit in units(group):
+        _find_what_is_gone(unit)
+        unit.settle()
+        for patch in unit.patches:
+            if patch.status is Status.DRIFTED:
+                raise patch.drift()
+
+
 def misfits(group: str) -> tuple[DriftError | StartError, ...]:
     """What `check` raises, for every unit: at most one error each."""
     return tuple(misfit for unit in units(group) if (misfit := _misfit(unit)) is not None)
@@ -124,10 +138,14 @@ def imported_unpatched(group: str) -> tuple[str, ...]:
     return tuple(name for name in target_modules(group) if name in sys.modules and name not in on_time)
 
 
-def _misfit(unit: Unit) -> DriftError | StartError | None:
+def _find_what_is_gone(unit: Unit) -> None:
     for patch in unit.patches:
         if patch.status is Status.WAITING and not patch.may_be_missing and is_gone(patch.module_name):
             patch.status, patch.found = Status.DRIFTED, f"no module {patch.module_name}"
+
+
+def _misfit(unit: Unit) -> DriftError | StartError | None:
+    _find_what_is_gone(unit)
     waiting = [patch for patch in unit.patches if patch.status is Status.WAITING and not patch.may_be_missing]
     applied = [patch for patch in unit.patches if patch.applied]
     unit.half_applied = bool(waiting and applied)

@@ -83,6 +83,7 @@ class Patch:
         self.effect = effect
         self.status = Status.OFF
         self.found: str | None = None
+        self._file = ""  # in which it was found
         self._wrapper: Wrapper | None = None
         self._place: Target | None = None
         self._outside = threading.local()  # whether it acts now, around what the framework put in the place
@@ -106,6 +107,7 @@ class Patch:
         """Find the target in its module; sets `status` to MISSING or DRIFTED where it does not fit."""
         if self._place is not None and self._place.module is module and self._place.holds(self._wrapper):
             return True  # under a wrapper that came later
+        self._file = getattr(module, "__file__", None) or ""
         try:
             place = locate(module, self.qualname)
         except NotFitting as misfit:
@@ -154,6 +156,7 @@ class Patch:
             parameters = parameters_of(replacement, self._place.bound)
             if parameters is None or not any(accepted.matches(parameters) for accepted in self.accepts):
                 self.status, self.found = Status.DRIFTED, render(parameters)
+                self._file = getattr(getattr(replacement, "__code__", None), "co_filename", "")
                 self.unit.settle()
                 raise self.drift()
         return Wrapper(function, self._act, self._acts_inside, self._place.owner, self._place.name)
@@ -175,11 +178,11 @@ class Patch:
         self.status = Status.OFF
 
     def drift(self) -> DriftError:
-        """The error that says what does not fit, in one line."""
-        version = self.unit.framework_version()
+        """The error that says what does not fit, and in which file, in one line."""
+        unit, place = self.unit, f" in {self._file}," if self._file else " in"
         return DriftError(
-            f"{self.target} (unit {self.unit.name}): expected {self.expected}, found {self.found}"
-            f" in {self.unit.framework} {version or 'of unknown version'} (tested: {self.unit.tested})"
+            f"{self.target} (unit {unit.name}): expected {self.expected}, found {self.found}{place}"
+            f" {unit.framework} {unit.framework_version() or 'of unknown version'} (tested: {unit.tested})"
         )
 
 

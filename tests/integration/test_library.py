@@ -25,7 +25,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         ("builtin", "rank=0,step=6,phase=backward,kind=sigkill", 137, 5),
         ("builtin", "rank=3,step=6,phase=update,kind=sigkill", 137, 6),
         ("builtin", "rank=1,step=6,phase=reduction,kind=exception", 1, 5),
-        ("mindio", "rank=1,step=6,phase=reduction,kind=exception", 2, 5),
+        ("mindio", "rank=1,step=6,phase=reduction,kind=exception", 1, 5),
     ],
     ids=["rank0-backward", "rank3-update", "rank1-exception", "mindio-rank1-exception"],
 )

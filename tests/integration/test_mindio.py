@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -101,20 +102,24 @@ def test_a_holder_dies_in_its_handler(tmp_path: Path, weights: dict[int, torch.T
     assert [line for line in calls if line.startswith("rename")] == ["rename 1 4"]
 
 
-def test_the_optimizer_that_the_guide_imports(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "odd"), [(FOUR, ()), (Layout("mindio-odd", 3), ("--odd", "--global-batch-size", "6"))]
+)
+def test_the_optimizers_that_the_guide_imports(layout: Layout, odd: tuple[str, ...], tmp_path: Path) -> None:
     """On a framework of ModelLink's shape: from shards and copies comes what the framework's own save has."""
     small = harness.ROOT / "tests/frameworks/small"
     save, words = tmp_path / "save", tmp_path / "words"
     words.mkdir()
+    os.mkfifo(f"{words}.made")
     ended = harness.run(
         Job(
             tmp_path / "job",
-            FOUR,
+            layout,
             script=small / "pretrain_adapted.py",
             options=["--ttp-provide-mindio", "1"],
             arguments=[
                 *("--save", str(save), "--save-interval", "1", "--use-distributed-optimizer"),
-                *("--words", str(words), "--die", "5", "--local-copy-os"),
+                *("--words", str(words), "--die", "5", "--local-copy-os", *odd),
             ],
             environment={"PYTHONPATH": f"{small}:{harness.ROOT}"},
         )

@@ -10,7 +10,7 @@ CHANGED = "def g(b, a):\n    return a - b\n"
 
 def test_the_error_names_function_expected_and_found(folder: Path, holds: Callable[..., None]) -> None:
     (folder / "fake/extra.py").write_text(CHANGED)
-    holds("""
+    holds(f"""
 import sys, units
 from adaptor import patching
 from adaptor.errors import DriftError
@@ -22,7 +22,8 @@ for action in (lambda: __import__("fake.extra"), lambda: patching.check("ttp")):
         action()
     except DriftError as error:
         assert str(error) == (
-            "fake.extra:g (unit pair): expected (a, b), found (b, a) in fake 1.2.0rc1 (tested: >=1,<2)"
+            "fake.extra:g (unit pair): expected (a, b), found (b, a) in {folder}/fake/extra.py, "
+            "fake 1.2.0rc1 (tested: >=1,<2)"
         ), error
     else:
         raise AssertionError("no error")

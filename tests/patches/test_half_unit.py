@@ -43,21 +43,38 @@ assert {outcome.version for outcome in patching.outcomes()} == {None}
 """)
 
 
-def test_a_module_that_the_framework_no_longer_has(folder: Path, holds: Callable[..., None]) -> None:
+@pytest.mark.parametrize("asked", ["check", "require_modules"])
+def test_a_module_that_the_framework_no_longer_has(
+    asked: str, folder: Path, holds: Callable[..., None]
+) -> None:
     (folder / "fake/extra.py").unlink()
-    holds("""
+    holds(f"""
 import units
 from adaptor import patching
 from adaptor.errors import DriftError
 patching.arm("ttp")
 import fake.core
 try:
-    patching.check("ttp")
+    patching.{asked}("ttp")
 except DriftError as error:
     assert "fake.extra:g (unit pair): expected (a, b), found no module fake.extra" in str(error), error
 else:
     raise AssertionError("no error")
 assert fake.core.f(1) == 2
+""")
+
+
+def test_before_all_is_imported_nothing_is_missing(holds: Callable[..., None]) -> None:
+    holds("""
+import units
+from adaptor import patching
+patching.arm("ttp")
+patching.require_modules("ttp")
+import fake.core
+patching.require_modules("ttp")
+assert fake.core.f(1) == 4
+import fake.extra
+patching.check("ttp")
 """)
 
 

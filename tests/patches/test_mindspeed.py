@@ -251,7 +251,8 @@ for act in (lambda: features.apply(**{"fake.core.f": other}), lambda: patching.c
         act()
     except DriftError as error:
         assert str(error) == (
-            "fake.core:f (unit pair): expected (x, y=), found (a, b) in fake 1.2.0rc1 (tested: >=1,<2)"
+            f"fake.core:f (unit pair): expected (x, y=), found (a, b) in {other.__code__.co_filename}, "
+            "fake 1.2.0rc1 (tested: >=1,<2)"
         ), error
     else:
         raise AssertionError("no error")

@@ -83,16 +83,6 @@ def test_outside_of_ttprun(python: Run) -> None:
     assert "this process was not started by ttprun" in done.stderr
 
 
-def test_what_is_not_there_says_what_to_do(python: Run) -> None:
-    code = "import adaptor\nadaptor.enable(provide_mindio=True)\n"
-    done = python("-c", f"{code}from mindio_ttp.modellink import TTPOddReplicaOptimizer", env=AGENT)
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: mindio_ttp.modellink.TTPOddReplicaOptimizer is not provided: "
-        "for an odd data-parallel size leave ModelLink unedited, "
-        "the adaptor mirrors its shards by itself (see docs/mindio.md)"
-    )
-
-
 def test_groups_are_there_before_the_framework_has_its_optimizer(holds: Callable[..., None]) -> None:
     holds(
         """
@@ -102,13 +92,37 @@ import mindio_ttp.modellink
 from mindio_ttp.modellink import build_optimizer_replica_group, get_dp_rank_list
 from mindio_ttp.modellink.os_shard_parallel import get_os_shard_group
 from adaptor.errors import LayoutError
+from adaptor.patches import _mindio_groups
 assert get_dp_rank_list() == []
 with pytest.raises(LayoutError, match="3 data-parallel ranks cannot be cut in two: use an even number"):
     build_optimizer_replica_group([0, 1, 2])
 with pytest.raises(LayoutError, match="build_optimizer_replica_group was not called for the data-parallel"):
-    get_os_shard_group()
-with pytest.raises(ModuleNotFoundError, match="ascendspeed"):
-    mindio_ttp.modellink.TTPReplicaOptimizer
+    _mindio_groups.half()
+for name in ("TTPReplicaOptimizer", "TTPOddReplicaOptimizer"):
+    with pytest.raises(ModuleNotFoundError, match="ascendspeed"):
+        getattr(mindio_ttp.modellink, name)
+""",
+        **AGENT,
+    )
+
+
+def test_an_optimizer_that_mirrors_where_it_cannot(holds: Callable[..., None]) -> None:
+    small = Path(__file__).parents[1] / "frameworks" / "small"
+    holds(
+        f"""
+import adaptor, pytest, sys
+sys.path.insert(0, {str(small)!r})
+adaptor.enable(provide_mindio=True)
+from ascendspeed.core import parallel_state
+from mindio_ttp.modellink import TTPOddReplicaOptimizer
+from adaptor.errors import LayoutError
+from adaptor.patches import _ascendspeed_shards
+parallel_state.get_data_parallel_world_size = lambda: 1
+with pytest.raises(LayoutError, match="the data-parallel size is 1: there is no second rank for a copy; use"):
+    TTPOddReplicaOptimizer()
+_ascendspeed_shards._half = object()
+with pytest.raises(LayoutError, match="build_optimizer_replica_group has cut the data-parallel group: leave"):
+    TTPOddReplicaOptimizer()
 """,
         **AGENT,
     )

@@ -36,7 +36,7 @@ def test_drift(folder: Path, python: Run) -> None:
     assert "fake.extra:g  pair  drifted   expected (a, b), found (b, a)\n" in done.stdout
     assert done.stderr == (
         "python -m adaptor: fake.extra:g (unit pair): expected (a, b), found (b, a)"
-        " in fake 1.2.0rc1 (tested: >=1,<2)\n"
+        f" in {folder}/fake/extra.py, fake 1.2.0rc1 (tested: >=1,<2)\n"
     )
 
 

@@ -72,11 +72,11 @@ def test_a_patch_point_that_moved_is_named(folder: Path, python: Run) -> None:
     assert step == (
         "python -m adaptor: ascendspeed.training:train_step (unit ascendspeed-training): expected "
         "(forward_step_func, data_iterator, model, optimizer, lr_scheduler, config), found "
-        "(forward_step_func, model, optimizer, lr_scheduler) in ascendspeed of unknown version "
-        "(tested: commit af1347)"
+        f"(forward_step_func, model, optimizer, lr_scheduler) in {folder}/ascendspeed/training.py, "
+        "ascendspeed of unknown version (tested: commit af1347)"
     )
     assert save == (
         "python -m adaptor: ascendspeed.checkpointing:save_checkpoint (unit ascendspeed-checkpointing): "
-        "expected (iteration, model, optimizer, lr_scheduler), found no such name in ascendspeed of unknown "
-        "version (tested: commit af1347)"
+        "expected (iteration, model, optimizer, lr_scheduler), found no such name in "
+        f"{folder}/ascendspeed/checkpointing.py, ascendspeed of unknown version (tested: commit af1347)"
     )

@@ -214,8 +214,16 @@ def test_an_exception_while_copying_leaves_the_state_intact(agent: Agent) -> Non
 
 
 def test_the_optimizer_of_the_older_form(agent: Agent) -> None:
+    told: list[tuple[str, str]] = []
+
     class Optimizer(ReplicaOptimizer):
         copies = 0
+
+        def exchange(self) -> None:
+            told.append(("exchange", agent.board.phase_name))
+
+        def update_copies(self) -> None:
+            told.append(("update", agent.board.phase_name))
 
         def copy_state(self) -> None:
             self.copies += 1
@@ -227,6 +235,13 @@ def test_the_optimizer_of_the_older_form(agent: Agent) -> None:
         optimizer.begin_to_update(iteration)
         optimizer.end_to_update()
     assert (optimizer.current_step, optimizer.copies) == (6, 2)
+    # Other ranks are needed before the door alone, and a copy is never of another step than the shard.
+    assert told == [
+        ("exchange", "STARTING"),
+        ("update", "UPDATING"),
+        ("exchange", "RUNNING"),
+        ("update", "UPDATING"),
+    ]
     assert agent.gives == [5, 6]
     optimizer.begin_to_update(7)  # a step was skipped
     assert agent.gives == [6, 7, 8]

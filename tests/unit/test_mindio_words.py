@@ -23,21 +23,43 @@ def info(ranks: Any, count: Any, shift: Any = 0) -> dict[str, Any]:
 )
 def test_who_holds_what(count: int, held: list[int]) -> None:
     ranks = [4, 6, 1, 3]
-    shares = [replicas.of_newer(rank, [info(ranks, count)])[0].share(rank) for rank in ranks]
-    assert shares == [Share("attention-of-rank-1", index, 4 // count) for index in held]
+    shares = [replicas.of_newer(rank, [info(ranks, count)])[0].shares(rank) for rank in ranks]
+    assert shares == [(Share("attention-of-rank-1", index, 4 // count),) for index in held]
 
 
 def test_experts_are_a_group_of_their_own() -> None:
     made = replicas.of_newer(2, [info([0, 1, 2, 3], 2), info([0, 2], 2, 1)])
-    assert [one.share(2) for one in made] == [
-        Share("attention-of-rank-0", 0, 2),
-        Share("moe-of-rank-0", 0, 1),
+    assert [one.shares(2) for one in made] == [
+        (Share("attention-of-rank-0", 0, 2),),
+        (Share("moe-of-rank-0", 0, 1),),
     ]
 
 
 def test_the_older_form_tells_how_far_apart_copies_are() -> None:
-    assert replicas.of_older(5, range(8), 8, 4)[0].share(5) == Share("attention-of-rank-0", 1, 4)
-    assert replicas.of_older(1, [0, 1], 2, 1)[0].share(1) == Share("attention-of-rank-0", 0, 1)
+    assert replicas.of_older(5, range(8), 8, 4)[0].shares(5) == (Share("attention-of-rank-0", 1, 4),)
+    assert replicas.of_older(1, [0, 1], 2, 1)[0].shares(1) == (Share("attention-of-rank-0", 0, 1),)
+
+
+@pytest.mark.parametrize("apart", [1, 2])
+def test_an_optimizer_that_mirrors_has_two_shards(apart: int) -> None:
+    ranks = (7, 1, 4)
+    (made,) = replicas.of_older(4, ranks, 3, 2, apart)
+    for place, rank in enumerate(ranks):
+        held = sorted({place, (place - apart) % 3})
+        assert made.shares(rank) == tuple(Share("attention-of-rank-1", index, 3) for index in held)
+    for lost in ranks:
+        left = [rank for rank in ranks if rank != lost]
+        givers = made.givers(left)
+        assert givers[ranks.index(lost)] == ranks[(ranks.index(lost) + apart) % 3]
+        for index, giver in enumerate(givers):
+            assert giver == ranks[index] or ranks[index] == lost
+            assert index in [share.index for share in made.shares(giver)]
+
+
+def test_each_shard_is_given_by_one_of_those_that_were_chosen() -> None:
+    (halves,) = replicas.of_older(0, range(4), 4, 2)
+    assert halves.givers([1, 2]) == [2, 1]
+    assert halves.givers([0, 3, 1]) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +87,11 @@ def test_copies_that_make_no_sense(infos: Any, words: str) -> None:
     ("size", "replica", "words"),
     [
         (4, 2, "dp_size is 4, but dp_ranks are [0, 1, 2]"),
-        (3, 2, "replica is 2: with dp_size 3 it must divide 3"),
+        (
+            3,
+            2,
+            "replica is 2: with dp_size 3 it must divide 3, as dp_size//2 does where that is even; for odd",
+        ),
     ],
 )
 def test_copies_that_make_no_sense_in_the_older_form(size: int, replica: int, words: str) -> None:
@@ -73,6 +99,14 @@ def test_copies_that_make_no_sense_in_the_older_form(size: int, replica: int, wo
         replicas.of_older(0, [0, 1, 2], size, replica)
     assert str(caught.value).startswith("ttp_init_processor: ")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("replica", [1, 3, "2", None])
+def test_an_optimizer_that_mirrors_has_two_copies(replica: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="with TTPOddReplicaOptimizer each shard has 2 copies, so it must be 2"
+    ):
+        replicas.of_older(0, range(3), 3, replica, 1)
 
 
 class Script:

@@ -17,6 +17,7 @@ import pytest
 from adaptor import config
 from adaptor.errors import ConfigError
 from adaptor.launchers import flags, ttprun
+from adaptor.mindio.client import sdk
 from tests.certificates import Authority
 from tests.unit.agents import free_port
 from tests.unit.nodes import ROOT, is_gone, wait_until
@@ -210,6 +211,29 @@ def test_an_engine_that_is_not_installed(launcher: Launcher) -> None:
         "TTP_ENGINE out"
     )
     assert "started" not in ended.log
+
+
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [
+        ("import os; os._exit(2)", 1),  # what the SDK does when the job is saved
+        ("import os; os.kill(os.getpid(), 9)", 137),
+        ("from adaptor.errors import ConfigError; raise ConfigError('no such thing')", 2),
+    ],
+    ids=["ended", "killed", "refused"],
+)
+def test_codes_beside_an_sdk(does: str, code: int, launcher: Launcher) -> None:
+    package = launcher.folder / "sdk/mindio_ttp/framework_ttp"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("\n".join(f"{name} = None" for name in sdk.NEEDED))
+    ended = launcher.run(
+        *ONE, "--ttp-engine", "mindio", launcher.script(does), before="import sys; sys.path.insert(0, 'sdk')"
+    )
+    assert ended.code == code, ended.log
+    # What torch makes of it is not said of a job that was refused.
+    refused = "ttprun: error: no such thing" in ended.log.splitlines()
+    assert (refused, "Root Cause" in ended.log) == (code == 2, code != 2)
 
 
 # flags

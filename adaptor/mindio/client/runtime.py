@@ -26,7 +26,6 @@ _ENDS_AFTER_S = 30.0
 # For the store of the job's agent, which is there before its workers are.
 _MEETING_S = 10.0
 _EXIT_FAILED = 1
-_EXIT_REFUSED = 2
 # How gloo says that another rank is gone; its errors have no type of their own.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
@@ -54,7 +53,7 @@ class MindioRuntime:
         """The job is refused, in one line: that of the first rank which does."""
         if self._is_first_to_refuse():
             print(f"ttprun: error: {reason}", file=sys.stderr, flush=True)
-        os._exit(_EXIT_REFUSED)
+        os._exit(sdk.REFUSED)
 
     def _is_first_to_refuse(self) -> bool:
         from torch.distributed import DistError

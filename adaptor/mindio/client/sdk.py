@@ -10,6 +10,10 @@ from adaptor.errors import ConfigError
 from adaptor.mindio import NAME
 
 FRAMEWORK = f"{NAME}.framework_ttp"
+# The codes with which the SDK ends a process, and with which one ends here that has refused the job: ttprun
+# tells them apart, for its own code for what is refused is that of the SDK.
+ENDED = 2
+REFUSED = 102
 NEEDED = (
     "tft_init_controller",
     "tft_start_controller",

@@ -3,8 +3,10 @@
 Where the guide edits functions of the framework, this derives from them. Besides the framework's arguments:
 
     --local-copy-os   as in the guide
+    --odd             as the guide has it for odd data-parallel sizes
     --words FOLDER    where last words go; the framework's own saves go to --save
-    --die STEP        rank 3 is killed in the update of STEP, to which rank 1 does not come
+    --die STEP        the last rank is killed in the update of STEP, to which rank 1 does not come, when rank
+                      0 has made it, which FOLDER.made says, a named pipe
 """
 
 from __future__ import annotations
@@ -23,15 +25,21 @@ import torch
 import torch.distributed as dist
 from ascendspeed import get_args, training
 from ascendspeed.core import parallel_state
-from mindio_ttp.modellink import TTPReplicaOptimizer, build_optimizer_replica_group, get_dp_rank_list
+from mindio_ttp.modellink import build_optimizer_replica_group, get_dp_rank_list
 from mindio_ttp.modellink.os_shard_parallel import get_os_shard_group
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("--record")
 parser.add_argument("--local-copy-os", action="store_true")
+parser.add_argument("--odd", action="store_true")
 parser.add_argument("--words", type=Path, required=True)
 parser.add_argument("--die", type=int, required=True)
 OURS, sys.argv[1:] = parser.parse_known_args()
+
+if OURS.odd:
+    from mindio_ttp.modellink import TTPOddReplicaOptimizer as TTPReplicaOptimizer
+else:
+    from mindio_ttp.modellink import TTPReplicaOptimizer
 
 
 class Adapted(TTPReplicaOptimizer):
@@ -41,24 +49,33 @@ class Adapted(TTPReplicaOptimizer):
         optimizer.register_step_post_hook(self._end)
 
     def _begin(self, *_: Any) -> None:
-        fatal = get_args().iteration + 1 == OURS.die
-        if fatal and dist.get_rank() == 1:
-            threading.Event().wait()
         self.begin_to_update(get_args().iteration)
-        if fatal and dist.get_rank() == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if _fatal() and dist.get_rank() == dist.get_world_size() - 1:
+            with Path(f"{OURS.words}.made").open():
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _end(self, *_: Any) -> None:
         self.end_to_update()
+        if _fatal() and dist.get_rank() == 0:
+            os.close(os.open(f"{OURS.words}.made", os.O_WRONLY))
+
+    def exchange(self) -> None:
+        super().exchange()
+        if _fatal() and dist.get_rank() == 1:
+            threading.Event().wait()
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        whole = parallel_state.get_data_parallel_group
+        whole, group = parallel_state.get_data_parallel_group, get_os_shard_group()
         # The guide edits the line that asks for it.
-        parallel_state.get_data_parallel_group = get_os_shard_group
+        parallel_state.get_data_parallel_group = lambda: group
         try:
             return super().clip_grad_norm(clip_grad)
         finally:
             parallel_state.get_data_parallel_group = whole
+
+
+def _fatal() -> bool:
+    return bool(get_args().iteration + 1 == OURS.die)
 
 
 def save(save_rank: int, step: int, rank_list: list[int], args: Any) -> None:
@@ -87,12 +104,14 @@ make_groups, train, train_step = (
 
 def groups_are_cut(*sizes: int) -> None:
     make_groups(*sizes)
-    build_optimizer_replica_group(list(parallel_state._DATA_PARALLEL_GLOBAL_RANKS))
+    if not OURS.odd:
+        build_optimizer_replica_group(list(parallel_state._DATA_PARALLEL_GLOBAL_RANKS))
 
 
 def train_persistently(*given: Any) -> int:
-    rank, world, ranks = dist.get_rank(), dist.get_world_size(), get_dp_rank_list()
-    copies = {"replica": len(ranks) // 2, "enable_local_copy": OURS.local_copy_os}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ranks = parallel_state._DATA_PARALLEL_GLOBAL_RANKS if OURS.odd else get_dp_rank_list()
+    copies = {"replica": 2 if OURS.odd else len(ranks) // 2, "enable_local_copy": OURS.local_copy_os}
     if rank == 0:
         ttp.ttp_init_controller(rank, world, **copies)
         ttp.ttp_start_controller("127.0.0.1", 8000)

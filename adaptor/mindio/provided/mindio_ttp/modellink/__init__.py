@@ -1,4 +1,4 @@
-"""What the guide imports for ModelLink besides the engine: its optimizer with replicas, and their groups.
+"""What the guide imports for ModelLink besides the engine: its optimizers with replicas, and their groups.
 
 Looked up when they are asked for: the framework imports the groups before its optimizer is there.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 _PLACES = {
     "TTPReplicaOptimizer": "_mindio_modellink",
+    "TTPOddReplicaOptimizer": "_mindio_modellink",
     "build_optimizer_replica_group": "_mindio_groups",
     "get_dp_rank_list": "_mindio_groups",
 }
@@ -18,9 +19,4 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(importlib.import_module(f"adaptor.patches.{_PLACES[name]}"), name)
-    if name == "TTPOddReplicaOptimizer":
-        raise ImportError(
-            f"{__name__}.{name} is not provided: for an odd data-parallel size leave ModelLink unedited, "
-            "the adaptor mirrors its shards by itself (see docs/mindio.md)"
-        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
