@@ -30,6 +30,13 @@ PROTECTED: layout.Values = (
     ("kd", (False, None), "distillation"),
     ("num_layers_per_virtual_pipeline_stage", (None,), "an interleaved pipeline"),
     ("foldx_mode", (None,), "a folded pipeline, which is an interleaved one,"),
+    ("num_experts", ([1], None), "experts, which DeepSpeed trains,"),
+    ("random_ltd", (False, None), "random-LTD, with random states and token counts of its own,"),
+    (
+        "data_efficiency_curriculum_learning",
+        (False, None),
+        "curriculum learning, with token counts of its own,",
+    ),
     ("no_save_optim", (False, None), "--no-save-optim, without which nothing can go on from a checkpoint,"),
     ("no_save_rng", (False, None), "--no-save-rng, without which nothing can go on,"),
 )

@@ -62,9 +62,27 @@ BREAKS_OFF = (
     "rank=0,step=6,phase=update,kind=exception,also=1",
 )
 LOCAL_COPY = ("--local-copy-os",)
+# The step that is saved is one that the framework has skipped.
+SKIPPED = ("SIGKILL of rank 1, backward of step 6; step 5 was skipped", killed(1, 6, "backward")[1])
 DP2_FP16 = replace(DP2, name="dp2-fp16", precision="fp16")
 DP3_FP16 = replace(DP3, name="dp3-fp16", precision="fp16")
+ZEROS = Layout("dp4-zeros", 4, extra=("--log-num-zeros-in-grad",))
+TORCH_DDP = Layout("dp2-torch-ddp", 2, distributed_optimizer=False, extra=("--DDP-impl", "torch"))
 SEQUENCE = Layout("tp2-dp2-sequence", 4, tp=2, extra=("--sequence-parallel",))
+EVALUATION = ("--eval-interval", "5", "--eval-iters", "2", "--split", "90,10,0")
+# And the learning rate goes by tokens.
+TOKENS = ("--lr-decay-tokens", "3000", "--lr-warmup-tokens", "500", "--lr-warmup-iters", "0")
+EVALUATED = Layout("dp3-evaluation", 3, extra=(*EVALUATION, *TOKENS))
+# Batches of 4, 4, 6, 6, then 8 samples.
+RAMPUP = Layout(
+    "dp2-rampup",
+    2,
+    extra=(
+        *EVALUATION,
+        *("--global-batch-size", "8", "--rampup-batch-size", "4", "2", "16"),
+        *("--train-samples", "52", "--lr-warmup-iters", "0"),
+    ),
+)
 # On a network of their own nobody else has the default port.
 APART = (("TTP_TLS", "plain"), ("TTP_PORT", "8000"))
 CHECKS = {
@@ -72,19 +90,26 @@ CHECKS = {
     "split": Check(DP4, *killed(1, 6, "backward"), 5),
     "split-update": Check(DP4, *killed(3, 6, "update"), 6),
     "split-restart": Check(DP4, *killed(2, 4, "backward"), 3, restarts=1),
+    "zeros": Check(ZEROS, *killed(2, 4, "backward"), 3, restarts=1),
     "mirror": Check(DP3, *killed(1, 6, "backward"), 5),
     "mirror-update": Check(DP3, *killed(2, 6, "update"), 6),
     "split-fp16": Check(DP2_FP16, *killed(1, 6, "door-after"), 6),
-    "split-skipped": Check(DP2_FP16, *killed(1, 6, "backward"), 5),
-    "mirror-skipped": Check(DP3_FP16, *killed(1, 6, "backward"), 5),
+    "split-skipped": Check(DP2_FP16, *SKIPPED, 5),
+    "mirror-skipped": Check(DP3_FP16, *SKIPPED, 5),
     "tensor": Check(Layout("tp2-dp2", 4, tp=2), *killed(3, 6, "door-after"), 6),
     "sequence": Check(SEQUENCE, *killed(3, 6, "backward"), 5),
+    "tensor-mirror": Check(Layout("tp2-dp3", 6, tp=2), *killed(4, 6, "backward"), 5),
+    "all": Check(Layout("tp2-pp2-dp2", 8, tp=2, pp=2), *killed(6, 6, "update"), 6),
     "pipeline": Check(Layout("pp2-dp2", 4, pp=2), *killed(2, 6, "backward"), 5),
+    "evaluation": Check(EVALUATED, *killed(1, 5, "door-after"), 5),
+    "rampup": Check(RAMPUP, *killed(1, 6, "backward"), 5),
     "local-copy": Check(DP2, *BREAKS_OFF, 5, options=LOCAL_COPY),
     "local-copy-mirror": Check(DP3, *BREAKS_OFF, 5, options=LOCAL_COPY),
+    "local-copy-skipped": Check(DP2_FP16, *SKIPPED, 5, options=LOCAL_COPY),
     "whole": Check(
         replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False), *killed(1, 6, "update"), 6
     ),
+    "torch-ddp": Check(TORCH_DDP, *killed(1, 6, "backward"), 5),
     "restart": Check(DP3, *killed(0, 4, "backward"), 3, restarts=1),
     "off": Check(DP3, "none, ENABLE_TTP=False", environment=(("ENABLE_TTP", "False"),)),
     "native-split": Check(DP4, *killed(1, 6, "backward"), 5, load=3),
@@ -116,12 +141,7 @@ CHECKS = {
         options=("--lora-target-modules", "dense"),
         last="--lora-target-modules is ['dense']: LoRA cannot be protected yet",
     ),
-    "fold": Check(
-        DP2,
-        "none, but `--foldx-mode`",
-        options=("--foldx-mode", "fifo"),
-        last="--foldx-mode is fifo: a folded",
-    ),
+    "fold": Check(DP2, options=("--foldx-mode", "fifo"), last="--foldx-mode is fifo: a folded pipeline"),
     "no-shards": Check(
         replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False),
         options=LOCAL_COPY,

@@ -144,6 +144,9 @@ class Bench:
             assert ended.code == 0, ended.log[-3000:]
             outcome.assert_same_training(ended, expected)
             return "bitwise plain torchrun"
+        if check.layout.precision == "fp16":
+            skipped = [line["iteration"] for line in expected[0] if line["skipped"]]
+            assert skipped == [harness.FP16_SKIPS], skipped
         step, save = check.step, ended.job.save
         assert save is not None
         assert set(ended.codes) == {0 if check.restarts else 137}, ended.log[-3000:]
@@ -210,7 +213,7 @@ def _ends_without(check: Check, ended: Ended) -> str:
 
 def _figures(records: _Records, steps: range) -> dict[tuple[int, int], tuple[Any, ...]]:
     return {
-        (rank, line["iteration"]): (line["losses"], line["grad_norm"], line["skipped"])
+        (rank, line["iteration"]): (line["losses"], line["grad_norm"], line["zeros"], line["skipped"])
         for rank, lines in records.items()
         for line in lines
         if line["iteration"] in steps
@@ -224,9 +227,9 @@ def _same(ours: _Records, theirs: _Records, steps: range) -> None:
 
 
 def _close(ours: _Records, theirs: _Records, steps: range) -> None:
-    """Both have recorded these steps, and the losses of the first are the same, bit for bit."""
-    for (rank, step), (losses, norm, _) in _figures(theirs, steps).items():
-        own_losses, own_norm, _ = _figures(ours, steps)[rank, step]
-        assert step > steps[0] or own_losses == losses
+    """Both have recorded these steps, and losses and zeros of the first are the same, bit for bit."""
+    for (rank, step), (losses, norm, zeros, _) in _figures(theirs, steps).items():
+        own_losses, own_norm, own_zeros, _ = _figures(ours, steps)[rank, step]
+        assert step > steps[0] or (own_losses, own_zeros) == (losses, zeros)
         for own, other in [(own_norm, norm), *((own_losses[name], losses[name]) for name in losses)]:
             assert float.fromhex(own) == pytest.approx(float.fromhex(other), rel=1e-3)

@@ -1,10 +1,10 @@
 """Runs a training script and writes down what every iteration of it gave: `record.py OUT_DIR script args...`.
 
 Each rank appends to `OUT_DIR/rank<R>.jsonl`, a line per iteration: iteration, losses {name: float as hex},
-grad_norm (hex, null when skipped), skipped, restart (the launcher's count) and time (seconds since the epoch,
-at the end of the step). A line is one write to a file opened for appending: a SIGKILL right after it loses
-nothing. It wraps `train_step` from outside and knows nothing of the adaptor: runs with and without it can be
-compared.
+grad_norm (hex, null when skipped), zeros (of the gradient, null where nobody counts), skipped, restart (the
+launcher's count) and time (seconds since the epoch, at the end of the step). A line is one write to a file
+opened for appending: a SIGKILL right after it loses nothing. It wraps `train_step` from outside and knows
+nothing of the adaptor: runs with and without it can be compared.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ class Recorder:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
-    def add(self, iteration: int, losses: dict[str, Any], grad_norm: Any, *, skipped: bool) -> None:
+    def add(
+        self, iteration: int, losses: dict[str, Any], grad_norm: Any, zeros: Any = None, *, skipped: bool
+    ) -> None:
         line = {
             "iteration": iteration,
             "losses": {name: _hex(loss) for name, loss in losses.items()},
             "grad_norm": _hex(grad_norm),
+            "zeros": None if zeros is None else float(zeros),
             "skipped": int(skipped),
             "restart": self._restart,
             "time": time.time(),
@@ -55,10 +58,10 @@ def install(out: Path) -> None:
             result = wrapped(*args, **kwargs)
             losses, skipped, *rest = result
             # Up to 0.8 the norm and the zeros come at once, later three words on how to go on come first.
-            grad_norm = rest[0] if len(rest) == 2 else rest[3]
+            grad_norm, zeros = rest if len(rest) == 2 else rest[3:5]
             given = module.get_args()
             done = given.curr_iteration if hasattr(given, "curr_iteration") else given.iteration
-            recorder.add(done + 1, losses, grad_norm, skipped=bool(skipped))
+            recorder.add(done + 1, losses, grad_norm, zeros, skipped=bool(skipped))
             return result
 
         wrapt.wrap_function_wrapper(module, "train_step", step_is_recorded)

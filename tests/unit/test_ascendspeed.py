@@ -24,6 +24,9 @@ REFUSED = (
     ({"optimizer": "cadam"}, "--optimizer is cadam: an optimizer other than adam and sgd"),
     ({"optimizer": "sgd"}, "--optimizer is sgd with --use-distributed-optimizer: the framework itself"),
     ({"lora_target_modules": ["dense"]}, "--lora-target-modules is .'dense'.: LoRA"),
+    ({"num_experts": [4]}, "--num-experts is .4.: experts, which DeepSpeed trains"),
+    ({"random_ltd": True}, "--random-ltd is True: random-LTD"),
+    ({"data_efficiency_curriculum_learning": True}, "--data-efficiency-curriculum-learning is True: "),
     ({"foldx_mode": "fifo"}, "--foldx-mode is fifo: a folded pipeline"),
     ({"num_layers_per_virtual_pipeline_stage": 1}, "--num-layers-per-virtual-pipeline-stage is 1: an inter"),
     (
