@@ -67,7 +67,6 @@ SKIPPED = ("SIGKILL of rank 1, backward of step 6; step 5 was skipped", killed(1
 DP2_FP16 = replace(DP2, name="dp2-fp16", precision="fp16")
 DP3_FP16 = replace(DP3, name="dp3-fp16", precision="fp16")
 ZEROS = Layout("dp4-zeros", 4, extra=("--log-num-zeros-in-grad",))
-TORCH_DDP = Layout("dp2-torch-ddp", 2, distributed_optimizer=False, extra=("--DDP-impl", "torch"))
 SEQUENCE = Layout("tp2-dp2-sequence", 4, tp=2, extra=("--sequence-parallel",))
 EVALUATION = ("--eval-interval", "5", "--eval-iters", "2", "--split", "90,10,0")
 # And the learning rate goes by tokens.
@@ -109,7 +108,6 @@ CHECKS = {
     "whole": Check(
         replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False), *killed(1, 6, "update"), 6
     ),
-    "torch-ddp": Check(TORCH_DDP, *killed(1, 6, "backward"), 5),
     "restart": Check(DP3, *killed(0, 4, "backward"), 3, restarts=1),
     "off": Check(DP3, "none, ENABLE_TTP=False", environment=(("ENABLE_TTP", "False"),)),
     "native-split": Check(DP4, *killed(1, 6, "backward"), 5, load=3),
