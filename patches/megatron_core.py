@@ -6,6 +6,7 @@ Both in one unit: replicas without the door, or the door without replicas, would
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from adaptor import patching
 from adaptor.control import runtime
@@ -14,6 +15,8 @@ from adaptor.patches._versions import MEGATRON, SINCE_0_7
 from adaptor.replica import choice
 
 INSTANCES = "num_distributed_optimizer_instances"
+# Per part of the model: the calls that would have gathered its parameters between two updates of a chain.
+_put_off: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
 
 optimizer = patching.Unit(
     "optimizer",
@@ -75,8 +78,18 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
     optional=True,  # since 0.9
 )
 def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    # The last optimizer of the chain gathers all of them again.
-    return None if runtime.get().session.updating else wrapped(*args, **kwargs)
+    call = (args, kwargs)
+    if runtime.get().session.updating:
+        put_off = _put_off.setdefault(instance, [])
+        if call not in put_off:
+            put_off.append(call)
+        return None
+    # The last optimizer of the chain gathers what the others would have; in MindSpeed those of experts, for
+    # which there is an argument, gather theirs alone, and so do the others.
+    for before in _put_off.pop(instance, []):
+        if before != call:
+            wrapped(*before[0], **before[1])
+    return wrapped(*args, **kwargs)
 
 
 @optimizer.patch(

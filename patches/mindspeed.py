@@ -13,7 +13,7 @@ from adaptor import patching
 from adaptor.patches import megatron_training
 from adaptor.replica import layout
 
-TESTED = ">=2.0,<2.3"
+TESTED = ">=2.0,<26.2"
 
 mindspeed = patching.Unit("mindspeed", framework="mindspeed", tested=TESTED)
 llm = patching.Unit("mindspeed-llm", framework="mindspeed_llm", tested=TESTED)

@@ -59,10 +59,13 @@ class Handlers:
         if code not in (0, None):
             raise RuntimeError(f"the rename handler has returned {code!r}")
 
-    def reset_device(self) -> None:
-        """Let the script stop its device and start it again, where it has registered how."""
+    def stop_device(self) -> None:
+        """Let the script stop its device, where it has registered how."""
         if self.stop is not None:
             self.stop.func(self.args, self.stop.ctx)
+
+    def restart_device(self) -> None:
+        """Let the script clean its device and start it again, where it has registered how."""
         if self.clean is not None:
             self.clean.func(False, self.args, self.clean.ctx)
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from adaptor.control import runtime
+from adaptor.control.messages import Phase
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.mindio import device
 from adaptor.mindio.handlers import Handlers
 from adaptor.mindio.replicas import Replicas
+
+# Nobody else is asked to take the place of a rank whose dump stands still for less than 5 s.
+REST_S = 2.0
 
 
 class Job:
@@ -35,6 +40,7 @@ class Job:
         self._worker: runtime.Runtime | None = None
         self._optimizer = object()  # stands for all of the script's, which open and close one window
         self._loaded: int | None = None
+        self._rests = threading.Event()  # the main thread has come to where it is kept
 
     @property
     def rank(self) -> int:
@@ -90,11 +96,14 @@ class Job:
             if not session.updating:
                 raise ConfigError(f"{call}({step}) without tft_start_updating_os before it")
             if step <= finished:
-                raise ConfigError(f"{call}({step}): step {finished} has ended before; steps count up")
+                raise ConfigError(
+                    f"{call}({step}): step {finished} has ended before, each window has to end a later one; "
+                    "leave out what opens others (of MindSpeed --reuse-fp32-param, see docs/mindio.md)"
+                )
             session.after_update(self._optimizer)
         session.begin_step(step + 1)
         if session.door.closed:
-            session.hold()
+            self._hold(call)
 
     def reached(self, step: int) -> None:
         """The script is at the end of `step`, with an update or without one (an overflow)."""
@@ -125,6 +134,7 @@ class Job:
                     raise
                 if device.is_damaged(error):
                     device.give_up(self.rank, str(error))
+                self._rests.set()
                 self._worker.stand_by(error)
 
         return guarded
@@ -133,11 +143,24 @@ class Job:
         """The script reports a fault of this rank; the state is intact. Does not return."""
         worker = self._joined("tft_report_error")
         worker.raised(error, 1)
-        worker.session.hold()
+        self._hold("tft_report_error")
 
     def wait(self) -> None:
         """Wait to be ended."""
-        self._joined("tft_wait_next_action").session.hold()
+        self._hold("tft_wait_next_action")
+
+    def await_rest(self) -> None:
+        """In a thread of a dump: wait for the main thread, which was woken, for handlers use what it changes.
+
+        It is at the closed door, or comes to where it is kept, for no collective lets it pass. If it takes
+        longer than REST_S to come to one, handlers are called beside it.
+        """
+        if self._joined("a save handler").session.board.phase is not Phase.READY:
+            self._rests.wait(REST_S)
+
+    def _hold(self, call: str) -> None:
+        self._rests.set()
+        self._joined(call).session.hold()
 
     def _joined(self, call: str) -> runtime.Runtime:
         if self._worker is None:
@@ -170,6 +193,7 @@ class Job:
             goes_back=self.goes_back,
             device=device.of_this_process(),
             resets=os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1",
+            await_rest=self.await_rest,
         )
         session = worker.session
 

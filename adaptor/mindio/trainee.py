@@ -24,8 +24,9 @@ from adaptor.mindio.replicas import Replicas
 class HandledTrainee:
     """A rank of a job that saves by handlers. A step's record is its number.
 
-    barrier  a barrier of all ranks of the job
-    resets   the device is stopped and cleaned before a dump (TTP_STOP_CLEAN_BEFORE_DUMP)
+    barrier     a barrier of all ranks of the job
+    resets      the device is stopped and cleaned before a dump (TTP_STOP_CLEAN_BEFORE_DUMP)
+    await_rest  returns when the main thread, which was woken, stands still
     """
 
     rank: int
@@ -35,6 +36,7 @@ class HandledTrainee:
     goes_back: bool
     device: Device = HOST
     resets: bool = False
+    await_rest: Callable[[], None] = lambda: None
     _saving: threading.Lock = field(default_factory=threading.Lock)
     _groups: frozenset[Any] | None = None  # before the first attempt
 
@@ -80,11 +82,9 @@ class HandledTrainee:
 
     def _save(self, step: int, run: DumpRun) -> None:
         kinds = {replicas.group: replicas.kind for replicas in self.replicas}
-        if not self._saving.acquire(blocking=False):
-            # An earlier attempt waits in the handler for a rank that is gone; one at a time.
-            run.wake()
-            self._saving.acquire()
-        try:
+        # The main thread may hang in a collective; or an earlier attempt, in the handler.
+        run.wake()
+        with self._saving:  # one at a time
             if run.cancelled():
                 raise RuntimeError("a newer attempt has taken the place of this one")
             if self._groups is None:
@@ -92,7 +92,8 @@ class HandledTrainee:
             groups.drop_all_but(self._groups)
             with self.device.beside():
                 if self.resets:
-                    self.handlers.reset_device()
+                    self.handlers.stop_device()
+                self.await_rest()
+                if self.resets:
+                    self.handlers.restart_device()
                 self.handlers.save_at(step, [(kinds[order.group], order) for order in run.groups])
-        finally:
-            self._saving.release()

@@ -158,21 +158,25 @@ def _watch_updates(injector: Injector) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    inside: str | None = None
+    inside: tuple[str, ...] = ()
 
     def enters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal inside
-        # SGD adds to its momentum first, Adam to its parameter last.
-        inside = "add_" if isinstance(optimizer, torch.optim.SGD) else "addcdiv_"
+        # SGD adds to its momentum first, Adam to its parameter last; MindSpeed's does all of it at once.
+        inside = (
+            ("Tensor.add_",)
+            if isinstance(optimizer, torch.optim.SGD)
+            else ("Tensor.addcdiv_", "_fused_adamw_")
+        )
 
     def leaves(*_: Any) -> None:
         nonlocal inside
-        inside = None
+        inside = ()
 
     def strikes_after(operation: str) -> Wrapper:
         def strikes_after_one_parameter(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             result = wrapped(*args, **kwargs)
-            if inside == operation:
+            if operation in inside:
                 injector.reach("update")
             return result
 
@@ -180,8 +184,8 @@ def _watch_updates(injector: Injector) -> None:
 
     register_optimizer_step_pre_hook(enters)
     register_optimizer_step_post_hook(leaves)
-    for operation in ("add_", "addcdiv_"):
-        wrapt.wrap_function_wrapper(torch, f"Tensor.{operation}", strikes_after(operation))
+    for operation in ("Tensor.add_", "Tensor.addcdiv_", "_fused_adamw_"):
+        wrapt.wrap_function_wrapper(torch, operation, strikes_after(operation))
 
 
 def _watch_copies(injector: Injector) -> None:

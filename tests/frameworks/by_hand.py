@@ -31,7 +31,7 @@ from packaging.version import Version
 from tests.faults import scenario
 from tests.faults.harness import ROOT, Job
 from tests.frameworks import modellink, prepare
-from tests.frameworks.checks import CHECKS, MINDSPEED, MODELLINK, SPLIT_REFUSED
+from tests.frameworks.checks import CHECKS, EXPERTS, LLM, MINDSPEED, MODELLINK, NO_EXPERTS, SPLIT_REFUSED
 
 HEADER = (
     "| version | Python, torch | layout | replica | fault | outcome | date |\n|---|---|---|---|---|---|---|"
@@ -42,6 +42,8 @@ RIGHT_INSTANCES = Version("0.13.0rc0")
 LOADS_WEIGHTS_ONLY = Version("0.13.0rc0")
 # Before, MindSpeed-LLM had no mock data.
 MINDSPEED_MOCKS = Version("0.12")
+# Before, the updates of several optimizers needed other ranks.
+ONE_GATHERING = Version("0.9")
 
 
 class Bench:
@@ -61,6 +63,9 @@ class Bench:
             os.environ["PYTORCH_JIT"] = "0"
         if mindspeed and version < MINDSPEED_MOCKS:
             self._data = ("--data-path", str(_corpus(out / "data")))
+        if (tree / "mindspeed_llm").is_dir():
+            self.checks.update(LLM)
+            self.checks.update(EXPERTS if version >= ONE_GATHERING else NO_EXPERTS)
         if (tree / "modellink").is_dir():
             self.checks.update(MODELLINK)
             # Where apex is found, Megatron-LM of the others would take it.
@@ -145,7 +150,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[*{**CHECKS, **MINDSPEED, **MODELLINK}, "split"],
+        choices=[*{**CHECKS, **MINDSPEED, **LLM, **EXPERTS, **MODELLINK}, "split"],
         help="one check; repeat for more",
     )
     parsed = parser.parse_args()

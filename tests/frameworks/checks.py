@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tests.faults import harness, outcome, scenario
-from tests.faults.harness import DP2, DP3_FP32, PP2_DP2, TP2_DP2, Ended, Job, Layout
+from tests.faults.harness import DP2, DP3_FP32, MOE_DP2, MOE_EP2, PP2_DP2, TP2_DP2, Ended, Job, Layout
 from tests.faults.scenario import Baseline
 
 
@@ -99,7 +99,11 @@ def _refuses(*arguments: str) -> Check:
 
 
 def _dies(layout: Layout, rank: int, phase: str, saved: int) -> Check:
-    words = {"norm": "before the gradient norm of", "door-after": "at the door of"}
+    words = {
+        "norm": "before the gradient norm of",
+        "door-after": "at the door of",
+        "update": "in the update of",
+    }
     return Check(
         layout,
         f"SIGKILL of rank {rank}, {words[phase]} step 6",
@@ -166,3 +170,20 @@ MODELLINK = {
         MINDSPEED["norm"], layout=replace(DP2, name="dp2-core-models", extra=("--use-mcore-models",))
     ),
 }
+# Where embeddings are tied, Megatron-core 0.12 asserts in its stages if sizes are no multiple of 128.
+STAGES = replace(PP2_DP2, name="pp2-dp2-untied", extra=("--untie-embeddings-and-output-weights",))
+LLM = {
+    "update": _dies(DP2, 1, "update", 6),
+    "tensor": _dies(TP2_DP2, 2, "norm", 5),
+    "tensor-update": _dies(TP2_DP2, 3, "update", 6),
+    "tensor-restart": replace(MINDSPEED["restart"], layout=TP2_DP2),
+    "pipeline": _dies(STAGES, 2, "norm", 5),
+    "pipeline-update": _dies(STAGES, 1, "update", 6),
+}
+EXPERTS = {
+    "experts": _dies(MOE_DP2, 1, "norm", 5),
+    "experts-update": _dies(MOE_DP2, 0, "update", 6),
+    "experts-parallel": _dies(MOE_EP2, 1, "norm", 5),
+    "experts-parallel-update": _dies(MOE_EP2, 2, "update", 6),
+}
+NO_EXPERTS = {"experts": Check(MOE_EP2, "none", _refused("--num-experts: "), REFUSED)}

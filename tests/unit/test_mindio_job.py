@@ -96,6 +96,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "0")  # so that it is what it was afterwards
     monkeypatch.setattr(newer, "_exported", "")
+    monkeypatch.setattr(job_module, "REST_S", 0.0)  # the main thread is the test's, and orders the dump
     job = Job()
     for module in (job_module, newer, older):
         monkeypatch.setattr(module, "job", job)
@@ -287,7 +288,8 @@ def test_calls_in_the_wrong_order(agent: Agent) -> None:
         newer.tft_end_updating_os(5)
     newer.tft_start_updating_os()
     with pytest.raises(
-        ConfigError, match=r"tft_end_updating_os\(4\): step 4 has ended before; steps count up"
+        ConfigError,
+        match=r"tft_end_updating_os\(4\): step 4 has ended before, each window has to end a later one",
     ):
         newer.tft_end_updating_os(4)
 
@@ -467,6 +469,30 @@ def test_a_dump(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls[4:] == [("exit", 3)]
 
 
+def test_handlers_are_called_when_the_main_thread_stands_still(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is past its update, on its way to a collective, and changes counters that handlers read."""
+    monkeypatch.setattr(job_module, "REST_S", LONG_S)
+    woken = threading.Event()
+    monkeypatch.setattr(processor_module.wake, "shut_collectives", lambda keep: woken.set())
+    order: list[str] = []
+    agent.join(save=lambda *args: order.append("save"))
+    agent.step(4)
+
+    def train() -> None:
+        agent.order(Freeze(1))
+        agent.order(agent.dump(4))
+        assert woken.wait(LONG_S)
+        order.append("count")
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(Held):
+        newer.tft_exception_handler(train)()
+    assert agent.hears(Written).attempt == 1
+    assert order == ["count", "save"]
+
+
 def test_a_handler_that_raises(agent: Agent) -> None:
     def save(*args: Any) -> None:
         raise OSError("no space left")
@@ -499,7 +525,9 @@ def test_one_call_of_the_handler_at_a_time(agent: Agent, monkeypatch: pytest.Mon
 
     agent.join(save=save)
     agent.step(4)
-    monkeypatch.setattr(processor_module.wake, "shut_collectives", lambda keep: woken.set())
+    monkeypatch.setattr(
+        processor_module.wake, "shut_collectives", lambda keep: entered.is_set() and woken.set()
+    )
     agent.order(Freeze(1))
     agent.order(agent.dump(4))
     assert entered.wait(LONG_S)

@@ -163,12 +163,14 @@ def test_the_device_is_reset_and_left_where_the_script_says_how(capsys: pytest.C
     def leave(ctx: Any) -> None:
         raise ValueError(ctx)
 
-    Handlers().reset_device()
-    Handlers().leave()
+    for act in (Handlers.stop_device, Handlers.restart_device, Handlers.leave):
+        act(Handlers())
     handlers = Handlers(
         stop=Handler(stop, 1), clean=Handler(clean, 2), exit=Handler(leave, "bye"), args="mine"
     )
-    handlers.reset_device()
+    handlers.stop_device()
+    assert clean.calls == []
+    handlers.restart_device()
     handlers.leave()
     assert stop.calls == [("mine", 1)]
     assert clean.calls == [(False, "mine", 2)]

@@ -36,3 +36,12 @@ def set_compile_mode(jit_compile: bool = False) -> None:
 def _is_in_bad_fork() -> bool:
     """A CPU knows no bad fork."""
     return False
+
+
+def stop_device(device_id: int) -> int:
+    """0: it has stopped. A CPU has no tasks of its own to be stopped."""
+    return 0
+
+
+def restart_device(device_id: int, rebuild_all_resources: bool = False) -> None:
+    """After `stop_device`."""

@@ -1,0 +1,45 @@
+"""Between the updates of a chain no parameters are gathered; at its end all that would have been."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adaptor.control import runtime
+from adaptor.patches import megatron_core
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Part:
+    """Of a model."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "gathered"),
+    [
+        ([{}, {}], [{}]),  # Megatron: each optimizer gathers everything
+        # MindSpeed, with experts: each gathers its own.
+        ([{"kind": "dense"}, {"kind": "moe"}], [{"kind": "dense"}, {"kind": "moe"}]),
+        ([{"kind": "dense"}, {"kind": "dense"}, {"kind": "moe"}], [{"kind": "dense"}, {"kind": "moe"}]),
+    ],
+)
+def test_what_is_put_off_is_done_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]], gathered: list[dict[str, Any]]
+) -> None:
+    session = SimpleNamespace(updating=False)
+    monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(session=session))
+    part, done = Part(), list[Call]()
+
+    def gather(*args: Any, **kwargs: Any) -> None:
+        done.append((args, kwargs))
+
+    for _ in range(2):  # steps
+        for number, kwargs in enumerate(asked, 1):
+            session.updating = number < len(asked)
+            assert not done
+            megatron_core.parameters_are_gathered_at_the_end(gather, part, (), kwargs)
+        assert [kwargs for _, kwargs in done] == gathered
+        done.clear()
