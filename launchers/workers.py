@@ -121,11 +121,12 @@ class Workers:
     async def take_their_time(self) -> bool:
         """Whether one of the workers is in a debugger of its own, or in a compiler; it is asked."""
         self._looked = asyncio.Queue()
-        for rank in self.alive:
+        asked = list(self.alive)  # some of them may die meanwhile
+        for rank in asked:
             self.order(rank, Look())
         with contextlib.suppress(asyncio.TimeoutError):
             async with deadline(LOOKED_S):
-                for _ in self.alive:
+                for _ in asked:
                     if (await self._looked.get()).takes_its_time:
                         return True
         return False
@@ -175,9 +176,9 @@ class Workers:
 
     async def end(self) -> None:
         """Every worker of the generation is dead."""
-        look, self._look = self._look, None
-        if look is not None:
-            await look
+        if self._look is not None:
+            await self._look
+            self._look = None  # not before: the orders that it held back would make another one look
         for writer in self._hearing:
             writer.close()
         self._connections.clear()

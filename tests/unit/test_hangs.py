@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from adaptor.control import controller, stacks
-from adaptor.control.messages import Still
+from adaptor.control.messages import Freeze, Looked, Still
 from adaptor.launchers import witness
 from adaptor.launchers.witness import Witness
 from adaptor.launchers.workers import Workers
@@ -147,3 +148,49 @@ def test_a_compiler_takes_its_time() -> None:
     for _ in range(2):
         assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
     assert seen == [False, True, False, False], "not before, in the compiler, and what it has made"
+
+
+def test_one_that_dies_while_it_is_asked_leaves_the_others_to_answer() -> None:
+    async def ask() -> bool:
+        workers = Workers(asyncio.get_running_loop(), lambda message: None)
+        workers.alive = {0, 1, 2}
+        asked = asyncio.ensure_future(workers.take_their_time())
+        await asyncio.sleep(0)
+        workers.alive.discard(2)
+        for rank in (0, 1):
+            workers._looked.put_nowait(Looked(rank, rank == 1))
+        return await asked
+
+    assert asyncio.run(ask())
+
+
+def test_nobody_is_looked_at_once_a_generation_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may end during the look; what was held back is for nobody then, and the next one has its own."""
+    looked: list[dict[int, int]] = []
+
+    async def end() -> Workers:
+        over = asyncio.Event()
+
+        async def look(_: Witness, processes: dict[int, int]) -> None:
+            looked.append(processes)
+            await over.wait()
+
+        monkeypatch.setattr(Witness, "look", look)
+        workers = Workers(asyncio.get_running_loop(), lambda message: None)
+        workers.watch({}, tmp_path, tmp_path)
+        for rank in range(2):
+            workers.order(rank, Freeze(1, stacks=True))
+        await asyncio.sleep(0)
+        ending = asyncio.ensure_future(workers.end())
+        await asyncio.sleep(0)
+        over.set()
+        await ending
+        await asyncio.sleep(0)
+        return workers
+
+    workers = asyncio.run(end())
+    assert len(looked) == 1
+    assert workers._look is None
+    assert workers._held_back is None
