@@ -14,8 +14,8 @@ def verdict_of(incident: Incident, causes: Causes, roster: Roster) -> Verdict:
     outcome = incident.outcome
     assert outcome is not None
     cause = causes.first(incident.freezing.silent)
-    if outcome.kind == "lost" and cause.rank in causes.ended:
-        # Others have ended well before, and their states with them.
+    if outcome.kind == "lost" and cause.rank in causes.ended and not causes.hang_s:
+        # Others have ended well before, and their states with them; but who hangs is in the middle.
         outcome = Outcome("nothing", -1, "the training was over")
     match outcome.kind:
         case "saved":
