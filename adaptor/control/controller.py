@@ -168,17 +168,20 @@ class Controller:
         return self._fault(now, by_death=True)  # nothing else explains it
 
     def _on_still(self, still: Still, now: float) -> Orders:
-        """A rank that hangs makes all others wait: it is a hang when every node stands still."""
+        before = self._still.get(still.node)
         self._still[still.node] = still
-        if (
-            not self.roster.agents <= self._still.keys()
-            or self.incident is not None
-            or self.verdict is not None
-        ):
+        if before is not None and (before.inside, before.between) == (still.inside, still.between):
+            return []  # it lasts: thousands of nodes may say so, again and again, while all evaluate
+        return self._look_for_a_hang(now)
+
+    def _look_for_a_hang(self, now: float) -> Orders:
+        """A rank that hangs makes all others wait: it is a hang when every node stands still."""
+        agents, still = self.roster.agents, self._still
+        if self.incident is not None or self.verdict is not None or not agents <= still.keys():
             return []
-        if not hang(self._still[node] for node in self.roster.agents):
+        if not hang(still[node] for node in agents):
             return []
-        self._causes.hang_s = still.seconds
+        self._causes.hang_s = min(still[node].seconds for node in agents)
         return self._fault(now, by_death=True)
 
     def _on_dying(self, rank: int, now: float) -> Orders:
@@ -207,9 +210,10 @@ class Controller:
         ranks = self._causes.lost[node] = self.roster.left_on(node)
         self.roster.vanished.update(ranks)
         orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), now)
-        if self.incident is not None:
-            orders += self._route(self.incident.on_agent_lost(node))
-            orders += self._route(self.incident.on_recalled())
+        if self.incident is None:  # its workers had come to their ends; the others may have hung by then
+            return self._look_for_a_hang(now)
+        orders += self._route(self.incident.on_agent_lost(node))
+        orders += self._route(self.incident.on_recalled())
         return orders
 
     def _on_recalled(self, node: int, verdict: Verdict | None, now: float) -> Orders:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaptor.checkpoint.manifest import FileEntry
+from adaptor.control import controller
 from adaptor.control.controller import Controller
 from adaptor.control.messages import (
     Addressed,
@@ -25,6 +26,7 @@ from adaptor.control.messages import (
     Publish,
     Published,
     Share,
+    Still,
     Written,
 )
 from tests.unit.traces import replay
@@ -72,3 +74,21 @@ def test_twenty_thousand_ranks() -> None:
     job.handle(Published(1, 5, "/save"), 5.0)
     assert job.verdict is not None
     assert (job.verdict.outcome, job.verdict.step) == ("saved", 5)
+
+
+def test_nodes_that_stand_still_for_long_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an evaluation thousands of nodes say so again and again; all are looked at when one changes."""
+    looks: list[int] = []
+    hang = controller.hang
+    monkeypatch.setattr(controller, "hang", lambda nodes: looks.append(1) or hang(nodes))
+    nodes = range(100)
+    job = Controller(len(nodes), 120.0, ("store", 1))
+    for node in nodes:
+        job.handle(AgentHello(node, (node,)), 0.0)
+        job.handle(Hello(node, 1), 0.0)
+    for seconds in (120.0, 128.0, 136.0):
+        for node in nodes:
+            assert job.handle(Still(node, seconds, -1, 5), seconds) == []
+    assert len(looks) == 1
+    job.handle(Still(7, 144.0, 5, -1), 144.0)
+    assert job.incident is not None
