@@ -97,7 +97,7 @@ def _require_interfaces(named: str) -> None:
     """Every worker would raise in the middle of its start, with none of these words."""
     own = [name for _, name in socket.if_nameindex()]
     for name in named.split(",") if named else []:
-        if name not in own:
+        if name.partition(":")[0] not in own:  # behind the colon is the label of an address (eth0:1)
             raise ConfigError(
                 f"{_INTERFACES} is {named!r}: this node has no network interface {name!r}, it has"
                 f" {', '.join(own)}; name the one with the address at which other nodes reach it"
