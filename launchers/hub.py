@@ -44,6 +44,8 @@ TICK_S = 0.25
 class Hub:
     """With the controller of node `term`, which is this one.
 
+    dismissed  the agents of all others: every rank has come to its end, or this node leaves
+
     Args:
         host: the address at which other nodes reach this one.
         strangers: counts what was not for an agent to say.
@@ -70,7 +72,7 @@ class Hub:
         self._chronicle = chronicle
         self._strangers = strangers
         self._heirs = Heirs() if term == 0 else None
-        self._dismissed = False
+        self.dismissed = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -120,8 +122,8 @@ class Hub:
 
     def _dismiss_others(self) -> None:
         """Once; not in an incident: the others' workers wait to be asked then, their agents must end them."""
-        if not self._dismissed and self.controller.incident is None and self.controller.verdict is None:
-            self._dismissed = True
+        if not self.dismissed and self.controller.incident is None and self.controller.verdict is None:
+            self.dismissed = True
             self._say_to_others(Dismissed())
 
     def _say_to_others(self, order: ControllerToAgent) -> None:

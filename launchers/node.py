@@ -144,8 +144,11 @@ class Node:
 
     @property
     def over(self) -> bool:
-        """Whether every worker of the job is gone; until then one may fail, and all start again."""
-        return self._dismissed or (self._hub is not None and self._job_is_over())
+        """Whether every worker of the job has come to its end; until then one may fail, and all start again.
+
+        Who has the controller asks it, not who lives: there may be no verdict yet on those that have died.
+        """
+        return self._dismissed or (self._hub is not None and self._hub.dismissed)
 
     def leave(self, signal: str, grace_s: float) -> None:
         """Somebody wants this agent to end, by `signal`: save first; a verdict says that it was in time."""

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import signal
 import socket
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from adaptor.checkpoint import publish
 from adaptor.control import legacy, succession, wire
 from adaptor.control.messages import (
     AgentHello,
@@ -173,6 +175,31 @@ def test_the_loss_of_the_controller_is_survived(two_nodes: Job) -> None:
     assert (verdict.outcome, verdict.step, verdict.exit_code, verdict.leaves) == ("saved", FIRST, 137, 0)
     assert verdict.line.startswith(f"node 0 is lost; step {FIRST} is saved")
     assert job.workers[1].status() == EXIT_SURVIVOR
+
+
+def test_it_is_not_over_before_the_verdict(two_nodes: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 1 has come to its end when node 0 is lost, and looks for what was saved: that is no good end."""
+    looks, may_look = threading.Event(), threading.Event()
+    find = publish.find
+
+    def slow(*what: Any) -> int:
+        looks.set()
+        assert may_look.wait(LONG_S)
+        return find(*what)
+
+    monkeypatch.setattr(publish, "find", slow)
+    job = two_nodes
+    job.train("step")
+    job.workers[1].send("exit 0")
+    assert job.workers[1].status() == 0
+    wait_until(lambda: 1 in hub_of(job.nodes[0]).controller.roster.dead, "its end is known")
+    lose(job.nodes.pop(0))
+    assert looks.wait(LONG_S)
+    (node,) = job.nodes
+    assert hub_of(node).controller.roster.everyone_is_dead
+    assert not node.over
+    may_look.set()
+    assert job.verdict().outcome == "lost"
 
 
 def test_the_node_that_takes_over_is_lost_as_well(job: Job) -> None:
@@ -457,8 +484,9 @@ def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: py
         assert 1 in hub._sends
         agent.writer.write(wire.frame(Raised(1, "boom", 1))[:-1])
         await agent.is_dropped()
-        (verdict,) = [order for order in heard if isinstance(order, Verdict)]
-        assert "node 1 is lost" in verdict.line
+        while not (verdicts := [order for order in heard if isinstance(order, Verdict)]):
+            await asyncio.sleep(0.01)  # what its rank held may be on its way
+        assert "node 1 is lost" in verdicts[0].line
         await agent.close()
 
     with_hub(act, tmp_path)
