@@ -87,7 +87,7 @@ class Incident:
         # Longer than whoever is stuck is waited for, and time is left for another node's disk.
         self.standstill = Standstill(self.timeout_s / 3)
         # Of the time of the incident, for a look at what the controller that is lost had saved.
-        self.look_s = min(STUCK_S, self.timeout_s / 8) if self.term else 0.0
+        self.look_s = min(STUCK_S, self.timeout_s / 20) if self.term else 0.0
 
     @property
     def step(self) -> int:
@@ -275,9 +275,9 @@ class Incident:
         """Have other nodes do what `overdue` ones were to do with the save folder, where they can."""
         for node in overdue:  # whatever comes of it, it is not asked for again at once
             self.standstill.moved(node)
-        blocked = self.place.blocked | overdue
         if self.state is State.PUBLISHING:
-            return self._publish_elsewhere(blocked)
+            return self._publish_elsewhere(overdue)
+        blocked = self.place.blocked | overdue
         there = {rank for rank, node in self.nodes.items() if node in blocked}
         again = self.writing.elsewhere(there, self.freezing.boards)
         if blocked.issuperset(self.agents) or (again is None and self.state is State.DUMPING):
@@ -290,12 +290,13 @@ class Incident:
             return self._order_dump(again)
         return [self._order_prepare()]
 
-    def _publish_elsewhere(self, blocked: set[int]) -> list[Directive]:
+    def _publish_elsewhere(self, overdue: set[int]) -> list[Directive]:
         """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever."""
-        if self.place.hung or blocked.issuperset(self.agents):
+        if self.place.hung or overdue.issuperset(self.agents):
             return []
-        self.place.hung, self.place.blocked = True, blocked
-        self.place.hand_over()
+        self.place.hung = True
+        self.place.blocked |= overdue
+        self.place.hand_over(overdue)
         return [self._order_publish()]
 
     def _decide_when_frozen(self) -> list[Directive]:

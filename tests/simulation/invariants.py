@@ -141,9 +141,7 @@ class Invariants:
             )
         # Else one side may save what the other has not seen yet.
         hubs = [hub for hub in world.hubs.values() if hub.agent.alive]
-        if not (world.network.parted or world.network.mended) and not any(
-            hub.term in world.network.cut for hub in hubs
-        ):
+        if not (world.network.parted or world.network.mended or world.network.islands):
             ends = [hub.controller.verdict for hub in hubs]
             newest = max(a.boards.read(rank).finished for a in world.agents.values() for rank in a.ranks)
             kept = self.saved and max(self.saved) >= newest and not world.faults.disk_fails
