@@ -72,6 +72,7 @@ class Incident:
     stacks: bool = False
     answer_s: float = 0.0
     otherwise: Outcome | None = None  # where nothing is found
+    found_nothing: bool = False
 
     def __post_init__(self) -> None:
         # Time is left for the dump: a rank that has not closed its door by then is no holder.
@@ -87,6 +88,7 @@ class Incident:
         # Longer than whoever is stuck is waited for, and time is left for another node's disk.
         self.standstill = Standstill(self.timeout_s / 3)
         # Of the time of the incident, for a look at what the controller that is lost had saved.
+        self.look_until = 0.0
         self.look_s = min(STUCK_S, self.timeout_s / 20) if self.term else 0.0
 
     @property
@@ -213,7 +215,8 @@ class Incident:
         if number != self.place.number:
             return []
         if self.state is State.FINDING:
-            return self._end_otherwise()
+            self.found_nothing = True
+            return []
         if self.state is not State.PUBLISHING:
             return []
         return [self._order_publish()] if self.place.refuse(reason) else self._end("lost", -1, reason)
@@ -234,7 +237,7 @@ class Incident:
         if self.freezing.waits:
             return self._go_on_without_layouts(now) if self.freezing.is_late(now) else []
         if self.state is State.FINDING:
-            return self._end_otherwise() if now >= self.deadline else []
+            return self._look_again(now)
         if now >= self.deadline - self.look_s:
             waiting = f"in state {self.state.name.lower()}"
             return self._end("lost", -1, f"not done after {self.timeout_s:g} s (TTP_OT) {waiting}")
@@ -402,6 +405,17 @@ class Incident:
     def _look(self, otherwise: Outcome) -> list[Directive]:
         self.state, self.otherwise = State.FINDING, otherwise
         self.place.number += 1
+        return [self._order_find()]
+
+    def _look_again(self, now: float) -> list[Directive]:
+        """Who publishes for the controller that is lost may not have done yet."""
+        self.look_until = self.look_until or now + self.look_s
+        if now >= self.deadline or (self.found_nothing and now >= self.look_until):
+            return self._end_otherwise()
+        again, self.found_nothing = self.found_nothing, False
+        return [self._order_find()] if again else []
+
+    def _order_find(self) -> Directive:
         step = max(self.freezing.newest_told, self._origin + 1)
         order = Find(self.number, self.writing.save, step, self.place.number)
-        return [Directive(order, node=self.term)]  # the node of this controller
+        return Directive(order, node=self.term)  # the node of this controller
