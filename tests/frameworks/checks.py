@@ -186,5 +186,3 @@ EXPERTS = {
     "experts-parallel": _dies(MOE_EP2, 1, "norm", 5),
     "experts-parallel-update": _dies(MOE_EP2, 2, "update", 6),
 }
-_MOE = replace(MOE_EP2, extra=("--use-mcore-models", *MOE_EP2.extra))
-NO_EXPERTS = {"experts": Check(_MOE, "none", _refused("--num-experts: "), REFUSED)}
