@@ -15,7 +15,8 @@ runs; what can be survived follows from which ranks were struck, and which shard
 
 - {survived}: the newest finished step is saved, the tracker names it, every file is what the manifest says.
 - {explained}: too many ranks were gone; the last line says which shard nobody holds, the newest checkpoint is
-  what it was, and nothing is left behind.
+  what it was, and nothing is left behind, but for a regular save that the loss of node 0 has interrupted:
+  the next start removes it.
 - {failed}: anything else.
 
 Kinds: a process ends (`sigkill`, now and then two processes at once; `sigsegv`; `oom`, by the kernel, in a

@@ -153,8 +153,7 @@ def checkpoint_problems(save: Path, step: int | None, unfinished: bool = False) 
 
 def _strange(save: Path, unfinished: bool) -> list[str]:
     names = [path.name for path in save.iterdir() if naming.step_of(path.name) is None]
-    expected = ("_saving", ".saving") if unfinished else ()
-    return [name for name in names if name != naming.TRACKER and not name.endswith(expected)]
+    return [name for name in names if name != naming.TRACKER and not (unfinished and "saving" in name)]
 
 
 def compare(undisturbed: Job, jobs: Sequence[Job], saved: Iterable[int]) -> tuple[int, list[str]]:

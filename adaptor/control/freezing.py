@@ -74,7 +74,9 @@ class Freezing:
         """Whether training had not begun on somebody, and nobody may come who knows better."""
         if self._awaited:
             return False
-        return bool(self._unbegun) or (self._took_over and not self._nodes.keys() <= self._layouts.keys())
+        if self._unbegun or not self._layouts:
+            return True
+        return self._took_over and not self._nodes.keys() <= self._layouts.keys()
 
     @property
     def unknown(self) -> list[int]:

@@ -72,6 +72,7 @@ class Incident:
     stacks: bool = False
     answer_s: float = 0.0
     otherwise: Outcome | None = None  # where nothing is found
+    found_nothing: bool = False
 
     def __post_init__(self) -> None:
         # Time is left for the dump: a rank that has not closed its door by then is no holder.
@@ -87,7 +88,8 @@ class Incident:
         # Longer than whoever is stuck is waited for, and time is left for another node's disk.
         self.standstill = Standstill(self.timeout_s / 3)
         # Of the time of the incident, for a look at what the controller that is lost had saved.
-        self.look_s = min(STUCK_S, self.timeout_s / 8) if self.term else 0.0
+        self.look_until = 0.0
+        self.look_s = min(STUCK_S, self.timeout_s / 20) if self.term else 0.0
 
     @property
     def step(self) -> int:
@@ -213,7 +215,8 @@ class Incident:
         if number != self.place.number:
             return []
         if self.state is State.FINDING:
-            return self._end_otherwise()
+            self.found_nothing = True
+            return []
         if self.state is not State.PUBLISHING:
             return []
         return [self._order_publish()] if self.place.refuse(reason) else self._end("lost", -1, reason)
@@ -234,7 +237,7 @@ class Incident:
         if self.freezing.waits:
             return self._go_on_without_layouts(now) if self.freezing.is_late(now) else []
         if self.state is State.FINDING:
-            return self._end_otherwise() if now >= self.deadline else []
+            return self._look_again(now)
         if now >= self.deadline - self.look_s:
             return self._run_out_of_time()
         if self.state is State.FREEZING and self.freezing.lose_patience(now):
@@ -284,9 +287,9 @@ class Incident:
         """Have other nodes do what `overdue` ones were to do with the save folder, where they can."""
         for node in overdue:  # whatever comes of it, it is not asked for again at once
             self.standstill.moved(node)
-        blocked = self.place.blocked | overdue
         if self.state is State.PUBLISHING:
-            return self._publish_elsewhere(blocked)
+            return self._publish_elsewhere(overdue)
+        blocked = self.place.blocked | overdue
         there = {rank for rank, node in self.nodes.items() if node in blocked}
         again = self.writing.elsewhere(there, self.freezing.boards)
         if blocked.issuperset(self.agents) or (again is None and self.state is State.DUMPING):
@@ -299,12 +302,13 @@ class Incident:
             return self._order_dump(again)
         return [self._order_prepare()]
 
-    def _publish_elsewhere(self, blocked: set[int]) -> list[Directive]:
+    def _publish_elsewhere(self, overdue: set[int]) -> list[Directive]:
         """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever."""
-        if self.place.hung or blocked.issuperset(self.agents):
+        if self.place.hung or overdue.issuperset(self.agents):
             return []
-        self.place.hung, self.place.blocked = True, blocked
-        self.place.hand_over()
+        self.place.hung = True
+        self.place.blocked |= overdue
+        self.place.hand_over(overdue)
         return [self._order_publish()]
 
     def _decide_when_frozen(self) -> list[Directive]:
@@ -408,9 +412,20 @@ class Incident:
     def _look(self, otherwise: Outcome) -> list[Directive]:
         self.state, self.otherwise = State.FINDING, otherwise
         self.place.number += 1
+        return [self._order_find()]
+
+    def _look_again(self, now: float) -> list[Directive]:
+        """Who publishes for the controller that is lost may not have done yet."""
+        self.look_until = self.look_until or now + self.look_s
+        if now >= self.deadline or (self.found_nothing and now >= self.look_until):
+            return self._end_otherwise()
+        again, self.found_nothing = self.found_nothing, False
+        return [self._order_find()] if again else []
+
+    def _order_find(self) -> Directive:
         step = max(self.freezing.newest_told, self._origin + 1)
         order = Find(self.number, self.writing.save, step, self.place.number)
-        return [Directive(order, node=self.term)]  # the node of this controller
+        return Directive(order, node=self.term)  # the node of this controller
 
 
 def _do_not_answer(ranks: Iterable[int]) -> str:

@@ -38,10 +38,10 @@ class Place:
         """The agent of `node`, unless its disk is known to fail."""
         self.publisher = min({node, *self._agents}, key=lambda one: (self._fails(one), one != node, one))
 
-    def hand_over(self) -> None:
-        """The agent with it is lost or has failed, or its disk hangs."""
+    def hand_over(self, hung: Collection[int] = ()) -> None:
+        """The agent with it is lost or has failed, or it is `hung`."""
         self.number += 1
-        self.publisher = min(self._agents, key=lambda node: (self._fails(node), node))
+        self.publisher = min(self._agents, key=lambda node: (node in hung, self._fails(node), node))
 
     def _fails(self, node: int) -> bool:
         return node in self.blocked or node in self._refusals

@@ -36,9 +36,8 @@ def main() -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "sigstop":
                 tracker, mine = args[0].parent / TRACKER, os.getpid()
-                until = f"until test -s '{tracker}'; do sleep 0.05; done; kill -CONT {mine}"
-                subprocess.Popen(["sh", "-c", until], start_new_session=True)
-                os.kill(os.getpid(), signal.SIGSTOP)
+                until = f"until test -s '{tracker}'; do sleep 0.05; done"
+                subprocess.run(["sh", "-c", f"kill -STOP {mine}; {until}; kill -CONT {mine}"], check=True)
                 return wrapped(*args, **kwargs)
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP2_FP16, DP4, EXPERTS, ITERATIONS, PP2_DP2, ROOT, TP2_DP2, Job, Layout
+from tests.faults.harness import DP2, DP4, EXPERTS, ITERATIONS, PP2_DP2, ROOT, TP2_DP2, Job, Layout
 from tests.faults.same import differences
 from tests.frameworks import prepare, record
 
@@ -84,7 +84,6 @@ CHECKS = {
     "writer": _breaks(DP2, 0, 6, "norm"),
     "update": _breaks(DP2, 1, 6, "update"),
     "first": _breaks(DP2, 1, 2, "norm"),
-    "skipped": _breaks(DP2_FP16, 1, 6, "norm"),
     "exception": _breaks(DP2, 1, 6, "norm", "exception", code=1),
     "restart": _breaks(DP2, 0, 4, "update", restarts=1),
     "split": _breaks(DP4, 1, 6, "norm"),

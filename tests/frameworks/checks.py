@@ -186,4 +186,3 @@ EXPERTS = {
     "experts-parallel": _dies(MOE_EP2, 1, "norm", 5),
     "experts-parallel-update": _dies(MOE_EP2, 2, "update", 6),
 }
-NO_EXPERTS = {"experts": Check(MOE_EP2, "none", _refused("--num-experts: "), REFUSED)}

@@ -272,6 +272,7 @@ class Faults:
         self._tell(f"node {node} is cut off")
         self.cut.add(node)
         self._lose(node, "cut off")
+        self._world.network.islands.add(node)
         self._world.network.silence(node)
 
     def _cut_in_two(self, worker: Worker) -> None:

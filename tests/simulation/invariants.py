@@ -141,12 +141,13 @@ class Invariants:
             )
         # Else one side may save what the other has not seen yet.
         hubs = [hub for hub in world.hubs.values() if hub.agent.alive]
-        if not (world.network.parted or world.network.mended) and not any(
-            hub.term in world.network.cut for hub in hubs
-        ):
-            ends = [hub.controller.verdict for hub in hubs]
+        if not (world.network.parted or world.network.mended or world.network.islands):
+            # One whose disk hangs cannot look; and a tracker that is ahead is named in the verdict.
+            able = [hub for hub in hubs if hub.term not in world.faults.disk_hangs_on]
+            ends = [hub.controller.verdict for hub in able]
             newest = max(a.boards.read(rank).finished for a in world.agents.values() for rank in a.ranks)
             kept = self.saved and max(self.saved) >= newest and not world.faults.disk_fails
+            kept = kept and not world.disk.is_ahead(newest, world.generation)
             assert not kept or all(end is None or end.outcome == "saved" for end in ends), (
                 "published, and the verdict says that it is lost, or nothing"
             )

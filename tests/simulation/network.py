@@ -49,6 +49,7 @@ class Connection:
 
 class Network:
     """cut    nodes that nothing reaches
+    islands  those of them that lived on
     parted  pairs of nodes between which nothing passes, or passed for a while
     mended  what was parted is one again, or never was two, or an agent was stopped: some nodes may be reached
             by more than one side
@@ -59,6 +60,7 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.cut: set[int] = set()
+        self.islands: set[int] = set()
         self.parted: set[frozenset[int]] = set()
         self._silent: set[frozenset[int]] = set()  # those of them that are apart now
         self.mended = False

@@ -1,20 +1,23 @@
-"""What an installed mindio_ttp is told, and when: the SDK itself is in tests/integration/test_library.py."""
+"""What an installed mindio_ttp is told, and when: the SDK itself is in tests/integration."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 
 from adaptor.control.board import Board, BoardMemory
 from adaptor.control.messages import GroupOrder, Share
+from adaptor.control.runtime import GENERATION, RESUME
 from adaptor.control.session import Trainee
 from adaptor.errors import ConfigError, LayoutError
 from adaptor.mindio import NAME, replicas
 from adaptor.mindio.client import copies, sdk
+from adaptor.mindio.client.runtime import MindioRuntime
 from adaptor.mindio.client.session import MindioSession
 from tests.unit.trainee import BATCH, CountingTrainee, Loop
 
@@ -204,3 +207,25 @@ def test_an_exception_in_the_update_does_not_end_it(told: Told) -> None:
     told.session.before_update(told.loop.inner[0])
     told.session.give_up()
     assert told.calls == [("start", -1, 0)]
+
+
+def test_an_sdk_whose_controller_is_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    def gone(state: int) -> NoReturn:
+        raise Exception("report status: 8 failed")
+
+    for name in (GENERATION, RESUME):
+        monkeypatch.setenv(name, "")  # so that it is what it was afterwards
+    monkeypatch.setattr("adaptor.mindio.client.runtime.os._exit", leave)
+    worker = MindioRuntime({"RANK": "2", "WORLD_SIZE": "4"})
+    worker._known = True
+    state = SimpleNamespace(RS_UNKNOWN=SimpleNamespace(value=8))
+    worker.session.sdk = SimpleNamespace(tft_report_error=gone, ReportState=state)
+    with pytest.raises(SystemExit, match="3"):
+        worker.raised("ValueError: no", 3)
+    assert capsys.readouterr().err == "[ttp] rank 2: mindio_ttp cannot be told: report status: 8 failed\n"
+    worker._memory.close()
