@@ -261,7 +261,7 @@ class Controller:
             case Prepared(incident=incident.number, folder=folder, reason=reason, number=which):
                 directives = incident.on_prepared(folder, reason, which)
             case Written(incident=incident.number):
-                directives = incident.on_written(message)
+                directives = incident.on_written(message, now)
             case WriteFailed(incident=incident.number):
                 directives = incident.on_write_failed(message)
             case Renamed(rank=rank, incident=incident.number, reason=reason):

@@ -176,11 +176,11 @@ class Incident:
         self.state = State.DUMPING
         return self._dump_again()
 
-    def on_written(self, message: Written) -> list[Directive]:
+    def on_written(self, message: Written, now: float) -> list[Directive]:
         if self.state is not State.DUMPING or not self.writing.awaits(message):
             return []
         self.writing.take(message)
-        self._moves(self.nodes.get(message.rank, -1))  # who takes no part may say so, too
+        self.on_progress(self.nodes.get(message.rank, -1), now)  # who takes no part may say so, too
         if self.writing.pending:
             return []
         self.state = State.PUBLISHING

@@ -182,6 +182,7 @@ class Watch:
             case Written(group=group, incident=number, attempt=attempt):
                 if incident is not None and (incident.number, incident.writing.attempt) == (number, attempt):
                     self._reported[group] = incident.step
+                    self._moved_at = self._world.clock.now
 
     def ordered(self, node: int, order: ControllerToAgent) -> None:
         late = node in self._lost and isinstance(order, Verdict)  # it has come after all
