@@ -132,12 +132,12 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _can_start_again(self, verdict: Verdict, worker_group: WorkerGroup) -> bool:
         """Whether the job can, with nodes that are left, or with others that may come."""
-        node = verdict.leaves  # -1 is none, and on 0 the store is
         if verdict.lost and worker_group.spec.rdzv_handler.get_backend() == "static":
             return False  # nobody can come in its place
         settings = getattr(worker_group.spec.rdzv_handler, "settings", None)
-        fewest = getattr(settings, "min_nodes", worker_group.group_world_size)
-        return node < 0 or (node > 0 and worker_group.group_world_size > fewest)
+        fewest = int(getattr(settings, "min_nodes", worker_group.group_world_size))
+        left = worker_group.group_world_size - len(verdict.leaves)
+        return 0 not in verdict.leaves and left >= fewest  # on node 0 the store is
 
     def _conclude(self, worker_group: WorkerGroup, verdict: Verdict) -> RunResult:
         if SurvivorsAgent.last_verdict is not verdict:

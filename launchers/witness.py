@@ -27,8 +27,9 @@ from adaptor.control import stacks
 # A look from outside takes half a second on a busy machine. With the worker's own, of a second, it must be
 # over before a rank counts as one that does not answer (5 s).
 LOOK_S = 2.0
-# A process that is stopped cannot be attached to, but its memory can be read.
+# A process that is stopped, or hangs in the kernel, cannot be attached to, but its memory can be read.
 _WAYS = ("--native", "--nonblocking")
+_NOT_ATTACHED = "TtD"  # its state, as the kernel says it
 
 
 class Witness:
@@ -62,7 +63,7 @@ class Witness:
             await _for_each(processes, self._keep)
 
     def _look_at(self, rank: int, pid: int) -> None:
-        for way in _WAYS:
+        for way in _WAYS[_state(pid)[0] in _NOT_ATTACHED :]:
             command = [str(self._py_spy), "dump", way, "--pid", str(pid)]
             seen = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=False)
             if seen.returncode == 0:
@@ -98,11 +99,12 @@ async def _for_each(processes: Mapping[int, int], act: Callable[[int, int], None
         threading.Thread(target=safely, args=each, name="ttp-witness", daemon=True)
         for each in processes.items()
     ]
-    for thread in threads:
-        thread.start()
     until = time.monotonic() + LOOK_S
-    for thread in threads:
-        await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic()))
+    with contextlib.suppress(RuntimeError):  # no more threads can be started: it goes on without
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic()))
 
 
 def _py_spy() -> str | None:

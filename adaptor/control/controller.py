@@ -220,7 +220,7 @@ class Controller:
         if not self._take_over.has_told(node, now):
             return []
         if verdict is not None and self.verdict is None:
-            self.verdict = msgspec.structs.replace(verdict, leaves=0, lost=True)
+            self.verdict = msgspec.structs.replace(verdict, leaves=(0,), lost=True)
             return self._farewell(verdict.incident)
         return self._route(self.incident.on_recalled()) if self.incident is not None else []
 

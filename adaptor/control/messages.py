@@ -428,7 +428,7 @@ class Find(Message, frozen=True):
 class Verdict(Message, frozen=True):
     """How the incident ended.
 
-    `outcome` is saved, nothing or lost; node `leaves` the job, if not -1; `lost`: the agent of some node is
+    `outcome` is saved, nothing or lost; `leaves`: the nodes that leave the job; `lost`: the agent of a node is
     gone.
     """
 
@@ -439,7 +439,7 @@ class Verdict(Message, frozen=True):
     cause_rank: int
     exit_code: int
     save: str
-    leaves: int = -1
+    leaves: tuple[int, ...] = ()
     lost: bool = False
 
 

@@ -30,6 +30,6 @@ def verdict_of(incident: Incident, causes: Causes, roster: Roster) -> Verdict:
     return Verdict(
         *(incident.number, outcome.kind, outcome.step, f"{cause.words}; {line}"),
         *(cause.rank, cause.exit_code, roster.save),
-        leaves=0 if 0 in causes.lost else min(causes.leaving, default=-1),
+        leaves=tuple(sorted(causes.leaving | ({0} & causes.lost.keys()))),
         lost=bool(causes.lost),
     )

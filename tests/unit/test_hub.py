@@ -172,7 +172,7 @@ def test_the_loss_of_the_controller_is_survived(two_nodes: Job) -> None:
     job.train("step")
     lose(job.nodes.pop(0))
     verdict = job.verdict()
-    assert (verdict.outcome, verdict.step, verdict.exit_code, verdict.leaves) == ("saved", FIRST, 137, 0)
+    assert (verdict.outcome, verdict.step, verdict.exit_code, verdict.leaves) == ("saved", FIRST, 137, (0,))
     assert verdict.line.startswith(f"node 0 is lost; step {FIRST} is saved")
     assert job.workers[1].status() == EXIT_SURVIVOR
 

@@ -252,8 +252,8 @@ def _words(order: Message) -> str:
             return f"publish step {step}: {', '.join(e.draft for e in files)}; holders {writers}{taken}"
         case Find(step=step):
             return f"find step {step}, or a later one"
-        case Verdict(outcome=outcome, step=step, line=line, cause_rank=rank, exit_code=code, leaves=node):
-            left = f", node {node} leaves" if node >= 0 else ""
+        case Verdict(outcome=outcome, step=step, line=line, cause_rank=rank, exit_code=code, leaves=nodes):
+            left = "".join(f", node {node} leaves" for node in nodes)
             return (
                 f"verdict {outcome}, step {step}, cause rank {rank}, exit code {code}{left}\n        {line}"
             )
