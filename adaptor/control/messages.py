@@ -428,8 +428,7 @@ class Find(Message, frozen=True):
 class Verdict(Message, frozen=True):
     """How the incident ended.
 
-    `outcome` is saved, nothing or lost; `leaves`: the nodes that leave the job; `lost`: the agent of a node is
-    gone.
+    `outcome` is saved, nothing or lost; `leaves`: nodes that leave the job; `lost`: the agent of one is gone.
     """
 
     incident: int
