@@ -188,6 +188,9 @@ class Incident:
 
     def on_write_failed(self, message: WriteFailed) -> list[Directive]:
         self.writing.doubt(message)
+        if message.rank in self.freezing.boards and not message.board.provides(self.step):
+            # It will not come to that step any more; with a local copy it still gives the one before.
+            self.freezing.hear(message.rank, message.board)
         if self.state is not State.DUMPING or not self.writing.awaits(message):
             return []
         if self.writing.fails_for_good(message):
