@@ -278,7 +278,7 @@ class Incident:
         """Plan without those who have not answered, where others can give what they were chosen for."""
         stuck = self.roll_call.unanswered
         others = {rank: board for rank, board in self.freezing.boards.items() if rank not in stuck}
-        if not stuck or isinstance(self.writing.rest(others), NoPlan):
+        if not stuck or (isinstance(self.writing.rest(others), NoPlan) and self._older(others) is None):
             return []
         self.stuck += sorted(stuck)
         for rank in stuck:
@@ -295,15 +295,27 @@ class Incident:
         blocked = self.place.blocked | overdue
         there = {rank for rank, node in self.nodes.items() if node in blocked}
         again = self.writing.elsewhere(there, self.freezing.boards)
-        if blocked.issuperset(self.agents) or (again is None and self.state is State.DUMPING):
+        older = self._older({rank: b for rank, b in self.freezing.boards.items() if rank not in there})
+        dumping = self.state is State.DUMPING
+        if blocked.issuperset(self.agents) or (dumping and again is None and older is None):
             return []
         self.place.blocked |= overdue
         self.writing.avoid |= there
         if self.place.publisher in blocked:
             self.place.hand_over()
-        if again is not None and self.state is State.DUMPING:
+        if dumping and again is not None:
             return self._order_dump(again)
-        return [self._order_prepare()]
+        return self._begin(older) if dumping and older is not None else [self._order_prepare()]
+
+    def _older(self, boards: Mapping[int, BoardRecord]) -> Plan | None:
+        """A step that these can save alone, where they cannot save the one that was chosen.
+
+        No step that all have finished is given up for it: who has finished one can give it.
+        """
+        decision = self.writing.decide(boards)
+        if isinstance(decision, NoPlan) or not self._origin < decision.step < self.step:
+            return None
+        return decision
 
     def _publish_elsewhere(self, overdue: set[int]) -> list[Directive]:
         """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever."""
@@ -343,6 +355,9 @@ class Incident:
         if decision.step <= origin:
             reason = f"no step has finished since step {origin}" if origin else "no step has finished"
             return self._end("nothing", origin, reason)
+        return self._begin(decision)
+
+    def _begin(self, decision: Plan) -> list[Directive]:
         self.writing.begin(decision)
         if self.writing.handled:
             self.state = State.DUMPING
