@@ -96,7 +96,7 @@ class Controller:
                 self.roster.layouts[message.rank] = message
             else:
                 self.roster.enter(message.node, message.ranks)
-        self._take_over.begin(nodes, now)
+        self._take_over.begin(nodes, self.term, now)
 
     def handle(self, message: ToController, now: float) -> Orders:
         """Take one message of an agent, or of a worker by way of its agent."""
