@@ -41,6 +41,11 @@ class Writing:
         return self.layouts[min(self.layouts)].save
 
     @property
+    def origin(self) -> int:
+        """The step that training started from."""
+        return max(layout.origin for layout in self.layouts.values())
+
+    @property
     def handled(self) -> bool:
         """Whether handlers of the script write and name what is saved."""
         return not self.save
