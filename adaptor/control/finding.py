@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from adaptor.control.freezing import Freezing
 from adaptor.control.stages import Outcome
+from adaptor.control.writing import Writing
 
 
 class Finding:
     """Of one incident. Who publishes for the controller that is lost may not have done yet: one looks again.
 
     Args:
+        took_over: there is a controller that is lost.
         patience_s: so long, of the time of the incident, it is looked for.
 
     otherwise  how the incident ends where nothing is found
     """
 
-    def __init__(self, patience_s: float) -> None:
-        self.patience_s = patience_s
+    def __init__(self, freezing: Freezing, writing: Writing, took_over: bool, patience_s: float) -> None:
+        self._freezing = freezing
+        self._writing = writing
+        self._took_over = took_over
+        self.patience_s = patience_s if took_over else 0.0
         self.otherwise: Outcome | None = None
         self._until = 0.0
         self._found_nothing = False
+
+    @property
+    def may_find(self) -> bool:
+        """Whether a controller that is lost may have had all saved: whoever takes its place does not know."""
+        return (
+            bool(self._took_over and self._writing.layouts)
+            and not self._writing.handled
+            and self._freezing.newest_begun > self._writing.origin
+        )
+
+    @property
+    def step(self) -> int:
+        """That one, or a later one."""
+        return max(self._freezing.newest_told, self._writing.origin + 1)
 
     def found_nothing(self) -> None:
         """An agent has looked."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from adaptor.control.choosing import NEVER_BEGUN, choose
 from adaptor.control.detour import Detour
 from adaptor.control.directing import Directing
 from adaptor.control.finding import Finding
@@ -27,7 +28,6 @@ from adaptor.control.place import Place
 from adaptor.control.plan import NoPlan, Plan
 from adaptor.control.roll_call import STUCK_S
 from adaptor.control.stages import Directive, Outcome, State
-from adaptor.control.useless import cannot_be_read, do_not_answer
 from adaptor.control.writing import Writing
 
 
@@ -69,10 +69,10 @@ class Incident:
         self.writing = Writing(self.layouts)
         self.place = Place(self.agents)
         self.detour = Detour(self.nodes, self.agents, self.freezing, self.writing, self.place, self.timeout_s)
-        self.finding = Finding(min(STUCK_S, self.timeout_s / 20) if self.term else 0.0)
+        self.finding = Finding(self.freezing, self.writing, self.term > 0, min(STUCK_S, self.timeout_s / 20))
         self.orders = Directing(
-            *(self.number, self.term, self.world_size, self.store, self.timeout_s),
-            *(self.writing, self.place),
+            *(self.number, self.term, self.nodes, self.world_size, self.store, self.timeout_s),
+            *(self.writing, self.place, self.detour),
         )
 
     @property
@@ -88,7 +88,7 @@ class Incident:
         if self.freezing.knows_all:
             return self._freeze()
         if by_death and self.freezing.never_begun:
-            return self._end_before_training()
+            return self._end(NEVER_BEGUN)
         self.freezing.wait()
         return []
 
@@ -112,7 +112,7 @@ class Incident:
     def on_recalled(self) -> list[Directive]:
         """One node less is `awaited`."""
         if self.freezing.waits:
-            return self._end_before_training() if self.freezing.never_begun else []
+            return self._end(NEVER_BEGUN) if self.freezing.never_begun else []
         return self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
@@ -127,7 +127,7 @@ class Incident:
     def on_deaths(self, ranks: Collection[int]) -> list[Directive]:
         """`ranks` are no longer in `nodes`."""
         if self.freezing.waits:
-            return self._end_before_training() if self.freezing.never_begun else []
+            return self._end(NEVER_BEGUN) if self.freezing.never_begun else []
         for rank in ranks:
             self.freezing.forget(rank)
         if self.state is State.FREEZING:
@@ -136,9 +136,7 @@ class Incident:
             self.writing.failures = 0
             return self._dump_again()
         if self.state is State.PUBLISHING and self.namer in ranks:
-            return self._end(
-                "lost", -1, f"rank {self.namer} has died while its handler gave step {self.step} its name"
-            )
+            return self._lose(f"rank {self.namer} has died while its handler gave step {self.step} its name")
         return []
 
     def on_agent_lost(self, node: int) -> list[Directive]:
@@ -147,16 +145,14 @@ class Incident:
             return []
         self.place.hand_over()
         if self.state is State.PREPARING:
-            return [self._order_prepare()]
-        if self.state is State.PUBLISHING:
-            return [self._order_publish()]
-        return []
+            return [self.orders.prepare()]
+        return [self.orders.publish()] if self.state is State.PUBLISHING else []
 
     def on_prepared(self, folder: str, reason: str, number: int) -> list[Directive]:
         if self.state is not State.PREPARING or number != self.place.number:
             return []
         if reason:
-            return [self._order_prepare()] if self.place.refuse(reason) else self._end("lost", -1, reason)
+            return [self.orders.prepare()] if self.place.refuse(reason) else self._lose(reason)
         self.place.path, self.place.written = folder, number
         self.state = State.DUMPING
         return self._dump_again()
@@ -169,7 +165,10 @@ class Incident:
         if self.writing.pending:
             return []
         self.state = State.PUBLISHING
-        return [self._order_rename() if self.writing.handled else self._order_publish()]
+        if not self.writing.handled:
+            return [self.orders.publish()]
+        self.namer = self.writing.namer(self.nodes)
+        return [self.orders.rename(self.namer)]
 
     def on_write_failed(self, message: WriteFailed) -> list[Directive]:
         self.writing.doubt(message)
@@ -179,35 +178,31 @@ class Incident:
         if self.state is not State.DUMPING or not self.writing.awaits(message):
             return []
         if self.writing.fails_for_good(message):
-            return self._end("lost", -1, f"{message.group} could not be written: {message.reason}")
+            return self._lose(f"{message.group} could not be written: {message.reason}")
         return self._dump_again()
 
     def on_published(self, step: int) -> list[Directive]:
         if self.state is State.FINDING:
             begun = self.freezing.newest_begun
-            return self._end("saved", step, f"step {begun} may have begun" if begun > step else "")
+            return self._end(Outcome("saved", step, f"step {begun} may have begun" if begun > step else ""))
         if self.state is not State.PUBLISHING:
             return []
         step = max(self.step, step)
-        # Ranks of a job with local copies may have gone back; and who was further may be dead by now.
-        finished = self.freezing.newest_finished
-        reason = "" if finished <= step else f"step {finished} was not finished on every rank"
-        return self._end("saved", step, reason)
+        return self._end(Outcome("saved", step, self.freezing.further(step)))
 
     def on_renamed(self, rank: int, reason: str) -> list[Directive]:
         if self.state is not State.PUBLISHING or rank != self.namer:
             return []
-        return self._end("lost", -1, reason) if reason else self.on_published(self.step)
+        return self._lose(reason) if reason else self.on_published(self.step)
 
     def on_publish_failed(self, reason: str, number: int) -> list[Directive]:
         if number != self.place.number:
             return []
         if self.state is State.FINDING:
             self.finding.found_nothing()
-            return []
         if self.state is not State.PUBLISHING:
             return []
-        return [self._order_publish()] if self.place.refuse(reason) else self._end("lost", -1, reason)
+        return [self.orders.publish()] if self.place.refuse(reason) else self._lose(reason)
 
     def on_progress(self, node: int, now: float) -> None:
         """The save moves: what it takes is not counted against the time of the incident."""
@@ -230,8 +225,7 @@ class Incident:
             if self.detour.leave_the_stuck():
                 return self._dump_again()
             # Nothing moves: an order that they have followed already costs nothing, and is answered.
-            asked = self.detour.roll_call.call(self.writing.taking_part)
-            return [self.orders.freeze(rank) for rank in asked]
+            return [self.orders.freeze(rank) for rank in self.detour.roll_call.call(self.writing.taking_part)]
         if self.state in (State.PREPARING, State.DUMPING, State.PUBLISHING):
             overdue = self.detour.overdue(now, dumping=self.state is State.DUMPING)
             return self._go_on_elsewhere(overdue) if overdue else []
@@ -239,18 +233,17 @@ class Incident:
 
     def _run_out_of_time(self) -> list[Directive]:
         if self.state is State.DUMPING and (reason := self.detour.only_the_stuck):
-            return self._end("lost", -1, reason, unheld=True)
-        waiting = f"in state {self.state.name.lower()}"
-        return self._end("lost", -1, f"not done after {self.timeout_s:g} s (TTP_OT) {waiting}")
+            return self._lose(reason, unheld=True)
+        state = self.state.name.lower()
+        return self._lose(f"not done after {self.timeout_s:g} s (TTP_OT) in state {state}")
 
     def _go_on_elsewhere(self, overdue: set[int]) -> list[Directive]:
         """Have other nodes do what `overdue` ones were to do with the save folder, where they can."""
         if self.state is State.PUBLISHING:
-            return [self._order_publish()] if self.detour.publish(overdue) else []
+            return [self.orders.publish()] if self.detour.publish(overdue) else []
         if self.state is State.PREPARING:
-            return [self._order_prepare()] if self.detour.prepare(overdue) else []
-        again = self.detour.dump(overdue)
-        if again is None:
+            return [self.orders.prepare()] if self.detour.prepare(overdue) else []
+        if (again := self.detour.dump(overdue)) is None:
             return []
         return self._order_dump(again) if again.step == self.step else self._begin(again)
 
@@ -260,27 +253,14 @@ class Incident:
     def _go_on_without_layouts(self, now: float) -> list[Directive]:
         """Ask those who are there: they know whether a step has finished."""
         if self.freezing.never_begun or not self.layouts:
-            return self._end_before_training()
+            return self._end(NEVER_BEGUN)
         self.freezing.hurry(now + STUCK_S)
         return self._freeze()
 
     def _choose(self) -> list[Directive]:
         """Take the newest step that there is now."""
-        origin = self.writing.origin
-        if not self.freezing.knows_all:
-            if self.freezing.newest_begun <= origin:
-                return self._end_before_training()
-            who = ", ".join(map(str, self.freezing.unknown))
-            return self._end("lost", -1, f"what rank {who} held is not known, word of it was lost")
-        decision = self.writing.decide(self.freezing.boards)
-        if isinstance(decision, NoPlan):
-            useless = do_not_answer(self.freezing.silent + self.detour.stuck)
-            useless += cannot_be_read(self.freezing.boards)
-            return self._end("lost", -1, decision.reason + useless, unheld=True)
-        if decision.step <= origin:
-            reason = f"no step has finished since step {origin}" if origin else "no step has finished"
-            return self._end("nothing", origin, reason)
-        return self._begin(decision)
+        decision = choose(self.freezing, self.writing, self.detour.stuck)
+        return self._begin(decision) if isinstance(decision, Plan) else self._end(decision)
 
     def _begin(self, decision: Plan) -> list[Directive]:
         self.writing.begin(decision)
@@ -289,11 +269,7 @@ class Incident:
             return self._dump_again()
         self.state = State.PREPARING
         self.place.choose(self.nodes[min(order.writer for order in decision.groups)])
-        return [self._order_prepare()]
-
-    def _order_prepare(self) -> Directive:
-        self.detour.standstill.expect([self.place.publisher])
-        return self.orders.prepare()
+        return [self.orders.prepare()]
 
     def _dump_again(self) -> list[Directive]:
         """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
@@ -302,51 +278,22 @@ class Incident:
 
     def _order_dump(self, again: Plan) -> list[Directive]:
         self.writing.begin_attempt(again)
-        self.detour.roll_call.moved()
-        if not self.writing.handled:  # handlers do not tell how far they are
-            self.detour.standstill.expect(self.nodes[order.writer] for order in again.groups)
         self.freezing.let_through(self.writing.taking_part, self.step)
         return self.orders.dump()
 
-    def _order_publish(self) -> Directive:
-        self.detour.standstill.expect([self.place.publisher])
-        return self.orders.publish()
+    def _lose(self, reason: str, *, unheld: bool = False) -> list[Directive]:
+        return self._end(Outcome("lost", -1, reason, unheld))
 
-    def _order_rename(self) -> Directive:
-        # Those of the group that came last have not died, or it would have been planned again.
-        holders = self.writing.holders.values()
-        self.namer = min(rank for group in holders for rank in group if rank in self.nodes)
-        return self.orders.rename(self.namer)
-
-    def _end_before_training(self) -> list[Directive]:
-        return self._end("nothing", -1, "no step has finished: training had not begun on every rank")
-
-    def _end(self, kind: str, step: int, reason: str, *, unheld: bool = False) -> list[Directive]:
-        outcome = Outcome(kind, step, reason, unheld)
-        if kind == "lost" and self._may_be_saved:
-            return self._look(outcome)
+    def _end(self, outcome: Outcome) -> list[Directive]:
+        if outcome.kind == "lost" and self.finding.may_find:
+            self.state, self.finding.otherwise = State.FINDING, outcome
+            self.place.number += 1
+            return [self.orders.find(self.finding.step)]
         self.state, self.outcome = State.ENDED, outcome
         return []
-
-    @property
-    def _may_be_saved(self) -> bool:
-        """Whether a controller that is lost may have had all saved: whoever takes its place does not know."""
-        return (
-            bool(self.term and self.layouts)
-            and not self.writing.handled
-            and self.freezing.newest_begun > self.writing.origin
-        )
-
-    def _look(self, otherwise: Outcome) -> list[Directive]:
-        self.state, self.finding.otherwise = State.FINDING, otherwise
-        self.place.number += 1
-        return [self._order_find()]
 
     def _look_again(self, now: float) -> list[Directive]:
         if self.finding.is_over(now, self.deadline):
             self.state, self.outcome = State.ENDED, self.finding.otherwise
             return []
-        return [self._order_find()] if self.finding.is_due() else []
-
-    def _order_find(self) -> Directive:
-        return self.orders.find(max(self.freezing.newest_told, self.writing.origin + 1))
+        return [self.orders.find(self.finding.step)] if self.finding.is_due() else []

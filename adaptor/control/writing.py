@@ -115,6 +115,13 @@ class Writing:
         self.failures += not message.doubted
         return not message.doubted and self.failures >= MAX_ATTEMPTS
 
+    def namer(self, alive: Collection[int]) -> int:
+        """Who calls the handler that gives it its name.
+
+        Those of the group that came last have not died, or it would have been planned again.
+        """
+        return min(rank for group in self.holders.values() for rank in group if rank in alive)
+
     @property
     def all_files(self) -> tuple[FileEntry, ...]:
         return tuple(entry for group in sorted(self.files) for entry in self.files[group])
