@@ -28,12 +28,11 @@ class Finding:
 
     @property
     def may_find(self) -> bool:
-        """Whether a controller that is lost may have had all saved: whoever takes its place does not know."""
-        return (
-            bool(self._took_over and self._writing.layouts)
-            and not self._writing.handled
-            and self._freezing.newest_begun > self._writing.origin
-        )
+        """Whether a controller that is lost may have had all saved: whoever takes its place does not know.
+
+        It may have let ranks through to a step that nobody had begun.
+        """
+        return self._took_over and bool(self._writing.layouts) and not self._writing.handled
 
     @property
     def step(self) -> int:
