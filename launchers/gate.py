@@ -20,6 +20,7 @@ import msgspec
 from adaptor.control import wire
 from adaptor.control.deadline import deadline
 from adaptor.control.messages import AgentHello
+from adaptor.control.take_over import REACH_S
 from adaptor.errors import StartError
 from adaptor.launchers import proof
 from adaptor.launchers.strangers import Strangers
@@ -33,9 +34,6 @@ MOST = 256
 # So long an agent knocks: the controller listens before its address is told, so all that can keep it out is a
 # flood, or a network that has just come up.
 KNOCK_S = 30.0
-# Who lives answers a knock within this time: a first packet that is lost is sent again after a second. Where
-# only the agent is gone, its kernel says so at once.
-REACH_S = 2.0
 # Between two knocks. A flood that turns everyone out within that time has to be a fast one.
 PAUSE_S = 0.2
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Set
 import msgspec
 
 from adaptor.control.causes import Causes
+from adaptor.control.hearing import hear
 from adaptor.control.incident import Incident
 from adaptor.control.messages import (
     Addressed,
@@ -29,20 +30,14 @@ from adaptor.control.messages import (
     Legacy,
     Moving,
     Phase,
-    Prepared,
-    Progress,
-    Published,
-    PublishFailed,
     Raised,
     Recalled,
     Refused,
-    Renamed,
+    Standing,
     Still,
     ToController,
     Told,
     Verdict,
-    WriteFailed,
-    Written,
 )
 from adaptor.control.roster import Roster
 from adaptor.control.stages import Directive
@@ -96,7 +91,7 @@ class Controller:
                 self.roster.layouts[message.rank] = message
             else:
                 self.roster.enter(message.node, message.ranks)
-        self._take_over.begin(nodes, now)
+        self._take_over.begin(nodes, self.term, now)
 
     def handle(self, message: ToController, now: float) -> Orders:
         """Take one message of an agent, or of a worker by way of its agent."""
@@ -250,27 +245,10 @@ class Controller:
         incident = self.incident
         if incident is None:
             return []
-        directives: list[Directive] = []
         match message:
-            case Progress(node=node):
-                incident.on_progress(node, now)
-            case Frozen(rank=rank, incident=incident.number, board=board, standing=standing):
-                if standing is not None:
-                    self._causes.standing[rank] = standing
-                directives = incident.on_frozen(rank, board)
-            case Prepared(incident=incident.number, folder=folder, reason=reason, number=which):
-                directives = incident.on_prepared(folder, reason, which)
-            case Written(incident=incident.number):
-                directives = incident.on_written(message, now)
-            case WriteFailed(incident=incident.number):
-                directives = incident.on_write_failed(message)
-            case Renamed(rank=rank, incident=incident.number, reason=reason):
-                directives = incident.on_renamed(rank, reason)
-            case Published(incident=incident.number, step=step):
-                directives = incident.on_published(step)
-            case PublishFailed(incident=incident.number, reason=reason, number=which):
-                directives = incident.on_publish_failed(reason, which)
-        return self._route(directives)
+            case Frozen(rank=rank, incident=incident.number, standing=Standing() as standing):
+                self._causes.standing[rank] = standing
+        return self._route(hear(incident, message, now))
 
     def _route(self, directives: list[Directive]) -> Orders:
         assert self.incident is not None

@@ -119,15 +119,18 @@ class Freezing:
             del self._nodes[rank]
         return True
 
-    @property
-    def newest_finished(self) -> int:
-        """The newest step that anyone has finished, who is gone now included, or has left in its middle."""
-        return max([self._newest, *map(_newest, self.boards.values())])
+    def further(self, step: int) -> str:
+        """What is to be said where `step` is saved, and somebody has finished a later one, or left one.
+
+        Ranks of a job with local copies may have gone back; and who was further may be dead by now.
+        """
+        finished = max([self._newest, *map(_newest, self.boards.values())])
+        return "" if finished <= step else f"step {finished} was not finished on every rank"
 
     @property
     def newest_told(self) -> int:
-        """The same by the boards as they were told, without a step that anyone has been let through to since;
-        those of the dead included."""
+        """The newest step that anyone had finished or left by the boards as they were told, without one that
+        anyone has been let through to since; those of the dead included."""
         return max([self._newest, *map(_newest, self._gone.values())])
 
     @property

@@ -9,38 +9,26 @@ FINDING    nothing can be saved, but the controller that is lost may have had it
 ENDED      the verdict is out and every worker has been told to exit
 
 Invariants: a step is chosen only when every live rank has answered or run out of time; a group that is on
-disk is not written again at the same step; the publish is ordered only when every group is on disk; a holder
-or a writer is given up only where others can do all that it was to do. Who makes and publishes the folder:
-`Place`.
+disk is not written again at the same step; the publish is ordered only when every group is on disk. Who makes
+and publishes the folder: `Place`; who is given up: `Detour`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from adaptor.control.choosing import NEVER_BEGUN, choose
+from adaptor.control.detour import Detour
+from adaptor.control.directing import Directing
+from adaptor.control.finding import Finding
 from adaptor.control.freezing import Freezing
-from adaptor.control.messages import (
-    BoardRecord,
-    Find,
-    Freeze,
-    Layout,
-    Phase,
-    Prepare,
-    Publish,
-    Rename,
-    WriteFailed,
-    Written,
-)
+from adaptor.control.messages import BoardRecord, Layout, Phase, WriteFailed, Written
 from adaptor.control.place import Place
 from adaptor.control.plan import NoPlan, Plan
-from adaptor.control.roll_call import RollCall
+from adaptor.control.roll_call import STUCK_S
 from adaptor.control.stages import Directive, Outcome, State
-from adaptor.control.standstill import Standstill
 from adaptor.control.writing import Writing
-
-# A dump moves several times a second, on a slow disk too; and the thread that answers does nothing else.
-STUCK_S = 5.0
 
 
 @dataclass
@@ -48,8 +36,8 @@ class Incident:
     """`nodes` maps the ranks that are alive to their nodes, `agents` are the nodes with an agent.
 
     The owner takes out what is gone. `unbegun`, `awaited`, `gone`: see `Freezing`; `term`: of the controller,
-    0 for the first; `stuck`: ranks that were given up in the dump; `stacks`: the ranks are to tell where they
-    stand; `answer_s`: how long they have for an answer, half of the time where it is not said.
+    0 for the first; `stacks`: the ranks are to tell where they stand; `answer_s`: how long they have for an
+    answer, half of the time where it is not said.
     """
 
     number: int
@@ -66,13 +54,10 @@ class Incident:
     term: int = 0
     state: State = State.FREEZING
     outcome: Outcome | None = None
-    stuck: list[int] = field(default_factory=list)
     namer: int = -1
     deadline: float = 0.0
     stacks: bool = False
     answer_s: float = 0.0
-    otherwise: Outcome | None = None  # where nothing is found
-    found_nothing: bool = False
 
     def __post_init__(self) -> None:
         # Time is left for the dump: a rank that has not closed its door by then is no holder.
@@ -83,13 +68,12 @@ class Incident:
         )
         self.writing = Writing(self.layouts)
         self.place = Place(self.agents)
-        # Some that are stuck, one after the other, still leave time for the dump.
-        self.roll_call = RollCall(min(STUCK_S, self.timeout_s / 8))
-        # Longer than whoever is stuck is waited for, and time is left for another node's disk.
-        self.standstill = Standstill(self.timeout_s / 3)
-        # Of the time of the incident, for a look at what the controller that is lost had saved.
-        self.look_until = 0.0
-        self.look_s = min(STUCK_S, self.timeout_s / 20) if self.term else 0.0
+        self.detour = Detour(self.nodes, self.agents, self.freezing, self.writing, self.place, self.timeout_s)
+        self.finding = Finding(self.freezing, self.writing, self.term > 0, min(STUCK_S, self.timeout_s / 20))
+        self.orders = Directing(
+            *(self.number, self.term, self.nodes, self.world_size, self.store, self.timeout_s),
+            *(self.writing, self.place, self.detour),
+        )
 
     @property
     def step(self) -> int:
@@ -104,7 +88,7 @@ class Incident:
         if self.freezing.knows_all:
             return self._freeze()
         if by_death and self.freezing.never_begun:
-            return self._end_before_training()
+            return self._end(NEVER_BEGUN)
         self.freezing.wait()
         return []
 
@@ -113,27 +97,28 @@ class Incident:
 
     def _freeze(self) -> list[Directive]:
         self.freezing.ask()
-        return [self._order_freeze(rank) for rank in self.nodes] + self._decide_when_frozen()
+        return [self._ask(rank) for rank in self.nodes] + self._decide_when_frozen()
 
-    def _order_freeze(self, rank: int) -> Directive:
-        return Directive(Freeze(self.number, self.stacks), rank=rank)
+    def _ask(self, rank: int) -> Directive:
+        return self.orders.freeze(rank, stacks=self.stacks)
 
     def on_joined(self, rank: int, node: int) -> list[Directive]:
         """A rank that was not known to be there when others were asked to freeze."""
         if self.state is not State.FREEZING or rank in self.nodes:
             return []
         self.nodes[rank] = node
-        return [] if self.freezing.waits else [self._order_freeze(rank)]
+        return [] if self.freezing.waits else [self._ask(rank)]
 
     def on_recalled(self) -> list[Directive]:
         """One node less is `awaited`."""
         if self.freezing.waits:
-            return self._end_before_training() if self.freezing.never_begun else []
+            return self._end(NEVER_BEGUN) if self.freezing.never_begun else []
         return self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> list[Directive]:
         if board.finished >= self.step and board.phase != Phase.UNREADABLE:
-            self.roll_call.answer(rank)  # else its main thread has not come through the door, or never will
+            # Else its main thread has not come through the door, or never will.
+            self.detour.roll_call.answer(rank)
         if self.state is not State.FREEZING or rank not in self.nodes:
             return []
         self.freezing.hear(rank, board)
@@ -142,7 +127,7 @@ class Incident:
     def on_deaths(self, ranks: Collection[int]) -> list[Directive]:
         """`ranks` are no longer in `nodes`."""
         if self.freezing.waits:
-            return self._end_before_training() if self.freezing.never_begun else []
+            return self._end(NEVER_BEGUN) if self.freezing.never_begun else []
         for rank in ranks:
             self.freezing.forget(rank)
         if self.state is State.FREEZING:
@@ -151,9 +136,7 @@ class Incident:
             self.writing.failures = 0
             return self._dump_again()
         if self.state is State.PUBLISHING and self.namer in ranks:
-            return self._end(
-                "lost", -1, f"rank {self.namer} has died while its handler gave step {self.step} its name"
-            )
+            return self._lose(f"rank {self.namer} has died while its handler gave step {self.step} its name")
         return []
 
     def on_agent_lost(self, node: int) -> list[Directive]:
@@ -162,16 +145,14 @@ class Incident:
             return []
         self.place.hand_over()
         if self.state is State.PREPARING:
-            return [self._order_prepare()]
-        if self.state is State.PUBLISHING:
-            return [self._order_publish()]
-        return []
+            return [self.orders.prepare()]
+        return [self.orders.publish()] if self.state is State.PUBLISHING else []
 
     def on_prepared(self, folder: str, reason: str, number: int) -> list[Directive]:
         if self.state is not State.PREPARING or number != self.place.number:
             return []
         if reason:
-            return [self._order_prepare()] if self.place.refuse(reason) else self._end("lost", -1, reason)
+            return [self.orders.prepare()] if self.place.refuse(reason) else self._lose(reason)
         self.place.path, self.place.written = folder, number
         self.state = State.DUMPING
         return self._dump_again()
@@ -184,52 +165,50 @@ class Incident:
         if self.writing.pending:
             return []
         self.state = State.PUBLISHING
-        return [self._order_rename() if self.writing.handled else self._order_publish()]
+        if not self.writing.handled:
+            return [self.orders.publish()]
+        self.namer = self.writing.namer(self.nodes)
+        return [self.orders.rename(self.namer)]
 
     def on_write_failed(self, message: WriteFailed) -> list[Directive]:
         self.writing.doubt(message)
+        if message.rank in self.freezing.boards and not message.board.provides(self.step):
+            # It will not come to that step any more; with a local copy it still gives the one before.
+            self.freezing.hear(message.rank, message.board)
         if self.state is not State.DUMPING or not self.writing.awaits(message):
             return []
         if self.writing.fails_for_good(message):
-            return self._end("lost", -1, f"{message.group} could not be written: {message.reason}")
+            return self._lose(f"{message.group} could not be written: {message.reason}")
         return self._dump_again()
 
     def on_published(self, step: int) -> list[Directive]:
         if self.state is State.FINDING:
             begun = self.freezing.newest_begun
-            return self._end("saved", step, f"step {begun} may have begun" if begun > step else "")
+            return self._end(Outcome("saved", step, f"step {begun} may have begun" if begun > step else ""))
         if self.state is not State.PUBLISHING:
             return []
         step = max(self.step, step)
-        # Ranks of a job with local copies may have gone back; and who was further may be dead by now.
-        finished = self.freezing.newest_finished
-        reason = "" if finished <= step else f"step {finished} was not finished on every rank"
-        return self._end("saved", step, reason)
+        return self._end(Outcome("saved", step, self.freezing.further(step)))
 
     def on_renamed(self, rank: int, reason: str) -> list[Directive]:
         if self.state is not State.PUBLISHING or rank != self.namer:
             return []
-        return self._end("lost", -1, reason) if reason else self.on_published(self.step)
+        return self._lose(reason) if reason else self.on_published(self.step)
 
     def on_publish_failed(self, reason: str, number: int) -> list[Directive]:
         if number != self.place.number:
             return []
         if self.state is State.FINDING:
-            self.found_nothing = True
-            return []
+            self.finding.found_nothing()
         if self.state is not State.PUBLISHING:
             return []
-        return [self._order_publish()] if self.place.refuse(reason) else self._end("lost", -1, reason)
+        return [self.orders.publish()] if self.place.refuse(reason) else self._lose(reason)
 
     def on_progress(self, node: int, now: float) -> None:
         """The save moves: what it takes is not counted against the time of the incident."""
         if self.state in (State.DUMPING, State.PUBLISHING):
             self.deadline = max(self.deadline, now + self.timeout_s)
-            self._moves(node)
-
-    def _moves(self, node: int) -> None:
-        self.roll_call.moved()
-        self.standstill.moved(node)
+            self.detour.moved(node)
 
     def on_tick(self, now: float) -> list[Directive]:
         if self.state is State.ENDED:
@@ -238,78 +217,35 @@ class Incident:
             return self._go_on_without_layouts(now) if self.freezing.is_late(now) else []
         if self.state is State.FINDING:
             return self._look_again(now)
-        if now >= self.deadline - self.look_s:
+        if now >= self.deadline - self.finding.patience_s:
             return self._run_out_of_time()
         if self.state is State.FREEZING and self.freezing.lose_patience(now):
             return self._decide_when_frozen()
-        if self.state is State.DUMPING and self.roll_call.is_due(now):
+        if self.state is State.DUMPING and self.detour.roll_call.is_due(now):
+            if self.detour.leave_the_stuck():
+                return self._dump_again()
             # Nothing moves: an order that they have followed already costs nothing, and is answered.
-            return self._go_on_without_the_stuck() or [
-                Directive(Freeze(self.number), rank=rank)
-                for rank in self.roll_call.call(self.writing.taking_part)
-            ]
-        if self.state in (State.PREPARING, State.DUMPING, State.PUBLISHING) and (
-            overdue := self._overdue(now)
-        ):
-            return self._go_on_elsewhere(overdue)
+            return [self.orders.freeze(rank) for rank in self.detour.roll_call.call(self.writing.taking_part)]
+        if self.state in (State.PREPARING, State.DUMPING, State.PUBLISHING):
+            overdue = self.detour.overdue(now, dumping=self.state is State.DUMPING)
+            return self._go_on_elsewhere(overdue) if overdue else []
         return []
 
     def _run_out_of_time(self) -> list[Directive]:
-        stuck = self.roll_call.silent
-        if self.state is State.DUMPING and stuck:
-            # Nobody else has what they were chosen for, or they would not have been waited for.
-            others = {rank: board for rank, board in self.freezing.boards.items() if rank not in stuck}
-            if isinstance(decision := self.writing.decide(others), NoPlan):
-                return self._end("lost", -1, decision.reason + _do_not_answer(stuck), unheld=True)
-        waiting = f"in state {self.state.name.lower()}"
-        return self._end("lost", -1, f"not done after {self.timeout_s:g} s (TTP_OT) {waiting}")
-
-    def _overdue(self, now: float) -> set[int]:
-        """The nodes whose work with the save folder stands still."""
-        overdue = self.standstill.overdue(now)
-        if self.state is State.DUMPING:  # some may have written all that they were to write
-            overdue &= {self.nodes.get(order.writer, -1) for order in self.writing.pending.values()}
-        return overdue
-
-    def _go_on_without_the_stuck(self) -> list[Directive]:
-        """Plan without those who have not answered, where others can give what they were chosen for."""
-        stuck = self.roll_call.unanswered
-        others = {rank: board for rank, board in self.freezing.boards.items() if rank not in stuck}
-        if not stuck or isinstance(self.writing.rest(others), NoPlan):
-            return []
-        self.stuck += sorted(stuck)
-        for rank in stuck:
-            del self.nodes[rank]
-            self.freezing.forget(rank)
-        return self._dump_again()
+        if self.state is State.DUMPING and (reason := self.detour.only_the_stuck):
+            return self._lose(reason, unheld=True)
+        state = self.state.name.lower()
+        return self._lose(f"not done after {self.timeout_s:g} s (TTP_OT) in state {state}")
 
     def _go_on_elsewhere(self, overdue: set[int]) -> list[Directive]:
         """Have other nodes do what `overdue` ones were to do with the save folder, where they can."""
-        for node in overdue:  # whatever comes of it, it is not asked for again at once
-            self.standstill.moved(node)
         if self.state is State.PUBLISHING:
-            return self._publish_elsewhere(overdue)
-        blocked = self.place.blocked | overdue
-        there = {rank for rank, node in self.nodes.items() if node in blocked}
-        again = self.writing.elsewhere(there, self.freezing.boards)
-        if blocked.issuperset(self.agents) or (again is None and self.state is State.DUMPING):
+            return [self.orders.publish()] if self.detour.publish(overdue) else []
+        if self.state is State.PREPARING:
+            return [self.orders.prepare()] if self.detour.prepare(overdue) else []
+        if (again := self.detour.dump(overdue)) is None:
             return []
-        self.place.blocked |= overdue
-        self.writing.avoid |= there
-        if self.place.publisher in blocked:
-            self.place.hand_over()
-        if again is not None and self.state is State.DUMPING:
-            return self._order_dump(again)
-        return [self._order_prepare()]
-
-    def _publish_elsewhere(self, overdue: set[int]) -> list[Directive]:
-        """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever."""
-        if self.place.hung or overdue.issuperset(self.agents):
-            return []
-        self.place.hung = True
-        self.place.blocked |= overdue
-        self.place.hand_over(overdue)
-        return [self._order_publish()]
+        return self._order_dump(again) if again.step == self.step else self._begin(again)
 
     def _decide_when_frozen(self) -> list[Directive]:
         return self._choose() if self.state is State.FREEZING and self.freezing.is_over else []
@@ -317,41 +253,23 @@ class Incident:
     def _go_on_without_layouts(self, now: float) -> list[Directive]:
         """Ask those who are there: they know whether a step has finished."""
         if self.freezing.never_begun or not self.layouts:
-            return self._end_before_training()
+            return self._end(NEVER_BEGUN)
         self.freezing.hurry(now + STUCK_S)
         return self._freeze()
 
     def _choose(self) -> list[Directive]:
         """Take the newest step that there is now."""
-        origin = self._origin
-        if not self.freezing.knows_all:
-            if self.freezing.newest_begun <= origin:
-                return self._end_before_training()
-            who = ", ".join(map(str, self.freezing.unknown))
-            return self._end("lost", -1, f"what rank {who} held is not known, word of it was lost")
-        decision = self.writing.decide(self.freezing.boards)
-        if isinstance(decision, NoPlan):
-            useless = _do_not_answer(self.freezing.silent + self.stuck) + "".join(
-                f"; rank {rank} is alive, but its device cannot be read: {board.error}"
-                for rank, board in self.freezing.boards.items()
-                if board.phase == Phase.UNREADABLE
-            )
-            return self._end("lost", -1, decision.reason + useless, unheld=True)
-        if decision.step <= origin:
-            reason = f"no step has finished since step {origin}" if origin else "no step has finished"
-            return self._end("nothing", origin, reason)
+        decision = choose(self.freezing, self.writing, self.detour.stuck)
+        return self._begin(decision) if isinstance(decision, Plan) else self._end(decision)
+
+    def _begin(self, decision: Plan) -> list[Directive]:
         self.writing.begin(decision)
         if self.writing.handled:
             self.state = State.DUMPING
             return self._dump_again()
         self.state = State.PREPARING
         self.place.choose(self.nodes[min(order.writer for order in decision.groups)])
-        return [self._order_prepare()]
-
-    def _order_prepare(self) -> Directive:
-        self.standstill.expect([self.place.publisher])
-        order = Prepare(self.number, self.writing.save, self.step, self.term, self.place.number)
-        return Directive(order, node=self.place.publisher)
+        return [self.orders.prepare()]
 
     def _dump_again(self) -> list[Directive]:
         """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
@@ -360,73 +278,22 @@ class Incident:
 
     def _order_dump(self, again: Plan) -> list[Directive]:
         self.writing.begin_attempt(again)
-        self.roll_call.moved()
-        if not self.writing.handled:  # handlers do not tell how far they are
-            self.standstill.expect(self.nodes[order.writer] for order in again.groups)
-        orders = self.writing.orders(self.number, self.place.path, self.store, self.timeout_s)
-        self.freezing.let_through(orders, self.step)
-        return [Directive(order, rank=rank) for rank, order in orders.items()]
+        self.freezing.let_through(self.writing.taking_part, self.step)
+        return self.orders.dump()
 
-    def _order_publish(self) -> Directive:
-        self.standstill.expect([self.place.publisher])
-        order = Publish(
-            *(self.number, self.writing.save, self.step, self.writing.all_files, self.writing.holders),
-            *(self.world_size, self.term, self.place.number, self.place.written),
-        )
-        return Directive(order, node=self.place.publisher)
+    def _lose(self, reason: str, *, unheld: bool = False) -> list[Directive]:
+        return self._end(Outcome("lost", -1, reason, unheld))
 
-    def _order_rename(self) -> Directive:
-        # Those of the group that came last have not died, or it would have been planned again.
-        holders = self.writing.holders.values()
-        self.namer = min(rank for group in holders for rank in group if rank in self.nodes)
-        return Directive(Rename(self.number, self.step), rank=self.namer)
-
-    @property
-    def _origin(self) -> int:
-        return max(layout.origin for layout in self.layouts.values())
-
-    def _end_otherwise(self) -> list[Directive]:
-        assert self.otherwise is not None
-        self.state, self.outcome = State.ENDED, self.otherwise
-        return []
-
-    def _end_before_training(self) -> list[Directive]:
-        return self._end("nothing", -1, "no step has finished: training had not begun on every rank")
-
-    def _end(self, kind: str, step: int, reason: str, *, unheld: bool = False) -> list[Directive]:
-        outcome = Outcome(kind, step, reason, unheld)
-        if kind == "lost" and self._may_be_saved:
-            return self._look(outcome)
+    def _end(self, outcome: Outcome) -> list[Directive]:
+        if outcome.kind == "lost" and self.finding.may_find:
+            self.state, self.finding.otherwise = State.FINDING, outcome
+            self.place.number += 1
+            return [self.orders.find(self.finding.step)]
         self.state, self.outcome = State.ENDED, outcome
         return []
 
-    @property
-    def _may_be_saved(self) -> bool:
-        """Whether a controller that is lost may have had all saved: whoever takes its place does not know."""
-        return (
-            bool(self.term and self.layouts)
-            and not self.writing.handled
-            and self.freezing.newest_begun > self._origin
-        )
-
-    def _look(self, otherwise: Outcome) -> list[Directive]:
-        self.state, self.otherwise = State.FINDING, otherwise
-        self.place.number += 1
-        return [self._order_find()]
-
     def _look_again(self, now: float) -> list[Directive]:
-        """Who publishes for the controller that is lost may not have done yet."""
-        self.look_until = self.look_until or now + self.look_s
-        if now >= self.deadline or (self.found_nothing and now >= self.look_until):
-            return self._end_otherwise()
-        again, self.found_nothing = self.found_nothing, False
-        return [self._order_find()] if again else []
-
-    def _order_find(self) -> Directive:
-        step = max(self.freezing.newest_told, self._origin + 1)
-        order = Find(self.number, self.writing.save, step, self.place.number)
-        return Directive(order, node=self.term)  # the node of this controller
-
-
-def _do_not_answer(ranks: Iterable[int]) -> str:
-    return "".join(f"; rank {rank} is alive, but does not answer" for rank in sorted(ranks))
+        if self.finding.is_over(now, self.deadline):
+            self.state, self.outcome = State.ENDED, self.finding.otherwise
+            return []
+        return [self.orders.find(self.finding.step)] if self.finding.is_due() else []

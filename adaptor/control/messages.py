@@ -181,13 +181,17 @@ class Written(Message, frozen=True):
 
 
 class WriteFailed(Message, frozen=True):
-    """This rank could not do its part for a group, or would not: what `doubted` ranks gave is not finite."""
+    """This rank could not do its part for a group, or would not: what `doubted` ranks gave is not finite.
+
+    `board`: where it stands after that; an exception may have left the update that it was let through to.
+    """
 
     rank: Number
     incident: int
     attempt: int
     group: str
     reason: str
+    board: BoardRecord
     doubted: tuple[int, ...] = ()
 
 

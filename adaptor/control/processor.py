@@ -225,7 +225,8 @@ class Processor:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 doubted = error.ranks if isinstance(error, NotFiniteError) else ()
                 self._note("failed", reason)
-                self.say(WriteFailed(self._rank, order.incident, order.attempt, group.group, reason, doubted))
+                where = (order.incident, order.attempt, group.group)
+                self.say(WriteFailed(self._rank, *where, reason, session.board.record(), doubted))
 
     def _rename(self, order: Rename) -> None:
         reason = ""

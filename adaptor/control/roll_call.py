@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+# A dump moves several times a second, on a slow disk too; and the thread that answers does nothing else.
+STUCK_S = 5.0
+
 
 class RollCall:
     """One of an incident.

@@ -12,6 +12,10 @@ from collections.abc import Iterable
 # One that lives has noticed the loss half a second later at most (`wire`), and comes at once; this leaves a
 # busy machine time. Whoever is there has been told to freeze meanwhile.
 ROLL_S = 2.0
+# And so much longer for each node that stood by before this one: an agent knocks there first, and nothing may
+# answer. Who lives answers within this time: a first packet that is lost is sent again after a second. Where
+# only the agent is gone, its kernel says so at once.
+REACH_S = 2.0
 
 
 class TakeOver:
@@ -21,17 +25,17 @@ class TakeOver:
         self.awaited: set[int] = set()
         self._until = 0.0
 
-    def begin(self, nodes: Iterable[int], now: float) -> None:
-        """These are to say again what they know."""
+    def begin(self, nodes: Iterable[int], term: int, now: float) -> None:
+        """These are to say again what they know, to the controller of `term`."""
         self.awaited.update(nodes)
-        self._until = now + ROLL_S
+        self._until = now + ROLL_S + REACH_S * (term - 1)
 
     def has_told(self, node: int, now: float) -> bool:
         """`node` has told all; whether it was awaited."""
         if node not in self.awaited:
             return False
         self.awaited.discard(node)
-        self._until = now + ROLL_S
+        self._until = max(self._until, now + ROLL_S)
         return True
 
     def lose(self, node: int) -> None:

@@ -41,6 +41,11 @@ class Writing:
         return self.layouts[min(self.layouts)].save
 
     @property
+    def origin(self) -> int:
+        """The step that training started from."""
+        return max(layout.origin for layout in self.layouts.values())
+
+    @property
     def handled(self) -> bool:
         """Whether handlers of the script write and name what is saved."""
         return not self.save
@@ -109,6 +114,13 @@ class Writing:
         """Whether this was one failure too many; a doubt is none."""
         self.failures += not message.doubted
         return not message.doubted and self.failures >= MAX_ATTEMPTS
+
+    def namer(self, alive: Collection[int]) -> int:
+        """Who calls the handler that gives it its name.
+
+        Those of the group that came last have not died, or it would have been planned again.
+        """
+        return min(rank for group in self.holders.values() for rank in group if rank in alive)
 
     @property
     def all_files(self) -> tuple[FileEntry, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptor.control import wire
 from adaptor.control.messages import AgentHello, ControllerToAgent, FromAgent
-from adaptor.launchers.gate import REACH_S
+from adaptor.control.take_over import REACH_S
 from tests.simulation.clock import Body, Link
 
 if TYPE_CHECKING:

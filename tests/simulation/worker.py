@@ -293,7 +293,8 @@ class Worker(Process):
         except Exception as error:
             if not self.cancelled(order):
                 reason = f"{type(error).__name__}: {error}"
-                self.say(WriteFailed(self.rank, order.incident, order.attempt, group.group, reason))
+                where = (order.incident, order.attempt, group.group)
+                self.say(WriteFailed(self.rank, *where, reason, session.board.record()))
 
     def cancelled(self, order: Dump) -> bool:
         return self._current != (order.incident, order.attempt)

@@ -66,7 +66,7 @@ NEARLY = st.one_of(
     st.builds(Told, RANKS, TEXT),
     st.builds(Frozen, RANKS, SMALL, BOARDS),
     st.builds(Written, RANKS, SMALL, SMALL, TEXT, FILES),
-    st.builds(WriteFailed, RANKS, SMALL, SMALL, TEXT, TEXT),
+    st.builds(WriteFailed, RANKS, SMALL, SMALL, TEXT, TEXT, BOARDS),
     st.builds(Died, RANKS, st.sampled_from([-64, -9, 0, 3]), st.floats(), BOARDS),
     st.builds(Prepared, SMALL, TEXT, TEXT),
     st.builds(Published, SMALL, SMALL, TEXT),

@@ -22,7 +22,8 @@ what the controller then orders. The first line says what the job is like:
     > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
     > written 0 shard 1 is not finite it has written that as it is
     > renamed 0 [reason...]           rank 0's handler has given it its name; with a reason it failed
-    > write-failed 0 reason...        with doubted=1, what rank 1 gave is not finite
+    > write-failed 0 reason...        with doubted=1, what rank 1 gave is not finite; with broken=6, an
+                                      exception has left the update of step 6
     > succeed 1                       the controller of term 1 takes the place of the one before
     > again 1                         the agent of node 1 says again who it is, and what its ranks hold
     > recalled 1                      that was all of it; with a word, it has been given this verdict
@@ -214,7 +215,10 @@ class Trace:
                 return Renamed(rank, number, text)
             case "write-failed":
                 doubted = (int(settings["doubted"]),) if "doubted" in settings else ()
-                return WriteFailed(rank, number, attempt, GROUP, text, doubted)
+                at = incident.step if incident else 0
+                phase, step = ("broken", int(settings["broken"])) if "broken" in settings else ("running", at)
+                there = board(rank, phase, step, self._copies)
+                return WriteFailed(rank, number, attempt, GROUP, text, there, doubted)
             case "published":
                 step = int(settings.get("step", incident.step if incident else -1))
                 return Published(number, step, SAVE)
