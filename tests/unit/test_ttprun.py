@@ -630,6 +630,12 @@ def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
     script = launcher.script(
         "import os, signal\n"
         "from pathlib import Path\n"
+        "from adaptor.control import runtime\n"
+        "from adaptor.control.messages import Share\n"
+        "from tests.unit.trainee import CountingTrainee, Loop\n"
+        "loop = Loop(runtime.get().session, CountingTrainee(os.getcwd(), (Share('g', 0, 1),)))\n"
+        "loop.begin(10)\n"
+        "loop.step(11)\n"
         "Path('pid').write_text(f'{os.getpid()} ')\n"
         "os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
