@@ -65,8 +65,8 @@ KINDS += ("disk", "slow-disk")
 # A device computes nonsense: the optimizer state of this rank is not finite any more, and then it raises.
 KINDS += ("nan",)
 # No fault: something that takes long; a cut that is mended before anyone is missed; links that are slow; an
-# agent that is stopped for a while; a wall clock that is put back.
-KINDS += ("pause", "short-cut", "slow-link", "agent-pause", "clock")
+# agent that is stopped for a while; a wall clock that jumps by a day.
+KINDS += ("pause", "short-cut", "slow-link", "agent-pause", "clock-back", "clock-ahead")
 PAUSE_S = 8.0
 # Less than a silence that counts as the loss of a node; the kernel sends again after 0.2 s and 0.6 s.
 SHORT_CUT_S = 0.4
@@ -185,8 +185,10 @@ class Injector:
                 threading.Timer(SHORT_CUT_S, namespaces.slow_down).start()
             case "slow-link":
                 namespaces.slow_down()
-            case "clock":
-                _put_the_clock_back()
+            case "clock-back":
+                _move_the_clock(timedelta(days=-1))
+            case "clock-ahead":
+                _move_the_clock(timedelta(days=1))
             case "disk":
                 disks.worsen()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -232,19 +234,19 @@ def _wait_for_nobody() -> None:
     torch.distributed.recv(torch.zeros(1), src=there, tag=1)
 
 
-def _put_the_clock_back() -> None:
-    """By a day, for all that runs in this process and asks for the time of day."""
-    now, real, day = time.time, datetime, timedelta(days=1)
+def _move_the_clock(by: timedelta) -> None:
+    """For all that runs in this process and asks for the time of day."""
+    now, real = time.time, datetime
 
-    class Earlier(datetime):
+    class Moved(datetime):
         @classmethod
         def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
-            return real.now(tz) - day
+            return real.now(tz) + by
 
-    time.time = lambda: now() - day.total_seconds()
+    time.time = lambda: now() + by.total_seconds()
     for module in list(sys.modules.values()):
         if getattr(module, "datetime", None) is real:
-            module.datetime = Earlier  # type: ignore[attr-defined]
+            module.datetime = Moved  # type: ignore[attr-defined]
 
 
 def _tree(root: int) -> list[int]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, ITERATIONS, Job
 from tests.faults.scenario import BaselineOf
 
 
-def test_a_clock_that_is_put_back(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The regular save of step 4 says that it is of the day before, and is that of these workers all the
-    same: last words of step 4 do not take its place."""
+@pytest.mark.parametrize("kind", ["clock-back", "clock-ahead"])
+def test_a_clock_that_jumps_by_a_day(kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The regular save of step 4 says that it is of the day before, or after, and is that of these workers:
+    last words of step 4 do not take its place."""
     save = tmp_path / "save"
     job = Job(
         tmp_path / "job",
@@ -19,7 +22,7 @@ def test_a_clock_that_is_put_back(tmp_path: Path, baseline_of: BaselineOf) -> No
         save=save,
         save_interval=4,
         restarts=1,
-        faults=["rank=0,step=2,phase=forward,kind=clock", "rank=1,step=5,phase=forward,kind=sigkill"],
+        faults=[f"rank=0,step=2,phase=forward,kind={kind}", "rank=1,step=5,phase=forward,kind=sigkill"],
     )
     ended = harness.run(job)
     assert ended.code == 0, ended.log[-3000:]
