@@ -46,8 +46,10 @@ Shares = Mapping[int, Iterable[Share]]
 
 def shares_of(layouts: Mapping[int, Layout], groups: Collection[str] | None = None) -> Shares:
     """What each rank holds, of some groups or of all."""
+    if groups is None:
+        return {rank: layout.shares for rank, layout in layouts.items()}
     return {
-        rank: tuple(share for share in layout.shares if groups is None or share.group in groups)
+        rank: tuple(share for share in layout.shares if share.group in groups)
         for rank, layout in layouts.items()
     }
 
@@ -77,10 +79,7 @@ def plan(
     for step in sorted(steps, key=lambda step: (may_have_begun(step, alive.values()), step), reverse=True):
         there = {rank for rank, board in alive.items() if board.provides(step)}
         able = {shard: [rank for rank in owners if rank in there] for shard, owners in possible.items()}
-        chosen = {
-            shard: min(ranks, key=lambda rank: (rank in avoid, rank), default=None)
-            for shard, ranks in able.items()
-        }
+        chosen = {shard: _first(ranks, avoid) for shard, ranks in able.items()}
         if None in chosen.values():
             continue
         holders = _holders({shard: rank for shard, rank in chosen.items() if rank is not None})
@@ -96,6 +95,11 @@ def plan(
     return NoPlan(_missing(possible, writers, alive))
 
 
+def _first(ranks: list[int], avoid: Collection[int]) -> int | None:
+    """The lowest of `ranks`, which are in order; one of `avoid` only where there is no other."""
+    return next((rank for rank in ranks if rank not in avoid), ranks[0] if ranks else None)
+
+
 def _owners(shares: Shares) -> dict[Share, list[int]]:
     owners: dict[Share, list[int]] = {}
     seen: set[tuple[str, int]] = set()
@@ -105,7 +109,8 @@ def _owners(shares: Shares) -> dict[Share, list[int]]:
                 seen.add((share.group, share.count))
                 for index in range(share.count):
                     owners[Share(share.group, index, share.count)] = []
-            owners.setdefault(Share(share.group, share.index, share.count), []).append(rank)
+            own = Share(share.group, share.index, share.count) if share.foreign else share
+            owners.setdefault(own, []).append(rank)
     return owners
 
 
