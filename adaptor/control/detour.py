@@ -68,8 +68,10 @@ class Detour:
     def only_the_stuck(self) -> str:
         """Why it is lost, where nobody else has what those who do not answer were chosen for."""
         stuck = self.roll_call.silent
+        if not stuck:
+            return ""
         decision = self._writing.decide(self._others(stuck))
-        return decision.reason + do_not_answer(stuck) if stuck and isinstance(decision, NoPlan) else ""
+        return decision.reason + do_not_answer(stuck) if isinstance(decision, NoPlan) else ""
 
     # nodes
 
