@@ -86,7 +86,10 @@ def takes_its_time() -> bool:
 
 def _main_thread() -> Iterator[FrameType]:
     """Its frames, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _outwards(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -104,9 +107,17 @@ def _standing() -> Standing:
 
 
 def _write(path: Path) -> None:
+    """As faulthandler writes them, which stops after 100 threads: the main thread is its last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+        for ident, frame in sorted(sys._current_frames().items(), key=lambda pair: pair[0] != main):
+            file.write(f"Thread {ident:#018x} [{names.get(ident, 'unknown')}] (most recent call first):\n")
+            for inner in _outwards(frame):
+                code = inner.f_code
+                file.write(f'  File "{code.co_filename}", line {inner.f_lineno} in {code.co_name}\n')
+            file.write("\n")
 
 
 def _waits(frame: FrameType) -> bool:

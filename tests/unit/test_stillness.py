@@ -148,6 +148,22 @@ def test_a_lock_is_no_collective(tmp_path: Path) -> None:
     assert " in test_a_lock_is_no_collective\n" in path.read_text()
 
 
+def test_the_main_thread_is_the_first_of_however_many(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.txt"
+    go = threading.Event()
+    others = [threading.Thread(target=go.wait, name=f"one of many {number}") for number in range(150)]
+    for other in others:
+        other.start()
+    _standing_in(lambda: threading.Event().wait(0.5), path)
+    go.set()
+    for other in others:
+        other.join()
+    stacks_of = path.read_text().split("\n\n")
+    assert "[MainThread]" in stacks_of[0]
+    assert " in test_the_main_thread_is_the_first_of_however_many\n" in stacks_of[0]
+    assert sum("[one of many " in stack for stack in stacks_of) == 150
+
+
 def test_the_way_to_where_one_stands(tmp_path: Path) -> None:
     """The same from the outermost call to where two ways part."""
 
