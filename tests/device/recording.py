@@ -171,21 +171,26 @@ class Machine:
         return Remote(tensor, self)
 
     def close(self) -> None:
-        """Whatever never ends does."""
+        """Whatever never ends does, and the streams."""
         for stream in self.made:
-            stream.unblock()
+            stream.close()
 
 
 class _Stream:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._blocked = threading.Event()
         threading.Thread(target=self._work, name="stream", daemon=True).start()
 
     def _work(self) -> None:
-        while True:
-            self._queue.get()()
+        while work := self._queue.get():
+            work()
+
+    def close(self) -> None:
+        """When all that it has to do is done."""
+        self.unblock()
+        self._queue.put(None)
 
     def put(self, work: Callable[[], Any]) -> None:
         self._queue.put(work)

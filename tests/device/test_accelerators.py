@@ -225,4 +225,6 @@ def test_the_stand_ins_have_the_arguments_of_torch_s_own(name: str) -> None:
         names = list(inspect.signature(function).parameters)
         return [name for name in names if name not in ("cls", "self", "kwargs", "external")]
 
-    assert parameters(getattr(Machine("cuda:0"), name)) == parameters(_REAL[name])
+    machine = Machine("cuda:0")
+    assert parameters(getattr(machine, name)) == parameters(_REAL[name])
+    machine.close()
