@@ -19,6 +19,7 @@ from adaptor.control.messages import (
     Find,
     Freeze,
     Frozen,
+    Layout,
     Leave,
     Noted,
     Prepare,
@@ -62,6 +63,8 @@ class Chronicle:
     def heard(self, node: int, message: ToController) -> None:
         """A message of the agent of `node`, or of a worker by way of it."""
         match message:
+            case Layout(rank=rank, origin=origin):
+                _log.debug("rank %d: begins to train after step %d", rank, origin)
             case Dying(rank=rank, at=at, board=board) if not self._ended:
                 self._noticed.add(rank)
                 self._add("fault-noticed", at, rank, node, f"{board.phase_name} after step {board.finished}")

@@ -628,7 +628,7 @@ def test_a_terminated_ttprun_takes_its_workers_along(launcher: Launcher) -> None
 def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
     """A worker that is stopped is not waited for any longer: it would not hear SIGTERM either."""
     script = launcher.script(
-        "import os, signal\n"
+        "import os\n"
         "from pathlib import Path\n"
         "from adaptor.control import runtime\n"
         "from adaptor.control.messages import Share\n"
@@ -636,13 +636,15 @@ def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
         "loop = Loop(runtime.get().session, CountingTrainee(os.getcwd(), (Share('g', 0, 1),)))\n"
         "loop.begin(10)\n"
         "loop.step(11)\n"
-        "Path('pid').write_text(f'{os.getpid()} ')\n"
-        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "Path('pid').write_text(f'{os.getpid()} ')\n" + WAIT
     )
-    pid = launcher.start(*ONE, "--ttp-grace", "1", script)
+    said = {"TTP_LOG_LEVEL": "DEBUG", "TTP_LOG_STDOUT": "1"}
+    pid = launcher.start(*ONE, "--ttp-grace", "1", script, **said)
     file = launcher.folder / "pid"
     wait_until(lambda: _says_all(file), "the worker runs")
+    wait_until(lambda: "rank 0: begins to train after step 10\n" in launcher.log, "the agent knows of it")
     worker = int(file.read_text())
+    os.kill(worker, signal.SIGSTOP)
     wait_until(lambda: state_of(worker) == "T", "the worker is stopped")
     begun = time.monotonic()
     os.kill(pid, signal.SIGTERM)
