@@ -6,6 +6,7 @@ given back into the environment of the workers, so that a worker reads the same 
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,6 +84,12 @@ def _one_of(*choices: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def _folder(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
 
 
 _PEM = "a PEM file"
@@ -182,7 +189,7 @@ SETTINGS = (
         "True: for a script that was adapted to MindIO TTP by hand; importing mindio_ttp, which is not "
         "installed, finds the adaptor's, and no framework is patched",
     ),
-    Setting("log_path", "TTP_LOG_PATH", "logs", "a folder", str, "where logs and incident reports go"),
+    Setting("log_path", "TTP_LOG_PATH", "logs", "a folder", _folder, "where logs and incident reports go"),
     Setting(
         "log_level",
         "TTP_LOG_LEVEL",
@@ -215,6 +222,32 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     _require_one_kind_of_connection(made)
     _require_one_engine(made)
     return made
+
+
+# Of 1. What a user mistypes is above it; the variables of MindIO's SDK, of our own and of Kubernetes (for a
+# service that is called ttp) are below 0.75.
+_ALIKE = 0.85
+
+
+def refuse_misspelt(environ: Mapping[str, str]) -> None:
+    """A variable that is almost one of ours would do nothing, and nobody would notice.
+
+    Raises:
+        ConfigError: there is one; the message names it, its value and the one that was meant.
+    """
+    settings = {_in_order(setting.variable): setting.variable for setting in SETTINGS}
+    for name in sorted(environ):
+        if "TTP" not in name.upper().split("_") or name in settings.values():
+            continue
+        for meant in difflib.get_close_matches(_in_order(name), settings, 1, _ALIKE):
+            raise ConfigError(
+                f"{name} is {environ[name]!r}: there is no such setting; {settings[meant]} is one"
+            )
+
+
+def _in_order(name: str) -> str:
+    """TTP_ENABLE is as good a guess as ENABLE_TTP."""
+    return "_".join(sorted(name.upper().split("_")))
 
 
 def _require_one_engine(made: Config) -> None:

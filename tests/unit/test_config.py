@@ -85,6 +85,7 @@ BAD = [
     ("TTP_HANG", "0.5"),
     ("TTP_HANG", "-1"),
     ("TTP_HANG", "never"),
+    ("TTP_LOG_PATH", ""),
     ("TTP_LOG_LEVEL", "LOUD"),
     ("TTP_LOG_STDOUT", "maybe"),
 ]
@@ -124,6 +125,34 @@ def test_any_text_is_a_value_or_one_line(setting: Setting, text: str) -> None:
         return
     assert line.startswith(f"{setting.variable} is ")
     assert len(line.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("TTP_OTT", "TTP_OT"),
+        ("TTP_HNAG", "TTP_HANG"),
+        ("TTP_ENABLE", "ENABLE_TTP"),
+        ("ttp_ot", "TTP_OT"),
+        ("TTP_LOGPATH", "TTP_LOG_PATH"),
+        ("TTP_LOCAL_COPYS", "TTP_LOCAL_COPY"),
+        ("TTP_TLS_CRT", "TTP_TLS_CERT"),
+    ],
+)
+def test_a_misspelt_variable_is_not_ignored(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.refuse_misspelt({"TTP_GRACE": "9", name: "20"})
+    assert str(caught.value) == f"{name} is '20': there is no such setting; {meant} is one"
+
+
+def test_other_variables_are_not_ours() -> None:
+    """Of ours inside of a job, of MindIO's SDK, of Kubernetes for a service named ttp, of anybody."""
+    others = """TTP_AGENT TTP_BOARD TTP_BOARD_RANKS TTP_SCRATCH TTP_GENERATION TTP_RESUME TTP_TEST_COLD
+        TTP_LOG_MODE TTP_RETRY_TIMES TTP_NORMAL_ACTION_TIME_LIMIT TTP_STOP_CLEAN_BEFORE_DUMP
+        TTP_ACCLINK_CHECK_PERIOD_HOURS TTP_SERVICE_HOST TTP_SERVICE_PORT TTP_PORT_8000_TCP
+        TTP_PORT_8000_TCP_PORT HTTP_PORT HTTP_LOG_PATH ENABLE_HTTP"""
+    config.refuse_misspelt(dict.fromkeys(others.split(), "1"))
+    config.refuse_misspelt({setting.variable: "1" for setting in SETTINGS})
 
 
 FILES = {"TTP_TLS_CERT": "c.pem", "TTP_TLS_KEY": "k.pem", "TTP_TLS_CA": "ca.pem"}
