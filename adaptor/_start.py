@@ -46,18 +46,24 @@ def provide_mindio() -> None:
 def _importers(module_name: str) -> list[str]:
     """The modules outside of the framework that hold something of it, the script first."""
     root = module_name.partition(".")[0]
-    names = [name for name, module in list(sys.modules.items()) if _uses(name, module, root)]
+    # __mp_main__ is multiprocessing's name for __main__.
+    names = [
+        name
+        for name, module in list(sys.modules.items())
+        if name != "__mp_main__" and _uses(name, module, root)
+    ]
     return sorted(names, key=lambda name: (name != "__main__", name))[:3]
 
 
 def _uses(name: str, module: ModuleType, root: str) -> bool:
     if name.partition(".")[0] in (root, "adaptor") or not isinstance(module, ModuleType):
         return False
-    # Past any __getattribute__: looking must not make a lazy module load.
+    # Past any __getattribute__: looking must not make a lazy module load, nor a deprecated name warn, as it
+    # would if `isinstance` asked an object for its class.
     for value in list(object.__getattribute__(module, "__dict__").values()):
-        if isinstance(value, (FunctionType, type)):
+        if issubclass(type(value), (FunctionType, type)):
             origin = value.__module__
-        elif isinstance(value, ModuleType):
+        elif issubclass(type(value), ModuleType):
             origin = object.__getattribute__(value, "__dict__").get("__name__")
         else:
             continue

@@ -72,8 +72,16 @@ assert "f is doubled" in adaptor.format_report()
 
 
 def test_after_the_framework_was_imported(python: Run) -> None:
-    done = python("-c", "import fake.user, adaptor, units\nadaptor.enable()", env=AGENT)
-    assert done.returncode == 1
+    """Whoever looks for the culprit touches no object: torch.distributed.reduce_op would warn."""
+    script = """
+import multiprocessing, fake.user, adaptor, units
+class Deprecated:
+    __class__ = property(lambda self: print("touched"))
+name = Deprecated()
+adaptor.enable()
+"""
+    done = python("-c", script, env=AGENT)
+    assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.strip() == (
         "adaptor: error: adaptor.enable() was called after fake.core was imported (by __main__);"
         " call it before, e.g. as the first line of the script"
