@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from adaptor import _script
+from adaptor import _script, config
+from adaptor.errors import ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,10 +27,16 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"python -m adaptor: there is no script {script[0]}", file=sys.stderr)
             return 2
         _script.take_over(script)
-    if os.environ.get("TTP_DEVICE") == "cpu":
+    try:
+        settings = config.load()
+        config.refuse_misspelt(os.environ)
+    except ConfigError as error:
+        print(f"python -m adaptor: {error}", file=sys.stderr)
+        return 2
+    if settings.device:
         from adaptor.devices import activate
 
-        activate("cpu")
+        activate(settings.device)
     return _report()
 
 

@@ -82,3 +82,10 @@ def test_the_framework_beside_a_script(folder: Path, python: Run) -> None:
 def test_no_such_script(python: Run) -> None:
     done = python("-m", "adaptor", "report", "--", "absent.py")
     assert (done.returncode, done.stderr) == (2, "python -m adaptor: there is no script absent.py\n")
+
+
+def test_a_setting_that_makes_no_sense(python: Run) -> None:
+    done = python("-c", REPORT, env={"TTP_DEVICE": "gpu"})
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("python -m adaptor: TTP_DEVICE is 'gpu': it must be cpu, or nothing")
