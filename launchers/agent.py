@@ -51,6 +51,8 @@ class SurvivorsAgent(LocalElasticAgent):
     """Between a failure and the verdict the workers are the controller's; then torch's own rules apply."""
 
     last_verdict: Verdict | None = None
+    has_started = False  # workers
+    last_save = ""
 
     def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
         spec.rdzv_handler = _Rendezvous(spec.rdzv_handler)  # type: ignore[assignment]
@@ -79,6 +81,7 @@ class SurvivorsAgent(LocalElasticAgent):
         )
         self._control.meet()
         started = super()._start_workers(worker_group)
+        SurvivorsAgent.has_started = True
         handlers = self._pcontext.subprocess_handlers
         self._control.watch({worker.global_rank: handlers[worker.local_rank].proc for worker in workers})
         return started
@@ -93,6 +96,7 @@ class SurvivorsAgent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         # The signal that this process got; a second one interrupts, and comes here without it.
         in_time = self._save_first(args[0]) if args else not self._interrupted
+        SurvivorsAgent.last_save = self._control.save
         # The deaths that follow are torch's doing, and no failures. It would wait for those that hang.
         self._control.dismiss(at_once=not in_time)
         super()._shutdown(*args, **kwargs)

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
+from typing import Any
 
 from adaptor import config
 from adaptor.errors import ConfigError
 
 _PREFIX = "--ttp"
+_COUNT = "a number of processes from 1 on, or auto, cpu, gpu and the like where this machine has them"
+_NODES = "a number of nodes from 1 on, or MIN:MAX"
+_STREAMS = "0, 1, 2 or 3, or that for some of the ranks of this node, as 0:3,1:1"
 _ANY = "0"  # an argument that any parser takes for a script, or for the value of a flag
 
 
@@ -36,6 +41,37 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parsed = torchs.parse_args(rest)
     os.environ.update({variable: value for variable, value in given.items() if value is not None})
     return parsed
+
+
+def require_sense(parsed: argparse.Namespace) -> None:
+    """What torch would end with a traceback. Raises ConfigError for a flag of torchrun with a wrong value."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import Std
+
+    def nodes(text: str) -> bool:
+        low, high = run.parse_min_max_nnodes(text)
+        return 0 < low <= high
+
+    def streams(text: str) -> bool:
+        return Std.from_str(text) is not None
+
+    _require("nnodes", parsed.nnodes, nodes, _NODES)
+    _require("nproc-per-node", parsed.nproc_per_node, lambda n: run.determine_local_world_size(n) > 0, _COUNT)
+    _require("max-restarts", parsed.max_restarts, lambda count: count >= 0, "a number from 0 on")
+    _require("redirects", parsed.redirects, streams, _STREAMS)
+    _require("tee", parsed.tee, streams, _STREAMS)
+    _, most = run.parse_min_max_nnodes(parsed.nnodes)
+    if most > 1 and parsed.rdzv_backend == "static" and not parsed.standalone:  # else nobody asks for it
+        _require("node-rank", parsed.node_rank, range(most).__contains__, f"from 0 to {most - 1}")
+
+
+def _require(flag: str, value: Any, makes_sense: Callable[[Any], bool], allowed: str) -> None:
+    try:
+        sense = makes_sense(value)
+    except (ValueError, RuntimeError):  # whatever torch raises for a text
+        sense = False
+    if not sense:
+        raise ConfigError(f"--{flag} is {value!r}: it must be {allowed}")
 
 
 def _ours() -> argparse.ArgumentParser:

@@ -143,6 +143,11 @@ class Node:
         return self._workers.running
 
     @property
+    def save(self) -> str:
+        """The folder of the checkpoints; '' where only another node knows it, or none yet."""
+        return self._hub.controller.roster.save if self._hub is not None else ""
+
+    @property
     def over(self) -> bool:
         """Whether every worker of the job has come to its end; until then one may fail, and all start again.
 

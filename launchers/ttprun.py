@@ -10,6 +10,7 @@ import argparse
 import atexit
 import ipaddress
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -32,13 +33,22 @@ CPU_MODULE = "adaptor.devices.cpu"
 
 def main(argv: list[str] | None = None) -> int:
     """Run a job; the exit code is that of the worker that failed first, or 0."""
-    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # torch hears the signal only from the rendezvous on
+        print("[ttp] ended by SIGINT, before anything was started", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _main(arguments: list[str]) -> int:
     try:
         parsed = flags.parse(arguments)
         settings = config.load()
         if settings.enabled or settings.device:
             _require_script(parsed, settings)
         if settings.enabled:
+            config.refuse_misspelt(os.environ)
+            flags.require_sense(parsed)
             _require_folder(settings.log_path)
             _require_safe_connections(parsed, settings)
             _require_interfaces(os.environ.get(_INTERFACES, ""))
@@ -154,9 +164,9 @@ def _run_with_survivors(parsed: argparse.Namespace, settings: config.Config) -> 
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
     from torch.distributed.launcher import api
 
+    from adaptor.launchers import meeting
     from adaptor.launchers.agent import SurvivorsAgent, keep_survivors
 
     _insert_module(parsed, WORKER_MODULE)
@@ -170,17 +180,20 @@ def _run_with_survivors(parsed: argparse.Namespace, settings: config.Config) -> 
     except AdaptorError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
-    except RendezvousConnectionError:  # when the workers are started again
+    except (*meeting.UNMET, AssertionError, OSError, RuntimeError, ValueError) as error:
         verdict = SurvivorsAgent.last_verdict
-        if verdict is None:
+        if settings.engine == "builtin" and not SurvivorsAgent.has_started:
+            print(f"ttprun: error: {meeting.why_not(error, parsed)}", file=sys.stderr)
+            return USAGE_EXIT_CODE
+        if verdict is None or not isinstance(error, meeting.UNMET):
             raise
-        line = f"{verdict.line}; nodes cannot meet again, for their store is lost"
+        line = f"{verdict.line}; nodes cannot meet again, {meeting.why_not_again(error)}"
         print(f"[ttp] {line}{_newest(verdict.save)}", file=sys.stderr)
         return int(verdict.exit_code)
     except SignalException as error:
         verdict = SurvivorsAgent.last_verdict
         said = (
-            f"ended by {error.sigval.name}, and the workers with it"
+            f"ended by {error.sigval.name}, and the workers with it{_newest(SurvivorsAgent.last_save)}"
             if verdict is None
             else f"{verdict.line}{_newest(verdict.save)}"
         )

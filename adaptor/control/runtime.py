@@ -99,8 +99,11 @@ class Runtime:
 
 
 def summarize(error: BaseException) -> str:
-    """What is said of an exception in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+    """What is said of an exception in one line; of one that says nothing itself, where it was raised."""
+    kind, frames = type(error).__name__, traceback.extract_tb(error.__traceback__)
+    if not str(error) and frames:
+        return f"{kind} ({frames[-1].filename}, line {frames[-1].lineno})"
+    return f"{kind}: {error}".splitlines()[0].removesuffix(": ")
 
 
 def training() -> bool:

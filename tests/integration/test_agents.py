@@ -51,8 +51,10 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, baseline_of: BaselineOf
     )
     ended = harness.run(job)
     assert ended.code == 130
-    assert ended.last_line == "[ttp] ended by SIGINT, and the workers with it"
     assert job.save is not None
+    assert ended.last_line == (
+        f"[ttp] ended by SIGINT, and the workers with it; the newest checkpoint in {job.save} is step 3"
+    )
     assert_last_words(job.save, 3, baseline_of(DP2))
     assert ended.seconds_after_the_fault < ANSWER_S
 

@@ -387,6 +387,16 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--ttp-wings=2"], "there is no flag --ttp-wings: "),
         (["--ttp-en", "0"], "there is no flag --ttp-en: "),
         (["--ttp-ot", "--standalone"], "argument --ttp-ot: expected one argument"),
+        (["--nproc-per-node", "0"], "--nproc-per-node is '0': it must be a number of processes from 1 on"),
+        (["--nproc-per-node", "many"], "--nproc-per-node is 'many': it must be a number of processes"),
+        (["--nnodes", "0"], "--nnodes is '0': it must be a number of nodes from 1 on, or MIN:MAX"),
+        (["--nnodes", "3:2"], "--nnodes is '3:2': it must be a number of nodes"),
+        (["--nnodes", "1:2:3"], "--nnodes is '1:2:3': it must be a number of nodes"),
+        (["--nnodes", "two"], "--nnodes is 'two': it must be a number of nodes"),
+        (["--nnodes", "2", "--node-rank", "2"], "--node-rank is 2: it must be from 0 to 1"),
+        (["--max-restarts", "-1"], "--max-restarts is -1: it must be a number from 0 on"),
+        (["--tee", "9"], "--tee is '9': it must be 0, 1, 2 or 3, or that for some"),
+        (["-r", "all"], "--redirects is 'all': it must be 0, 1, 2 or 3, or that for some"),
         ([], "the script absent.py cannot be run (No such file or directory)"),
         (["--ttp-device", "cpu", "--ttp-enable", "0"], "the script absent.py cannot be run"),
         (["--no-python"], "--no-python: only a Python script that ttprun starts itself can be protected"),
@@ -407,6 +417,77 @@ def test_what_makes_no_sense_starts_nothing(
     error = capsys.readouterr().err
     assert error.startswith(f"ttprun: error: {line}")
     assert len(error.splitlines()) == 1
+
+
+def test_a_misspelt_variable_starts_nothing(launcher: Launcher) -> None:
+    ended = launcher.run(*ONE, launcher.script("print('started')"), TTP_HNAG="0")
+    line = "ttprun: error: TTP_HNAG is '0': there is no such setting; TTP_HANG is one\n"
+    assert (ended.code, ended.log) == (2, line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--rdzv-backend", "post"], "ValueError: The rendezvous backend 'post' is not registered."),
+        (["--rdzv-conf", "fast"], "ValueError: The rendezvous configuration option 'fast' must have a value"),
+        (["--log-dir", "/proc/logs"], "FileNotFoundError: [Errno 2] No such file or directory: '/proc/logs'"),
+    ],
+)
+def test_what_torch_does_not_start(arguments: list[str], line: str, launcher: Launcher) -> None:
+    ended = launcher.run(*arguments, launcher.script("print('started')"))
+    assert ended.code == 2
+    assert "Traceback" not in ended.log
+    assert ended.last_line.startswith(f"ttprun: error: torch does not start: {line}")
+
+
+def test_a_port_that_another_job_has(launcher: Launcher) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        ended = launcher.run("--master-port", port, launcher.script("print('started')"))
+    assert ended.code == 2
+    assert ended.last_line == (
+        f"ttprun: error: the port of 127.0.0.1:{port} is taken on this machine: another job has it, or what"
+        " is left of one; choose another one (--master-port, or the port in --rdzv-endpoint)"
+    )
+    assert "Traceback" not in ended.log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--node-rank", "1", "--rdzv-conf", "timeout=1"], "no rendezvous answers at 127.0.0.1:{port}: "),
+        (
+            [
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                "localhost:{port}",
+                "--rdzv-conf",
+                "join_timeout=1",
+            ],
+            "--nnodes is 2: fewer nodes came to the rendezvous at localhost:{port} in time; ",
+        ),
+    ],
+    ids=["nobody is there", "one stays away"],
+)
+def test_nodes_that_do_not_meet(arguments: list[str], line: str, launcher: Launcher) -> None:
+    port = free_port()
+    options = [text.format(port=port) for text in ("--nnodes", "2", "--master-port", "{port}", *arguments)]
+    ended = launcher.run(*options, launcher.script("print('started')"))
+    assert ended.code == 2, ended.log
+    assert ended.last_line.startswith(f"ttprun: error: {line.format(port=port)}")
+    assert "Traceback" not in ended.log
+
+
+def test_ctrl_c_before_anything_was_started(launcher: Launcher) -> None:
+    while_torch_is_imported = (
+        "import os, signal\n"
+        "from adaptor.launchers import flags\n"
+        "flags.parse = lambda arguments: os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    ended = launcher.run(*ONE, launcher.script("print('started')"), before=while_torch_is_imported)
+    line = "[ttp] ended by SIGINT, before anything was started\n"
+    assert (ended.code, ended.log) == (128 + signal.SIGINT, line)
 
 
 @pytest.mark.usefixtures("_clean")
@@ -547,7 +628,7 @@ WAIT = "import time\ntime.sleep(600)"
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 was ended by SIGSEGV"),
         ("sys.exit('two\\nlines')", 1, "rank 1 raised SystemExit: two"),
         ("raise ValueError('two\\nlines')", 1, "rank 1 raised ValueError: two"),
-        ("raise ValueError", 1, "rank 1 raised ValueError"),
+        ("raise ValueError", 1, "rank 1 raised ValueError (script.py, line 3)"),
     ],
 )
 def test_a_job_ends_with_the_code_of_the_worker_that_failed(
@@ -652,7 +733,8 @@ def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
     assert time.monotonic() - begun < ANSWER_S, "torch would wait 30 s"
     assert ended.code == 128 + signal.SIGTERM, ended.log
     assert "[ttp] not saved within 1 s (TTP_GRACE) of SIGTERM\n" in ended.log
-    assert ended.last_line == "[ttp] ended by SIGTERM, and the workers with it"
+    none = f"no checkpoint is in {launcher.folder}"
+    assert ended.last_line == f"[ttp] ended by SIGTERM, and the workers with it; {none}"
     assert is_gone(worker)
 
 
