@@ -2,8 +2,7 @@
 --save ckpt`.
 
 A tiny GPT with dropout in bf16 under DDP and the distributed optimizer, on tokens drawn from a seed. What
-concerns the adaptor are the two calls marked (ttp); without them, and under torchrun, the script is what it
-is.
+concerns the adaptor is marked (ttp); without it, or with ENABLE_TTP=False, this runs under plain torchrun.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ training=(
 )
 data=(--data-path "$DATA" --split "99,1,0" --log-interval 10 --eval-interval 1000 --eval-iters 10)
 saving=(
-    # --load is the same folder: there the last words are, too. Without it ttprun says so, and uses --save.
+    # --load is the same folder: there the last words are, too. A restart by ttprun loads from --save whatever
+    # --load is, and says so; a new ttprun does not.
     --save "$SAVE" --load "$SAVE"
     # For what no copy survives (a whole cluster without power); it can be as rare as you dare.
     --save-interval 1000
