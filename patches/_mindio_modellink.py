@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ascendspeed import get_args
 from ascendspeed.core import parallel_state
 from ascendspeed.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -23,7 +24,7 @@ from adaptor.mindio.optimizer import ReplicaOptimizer
 from adaptor.patches import _ascendspeed
 from adaptor.patches import _ascendspeed_shards as shards
 from adaptor.patches import _mindio_groups as groups
-from adaptor.replica import kinds
+from adaptor.replica import kinds, layout
 from adaptor.replica.mirror import Mirror
 
 
@@ -35,6 +36,7 @@ class _Replicated(ReplicaOptimizer, DistributedOptimizer):  # type: ignore[misc]
 
     def __init__(self, *args: Any) -> None:
         """As the framework's, and at the end whether there is a local copy, which the engine knows."""
+        layout.require_values(_ascendspeed.PROTECTED, get_args())  # nobody else has seen them
         *own, _ = args
         super().__init__(*own)
         kinds.require_protected(self.optimizer)
@@ -104,9 +106,6 @@ class TTPReplicaOptimizer(_Replicated):
         return shards.ranges(cls, model, dtype)
 
     def reduce_model_grads(self, args: Any, timers: Any) -> None:
-        if args.foldx_mode is not None:  # which has reduced whole buffers by now
-            super().reduce_model_grads(args, timers)
-            return
         shards.halve(self)
         with shards.in_charge():
             super().reduce_model_grads(args, timers)

@@ -101,19 +101,22 @@ def _take(source: Path, target: Path, files: tuple[FileEntry, ...]) -> None:
 
 def _is_of_this_run(root: Path, step: int, generation: str) -> bool:
     """Whether a complete checkpoint of `step` is there that the same generation of workers has made."""
-    return is_complete(root, step) and _generation_of(root / naming.final_name(step)) == generation
+    return _generation_of(root / naming.final_name(step)) == generation and is_complete(root, step)
 
 
 @disk.one_line
 def find(root: Path, step: int, generation: str) -> int:
     """Lets the tracker name the newest complete checkpoint, of `step` or later, that `generation` has made.
 
+    Last words of an earlier step do as well: nobody trains after them, and there was no later step that the
+    survivors could give. After a regular save of one there may have been.
+
     Returns its step; raises CheckpointError when there is none. Whoever made it may have died before it could
     replace the tracker, or tell.
     """
     steps = (naming.step_of(path.name) for path in root.iterdir())
-    for found in sorted((s for s in steps if s is not None and s >= step), reverse=True):
-        if _is_of_this_run(root, found, generation):
+    for found in sorted((s for s in steps if s is not None), reverse=True):
+        if (found >= step or _are_last_words(root, found)) and _is_of_this_run(root, found, generation):
             with turn(_draft(root)):
                 _announce(root, found, generation)
             return found
@@ -228,6 +231,14 @@ def _generation_of(folder: Path) -> str:
         return manifest.read(folder).generation
     except CheckpointError:
         return ""
+
+
+def _are_last_words(root: Path, step: int) -> bool:
+    """Whether the checkpoint of `step` tells who gave it; of a regular save nobody is asked to."""
+    try:
+        return bool(manifest.read(root / naming.final_name(step)).groups)
+    except CheckpointError:
+        return False
 
 
 def tracked_step(root: Path) -> int | None:

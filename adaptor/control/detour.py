@@ -98,7 +98,8 @@ class Detour:
     def dump(self, overdue: set[int]) -> Plan | None:
         """Write on other nodes what they can write, or an older step; None where they can do neither."""
         there = self._there(overdue)
-        again = self._writing.elsewhere(there, self._freezing.boards) or self._older(self._others(there))
+        boards = self._freezing.boards
+        again = self._writing.elsewhere(there, boards) or self._older(boards, there)
         return again if again is not None and self.prepare(overdue) else None
 
     def publish(self, overdue: set[int]) -> bool:
@@ -117,12 +118,13 @@ class Detour:
     def _others(self, ranks: Collection[int]) -> dict[int, BoardRecord]:
         return {rank: board for rank, board in self._freezing.boards.items() if rank not in ranks}
 
-    def _older(self, boards: Mapping[int, BoardRecord]) -> Plan | None:
+    def _older(self, boards: Mapping[int, BoardRecord], there: Collection[int] = ()) -> Plan | None:
         """A step that these can save alone, where they cannot save the one that was chosen.
 
+        Those that are `there`, where the disk hangs, give what nobody else can, and write nothing.
         No step that all have finished is given up for it: who has finished one can give it.
         """
-        decision = self._writing.decide(boards)
+        decision = self._writing.decide(boards, there)
         if isinstance(decision, NoPlan) or not self._writing.origin < decision.step < self._writing.step:
             return None
         return decision

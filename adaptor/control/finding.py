@@ -36,8 +36,15 @@ class Finding:
 
     @property
     def step(self) -> int:
-        """That one, or a later one."""
+        """Nothing is lost with that one, or a later one."""
         return max(self._freezing.newest_told, self._writing.origin + 1)
+
+    def found(self, step: int) -> Outcome:
+        """That one is on disk: last words may be of an earlier step than the newest that was told."""
+        told, begun = self._freezing.newest_told, self._freezing.newest_begun
+        if told > step:
+            return Outcome("saved", step, f"step {told} was not finished on every rank")
+        return Outcome("saved", step, f"step {begun} may have begun" if begun > step else "")
 
     def found_nothing(self) -> None:
         """An agent has looked."""

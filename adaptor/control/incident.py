@@ -183,8 +183,7 @@ class Incident:
 
     def on_published(self, step: int) -> list[Directive]:
         if self.state is State.FINDING:
-            begun = self.freezing.newest_begun
-            return self._end(Outcome("saved", step, f"step {begun} may have begun" if begun > step else ""))
+            return self._end(self.finding.found(step))
         if self.state is not State.PUBLISHING:
             return []
         step = max(self.step, step)
@@ -285,7 +284,7 @@ class Incident:
         return self._end(Outcome("lost", -1, reason, unheld))
 
     def _end(self, outcome: Outcome) -> list[Directive]:
-        if outcome.kind == "lost" and self.finding.may_find:
+        if outcome.kind != "saved" and outcome != NEVER_BEGUN and self.finding.may_find:
             self.state, self.finding.otherwise = State.FINDING, outcome
             self.place.number += 1
             return [self.orders.find(self.finding.step)]

@@ -418,9 +418,10 @@ class Publish(Message, frozen=True):
 
 
 class Find(Message, frozen=True):
-    """A controller that is lost may have had `step`, or a later one, saved: let the tracker name it.
+    """A controller that is lost may have had last words saved: let the tracker name the newest checkpoint.
 
-    The answer is `Published`, or `PublishFailed` where there is none of this generation.
+    Where it is the framework's own save, only `step` counts, or a later one. The answer is `Published`, or
+    `PublishFailed` where there is none of this generation.
     """
 
     incident: int

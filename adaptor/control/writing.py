@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.control.doubts import Doubts
 from adaptor.control.messages import BoardRecord, Dump, GroupOrder, Layout, WriteFailed, Written
@@ -54,9 +56,11 @@ class Writing:
     def taking_part(self) -> set[int]:
         return {rank for order in self.pending.values() for rank in order.ranks}
 
-    def decide(self, boards: Mapping[int, BoardRecord]) -> Plan | NoPlan:
-        """The newest step that there is now, with all its groups."""
-        return plan(shares_of(self.layouts), boards, avoid=self.avoid)
+    def decide(self, boards: Mapping[int, BoardRecord], unable: Collection[int] = ()) -> Plan | NoPlan:
+        """The newest step that there is now, with all its groups; `unable` ranks can write nothing."""
+        shares = shares_of(self.layouts)
+        given = {rank: [replace(share, foreign=True) for share in shares[rank]] for rank in unable}
+        return plan({**shares, **given}, boards, avoid={*self.avoid, *unable})
 
     def begin(self, decision: Plan) -> None:
         """Nothing of this step is on disk."""

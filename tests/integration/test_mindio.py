@@ -162,3 +162,23 @@ def test_the_optimizers_that_the_guide_imports(layout: Layout, odd: tuple[str, .
     for part, weights in theirs.items():
         assert ours[part].keys() == weights.keys()
         assert all(torch.equal(ours[part][name], weights[name]) for name in weights)
+
+
+def test_the_optimizers_refuse_what_the_patches_refuse(tmp_path: Path) -> None:
+    """A script that was edited by hand has parsed its arguments without us."""
+    small = harness.ROOT / "tests/frameworks/small"
+    ended = harness.run(
+        Job(
+            tmp_path / "job",
+            Layout("mindio-fold", 2),
+            script=small / "pretrain_adapted.py",
+            options=["--ttp-provide-mindio", "1"],
+            arguments=[
+                *("--save", str(tmp_path / "save"), "--use-distributed-optimizer", "--foldx-mode", "fifo"),
+                *("--words", str(tmp_path / "words"), "--die", "5", "--odd"),
+            ],
+            environment={"PYTHONPATH": f"{small}:{harness.ROOT}"},
+        )
+    )
+    assert ended.code != 0
+    assert "--foldx-mode is fifo: a folded pipeline" in ended.last_line

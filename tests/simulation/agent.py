@@ -120,7 +120,7 @@ class Agent(Follower):
     def _watch_boards(self) -> Body[None]:
         last = 0
         stillness = Stillness(self.node, self.world.hang_s)
-        while self.living:
+        while True:  # its node stands still when all of its workers have ended, and others may hang
             yield PROGRESS_S
             boards = [self.boards.read(rank) for rank in sorted(self.living)]
             said = stillness.look(boards, self.clock.now)

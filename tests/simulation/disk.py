@@ -121,8 +121,8 @@ class Disk:
 
     def find(self, order: Find, node: int, generation: str) -> Body[int]:
         yield from self.wait(node)
-        steps = (naming.step_of(name) for name in self.folders)
-        found = [s for s in steps if s is not None and s >= order.step and self._is_of(s, generation)]
+        steps = [s for s in map(naming.step_of, self.folders) if s is not None and self._is_of(s, generation)]
+        found = [s for s in steps if s >= order.step or REGULAR not in self.folders[naming.final_name(s)]]
         if not found:
             raise DiskError(f"no step {order.step}")
         yield from self.wait(node)

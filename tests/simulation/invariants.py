@@ -35,11 +35,15 @@ EXPLAINED_S = 1.0
 
 
 class Invariants:
-    """One world's; `begun` is the newest step whose update any rank has begun by itself."""
+    """One world's; `begun` is the newest step whose update any rank has begun by itself.
+
+    With local copies: the newest one to whose update every rank has come by itself.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.begun = world.job.origin
+        self._come = dict.fromkeys(world.job.ranks, world.job.origin)
         self.saved: list[int] = []  # last words, in the order in which they got their final names
         self._tracker = -1 if world.disk.tracker is None else world.disk.tracker
         self.latest_fault = world.clock.now
@@ -48,8 +52,11 @@ class Invariants:
     # boards and faults
 
     def board(self, worker: Worker) -> None:
-        board = worker.session.board
-        if board.phase == Phase.UPDATING and not worker.session.door.closed:
+        board, goes_back = worker.session.board, self._world.job.goes_back
+        if board.phase == Phase.READY and goes_back and not worker.session.door.closed:
+            self._come[worker.rank] = board.ahead
+            self.begun = max(self.begun, min(self._come.values()))
+        elif board.phase == Phase.UPDATING and not goes_back and not worker.session.door.closed:
             self.begun = max(self.begun, board.ahead)
         elif board.phase == Phase.ENDED:  # what it held goes with it
             self._world.faults.hurt[worker.rank] = "ended"
@@ -146,8 +153,11 @@ class Invariants:
             able = [hub for hub in hubs if hub.term not in world.faults.disk_hangs_on]
             ends = [hub.controller.verdict for hub in able]
             newest = max(a.boards.read(rank).finished for a in world.agents.values() for rank in a.ranks)
-            kept = self.saved and max(self.saved) >= newest and not world.faults.disk_fails
-            kept = kept and not world.disk.is_ahead(newest, world.generation)
+            kept = (
+                self.saved
+                and not world.faults.disk_fails
+                and not world.disk.is_ahead(newest, world.generation)
+            )
             assert not kept or all(end is None or end.outcome == "saved" for end in ends), (
                 "published, and the verdict says that it is lost, or nothing"
             )

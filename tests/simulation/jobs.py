@@ -25,6 +25,7 @@ class Job:
     steps      the steps that training makes, some are left out as a whole
     skipped    steps without an update
     late       who has ended a step waits for the others between it and the next one, not at its end
+    goes_back  there is no barrier, each rank keeps a local copy of the state before an update
     """
 
     nodes: tuple[int, ...]
@@ -38,6 +39,7 @@ class Job:
     steps: tuple[int, ...]
     skipped: frozenset[int]
     late: bool
+    goes_back: bool
 
     @property
     def ranks(self) -> range:
@@ -61,7 +63,8 @@ class Job:
     def __str__(self) -> str:
         made = ",".join(f"{step}{'s' * (step in self.skipped)}" for step in self.steps)
         held = ["+".join(f"{s.group}.{s.index}{'f' * s.foreign}" for s in shares) for shares in self.shares]
-        return f"{self.kind}, ranks on nodes {self.nodes}, shards {held}, from step {self.origin}: {made}"
+        kind = f"{self.kind}{' with local copies' * self.goes_back}"
+        return f"{kind}, ranks on nodes {self.nodes}, shards {held}, from step {self.origin}: {made}"
 
 
 def draw(random: Random) -> Job:
@@ -100,6 +103,7 @@ def draw(random: Random) -> Job:
         origin,
         tuple(steps),
         frozenset(step for step in steps if random.random() < 0.15),
+        random.random() < 0.3,
         random.random() < 0.3,
     )
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
+Tensors = dict[tuple[str, int], int]  # the step of each shard
+
 
 class Meetings:
     """A rank is done with a meeting when all whom it needs have arrived.
@@ -106,12 +108,13 @@ class Dumping:
         self._given: dict[tuple[int, int, str], dict[int, int]] = {}
 
     def take_part(
-        self, worker: Worker, order: Dump, group: GroupOrder, record: tuple[int, int]
+        self, worker: Worker, order: Dump, group: GroupOrder, tensors: Tensors, record: tuple[int, int]
     ) -> Body[tuple[FileEntry, ...]]:
+        """`tensors` are those of the step, live or in the local copy."""
         dump = ("dump", order.incident, order.attempt, group.group)
         names = [(*dump, stage) for stage in ("connect", "shards", "thanks")]
         try:
-            return (yield from self._take_part(worker, order, group, record, *names))
+            return (yield from self._take_part(worker, order, group, tensors, record, *names))
         except Exception:
             for name in names:
                 self._world.meetings.fail(worker, name)
@@ -122,6 +125,7 @@ class Dumping:
         worker: Worker,
         order: Dump,
         group: GroupOrder,
+        tensors: Tensors,
         record: tuple[int, int],
         connect: Any,
         shards: Any,
@@ -134,7 +138,7 @@ class Dumping:
         given = self._given.setdefault((order.incident, order.attempt, group.group), {})
         for index, holder in enumerate(group.holders):
             if holder == worker.rank:
-                given[index] = worker.trainee.tensors[group.group, index]
+                given[index] = tensors[group.group, index]
         worker.session.board.advance(1)
         if group.writer != worker.rank:
             world.meetings.arrive(worker, shards, waits=False)

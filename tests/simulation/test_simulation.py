@@ -6,7 +6,9 @@ A seed that fails is printed with all that happened. TTP_SEED=123 replays one, T
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
+from random import Random
 
 import pytest
 
@@ -46,6 +48,31 @@ def test_no_order_of_events_breaks_an_invariant(chunk: int) -> None:
     # Without all of these there would be little to check.
     for end in ("saved", "lost", "nothing", "no incident", "taken over", "started again"):
         assert ends[end] > SEEDS / CHUNKS / 20, ends
+
+
+def test_a_node_whose_workers_have_ended_stands_still() -> None:
+    """It says so, as a real one does: else nobody would know of a rank that hangs on another node."""
+    log: list[str] = []
+    world = in_which_nothing_goes_wrong(log)
+    with world.by_its_clock():
+        while not world.over():
+            world.clock.step()
+        ended = world.clock.now
+        while world.clock.now < ended + world.hang_s + 1.0:
+            world.clock.step()
+    world.close()
+    still = re.compile(r"heard Still\(node=(\d), .*inside=-1, between=-1\)")
+    assert {int(said[1]) for said in map(still.search, log) if said} == set(world.agents)
+
+
+def in_which_nothing_goes_wrong(log: list[str]) -> World:
+    """A job of several nodes."""
+    for seed in range(SEEDS):
+        world = World(Random(seed), log, None)
+        if len(world.agents) > 1 and not (world.faults.count or world.faults.disk_hangs_on):
+            return world
+        world.close()
+    pytest.fail("there is none")
 
 
 def test_a_seed_is_replayed() -> None:

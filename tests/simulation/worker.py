@@ -47,13 +47,14 @@ class Trainee:
 
     save = "/save"
     device = HOST
-    goes_back = False
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.job = job = worker.world.job
         self.shares = job.shares[worker.rank]
+        self.goes_back = job.goes_back
         self.tensors = {(s.group, s.index): job.origin for s in self.shares}
+        self.before = dict(self.tensors)  # the local copy
         self.updates = 0
         self.step = job.origin
 
@@ -76,6 +77,9 @@ class Trainee:
 
     def barrier(self) -> None:
         self._worker.meet(("barrier", self.step), frozenset(self.job.ranks))
+
+    def copy_state(self) -> None:
+        self.before.update(self.tensors)
 
     def update(self, number: int, step: int) -> None:
         for shard in self.job.inner[self._worker.rank][number]:
@@ -239,7 +243,8 @@ class Worker(Process):
         return bool(self._outcomes.get(name))
 
     def _say_layout(self, trainee: Any, origin: int) -> None:
-        self.say(Layout(self.rank, trainee.shares, trainee.save, origin, "same"))
+        what = (trainee.shares, trainee.save, origin, "same", trainee.goes_back)
+        self.say(Layout(self.rank, *what))
 
     def _say_broken(self, error: str) -> None:
         if error not in self._broken_told:  # the door is tried again, see `clock`
@@ -284,9 +289,11 @@ class Worker(Process):
             if session.board.finished < order.step:
                 self.world.at_point(self, "let through")
             yield from self.through(lambda: session.bring_to(order.step, self._wake, order.timeout_s))
+            trainee = self.trainee
+            tensors = trainee.before if session.is_past(order.step) else trainee.tensors
             record = session.record_of(order.step)
             for group in order.groups:
-                files = yield from self.world.dumping.take_part(self, order, group, record)
+                files = yield from self.world.dumping.take_part(self, order, group, tensors, record)
                 if group.writer == self.rank:
                     self.say(Written(self.rank, order.incident, order.attempt, group.group, files))
                     self.world.at_point(self, "written")

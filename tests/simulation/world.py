@@ -152,7 +152,7 @@ class World:
 
     def run(self) -> None:
         """To the end; raises AssertionError where an invariant is broken."""
-        with self._time():
+        with self.by_its_clock():
             try:
                 while not self.over():
                     assert self.clock.now < self._begun_at + NEVER_S, "it never ends"
@@ -160,11 +160,15 @@ class World:
                     self.invariants.always()
                 self.invariants.at_the_end()
             finally:
-                for worker in self.workers.values():
-                    worker.alive = False
-                    worker.__dict__.pop("session", None)
-                for agent in self.agents.values():
-                    agent.boards.close()
+                self.close()
+
+    def close(self) -> None:
+        """Nothing runs any more, and the boards are gone."""
+        for worker in self.workers.values():
+            worker.alive = False
+            worker.__dict__.pop("session", None)
+        for agent in self.agents.values():
+            agent.boards.close()
 
     def starts_again(self) -> bool:
         """Whether torch starts the workers again; what is wrong with the disk has been seen to."""
@@ -177,7 +181,7 @@ class World:
         return True
 
     @contextmanager
-    def _time(self) -> Iterator[None]:
+    def by_its_clock(self) -> Iterator[None]:
         """The session measures steps by the clock of this world."""
         real, session.time = session.time, self  # type: ignore[attr-defined, assignment]
         try:

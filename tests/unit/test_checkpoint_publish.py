@@ -579,11 +579,25 @@ def test_what_is_there_is_found(root: Path) -> None:
     (root / naming.TRACKER).write_text("10")
     with pytest.raises(CheckpointError, match="no checkpoint of step 20, or a later one, of this run"):
         publish.find(root, STEP, "another")
-    with pytest.raises(CheckpointError, match="no checkpoint of step 21"):
-        publish.find(root, STEP + 1, "mine")
     assert tracker(root) == "10"
     assert publish.find(root, 15, "mine") == STEP
     assert tracker(root) == str(STEP)
+
+
+def test_last_words_of_an_earlier_step_are_found_and_no_regular_save(root: Path) -> None:
+    """Ranks had gone back to that step; with a regular save of it alone, later ones would be lost."""
+    (root / naming.regular_name(STEP, "mine")).mkdir()
+    write(root / naming.regular_name(STEP, "mine"), b"regular")
+    publish.publish_regular(root, STEP, "mine")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 22"):
+        publish.find(root, STEP + 2, "mine")
+    entries = write(publish.prepare(root, STEP + 1, generation="mine"), b"new")
+    assert publish.publish(root, STEP + 1, entries, {"dense": [0, 1]}, 2, "mine")
+    (root / naming.TRACKER).write_text("10")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 22"):
+        publish.find(root, STEP + 2, "another")
+    assert publish.find(root, STEP + 2, "mine") == STEP + 1
+    assert tracker(root) == str(STEP + 1)
 
 
 def test_a_regular_save_that_is_not_there_is_one_line(root: Path) -> None:

@@ -24,6 +24,7 @@ def parse_args(
         ("eval-iters", int, 0),
         ("clip-grad", float, 0.05),
         ("optimizer", str, "adam"),
+        ("foldx-mode", str, None),
         ("save", str, None),
         ("load", str, None),
     ):
@@ -35,7 +36,6 @@ def parse_args(
     args = parser.parse_args()
     args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     args.local_rank = int(os.environ["LOCAL_RANK"])
-    args.foldx_mode = None
     args.do_valid = 0
     args.consumed_train_samples = args.consumed_valid_samples = args.consumed_train_tokens = 0
     return args
