@@ -23,9 +23,13 @@ def choose(freezing: Freezing, writing: Writing, stuck: Iterable[int]) -> Plan |
         return Outcome("lost", -1, f"what rank {who} held is not known, word of it was lost")
     decision = writing.decide(freezing.boards)
     if isinstance(decision, NoPlan):
+        if freezing.boards and freezing.newest_begun <= origin:
+            return _nothing_since(origin)
         useless = do_not_answer([*freezing.silent, *stuck]) + cannot_be_read(freezing.boards)
         return Outcome("lost", -1, decision.reason + useless, unheld=True)
-    if decision.step <= origin:
-        reason = f"no step has finished since step {origin}" if origin else "no step has finished"
-        return Outcome("nothing", origin, reason)
-    return decision
+    return _nothing_since(origin) if decision.step <= origin else decision
+
+
+def _nothing_since(origin: int) -> Outcome:
+    reason = f"no step has finished since step {origin}" if origin else "no step has finished"
+    return Outcome("nothing", origin, reason)
