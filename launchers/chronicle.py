@@ -47,6 +47,9 @@ _ORDERS = {
     Rename: "rename-ordered",
     Exit: "exit",
 }
+# A line of the log takes longer than to decide what one rank is to do, so where there are thousands of ranks
+# these would keep orders back. All of it is in the report.
+_OF_EACH_RANK = {"freeze", "frozen", "dump-ordered", "exit"}
 
 
 class Chronicle:
@@ -116,10 +119,8 @@ class Chronicle:
             )
         what = _ORDERS.get(type(order), "")
         if what:
-            detail = (
-                f"step {order.step}" if isinstance(order, Dump | Prepare | Publish | Find | Rename) else ""
-            )
-            self._add(what, time.time(), rank, node, detail)
+            step = getattr(order, "step", None)
+            self._add(what, time.time(), rank, node, "" if step is None else f"step {step}")
 
     def begin(self) -> None:
         """A new generation of workers: the timeline starts anew."""
@@ -127,7 +128,7 @@ class Chronicle:
 
     def _add(self, what: str, at: float, rank: int | None, node: int | None, detail: str) -> None:
         who = f"rank {rank}" if rank is not None else f"node {node}" if node is not None else "job"
-        _log.info("%s: %s %s", who, what, detail)
+        _log.log(logging.DEBUG if what in _OF_EACH_RANK else logging.INFO, "%s: %s %s", who, what, detail)
         self._events.append({"t": at, "rank": rank, "node": node, "what": what, "detail": detail})
 
     def _write(self, verdict: Verdict) -> None:

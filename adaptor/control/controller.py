@@ -288,8 +288,9 @@ class Controller:
         assert self.verdict is not None
         # First to the agents: no worker exits whose agent does not know the verdict, whatever dies now.
         verdicts: Orders = [(node, self.verdict) for node in sorted(self.roster.agents)]
+        leave = Exit(number)
         return verdicts + [
-            (node, Addressed(rank, Exit(number)))
+            (node, Addressed(rank, leave))
             for rank, node in self.roster.node_of.items()
             if rank not in self.roster.dead
         ]

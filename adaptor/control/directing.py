@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from adaptor.control.detour import Detour
@@ -25,8 +26,9 @@ class Directing:
     place: Place
     detour: Detour
 
-    def freeze(self, rank: int, *, stacks: bool = False) -> Directive:
-        return Directive(Freeze(self.number, stacks), rank=rank)
+    def freeze(self, ranks: Iterable[int], *, stacks: bool = False) -> list[Directive]:
+        order = Freeze(self.number, stacks)
+        return [Directive(order, rank=rank) for rank in ranks]
 
     def prepare(self) -> Directive:
         self.detour.standstill.expect([self.place.publisher])

@@ -97,17 +97,14 @@ class Incident:
 
     def _freeze(self) -> list[Directive]:
         self.freezing.ask()
-        return [self._ask(rank) for rank in self.nodes] + self._decide_when_frozen()
-
-    def _ask(self, rank: int) -> Directive:
-        return self.orders.freeze(rank, stacks=self.stacks)
+        return self.orders.freeze(self.nodes, stacks=self.stacks) + self._decide_when_frozen()
 
     def on_joined(self, rank: int, node: int) -> list[Directive]:
         """A rank that was not known to be there when others were asked to freeze."""
         if self.state is not State.FREEZING or rank in self.nodes:
             return []
         self.nodes[rank] = node
-        return [] if self.freezing.waits else [self._ask(rank)]
+        return [] if self.freezing.waits else self.orders.freeze([rank], stacks=self.stacks)
 
     def on_recalled(self) -> list[Directive]:
         """One node less is `awaited`."""
@@ -224,7 +221,7 @@ class Incident:
             if self.detour.leave_the_stuck():
                 return self._dump_again()
             # Nothing moves: an order that they have followed already costs nothing, and is answered.
-            return [self.orders.freeze(rank) for rank in self.detour.roll_call.call(self.writing.taking_part)]
+            return self.orders.freeze(self.detour.roll_call.call(self.writing.taking_part))
         if self.state in (State.PREPARING, State.DUMPING, State.PUBLISHING):
             overdue = self.detour.overdue(now, dumping=self.state is State.DUMPING)
             return self._go_on_elsewhere(overdue) if overdue else []

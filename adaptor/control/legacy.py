@@ -50,4 +50,4 @@ class Heirs:
     def _known_to(self, newcomer: int) -> list[Legacy]:
         if stands_by(newcomer):
             return [*self._hellos.values(), *self._layouts.values()]
-        return [hello for node, hello in self._hellos.items() if stands_by(node)]
+        return [self._hellos[node] for node in range(1, STANDBYS + 1) if node in self._hellos]

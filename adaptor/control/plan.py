@@ -18,9 +18,9 @@ A training loop whose ranks do not depend on each other like this may have no su
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from adaptor.control.messages import BoardRecord, GroupOrder, Layout, Phase, Share
+from adaptor.control.messages import BoardRecord, GroupOrder, Phase, Share
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,44 @@ class NoPlan:
     reason: str
 
 
+@dataclass
+class Group:
+    """Who holds what of a group, dead ones included.
+
+    owners   of each shard (index, count), in the order of shards: the ranks that hold it, in order
+    writers  the ranks that can write the group's files
+    """
+
+    owners: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    writers: set[int] = field(default_factory=set)
+
+
+Groups = Mapping[str, Group]
+
 # More steps in a row than anyone skips. Ranks are at most one step apart, so the newest are enough.
 _SKIPPED = 1000
 
-Shares = Mapping[int, Iterable[Share]]
 
-
-def shares_of(layouts: Mapping[int, Layout], groups: Collection[str] | None = None) -> Shares:
-    """What each rank holds, of some groups or of all."""
-    if groups is None:
-        return {rank: layout.shares for rank, layout in layouts.items()}
-    return {
-        rank: tuple(share for share in layout.shares if share.group in groups)
-        for rank, layout in layouts.items()
-    }
+def groups_of(shares: Mapping[int, Iterable[Share]]) -> Groups:
+    """Who holds what, from what each rank of a job holds; sorted by name."""
+    groups: dict[str, Group] = {}
+    for rank in sorted(shares):
+        for share in shares[rank]:
+            if (group := groups.get(share.group)) is None:
+                group = groups[share.group] = Group()
+            if (share.index, share.count) not in group.owners:
+                for index in (*range(share.count), share.index):
+                    group.owners.setdefault((index, share.count), [])
+            group.owners[share.index, share.count].append(rank)
+            if not share.foreign:
+                group.writers.add(rank)
+    for group in groups.values():
+        group.owners = dict(sorted(group.owners.items()))
+    return dict(sorted(groups.items()))
 
 
 def plan(
-    shares: Shares,
+    groups: Groups,
     alive: Mapping[int, BoardRecord],
     only: int | None = None,
     avoid: Collection[int] = (),
@@ -66,62 +86,58 @@ def plan(
     one before, which others may be at, and one more death could leave no step at all.
 
     Args:
-        shares: what each rank of the job holds, the dead ones included.
+        groups: what is to be saved, and who holds it.
         alive: the boards of the ranks that can still give their state.
         only: consider this step alone.
         avoid: ranks that are chosen only for what nobody else can give.
     """
-    possible = _owners(shares)
-    if not possible:
+    if not groups:
         return NoPlan("no rank has told what it holds")
-    writers = _writers(shares)
-    steps = {s for board in alive.values() for s in _steps(board)} if only is None else {only}
-    for step in sorted(steps, key=lambda step: (may_have_begun(step, alive.values()), step), reverse=True):
-        there = {rank for rank, board in alive.items() if board.provides(step)}
-        able = {shard: [rank for rank in owners if rank in there] for shard, owners in possible.items()}
-        chosen = {shard: _first(ranks, avoid) for shard, ranks in able.items()}
-        if None in chosen.values():
-            continue
-        holders = _holders({shard: rank for shard, rank in chosen.items() if rank is not None})
-        able_to_write = {group: [rank for rank in ranks if rank in there] for group, ranks in writers.items()}
-        if all(able_to_write.values()):
-            return Plan(
-                step,
-                tuple(
-                    GroupOrder(group, ranks, _writer(ranks, able_to_write[group], avoid))
-                    for group, ranks in holders.items()
-                ),
-            )
-    return NoPlan(_missing(possible, writers, alive))
+    alike = _alike(alive)
+    boards = [board for board, _ in alike]
+    steps = {s for board in boards for s in _steps(board)} if only is None else {only}
+    for step in sorted(steps, key=lambda step: (may_have_begun(step, boards), step), reverse=True):
+        there = {rank for board, ranks in alike if board.provides(step) for rank in ranks}
+        orders = _orders(groups, there, avoid)
+        if orders is not None:
+            return Plan(step, orders)
+    return NoPlan(_missing(groups, alive))
 
 
-def _first(ranks: list[int], avoid: Collection[int]) -> int | None:
-    """The lowest of `ranks`, which are in order; one of `avoid` only where there is no other."""
-    return next((rank for rank in ranks if rank not in avoid), ranks[0] if ranks else None)
+def _alike(boards: Mapping[int, BoardRecord]) -> list[tuple[BoardRecord, list[int]]]:
+    """Boards that say different things of steps, and which ranks say the same: of thousands, few differ."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank, board in boards.items():
+        said = (board.phase, board.oldest, board.finished, board.ahead)
+        alike.setdefault(said, []).append(rank)
+    return [(boards[ranks[0]], ranks) for ranks in alike.values()]
 
 
-def _owners(shares: Shares) -> dict[Share, list[int]]:
-    owners: dict[Share, list[int]] = {}
-    seen: set[tuple[str, int]] = set()
-    for rank in sorted(shares):
-        for share in shares[rank]:
-            if (share.group, share.count) not in seen:
-                seen.add((share.group, share.count))
-                for index in range(share.count):
-                    owners[Share(share.group, index, share.count)] = []
-            own = Share(share.group, share.index, share.count) if share.foreign else share
-            owners.setdefault(own, []).append(rank)
-    return owners
+def _orders(groups: Groups, there: set[int], avoid: Collection[int]) -> tuple[GroupOrder, ...] | None:
+    """Of those that are there; None where one of them is missing."""
+    preferred = there.difference(avoid)
+    orders: list[GroupOrder] = []
+    for name, group in groups.items():
+        holders: list[int] = []
+        for owners in group.owners.values():
+            holder = _first(owners, preferred, there)
+            if holder is None:
+                return None
+            holders.append(holder)
+        able = group.writers & there
+        if not able:
+            return None
+        orders.append(GroupOrder(name, tuple(holders), _writer(holders, able, avoid)))
+    return tuple(orders)
 
 
-def _writers(shares: Shares) -> dict[str, list[int]]:
-    writers: dict[str, list[int]] = {}
-    for rank in sorted(shares):
-        for share in shares[rank]:
-            ranks = writers.setdefault(share.group, [])
-            if not share.foreign and rank not in ranks[-1:]:
-                ranks.append(rank)
-    return writers
+def _first(ranks: list[int], *choices: set[int]) -> int | None:
+    """The first that is one of the first choice; of the next one if there is none."""
+    for choice in choices:
+        for rank in ranks:
+            if rank in choice:
+                return rank
+    return None
 
 
 def _steps(board: BoardRecord) -> list[int]:
@@ -138,30 +154,23 @@ def may_have_begun(step: int, boards: Collection[BoardRecord]) -> bool:
     return not any(board.phase in alive and board.ahead < step for board in boards)
 
 
-def _holders(chosen: Mapping[Share, int]) -> dict[str, tuple[int, ...]]:
-    groups: dict[str, list[int]] = {}
-    for shard in sorted(chosen, key=lambda s: (s.group, s.index)):
-        groups.setdefault(shard.group, []).append(chosen[shard])
-    return {group: tuple(ranks) for group, ranks in groups.items()}
-
-
-def _writer(holders: Collection[int], able: list[int], avoid: Collection[int]) -> int:
+def _writer(holders: Collection[int], able: set[int], avoid: Collection[int]) -> int:
     """One who takes part anyway, if there is one."""
-    present = frozenset(holders)  # of thousands of ranks hundreds may hold shards of a group
-    return min(able, key=lambda rank: (rank in avoid, rank not in present, rank))
+    preferred = able.difference(avoid) or able
+    return min(preferred.intersection(holders) or preferred)
 
 
-def _missing(
-    possible: Mapping[Share, list[int]], writers: Mapping[str, list[int]], alive: Mapping[int, BoardRecord]
-) -> str:
-    for shard, owners in sorted(possible.items(), key=lambda item: (item[0].group, item[0].index)):
-        if not any(rank in alive and _steps(alive[rank]) for rank in owners):
-            ranks = " and ".join(str(rank) for rank in owners) or "nobody"
-            return (
-                f"shard {shard.index} of {shard.count} of group {shard.group} has no live holder, "
-                f"it was on rank {ranks}"
-            )
-    for group, able in sorted(writers.items()):
-        if not any(rank in alive and _steps(alive[rank]) for rank in able):
-            return f"nobody is left who can write group {group}, that was rank {' and '.join(map(str, able))}"
+def _missing(groups: Groups, alive: Mapping[int, BoardRecord]) -> str:
+    def given(ranks: Iterable[int]) -> bool:
+        return any(rank in alive and _steps(alive[rank]) for rank in ranks)
+
+    for name, group in groups.items():
+        for (index, count), owners in group.owners.items():
+            if not given(owners):
+                ranks = " and ".join(map(str, owners)) or "nobody"
+                return f"shard {index} of {count} of group {name} has no live holder, it was on rank {ranks}"
+    for name, group in groups.items():
+        if not given(group.writers):
+            ranks = " and ".join(map(str, sorted(group.writers)))
+            return f"nobody is left who can write group {name}, that was rank {ranks}"
     return "every shard has a live holder, but there is no step that all of them hold"

@@ -56,8 +56,8 @@ class Roster:
     @property
     def alive(self) -> dict[int, int]:
         """The nodes of the ranks that are there, in the order of ranks."""
-        there = self.connected
-        return {r: node for r, node in sorted(self.node_of.items()) if r in there and self.lives(r)}
+        there = self.connected - self.dead.keys() - self.dying
+        return {rank: self.node_of[rank] for rank in sorted(there)}
 
     @property
     def everyone_is_dead(self) -> bool:

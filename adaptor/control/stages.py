@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import msgspec
+
 from adaptor.control.messages import Dump, Find, Freeze, Prepare, Publish, Rename
 
 
@@ -30,8 +32,7 @@ class Outcome:
     unheld: bool = False
 
 
-@dataclass(frozen=True)
-class Directive:
+class Directive(msgspec.Struct, frozen=True, gc=False):
     """An order to one rank (`rank` set), or to the agent of one node."""
 
     message: Freeze | Dump | Rename | Prepare | Publish | Find

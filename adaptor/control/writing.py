@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from adaptor.checkpoint.manifest import FileEntry
 from adaptor.control.doubts import Doubts
 from adaptor.control.messages import BoardRecord, Dump, GroupOrder, Layout, WriteFailed, Written
-from adaptor.control.plan import NoPlan, Plan, plan, shares_of
+from adaptor.control.plan import Group, Groups, NoPlan, Plan, groups_of, plan
 
 # A dump that fails this often although nobody died in between will not succeed by trying again.
 MAX_ATTEMPTS = 5
@@ -36,6 +34,8 @@ class Writing:
     doubts: Doubts = field(default_factory=Doubts)
     avoid: set[int] = field(default_factory=set)
     failures: int = 0
+    _told: int = 0
+    _groups: Groups = field(default_factory=dict)
 
     @property
     def save(self) -> str:
@@ -56,11 +56,20 @@ class Writing:
     def taking_part(self) -> set[int]:
         return {rank for order in self.pending.values() for rank in order.ranks}
 
+    @property
+    def groups(self) -> Groups:
+        """Who holds what, as far as ranks have told it; who tells it twice says the same."""
+        if len(self.layouts) != self._told:
+            self._told = len(self.layouts)
+            self._groups = groups_of({rank: layout.shares for rank, layout in self.layouts.items()})
+        return self._groups
+
     def decide(self, boards: Mapping[int, BoardRecord], unable: Collection[int] = ()) -> Plan | NoPlan:
         """The newest step that there is now, with all its groups; `unable` ranks can write nothing."""
-        shares = shares_of(self.layouts)
-        given = {rank: [replace(share, foreign=True) for share in shares[rank]] for rank in unable}
-        return plan({**shares, **given}, boards, avoid={*self.avoid, *unable})
+        groups = self.groups
+        if unable:
+            groups = {k: Group(group.owners, group.writers.difference(unable)) for k, group in groups.items()}
+        return plan(groups, boards, avoid={*self.avoid, *unable})
 
     def begin(self, decision: Plan) -> None:
         """Nothing of this step is on disk."""
@@ -73,8 +82,9 @@ class Writing:
 
         Handlers write all of it again.
         """
-        groups = self.pending.keys() | (self.files.keys() if self.handled else set())
-        return plan(shares_of(self.layouts, groups), boards, only=self.step, avoid={*self.avoid, *avoid})
+        names = self.pending.keys() | (self.files.keys() if self.handled else set())
+        groups = {name: group for name, group in self.groups.items() if name in names}
+        return plan(groups, boards, only=self.step, avoid={*self.avoid, *avoid})
 
     def elsewhere(self, there: Collection[int], boards: Mapping[int, BoardRecord]) -> Plan | None:
         """The rest with other writers for those that are `there`; None where no group can have another."""
@@ -90,13 +100,17 @@ class Writing:
 
     def orders(self, incident: int, folder: str, store: tuple[str, int], timeout_s: float) -> dict[int, Dump]:
         """What each rank that takes part in this attempt is to do."""
-        parts: dict[int, list[GroupOrder]] = {}
-        for order in self.pending.values():
+        names: dict[int, tuple[str, ...]] = {}
+        for name, order in self.pending.items():
             for rank in order.ranks:
-                parts.setdefault(rank, []).append(order)
+                names[rank] = (*names.get(rank, ()), name)
         what = (incident, self.attempt, self.step, folder)
         rest = (*store, timeout_s, tuple(self.doubts.ranks))
-        return {rank: Dump(*what, tuple(groups), *rest) for rank, groups in parts.items()}
+        dumps = {  # one for all who take part in the same groups
+            groups: Dump(*what, tuple(self.pending[name] for name in groups), *rest)
+            for groups in set(names.values())
+        }
+        return {rank: dumps[groups] for rank, groups in names.items()}
 
     def awaits(self, message: Written | WriteFailed) -> bool:
         """Whether it is of this attempt, and of a group that is not on disk."""

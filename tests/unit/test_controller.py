@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def test_twenty_thousand_ranks() -> None:
     orders = job.handle(Died(7, -9, 0.0, BoardRecord(7)), 1.0)
     told = [order.message for _, order in orders if isinstance(order, Addressed)]
     assert told == [Freeze(1)] * (ranks - 1)
+    assert not any(gc.is_tracked(order) for _, order in orders), "walked through again and again while made"
     for rank in range(ranks):
         if rank != 7:
             orders = job.handle(Frozen(rank, 1, BoardRecord(rank, 1, Phase.RUNNING, 5, 5, 5)), 2.0)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptor.control.messages import BoardRecord, Phase, Share
-from adaptor.control.plan import NoPlan, Plan, plan
+from adaptor.control.plan import NoPlan, Plan, groups_of, plan
 
 LAST_STEP = 8
 
@@ -119,7 +119,7 @@ def check_orders(job: Job, made: Plan) -> None:
 
 @given(jobs())
 def test_the_largest_consistent_step_is_found(job: Job) -> None:
-    made = plan(job.told, job.alive)
+    made = plan(groups_of(job.told), job.alive)
     best = job.best_step()
     if isinstance(made, NoPlan):
         assert best is None, made.reason
@@ -132,17 +132,20 @@ def test_a_step_that_nobody_has_begun_is_not_begun_for_the_save() -> None:
     """Who is let through to it leaves the step that everyone is at."""
     shares = {rank: (Share("g", 0, 1),) for rank in (0, 1)}
     ready, running = BoardRecord(0, 1, Phase.READY, 4, 4, 5), BoardRecord(1, 1, Phase.RUNNING, 4, 4, 4)
-    assert plan(shares, {0: ready, 1: running}).step == 4
-    assert plan(shares, {0: ready, 1: msgspec.structs.replace(running, phase=Phase.UNREADABLE)}).step == 4
-    assert plan(shares, {0: ready}).step == 5
+    assert plan(groups_of(shares), {0: ready, 1: running}).step == 4
+    assert (
+        plan(groups_of(shares), {0: ready, 1: msgspec.structs.replace(running, phase=Phase.UNREADABLE)}).step
+        == 4
+    )
+    assert plan(groups_of(shares), {0: ready}).step == 5
     past = BoardRecord(1, 1, Phase.RUNNING, 5, 5, 5)
-    assert plan(shares, {0: ready, 1: past}).step == 5
+    assert plan(groups_of(shares), {0: ready, 1: past}).step == 5
     turned_back = BoardRecord(1, 1, Phase.RUNNING, 4, 4, 5)  # it was READY, so others may have passed
-    assert plan(shares, {0: ready, 1: turned_back}).step == 5
+    assert plan(groups_of(shares), {0: ready, 1: turned_back}).step == 5
     other = {0: (Share("g", 0, 1),), 1: (Share("h", 0, 1),), 2: (Share("h", 0, 1),)}
     assert (
         plan(
-            other,
+            groups_of(other),
             {
                 0: BoardRecord(0, 1, Phase.UPDATING, 4, 4, 5),
                 1: BoardRecord(1, 1, Phase.READY, 4, 4, 5),
@@ -155,7 +158,7 @@ def test_a_step_that_nobody_has_begun_is_not_begun_for_the_save() -> None:
 
 @given(jobs(), st.integers(0, LAST_STEP + 1))
 def test_one_step_alone(job: Job, step: int) -> None:
-    made = plan(job.told, job.alive, only=step)
+    made = plan(groups_of(job.told), job.alive, only=step)
     if isinstance(made, NoPlan):
         assert not job.shards or not job.possible(step)
     else:
@@ -165,7 +168,7 @@ def test_one_step_alone(job: Job, step: int) -> None:
 
 @given(jobs())
 def test_the_reason_is_true(job: Job) -> None:
-    made = plan(job.told, job.alive)
+    made = plan(groups_of(job.told), job.alive)
     if isinstance(made, Plan):
         return
     abandoned = {
@@ -197,10 +200,10 @@ def test_a_rank_at_the_door_gives_both_steps() -> None:
     ahead = BoardRecord(0, phase=Phase.RUNNING, oldest=5, finished=5, ahead=5)
     at_the_door = BoardRecord(1, phase=Phase.READY, oldest=4, finished=4, ahead=5)
     behind = BoardRecord(1, phase=Phase.RUNNING, oldest=4, finished=4, ahead=4)
-    made = plan(shares, {0: ahead, 1: at_the_door})
+    made = plan(groups_of(shares), {0: ahead, 1: at_the_door})
     assert isinstance(made, Plan)
     assert made.step == 5
-    assert isinstance(plan(shares, {0: ahead, 1: behind}), NoPlan)
+    assert isinstance(plan(groups_of(shares), {0: ahead, 1: behind}), NoPlan)
 
 
 @given(st.data())
@@ -222,7 +225,7 @@ def test_ranks_with_local_copies_have_a_step_in_common(data: st.DataObject) -> N
         boards.append(BoardRecord(rank, 1, phase, oldest, finished, finished + (phase is not Phase.RUNNING)))
     count = len(boards)
     shares = {rank: (Share("dense", rank, count),) for rank in range(count)}
-    made = plan(shares, dict(enumerate(boards)))
+    made = plan(groups_of(shares), dict(enumerate(boards)))
     assert isinstance(made, Plan)
     assert made.step >= 5
     assert (made.step >= 6) == all(board.provides(6) for board in boards)
@@ -231,7 +234,7 @@ def test_ranks_with_local_copies_have_a_step_in_common(data: st.DataObject) -> N
 def test_shards_of_different_groups_may_come_from_one_rank() -> None:
     shares = {0: (Share("a", 0, 1), Share("b", 0, 2)), 1: (Share("b", 1, 2),)}
     running = {rank: BoardRecord(rank, phase=Phase.RUNNING, oldest=3, finished=3, ahead=3) for rank in shares}
-    made = plan(shares, running)
+    made = plan(groups_of(shares), running)
     assert isinstance(made, Plan)
     assert [(order.group, order.holders, order.writer) for order in made.groups] == [
         ("a", (0,), 0),
