@@ -83,7 +83,7 @@ def lose(node: Node) -> None:
     """A node that is lost takes no leave."""
     hub = way_of(node).hub
     if hub is not None:
-        hub._sends.clear()
+        node._loop.call_soon_threadsafe(hub._sends.clear)
     node.close()
 
 
