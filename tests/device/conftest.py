@@ -16,9 +16,10 @@ from adaptor.devices.accelerator import Accelerator
 from adaptor.devices.cuda import Cuda
 from adaptor.devices.npu import Npu
 from tests.device.recording import Machine
+from tests.unit.threads import LONG_S
 
 LANDING = 64  # bytes, so that small tensors take several parts
-SHORT_S = 0.2
+SHORT_S = 0.2  # for what never ends
 NAMES = ("Event", "Stream", "current_stream", "device", "stream")
 
 
@@ -37,6 +38,12 @@ def machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=made))
     _memory_is_written_down(made, monkeypatch)
     yield made
+    # What was given up may only begin now, and must not find torch's own functions.
+    for stream in made.made:
+        stream.unblock()
+    for thread in threading.enumerate():
+        if thread.name == "ttp-device":
+            thread.join(LONG_S)
     made.close()
 
 
@@ -61,7 +68,7 @@ def _memory_is_written_down(machine: Machine, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def device(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     monkeypatch.setattr(accelerator, "_LANDING_BYTES", LANDING)
-    monkeypatch.setattr(accelerator, "_PROBE_S", SHORT_S)
+    monkeypatch.setattr(accelerator, "_PROBE_S", LONG_S)
     return Cuda(machine.place) if kind == "cuda" else Npu(machine.place)
 
 
@@ -70,6 +77,6 @@ def in_a_thread(act: Any) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(act()), name="dump", daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(LONG_S)
     assert found, "it hangs"
     return found[0]

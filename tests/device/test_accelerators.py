@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from adaptor import devices
+from adaptor.devices import accelerator
 from adaptor.devices.accelerator import Accelerator
 from adaptor.devices.cuda import Cuda
 from adaptor.devices.device import HOST
@@ -20,6 +22,7 @@ from adaptor.devices.npu import Npu
 from adaptor.errors import LayoutError
 from tests.device.conftest import NAMES, SHORT_S, in_a_thread
 from tests.device.recording import ERROR, Machine
+from tests.unit.threads import LONG_S
 
 TENSORS = {
     "one part": torch.arange(16.0),
@@ -100,13 +103,13 @@ def test_copies_of_an_abandoned_dump_do_not_mix_with_those_of_the_next(
 
 
 def test_a_mark_is_passed_when_the_stream_comes_there(device: Accelerator, machine: Machine) -> None:
-    assert device.wait(device.mark(), 5)
+    assert device.wait(device.mark(), LONG_S)
     machine.default.block()
     mark = device.mark()
     assert not device.done(mark)
     assert not device.wait(mark, 0.05)
     machine.default.unblock()
-    assert device.wait(mark, 5)
+    assert device.wait(mark, LONG_S)
     assert device.done(mark)
     assert device.done(None)
     assert device.wait(None, 0)
@@ -123,7 +126,7 @@ def test_a_device_that_has_failed_says_so(device: Accelerator, machine: Machine)
     machine.error = ERROR
     assert device.unreadable() == "CUDA error: an illegal memory access was encountered"
     assert device.done(mark)  # nobody waits for it: what it has cannot be read
-    assert device.wait(mark, 5)
+    assert device.wait(mark, LONG_S)
 
 
 class _Backend:
@@ -183,12 +186,18 @@ def test_what_never_ends_is_ended_only_where_nothing_can_be_read(
     assert said == []
     for stream in machine.made:
         stream.block()
+    # The first probe alone is in vain; what comes then ends by itself.
+    within, limits = accelerator.within, itertools.chain([SHORT_S], itertools.repeat(LONG_S))
+    monkeypatch.setattr(accelerator, "within", lambda limit, act: within(next(limits), act))
     assert device.unreadable() == ""
     wanted = {"cuda": ["start", "abort 1", "abort 2", "end"], "npu": ["stop 1", "restart 1"]}
     assert said == wanted[kind]
 
 
-def test_a_device_that_never_answers_is_given_up(device: Accelerator, machine: Machine) -> None:
+def test_a_device_that_never_answers_is_given_up(
+    device: Accelerator, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "_PROBE_S", SHORT_S)
     for stream in machine.made:
         stream.block()
     assert device.unreadable() == f"it has not answered within {SHORT_S:g} s"

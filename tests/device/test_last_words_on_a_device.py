@@ -19,6 +19,7 @@ from adaptor.devices.device import HOST, Device
 from tests.device.conftest import SHORT_S, in_a_thread
 from tests.device.recording import Machine
 from tests.unit.test_checkpoint_dump import RECORD, Rank
+from tests.unit.threads import LONG_S
 
 
 def on_the_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Rank:
@@ -48,7 +49,7 @@ def test_a_rank_is_ready_when_its_stream_has_come_so_far(device: Accelerator, ma
     thread.join(SHORT_S)
     assert thread.is_alive()
     machine.default.unblock()
-    thread.join(20)
+    thread.join(LONG_S)
     assert not thread.is_alive()
 
 

@@ -68,8 +68,9 @@ KINDS += ("nan",)
 # agent that is stopped for a while; a wall clock that jumps by a day.
 KINDS += ("pause", "short-cut", "slow-link", "agent-pause", "clock-back", "clock-ahead")
 PAUSE_S = 8.0
-# Less than a silence that counts as the loss of a node; the kernel sends again after 0.2 s and 0.6 s.
-SHORT_CUT_S = 0.4
+# Less than a silence that counts as the loss of a node: the kernel sends again after 0.2 s and 0.6 s, and who
+# mends it takes some time, too.
+SHORT_CUT_S = 0.3
 # More than that; but the kernel of a node whose agent stands still goes on answering.
 AGENT_PAUSE_S = 7.0
 
@@ -151,6 +152,7 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
+                _until_it_is_known()
             case "sigsegv":
                 ctypes.string_at(0)
             case "agent-sigkill":
@@ -159,11 +161,14 @@ class Injector:
                 threading.Event().wait()
             case "agent-sigterm":
                 os.kill(os.getppid(), signal.SIGTERM)
+                _until_it_is_known()
             case "agent-sigint":
                 os.kill(os.getppid(), signal.SIGINT)
+                _until_it_is_known()
             case "tree-sigterm":
                 for process in _tree(os.getppid()):
                     os.kill(process, signal.SIGTERM)
+                _until_it_is_known()
             case "agent-sigint-twice":
                 for _ in range(2):
                     os.kill(os.getppid(), signal.SIGINT)
@@ -181,8 +186,7 @@ class Injector:
                 if fault.heals is not None:
                     namespaces.heal_after(fault.heals / 1000)
             case "short-cut":
-                namespaces.cut()
-                threading.Timer(SHORT_CUT_S, namespaces.slow_down).start()
+                namespaces.cut_for(SHORT_CUT_S)
             case "slow-link":
                 namespaces.slow_down()
             case "clock-back":
@@ -217,6 +221,14 @@ class Injector:
                 sys.exit(fault.code)
             case "exception":
                 raise InjectedError(str(fault))
+
+
+def _until_it_is_known() -> None:
+    """That the job is to end: where the agent is slow, the training might come to its own end before."""
+    from adaptor.control import runtime
+
+    while not runtime.get().session.door.closed:
+        time.sleep(0.005)
 
 
 def _spoil() -> None:

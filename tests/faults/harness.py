@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +23,7 @@ from tests.faults.fault import Fault
 from tests.faults.namespaces import Namespaces
 from tests.faults.publishing import VARIABLE as PUBLISHING
 from tests.frameworks import args, prepare, record
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/frameworks/record.py"
@@ -233,7 +231,7 @@ def run(job: Job) -> Ended:
     # Not below the job: the paths of sockets are short, and data loaders put theirs there.
     scratch = Path(tempfile.mkdtemp(prefix="ttp-test-"))
     mark = uuid.uuid4().hex
-    ports = _free_ports(2)
+    ports = free_ports(2)
     environment = args.environment(
         TTP_LOG_PATH=str(job.out / "logs"),
         TTP_PORT=str(ports[1]),
@@ -356,19 +354,3 @@ def _wait(agents: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[int,
     deadline = time.monotonic() + timeout_s
     codes = tuple(agent.wait(max(0.0, deadline - time.monotonic())) for agent in agents)
     return tuple(code if code >= 0 else 128 - code for code in codes)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Below those that the kernel gives away: until the job binds them nobody else gets them by chance."""
-    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    candidates = random.sample(range(10_000, max(int(first), 20_000)), 100)
-    return list(itertools.islice(filter(_free, candidates), count))
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 MARK = "TTP_TEST_JOB"
-# What a killed process held is given back by the kernel a moment after its parent knows of its death.
-GONE_WITHIN_S = 5.0
+# What a killed process held is given back by the kernel a moment after its parent knows of its death; on a
+# machine with much other work that may be some seconds.
+GONE_WITHIN_S = 60.0
 SHARED = Path("/dev/shm")
 
 

@@ -81,7 +81,7 @@ def test_what_takes_long_and_is_no_hang(tmp_path: Path, baseline_of: BaselineOf)
         tmp_path / "job",
         DP2,
         save=tmp_path / "save",
-        options=["--ttp-hang", "3"],
+        options=["--ttp-hang", "6"],
         faults=["rank=1,step=5,phase=between,kind=pause"],
     )
     ended = harness.run(job)

@@ -13,8 +13,9 @@ from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP2, DP4, Job
 from tests.faults.scenario import BaselineOf, assert_last_words, ends, goes_on, restarts
 
-# A node that falls silent is noticed after 1.5 s (`wire`), where the machine has nothing else to do.
-NOTICED_S = 5.0
+# A node that falls silent is noticed after 1.5 s (`wire`), where the machine has nothing else to do. By what
+# is waited for otherwise it would take two minutes (TTP_HANG, TTP_OT).
+NOTICED_S = 20.0
 RANKS = pytest.mark.parametrize("rank", [1, 2], ids=["node0", "node1"])
 
 
@@ -75,7 +76,7 @@ def test_one_node_is_told_to_end(rank: int, kind: str, tmp_path: Path, baseline_
         restarts=1,
         faults=[f"rank={rank},step=5,phase=forward,kind={kind}"],
     )
-    ended, _ = ends(job, baseline_of(DP4), code=143, saved={4, 5, 6, 7})
+    ended, _ = ends(job, baseline_of(DP4), code=143, saved={4, 5})
     for log in ended.logs:
         assert f"ttprun on node {rank // 2}" in log or kind == "tree-sigterm"
         assert "was told to end by SIGTERM; step " in log

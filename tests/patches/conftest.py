@@ -78,7 +78,7 @@ def python(folder: Path) -> Run:
             env={**clean, "PYTHONPATH": path, **(env or {})},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
 

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import ssl
 from typing import Any
 
 from adaptor.control import wire
 from adaptor.control.messages import Beat, ControllerToAgent, Legacy
 from adaptor.launchers import proof
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Agent:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from adaptor import config
 from adaptor.checkpoint import publish
 from adaptor.control.messages import Verdict
+from adaptor.launchers import node as node_module
 from adaptor.launchers.hub import Hub
 from adaptor.launchers.node import Node
 from tests.unit.threads import LONG_S
@@ -43,6 +44,17 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def open_descriptors(pid: int) -> dict[str, str]:
+    """What each of them is, by its number."""
+    found = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found[path.name] = str(path.readlink())
+        except FileNotFoundError:  # the one that reads the folder, or one that was closed meanwhile
+            continue
+    return found
 
 
 def hub_of(node: Node) -> Hub:
@@ -105,7 +117,7 @@ class Job:
         self.nodes: list[Node] = []
 
     def node(self, **settings: str) -> Node:
-        made = Node(config.load({"TTP_LOG_PATH": str(self.logs), "TTP_OT": "10", **settings}))
+        made = Node(config.load({"TTP_LOG_PATH": str(self.logs), **settings}))
         self.nodes.append(made)
         return made
 
@@ -124,6 +136,9 @@ class Job:
             node.meet()
         for worker in self.workers.values():
             assert worker.hears() == "here"
+        # Its hello may come later, and before it a worker is told nothing.
+        heard = [node._workers._connections for node in chosen]
+        wait_until(lambda: sum(map(len, heard)) == world_size, "the agents have heard of their workers")
 
     def train(self, *lines: str) -> None:
         """All of them."""
@@ -175,5 +190,6 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, "")  # restored in the end
     made = Job(tmp_path, getattr(request, "param", 1))
     monkeypatch.setenv("TTP_LOG_PATH", str(made.logs))  # for workers
+    monkeypatch.setattr(node_module, "EXIT_GRACE_S", LONG_S)  # who goes by itself may do so slowly
     yield made
     made.close()

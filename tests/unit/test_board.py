@@ -180,7 +180,7 @@ def test_no_reading_is_torn() -> None:
         while memory.read(1).finished < 1:
             time.sleep(0)
         end = time.monotonic() + 1
-        while time.monotonic() < end:
+        while time.monotonic() < end or seen <= 1000:
             time.sleep(0)
             read = memory.read(1)
             n = read.finished
@@ -188,7 +188,6 @@ def test_no_reading_is_torn() -> None:
             assert (read.oldest, read.ahead, read.progress, read.grad_norm) == (n, n, n, n)
             assert read.error == str(n)
             seen = n
-    assert seen > 1000
 
 
 @pytest.mark.usefixtures("restless")

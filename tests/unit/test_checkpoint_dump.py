@@ -19,6 +19,7 @@ from adaptor.checkpoint.megatron import TrainingState
 from adaptor.checkpoint.records import StepRecord
 from adaptor.checkpoint.shards import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
+from tests.unit.threads import LONG_S
 
 # Two buckets; the second is smaller than one shard's share of its padding would suggest.
 BUCKETS = ((("a", (3, 5)), ("b", (7,))), (("c", (2,)),))
@@ -127,7 +128,7 @@ RECORD = StepRecord(
 )
 
 
-def together(tmp_path: Path, work: list[Callable[[Any], Any]], seconds: float = 20) -> list[Any]:
+def together(tmp_path: Path, work: list[Callable[[Any], Any]], seconds: float = LONG_S) -> list[Any]:
     """Runs each function with its rank of one gloo group, in threads; returns results or raised errors."""
     results: list[Any] = [None] * len(work)
 
@@ -143,7 +144,7 @@ def together(tmp_path: Path, work: list[Callable[[Any], Any]], seconds: float = 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(2 * LONG_S)
     return results
 
 

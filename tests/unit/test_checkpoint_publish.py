@@ -27,15 +27,19 @@ class Crash(BaseException):
 
 
 class _Clock:
-    """Counts what the code asks of the system, and crashes before call number `at`."""
+    """Counts what the code asks of the system, and crashes before call number `at`.
+
+    thread  whose calls count: those of other tests may have something to do, too
+    """
 
     def __init__(self) -> None:
         self.armed = False
+        self.thread = 0
         self.at = 0
         self.calls: list[str] = []
 
     def tick(self, what: str) -> None:
-        if not self.armed:
+        if not self.armed or threading.get_ident() != self.thread:
             return
         self.calls.append(what)
         if len(self.calls) == self.at:
@@ -59,7 +63,8 @@ sys.addaudithook(_heard)
 @contextmanager
 def crash_before(call: int) -> Iterator[_Clock]:
     """Crashes before the `call`th operation on the disk; 0 never does, and only counts."""
-    CLOCK.armed, CLOCK.at, CLOCK.calls = True, call, []
+    CLOCK.thread, CLOCK.at, CLOCK.calls = threading.get_ident(), call, []
+    CLOCK.armed = True
     try:
         yield CLOCK
     finally:

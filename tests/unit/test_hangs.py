@@ -14,10 +14,13 @@ import torch
 
 from adaptor.control import controller, stacks
 from adaptor.control.messages import Freeze, Looked, Still
+from adaptor.launchers import node as node_module
 from adaptor.launchers import witness
+from adaptor.launchers import workers as workers_module
 from adaptor.launchers.witness import Witness
 from adaptor.launchers.workers import Workers
 from tests.unit.nodes import Job, job, state_of, wait_until
+from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
 
@@ -28,7 +31,10 @@ _PTRACE_SEIZE, _PTRACE_DETACH = 0x4206, 17
 def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], list[int]]:
     """Rank 0 stands in a collective, rank 1 holds the interpreter lock, rank 2 is stopped: the stacks that
     there are when the first of them is ended, and the ranks that live then."""
-    monkeypatch.setattr(controller, "ANSWER_S", 3.5)
+    # All of it is spent, for two ranks do not answer and do not go; a slow machine needs most of it.
+    monkeypatch.setattr(witness, "LOOK_S", 5.0)
+    monkeypatch.setattr(controller, "ANSWER_S", 8.0)
+    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 3.0)
     stacks_then: dict[str, str] = {}
     alive_then: list[int] = []
     end_the_living = Workers.end_the_living
@@ -102,11 +108,12 @@ def test_a_debugger_in_a_worker_takes_its_time(job: Job, monkeypatch: pytest.Mon
         return answers[-1]
 
     monkeypatch.setattr(Workers, "take_their_time", asks_and_tells)
+    monkeypatch.setattr(workers_module, "LOOKED_S", LONG_S)
     job.begin(1, [job.node(TTP_HANG="1")])
-    job.train("step", "watched")
+    job.train("step")
     job.workers[0].send("debug")
-    wait_until(lambda: len(answers) == 2, "it has been asked twice")
-    assert answers == [True, True]
+    wait_until(lambda: len(answers) >= 2, "it has been asked twice")
+    assert all(answers)
     assert job.nodes[0].verdict is None
     job.workers[0].send("continue")
     verdict = job.verdict()

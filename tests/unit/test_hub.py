@@ -37,7 +37,8 @@ from adaptor.launchers.node import Node
 from adaptor.launchers.strangers import Strangers
 from adaptor.launchers.way import Way
 from tests.certificates import Authority
-from tests.unit.agents import Agent, free_port
+from tests.ports import free_port
+from tests.unit.agents import Agent
 from tests.unit.nodes import Job, hub_of, job, wait_until
 from tests.unit.threads import LONG_S, Thread
 
@@ -82,7 +83,7 @@ def lose(node: Node) -> None:
     """A node that is lost takes no leave."""
     hub = way_of(node).hub
     if hub is not None:
-        hub._sends.clear()
+        node._loop.call_soon_threadsafe(hub._sends.clear)
     node.close()
 
 
@@ -219,7 +220,8 @@ def test_the_node_that_takes_over_is_lost_as_well(job: Job) -> None:
     assert job.saved() == {"g.txt": f"{FIRST} {FIRST} {FIRST * 4} 1024.0"}
 
 
-def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
+def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.1)  # the workers are not told
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)
@@ -480,6 +482,8 @@ def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: py
         agent = await Agent.connect(port)
         await agent.prove(secret)
         agent.say(AgentHello(1, (1,)))
+        while 1 not in hub._sends:
+            await asyncio.sleep(0.001)
         await asyncio.sleep(0.2)
         assert 1 in hub._sends
         agent.writer.write(wire.frame(Raised(1, "boom", 1))[:-1])

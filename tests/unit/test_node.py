@@ -21,7 +21,7 @@ from adaptor.control.messages import Hello, Raised, Verdict
 from adaptor.control.processor import EXIT_SURVIVOR
 from adaptor.control.runtime import GENERATION
 from adaptor.launchers import node as node_module
-from tests.unit.nodes import Job, hub_of, is_gone, job, state_of, wait_until
+from tests.unit.nodes import Job, hub_of, is_gone, job, open_descriptors, state_of, wait_until
 from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
@@ -92,8 +92,11 @@ def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
     """Its lifeline is cut all the same; when the new program ends, that is seen by the operating system."""
     job.begin(2)
     job.workers[0].does("begin")
+    held = job.nodes[0]._workers._held
+    wait_until(lambda: 1 in held, "its lifeline is watched")
     job.workers[1].send("replace")
     assert job.workers[1].hears() == "replaced"
+    wait_until(lambda: 1 not in held, "it is known that its lifeline is cut")
     job.workers[1].send("3")
     verdict = job.verdict()
     assert (verdict.outcome, verdict.exit_code) == ("nothing", 3)
@@ -264,7 +267,7 @@ def test_strangers_on_the_workers_socket(job: Job) -> None:
         except ConnectionResetError:  # it had not read all that was sent to it
             pass
     counted = job.nodes[0]._workers._strangers.counted
-    assert counted["were no worker of this node"] >= 3
+    wait_until(lambda: counted["were no worker of this node"] == 3, "they are counted")
     job.workers[0].does("step")
     assert job.nodes[0].verdict is None
     job.workers[0].send("raise")
@@ -378,19 +381,10 @@ def test_an_error_of_the_controller_s_own_ends_the_job(
 
 
 def test_nothing_is_left_behind(job: Job) -> None:
-    def open_descriptors() -> dict[str, str]:
-        found = {}
-        for path in Path("/proc/self/fd").iterdir():
-            try:
-                found[path.name] = str(path.readlink())
-            except FileNotFoundError:  # the one that reads the folder
-                continue
-        return found
-
     job.begin(1)  # what the first use of torch's store opens for good is not counted
     job.close()
     job.nodes = []
-    before, threads = open_descriptors(), set(threading.enumerate())
+    before, threads = open_descriptors(os.getpid()), set(threading.enumerate())
     job.begin(2)
     address = os.environ["TTP_AGENT"]
     hub = hub_of(job.nodes[0])
@@ -407,7 +401,7 @@ def test_nothing_is_left_behind(job: Job) -> None:
     job.nodes = []
     assert all(is_gone(pid) for pid in pids)
     wait_until(lambda: set(threading.enumerate()) <= threads, "the threads have ended")
-    assert set(open_descriptors().items()) - set(before.items()) == set()
+    assert set(open_descriptors(os.getpid()).items()) - set(before.items()) == set()
     assert address not in Path("/proc/net/unix").read_text()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(store, LONG_S)

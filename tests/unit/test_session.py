@@ -404,7 +404,13 @@ def test_a_broken_barrier_counts_as_ready(worker: Worker) -> None:
         assert worker.session.record_of(4).step == 4
         assert worker.trainee.weights == 4
         woken = []
-        worker.bring_to(5, lambda: woken.append(1) or 1, LONG_S)
+
+        def wake() -> int:
+            woken.append(1)
+            worker.session.let_through(5)  # not before: the main thread might need no waking then
+            return 1
+
+        worker.session.bring_to(5, wake, LONG_S)
         assert woken == [1]
         main.result()
     assert worker.trainee.weights == 5

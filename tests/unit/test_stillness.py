@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 from adaptor.control import stacks
 from adaptor.control.messages import CALL, BoardRecord, Moving, Phase, Standing, Still
 from adaptor.control.stillness import ABSENT_S, AGAIN, FACTOR, Stillness, hang
+from tests.unit.nodes import wait_until
+from tests.unit.threads import LONG_S, Thread
 
 IN_A_STEP = BoardRecord(0, 1, Phase.RUNNING, 4, 4, 4, inside=5, slowest=1.0)
 OTHER = msgspec.structs.replace(IN_A_STEP, rank=1)
@@ -126,23 +130,34 @@ def test_a_watch_that_was_stopped_itself_starts_anew() -> None:
     assert watch.look([IN_A_STEP], 20.5 + ABSENT_S + 1000) is None
 
 
-def _standing_in(act: Callable[[], Any], path: Path) -> Standing:
-    """What is told of this thread while it is in `act`; a timer asks."""
-    told: list[Standing | None] = []
-    written = threading.Event()
-    timer = threading.Timer(0.1, lambda: told.append(stacks.look(path, 10.0, written.set)))
-    timer.start()
-    act()
-    timer.join()
-    (standing,) = told
+def _standing_in(act: Callable[[threading.Event], Any], path: Path) -> Standing:
+    """What is told of this thread while it is in `act`, in which it waits for what is given to it."""
+    written, told = threading.Event(), threading.Event()
+
+    def ask() -> Standing | None:
+        wait_until(lambda: "waiter.acquire(True, timeout)" in _line(), "the main thread waits")
+        try:
+            return stacks.look(path, LONG_S, written.set)
+        finally:
+            told.set()
+
+    with Thread(ask) as other:
+        act(told)
+        standing = other.result()
     assert standing is not None
     assert written.is_set()
     return standing
 
 
+def _line() -> str:
+    """Where the main thread is."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
 def test_a_lock_is_no_collective(tmp_path: Path) -> None:
     path = tmp_path / "stacks" / "rank0.txt"
-    there = _standing_in(lambda: threading.Event().wait(0.5), path)
+    there = _standing_in(lambda told: told.wait(LONG_S), path)
     assert not there.waits
     assert there.where.startswith("wait (threading.py:")
     assert " in test_a_lock_is_no_collective\n" in path.read_text()
@@ -154,7 +169,7 @@ def test_the_main_thread_is_the_first_of_however_many(tmp_path: Path) -> None:
     others = [threading.Thread(target=go.wait, name=f"one of many {number}") for number in range(150)]
     for other in others:
         other.start()
-    _standing_in(lambda: threading.Event().wait(0.5), path)
+    _standing_in(lambda told: told.wait(LONG_S), path)
     go.set()
     for other in others:
         other.join()
@@ -167,14 +182,14 @@ def test_the_main_thread_is_the_first_of_however_many(tmp_path: Path) -> None:
 def test_the_way_to_where_one_stands(tmp_path: Path) -> None:
     """The same from the outermost call to where two ways part."""
 
-    def stand(in_another_place: bool) -> None:
+    def stand(told: threading.Event, in_another_place: bool) -> None:
         if in_another_place:
-            threading.Event().wait(0.5)
+            told.wait(LONG_S)
         else:
-            threading.Event().wait(0.5)
+            told.wait(LONG_S)
 
     ways = [
-        _standing_in(lambda place=place: stand(place), tmp_path / str(number)).way  # type: ignore[misc]
+        _standing_in(lambda told, place=place: stand(told, place), tmp_path / str(number)).way  # type: ignore[misc]
         for number, place in enumerate((False, False, True))
     ]
     calls = [[way[start : start + CALL] for start in range(0, len(way), CALL)] for way in ways]
@@ -189,7 +204,8 @@ def test_the_way_to_where_one_stands(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_costs_no_answer(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert (
-        stacks.look(tmp_path / "file" / "rank0.txt", 10.0, lambda: pytest.fail("it is not there")) is not None
+        stacks.look(tmp_path / "file" / "rank0.txt", LONG_S, lambda: pytest.fail("it is not there"))
+        is not None
     )
 
 

@@ -6,9 +6,8 @@
 as a collective does; `raise`, `raise-inside` raise between steps, or inside of the update window; `refuse`
 says that this cannot be protected; `exit N` leaves by sys.exit; `leave N` ends the process on the spot;
 `child` starts a process of this worker's own, `fork` one that is a copy of it; `replace` becomes another
-program, which ends with the code that it reads; `watched` begins a step that is to end soon; `debug` stands
-in a debugger, whose commands follow; `hold` never lets go of the interpreter lock. Each is answered on
-stdout.
+program, which ends with the code that it reads; `debug` begins a step that is to end soon and stands in a
+debugger, whose commands follow; `hold` never lets go of the interpreter lock. Each is answered on stdout.
 """
 
 from __future__ import annotations
@@ -75,11 +74,10 @@ def main() -> None:
             case ["replace"]:
                 program = "print('replaced', flush=True); raise SystemExit(int(input()))"
                 os.execv(sys.executable, [sys.executable, "-c", program])
-            case ["watched"]:
+            case ["debug"]:
                 board = loop.session.board
                 board.slowest = 0.1
                 board.enter(step + 1)
-            case ["debug"]:
                 pdb.Pdb(nosigint=True).set_trace()
             case ["hold"]:
                 print("holding", flush=True)
