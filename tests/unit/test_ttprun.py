@@ -22,7 +22,7 @@ from adaptor.errors import ConfigError
 from adaptor.launchers import flags, ttprun
 from adaptor.mindio.client import sdk
 from tests.certificates import Authority
-from tests.ports import free_ports
+from tests.ports import free_port, free_ports
 from tests.unit.nodes import ROOT, is_gone, open_descriptors, state_of, wait_until
 from tests.unit.threads import LONG_S
 
