@@ -10,7 +10,7 @@ import pytest
 
 from adaptor.control import runtime
 from adaptor.errors import LayoutError
-from adaptor.patches import _ascendspeed, _megatron, megatron_training
+from adaptor.patches import _ascendspeed, _megatron, _mindspeed, megatron_training
 
 
 def _args(**more: Any) -> Namespace:
@@ -53,11 +53,28 @@ def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -
             {"reuse_fp32_param": True},
             "--reuse-fp32-param is True: main params that share .*; leave it out, or",
         ),
+        ({"swap_optimizer": True}, "--swap-optimizer is True: optimizer state that is on the host"),
+        ({"virtual_optimizer": [65.0]}, r"--virtual-optimizer is \[65.0\]: optimizer state that is on the"),
+        ({"smart_swap": True}, "--smart-swap is True: tensors that are on the host"),
+        ({"compress_optimizer": True}, "--compress-optimizer is True: compressed optimizer state"),
+        ({"quant_states": "mxfp8"}, "--quant-states is mxfp8: optimizer state in 8 bits"),
+        ({"quant_grads": True}, "--quant-grads is True: gradients with scales of their own"),
+        ({"o2_optimizer": True}, "--o2-optimizer is True: moments in bf16"),
+        (
+            {"optimizer_selection": "fused_ema_adamw"},
+            "--optimizer-selection is fused_ema_adamw: .*; use fused_adamw or fused_torch_adamw, or",
+        ),
+        ({"use_ema": True}, "--use-ema is True: an average of the weights"),
+        ({"layerzero": True}, "--layerzero is True: LayerZero"),
+        ({"enable_zero3": True}, "--enable-zero3 is True: ZeRO-3"),
+        ({"enable_expert_placement": True}, "--enable-expert-placement is True: experts that move"),
     ],
 )
 def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
     """They add these options to Megatron-LM's own."""
-    megatron_training._require_protected(Namespace(lora_target_modules=[], reuse_fp32_param=False))
+    usual: dict[str, Any] = dict.fromkeys(name for name, _, _ in _mindspeed.PROTECTED)
+    usual |= {"lora_target_modules": [], "reuse_fp32_param": False, "optimizer_selection": "fused_adamw"}
+    megatron_training._require_protected(Namespace(**usual))
     with pytest.raises(LayoutError, match=line):
         megatron_training._require_protected(Namespace(**given))
 
