@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from adaptor.checkpoint import torch_dist
+from adaptor.checkpoint import publish, torch_dist
 from adaptor.checkpoint.megatron import FLOPS, TrainingState, unwrapped
 from adaptor.checkpoint.naming import TRACKER
 from adaptor.checkpoint.rng import RandomStates
@@ -33,6 +33,7 @@ _START_ONLY = {
     "finetune": False,
     "no_load_optim": None,
     "no_load_rng": None,
+    "load_main_params_from_ckpt": False,  # which the framework takes with no_load_optim alone
     "ckpt_step": None,
     # Of ModelLink.
     "no_load_lr_state": False,
@@ -42,7 +43,7 @@ _START_ONLY = {
 
 def resume_after_restart(args: Any) -> None:
     """A restarted job goes on from the newest checkpoint in its --save folder, whatever it began from."""
-    if os.environ.get(RESUME) != "1" or not (Path(args.save) / TRACKER).is_file():
+    if os.environ.get(RESUME) != "1" or not (Path(args.save) / TRACKER).is_file() or _has_saved_nothing(args):
         return
     changed = {
         name: value for name, value in _START_ONLY.items() if getattr(args, name, value) not in (value, False)
@@ -56,6 +57,19 @@ def resume_after_restart(args: Any) -> None:
     args.load = args.save
     for name, value in changed.items():
         setattr(args, name, value)
+
+
+def _has_saved_nothing(args: Any) -> bool:
+    """Whether what is in --save is of an earlier run: of no later step than this job has begun at."""
+    if (
+        args.load in (None, args.save)
+        or getattr(args, "finetune", False)
+        or getattr(args, "reset_iteration", False)
+    ):
+        return False
+    began = getattr(args, "ckpt_step", None) or publish.tracked_step(Path(args.load))
+    saved = publish.tracked_step(Path(args.save))
+    return began is not None and saved is not None and saved <= began
 
 
 def accepts_local_copy(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
@@ -128,9 +142,7 @@ def trainee(
     def evaluated(step: int) -> int:
         """Samples of the evaluation that follows `step`: the framework saves after it."""
         due = args.do_valid and args.eval_interval and step % args.eval_interval == 0
-        # With --full-validation the framework finds the number out, and keeps a list for several sets.
-        iters = sum(args.eval_iters) if isinstance(args.eval_iters, list) else args.eval_iters
-        return int(iters * args.global_batch_size) if due else 0
+        return samples_of_an_evaluation(args, eval_iters) if due else 0
 
     def growth() -> dict[str, int | float]:
         done = num_floating_point_operations(args, batch())
@@ -143,6 +155,10 @@ def trainee(
         }
 
     everyone = torch.distributed.new_group(backend="gloo")
+    # With --full-validation the framework finds it out where the data is read, and tells what rank 0 has.
+    told = [args.eval_iters]
+    torch.distributed.broadcast_object_list(told, src=0, group=everyone)
+    (eval_iters,) = told
     mirrors = replicas_of(
         optimizer,
         mpu.get_data_parallel_world_size(with_context_parallel=True),
@@ -177,6 +193,12 @@ def trainee(
         rerun=_rerun_state(rerun),
         local_copy=local_copy_of(optimizer, mirrors),
     )
+
+
+def samples_of_an_evaluation(args: Any, iters: int | list[int]) -> int:
+    """`iters`: the framework's --eval-iters, a list where there are several sets to evaluate on."""
+    batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size  # since 0.18
+    return int(batch * (sum(iters) if isinstance(iters, list) else iters))
 
 
 def _in_the_format_of(args: Any, state: TrainingState, first: int) -> TrainingState:

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def tell(path: str, tracker: str, listener: Callable[[str, str], Any]) -> None:
         with contextlib.suppress(ValueError):
             below = Path(path).relative_to(save.folder)
             named = (save.root / naming.final_name(save.step) / below, save.root / naming.TRACKER)
-            save.put_off.append(lambda: listener(*map(str, named)))
+            save.put_off.append(partial(listener, *map(str, named)))
             return
     listener(path, tracker)
 

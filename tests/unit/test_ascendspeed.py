@@ -89,7 +89,13 @@ def test_a_restart_loads_all_that_was_saved(
     tracked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --no-load-rng ModelLink would leave out the optimizer state, too."""
-    began = {"no_load_optim": True, "no_load_rng": True, "no_load_lr_state": True, "reset_iteration": True}
+    began = {
+        "no_load_optim": True,
+        "no_load_rng": True,
+        "load_main_params_from_ckpt": True,
+        "no_load_lr_state": True,
+        "reset_iteration": True,
+    }
     args = Namespace(rank=0, save=str(tmp_path), load="/weights", finetune=False, **began)
     if tracked:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
@@ -103,7 +109,44 @@ def test_a_restart_loads_all_that_was_saved(
     assert args.load == args.save
     assert not any(given.values())
     assert f"--load is /weights: the restarted job loads from --save {tmp_path}" in said
-    assert "--no-load-optim, --no-load-rng, --no-load-lr-state, --reset-iteration: not for the rest" in said
+    assert "--no-load-optim, --no-load-rng, --load-main-params-from-ckpt, --no-load-lr-state, --reset" in said
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "loads"),
+    [
+        ("3", {}, "/weights"),  # of an earlier run: this one began at 300, and has saved nothing
+        ("301", {}, "--save"),
+        ("3", {"finetune": True}, "--save"),  # which begins at 0
+        ("3", {"reset_iteration": True}, "--save"),  # so does this
+        ("250", {"ckpt_step": 200}, "--save"),
+        ("150", {"ckpt_step": 200}, "/weights"),
+    ],
+)
+def test_a_restart_goes_back_to_no_earlier_run(
+    saved: str, given: dict[str, Any], loads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, load = tmp_path / "save", tmp_path / "weights"
+    for folder, step in ((save, saved), (load, "300")):
+        folder.mkdir()
+        (folder / "latest_checkpointed_iteration.txt").write_text(step)
+    args = Namespace(
+        rank=0, save=str(save), load=str(load), **{"finetune": False, "ckpt_step": None, **given}
+    )
+    monkeypatch.setenv(runtime.RESUME, "1")
+    _megatron.resume_after_restart(args)
+    assert args.load == str(save if loads == "--save" else load)
+    if loads != "--save":
+        assert args.ckpt_step == given.get("ckpt_step")
+
+
+def test_samples_of_an_evaluation() -> None:
+    """With --full-validation a rank that reads no data has no number, and gets rank 0's."""
+    args = Namespace(global_batch_size=8)
+    assert _megatron.samples_of_an_evaluation(args, 2) == 16
+    assert _megatron.samples_of_an_evaluation(args, [2, 3]) == 40
+    args.eval_global_batch_size = 4
+    assert _megatron.samples_of_an_evaluation(args, 2) == 8
 
 
 @pytest.mark.parametrize(
