@@ -20,10 +20,14 @@ from adaptor.checkpoint.naming import TRACKER
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
 from adaptor.control.runtime import RESUME
+from adaptor.errors import LayoutError
 from adaptor.replica import layout
 
 # What counts up in the framework's arguments; a version may have less.
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+
+# Where ModelOpt keeps what it has made of a module.
+MODELOPT = "_modelopt_state"
 
 # How the framework's checkpoints are sharded; written with them.
 SHARDED = "_build_sharded_state_dict_metadata"
@@ -103,6 +107,15 @@ def _say_once(args: Any, line: str) -> None:
         print(f"[ttp] {line}", flush=True)
 
 
+def require_unconverted(model: Sequence[Any]) -> None:
+    """Refuse a model that ModelOpt has quantized, pruned or made a student: what it keeps beside the weights
+    is in every checkpoint of the framework, and nothing loads without it. Raises LayoutError."""
+    if any(hasattr(module, MODELOPT) for chunk in model for module in chunk.modules()):
+        raise LayoutError(
+            "the model was converted by ModelOpt, whose state cannot be protected yet; set ENABLE_TTP=False"
+        )
+
+
 def trainee(
     model: Sequence[Any], optimizer: Any, scheduler: Any, so_far: float, rerun: bool
 ) -> MegatronTrainee:
@@ -117,6 +130,7 @@ def trainee(
     from megatron.training.checkpointing import get_checkpoint_name
     from megatron.training.training import num_floating_point_operations
 
+    require_unconverted(model)
     # Up to 0.7 they are not of the core.
     core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
     batches = importlib.import_module(core.name if core else "megatron.training.global_vars")

@@ -36,6 +36,7 @@ _PROTECTED: Values = (
     ("gtp_weight_remat_size", (1,), "weights in --tensor-parallel-num-weight-shards"),
     ("expert_gtp_weight_remat_size", (1,), "weights in --expert-tensor-parallel-num-weight-shards"),
     ("dataloader_save", (None,), "a data loader with a state of its own"),
+    ("yaml_cfg", (None,), "a job whose arguments are in a file, which it reads later,"),
 )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adaptor.control import runtime
 from adaptor.errors import LayoutError
@@ -138,6 +139,14 @@ def test_a_restart_goes_back_to_no_earlier_run(
     assert args.load == str(save if loads == "--save" else load)
     if loads != "--save":
         assert args.ckpt_step == given.get("ckpt_step")
+
+
+def test_a_model_that_modelopt_has_converted() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    _megatron.require_unconverted([model])
+    setattr(model[0], _megatron.MODELOPT, [])
+    with pytest.raises(LayoutError, match="the model was converted by ModelOpt"):
+        _megatron.require_unconverted([model])
 
 
 def test_samples_of_an_evaluation() -> None:

@@ -66,6 +66,7 @@ REFUSED = [
     ("gtp_weight_remat_size", 2),
     ("expert_gtp_weight_remat_size", 2),
     ("dataloader_save", "dataloader"),
+    ("yaml_cfg", "gpt.yaml"),
 ]
 
 
