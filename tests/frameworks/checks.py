@@ -157,6 +157,7 @@ MINDSPEED = {
     ),
     "lora": _refuses("--lora-target-modules", "dense"),
     "reuse": _refuses("--reuse-fp32-param"),
+    "swap": _refuses("--swap-optimizer"),
 }
 CP2_DP2 = Layout("cp2-dp2", 4, extra=("--use-mcore-models", "--context-parallel-size", "2"))
 # Its own model is another than that of Megatron-core.
