@@ -9,7 +9,6 @@ from pathlib import Path
 from adaptor.checkpoint.publish import tracked_step
 from adaptor.errors import ConfigError
 
-
 # What names an object store, such as msc://profile/folder; a Path has lost the second slash.
 _STORE = re.compile(r"\w+:/")
 

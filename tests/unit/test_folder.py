@@ -22,6 +22,6 @@ def test_an_object_store_is_no_folder(
 ) -> None:
     """Last words, and the regular saves beside them, would be in a folder `msc:` of one machine."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="--save is .*: last words need a folder of a file system"):
+    with pytest.raises(ConfigError, match=r"--save is .*: last words need a folder of a file system"):
         folder.require_writable(save)
     assert list(tmp_path.iterdir()) == []
