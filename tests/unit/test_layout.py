@@ -67,6 +67,8 @@ REFUSED = [
     ("expert_gtp_weight_remat_size", 2),
     ("dataloader_save", "dataloader"),
     ("yaml_cfg", "gpt.yaml"),
+    ("use_custom_fsdp", True),
+    ("encoder_pipeline_model_parallel_size", 1),
 ]
 
 
