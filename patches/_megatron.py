@@ -153,18 +153,13 @@ def trainee(
             return 0  # up to 0.8 they are an error
         return int(batches.get_current_global_batch_size() - batches.get_current_running_global_batch_size())
 
-    def evaluated(step: int) -> int:
-        """Samples of the evaluation that follows `step`: the framework saves after it."""
-        due = args.do_valid and args.eval_interval and step % args.eval_interval == 0
-        return samples_of_an_evaluation(args, eval_iters) if due else 0
-
     def growth() -> dict[str, int | float]:
         done = num_floating_point_operations(args, batch())
         operations.add(args.curr_iteration, done)
         return {
             "consumed_train_samples": batch(),
             "skipped_train_samples": skipped(),
-            "consumed_valid_samples": evaluated(args.curr_iteration + 1),
+            "consumed_valid_samples": evaluated(args, eval_iters, args.curr_iteration + 1),
             FLOPS: done,
         }
 
@@ -209,9 +204,18 @@ def trainee(
     )
 
 
-def samples_of_an_evaluation(args: Any, iters: int | list[int]) -> int:
-    """`iters`: the framework's --eval-iters, a list where there are several sets to evaluate on."""
-    batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size  # since 0.18
+def evaluated(args: Any, iters: int | list[int], step: int) -> int:
+    """Samples of the evaluation that follows `step`, after which the framework saves; 0 where there is none.
+
+    Args:
+        iters: the framework's --eval-iters, a list where there are several sets to evaluate on.
+    """
+    if not (args.do_valid and args.eval_interval and step % args.eval_interval == 0):
+        return 0
+    # Since 0.18 it may begin late, and have batches of its own.
+    if step < (getattr(args, "start_eval_at_iter", None) or 0):
+        return 0
+    batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
     return int(batch * (sum(iters) if isinstance(iters, list) else iters))
 
 

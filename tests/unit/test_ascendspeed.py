@@ -151,11 +151,13 @@ def test_a_model_that_modelopt_has_converted() -> None:
 
 def test_samples_of_an_evaluation() -> None:
     """With --full-validation a rank that reads no data has no number, and gets rank 0's."""
-    args = Namespace(global_batch_size=8)
-    assert _megatron.samples_of_an_evaluation(args, 2) == 16
-    assert _megatron.samples_of_an_evaluation(args, [2, 3]) == 40
-    args.eval_global_batch_size = 4
-    assert _megatron.samples_of_an_evaluation(args, 2) == 8
+    args = Namespace(global_batch_size=8, do_valid=True, eval_interval=5)
+    assert [_megatron.evaluated(args, 2, step) for step in (4, 5, 6, 10)] == [0, 16, 0, 16]
+    assert _megatron.evaluated(args, [2, 3], 5) == 40
+    args.eval_global_batch_size, args.start_eval_at_iter = 4, 10
+    assert [_megatron.evaluated(args, 2, step) for step in (5, 10)] == [0, 8]
+    args.do_valid = False
+    assert _megatron.evaluated(args, 2, 10) == 0
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ PROTECTED = {
 REFUSED = [
     ("overlap_param_gather_with_optimizer_step", True),
     ("use_megatron_fsdp", True),
+    ("use_custom_fsdp", True),
     ("use_torch_fsdp2", True),
     ("use_precision_aware_optimizer", True),
     ("optimizer_cpu_offload", True),
@@ -66,9 +67,8 @@ REFUSED = [
     ("gtp_weight_remat_size", 2),
     ("expert_gtp_weight_remat_size", 2),
     ("dataloader_save", "dataloader"),
-    ("yaml_cfg", "gpt.yaml"),
-    ("use_custom_fsdp", True),
     ("encoder_pipeline_model_parallel_size", 1),
+    ("yaml_cfg", "gpt.yaml"),
 ]
 
 
