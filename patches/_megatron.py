@@ -210,7 +210,8 @@ def evaluated(args: Any, iters: int | list[int], step: int) -> int:
     Args:
         iters: the framework's --eval-iters, a list where there are several sets to evaluate on.
     """
-    if not (args.do_valid and args.eval_interval and step % args.eval_interval == 0):
+    # In the framework's order: a loop that never evaluates need not have said whether it would.
+    if not (args.eval_interval and step % args.eval_interval == 0 and args.do_valid):
         return 0
     # Since 0.18 it may begin late, and have batches of its own.
     if step < (getattr(args, "start_eval_at_iter", None) or 0):

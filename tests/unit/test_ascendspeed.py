@@ -158,6 +158,7 @@ def test_samples_of_an_evaluation() -> None:
     assert [_megatron.evaluated(args, 2, step) for step in (5, 10)] == [0, 8]
     args.do_valid = False
     assert _megatron.evaluated(args, 2, 10) == 0
+    assert _megatron.evaluated(Namespace(eval_interval=1000), 2, 10) == 0
 
 
 @pytest.mark.parametrize(
