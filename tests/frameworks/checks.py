@@ -157,7 +157,6 @@ MINDSPEED = {
     ),
     "lora": _refuses("--lora-target-modules", "dense"),
     "reuse": _refuses("--reuse-fp32-param"),
-    "swap": _refuses("--swap-optimizer"),
 }
 CP2_DP2 = Layout("cp2-dp2", 4, extra=("--use-mcore-models", "--context-parallel-size", "2"))
 # Its own model is another than that of Megatron-core.
@@ -174,6 +173,7 @@ MODELLINK = {
 # Where embeddings are tied, Megatron-core 0.12 asserts in its stages if sizes are no multiple of 128.
 STAGES = replace(PP2_DP2, name="pp2-dp2-untied", extra=("--untie-embeddings-and-output-weights",))
 LLM = {
+    "swap": _refuses("--swap-optimizer"),
     "update": _dies(DP2, 1, "update", 6),
     "tensor": _dies(TP2_DP2, 2, "norm", 5),
     "tensor-update": _dies(TP2_DP2, 3, "update", 6),
