@@ -37,10 +37,9 @@ def protect(
     from megatron.core.package_info import __version__
 
     from adaptor import patching
-    from adaptor.checkpoint import folder, publish
+    from adaptor.checkpoint import folder, publish, records
     from adaptor.checkpoint.megatron import TrainingState, unwrapped
     from adaptor.checkpoint.naming import model_parallel_folder
-    from adaptor.checkpoint.records import chain
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
     from adaptor.control import runtime
@@ -99,5 +98,5 @@ def protect(
         local_copy=local_copy_of(optimizer, mirrors),
     )
     session = runtime.get().session
-    session.begin_training(trainee, [item.optimizer for item in chain(optimizer)], step)
+    session.begin_training(trainee, records.inner(optimizer), step)
     return Protection(session)

@@ -91,7 +91,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
     def growth() -> dict[str, int | float]:
         step = args.iteration + 1
         # The framework saves after the evaluation of a step.
-        due = args.do_valid and args.eval_interval and step % args.eval_interval == 0
+        due = args.eval_interval and step % args.eval_interval == 0 and args.do_valid
         sets = len(getattr(args, "valid_weighted_split_names", None) or ("",))
         return {
             "iteration": 1,

@@ -14,16 +14,20 @@ from typing import Any
 
 import torch
 
-from adaptor.checkpoint import torch_dist
+from adaptor.checkpoint import publish, torch_dist
 from adaptor.checkpoint.megatron import FLOPS, TrainingState, unwrapped
 from adaptor.checkpoint.naming import TRACKER
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
 from adaptor.control.runtime import RESUME
+from adaptor.errors import LayoutError
 from adaptor.replica import layout
 
 # What counts up in the framework's arguments; a version may have less.
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+
+# Where ModelOpt keeps what it has made of a module.
+MODELOPT = "_modelopt_state"
 
 # How the framework's checkpoints are sharded; written with them.
 SHARDED = "_build_sharded_state_dict_metadata"
@@ -33,6 +37,7 @@ _START_ONLY = {
     "finetune": False,
     "no_load_optim": None,
     "no_load_rng": None,
+    "load_main_params_from_ckpt": False,  # which the framework takes with no_load_optim alone
     "ckpt_step": None,
     # Of ModelLink.
     "no_load_lr_state": False,
@@ -42,7 +47,7 @@ _START_ONLY = {
 
 def resume_after_restart(args: Any) -> None:
     """A restarted job goes on from the newest checkpoint in its --save folder, whatever it began from."""
-    if os.environ.get(RESUME) != "1" or not (Path(args.save) / TRACKER).is_file():
+    if os.environ.get(RESUME) != "1" or not (Path(args.save) / TRACKER).is_file() or _has_saved_nothing(args):
         return
     changed = {
         name: value for name, value in _START_ONLY.items() if getattr(args, name, value) not in (value, False)
@@ -56,6 +61,19 @@ def resume_after_restart(args: Any) -> None:
     args.load = args.save
     for name, value in changed.items():
         setattr(args, name, value)
+
+
+def _has_saved_nothing(args: Any) -> bool:
+    """Whether what is in --save is of an earlier run: of no later step than this job has begun at."""
+    if (
+        args.load in (None, args.save)
+        or getattr(args, "finetune", False)
+        or getattr(args, "reset_iteration", False)
+    ):
+        return False
+    began = getattr(args, "ckpt_step", None) or publish.tracked_step(Path(args.load))
+    saved = publish.tracked_step(Path(args.save))
+    return began is not None and saved is not None and saved <= began
 
 
 def accepts_local_copy(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
@@ -89,6 +107,15 @@ def _say_once(args: Any, line: str) -> None:
         print(f"[ttp] {line}", flush=True)
 
 
+def require_unconverted(model: Sequence[Any]) -> None:
+    """Refuse a model that ModelOpt has quantized, pruned or made a student: what it keeps beside the weights
+    is in every checkpoint of the framework, and nothing loads without it. Raises LayoutError."""
+    if any(hasattr(module, MODELOPT) for chunk in model for module in chunk.modules()):
+        raise LayoutError(
+            "the model was converted by ModelOpt, whose state cannot be protected yet; set ENABLE_TTP=False"
+        )
+
+
 def trainee(
     model: Sequence[Any], optimizer: Any, scheduler: Any, so_far: float, rerun: bool
 ) -> MegatronTrainee:
@@ -103,6 +130,7 @@ def trainee(
     from megatron.training.checkpointing import get_checkpoint_name
     from megatron.training.training import num_floating_point_operations
 
+    require_unconverted(model)
     # Up to 0.7 they are not of the core.
     core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
     batches = importlib.import_module(core.name if core else "megatron.training.global_vars")
@@ -125,24 +153,21 @@ def trainee(
             return 0  # up to 0.8 they are an error
         return int(batches.get_current_global_batch_size() - batches.get_current_running_global_batch_size())
 
-    def evaluated(step: int) -> int:
-        """Samples of the evaluation that follows `step`: the framework saves after it."""
-        due = args.do_valid and args.eval_interval and step % args.eval_interval == 0
-        # With --full-validation the framework finds the number out, and keeps a list for several sets.
-        iters = sum(args.eval_iters) if isinstance(args.eval_iters, list) else args.eval_iters
-        return int(iters * args.global_batch_size) if due else 0
-
     def growth() -> dict[str, int | float]:
         done = num_floating_point_operations(args, batch())
         operations.add(args.curr_iteration, done)
         return {
             "consumed_train_samples": batch(),
             "skipped_train_samples": skipped(),
-            "consumed_valid_samples": evaluated(args.curr_iteration + 1),
+            "consumed_valid_samples": evaluated(args, eval_iters, args.curr_iteration + 1),
             FLOPS: done,
         }
 
     everyone = torch.distributed.new_group(backend="gloo")
+    # With --full-validation the framework finds it out where the data is read, and tells what rank 0 has.
+    told = [args.eval_iters]
+    torch.distributed.broadcast_object_list(told, src=0, group=everyone)
+    (eval_iters,) = told
     mirrors = replicas_of(
         optimizer,
         mpu.get_data_parallel_world_size(with_context_parallel=True),
@@ -177,6 +202,22 @@ def trainee(
         rerun=_rerun_state(rerun),
         local_copy=local_copy_of(optimizer, mirrors),
     )
+
+
+def evaluated(args: Any, iters: int | list[int], step: int) -> int:
+    """Samples of the evaluation that follows `step`, after which the framework saves; 0 where there is none.
+
+    Args:
+        iters: the framework's --eval-iters, a list where there are several sets to evaluate on.
+    """
+    # In the framework's order: a loop that never evaluates need not have said whether it would.
+    if not (args.eval_interval and step % args.eval_interval == 0 and args.do_valid):
+        return 0
+    # Since 0.18 it may begin late, and have batches of its own.
+    if step < (getattr(args, "start_eval_at_iter", None) or 0):
+        return 0
+    batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+    return int(batch * (sum(iters) if isinstance(iters, list) else iters))
 
 
 def _in_the_format_of(args: Any, state: TrainingState, first: int) -> TrainingState:

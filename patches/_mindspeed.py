@@ -20,6 +20,18 @@ from adaptor.replica import layout
 PROTECTED: layout.Values = (
     ("lora_target_modules", ([], None), "LoRA, whose checkpoints lack the model that it began from,"),
     ("reuse_fp32_param", (False, None), "main params that share their memory with the weights"),
+    ("swap_optimizer", (False, None), "optimizer state that is on the host between updates"),
+    ("virtual_optimizer", (None,), "optimizer state that is on the host between updates"),
+    ("smart_swap", (False, None), "tensors that are on the host when they are not used"),
+    ("compress_optimizer", (False, None), "compressed optimizer state"),
+    ("quant_states", (None,), "optimizer state in 8 bits"),
+    ("quant_grads", (False, None), "gradients with scales of their own"),
+    ("o2_optimizer", (False, None), "moments in bf16"),
+    ("optimizer_selection", ("fused_adamw", "fused_torch_adamw"), "an average of the weights (EMA)"),
+    ("use_ema", (False, None), "an average of the weights (EMA)"),
+    ("layerzero", (False, None), "LayerZero, which cuts weights and gradients,"),
+    ("enable_zero3", (False, None), "ZeRO-3, which cuts weights and gradients,"),
+    ("enable_expert_placement", (False, None), "experts that move from rank to rank"),
 )
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -6,8 +6,9 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,22 @@ class _Save:
     thread: int
     asynchronous: bool
     draft: Path | None = None  # on the rank that the framework lets write the tracker
+    put_off: list[Callable[[], Any]] = field(default_factory=list)  # until it has its name
+
+    @property
+    def folder(self) -> Path:
+        """Where it is written."""
+        return self.root / naming.regular_name(self.step, _generation())
+
+    def end(self) -> None:
+        """It has its name."""
+        while self.put_off:
+            self.put_off.pop(0)()
 
 
 _save: _Save | None = None
+# Those of which only background processes know how far they are.
+_written_on: list[_Save] = []
 
 
 def _current() -> _Save | None:
@@ -48,6 +62,8 @@ def regular(root: str, step: int, asynchronous: bool = False) -> Iterator[None]:
         _save = None
         if save.draft is not None and not save.asynchronous:
             save.draft.unlink(missing_ok=True)
+    if not asynchronous:
+        save.end()
 
 
 def renamed(path: str) -> str:
@@ -59,7 +75,7 @@ def renamed(path: str) -> str:
         below = Path(path).relative_to(save.root / naming.final_name(save.step))
     except ValueError:
         return path
-    return str(save.root / naming.regular_name(save.step, _generation()) / below)
+    return str(save.folder / below)
 
 
 def tracker(path: str) -> str:
@@ -82,22 +98,42 @@ def tracker(path: str) -> str:
     return str(save.draft)
 
 
-def scheduled(request: Any) -> None:
+def scheduled(request: Any, meet: Callable[[], Any] = lambda: None) -> None:
     """The framework puts off what is to be done when every rank has written: the name comes last of that.
 
     Args:
         request: Megatron's AsyncRequest, to which functions can be added.
+        meet: returns when every rank has called it; where nobody has to know of the name, it need not.
     """
     save = _current()
-    if save is None or save.draft is None:
+    if save is None:
         return
-    draft = save.draft
+    _written_on.append(save)
 
     def finalize() -> None:
-        _complete(save)
-        draft.unlink(missing_ok=True)
+        _written_on.remove(save)
+        if save.draft is not None:
+            _complete(save)
+            save.draft.unlink(missing_ok=True)
+        meet()
+        save.end()
 
     request.add_finalize_fn(finalize)
+
+
+def tell(path: str, tracker: str, listener: Callable[[str, str], Any]) -> None:
+    """Tell `listener` of something in the folder of a save, and of its tracker, when both have their names.
+
+    The rank that it is called on need not be the one that gives them: of a save that the framework goes on
+    with, the end is behind a barrier.
+    """
+    for save in (*filter(None, [_current()]), *_written_on):
+        with contextlib.suppress(ValueError):
+            below = Path(path).relative_to(save.folder)
+            named = (save.root / naming.final_name(save.step) / below, save.root / naming.TRACKER)
+            save.put_off.append(partial(listener, *map(str, named)))
+            return
+    listener(path, tracker)
 
 
 def _complete(save: _Save) -> None:

@@ -56,8 +56,26 @@ def the_tracker_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     optional=SINCE_0_7,
 )
 def asynchronous_saves_are_named_at_their_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    _saving.scheduled(args[0] if args else kwargs["async_request"])
+    import torch.distributed as dist
+    from megatron.training import get_args
+
+    # The last rank tells Weights & Biases, and rank 0 gives the name.
+    meet = dist.barrier if getattr(get_args(), "wandb_project", "") else lambda: None
+    _saving.scheduled(args[0] if args else kwargs["async_request"], meet)
     return wrapped(*args, **kwargs)
+
+
+@checkpointing.patch(
+    "megatron.training.wandb_utils:on_save_checkpoint_success",
+    why="Weights & Biases looks into the folder of a save, and keeps its name: it has the final one by then",
+    accepts="(checkpoint_path, tracker_filename, save_dir, iteration)",
+    optional=True,  # since 0.11
+)
+def wandb_is_told_the_final_name(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    names = ("checkpoint_path", "tracker_filename", "save_dir", "iteration")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    path, tracker, *rest = (given[name] for name in names)
+    _saving.tell(path, tracker, lambda *named: wrapped(*named, *rest))
 
 
 @checkpointing.patch(

@@ -183,5 +183,6 @@ def require_one_gathering() -> None:
 
 def inner_optimizers(megatron_optimizer: Any) -> list[Any]:
     """The torch optimizers of a chain, stubs (which own no parameters) left out."""
-    chain = getattr(megatron_optimizer, "chained_optimizers", None) or [megatron_optimizer]
-    return [item.optimizer for item in chain if getattr(item, "optimizer", None) is not None]
+    from adaptor.checkpoint import records
+
+    return records.inner(megatron_optimizer)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
 from adaptor.checkpoint.publish import tracked_step
 from adaptor.errors import ConfigError
 
+# What names an object store, such as msc://profile/folder; a Path has lost the second slash.
+_STORE = re.compile(r"\w+:/")
+
 
 def require_writable(save: str | Path | None) -> None:
     """Refuse a job that has no place for its last words.
 
     Raises:
-        ConfigError: there is no folder, or nothing can be written there.
+        ConfigError: there is no folder, it is in an object store, or nothing can be written there.
     """
     if not save:
         raise ConfigError("--save is missing: last words need a folder, e.g. --save checkpoints")
+    if _STORE.match(
+        str(save)
+    ):  # of which a framework may know, and would then be given a path of this machine
+        raise ConfigError(f"--save is {save}: last words need a folder of a file system, not an object store")
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=save):

@@ -54,6 +54,12 @@ def chain(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
 
 
+def inner(optimizer: Any) -> list[Any]:
+    """The torch optimizers of a chain; one that has no params here has none."""
+    found = (getattr(one, "optimizer", None) for one in chain(optimizer))
+    return [one for one in found if one is not None]
+
+
 def take_groups(optimizer: Any) -> Groups:
     """The scalars of every param group of every optimizer of the chain."""
     return tuple(

@@ -80,8 +80,7 @@ class MegatronTrainee:
     @cached_property
     def device(self) -> Device:
         """First asked for on the main thread, when training begins."""
-        inner = (getattr(one, "optimizer", None) for one in records.chain(self.state.optimizer))
-        mains = (param for one in inner if one is not None for param in twin.params(one))
+        mains = (param for one in records.inner(self.state.optimizer) for param in twin.params(one))
         weights = (param for chunk in self.state.model for param in chunk.parameters())
         return devices.of(chain(mains, weights))
 
@@ -185,10 +184,9 @@ def replicas_of(optimizer: Any, size: int, experts: int) -> tuple[Mirror | None,
     Raises:
         LayoutError: a shard cannot be mirrored, or what an optimizer keeps is not protected.
     """
+    for torchs in records.inner(optimizer):
+        kinds.require_protected(torchs)
     inner = records.chain(optimizer)
-    for one in inner:
-        if getattr(one, "optimizer", None) is not None:
-            kinds.require_protected(one.optimizer)
     sharded = [one for one in inner if shards.is_sharded(one)]
     made = size // sharded[0].data_parallel_group.size() if sharded else 1
     sizes = [one.data_parallel_group.size() for one in sharded]

@@ -42,10 +42,9 @@ class Job:
         self._loaded: int | None = None
         self._rests = threading.Event()  # the main thread has come to where it is kept
 
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        return self._joined("this").rank
+    def rank(self, call: str) -> int:
+        """Of this process. Raises ConfigError where `call` asks before it is known."""
+        return self._joined(call).rank
 
     def join(self, call: str, rank: int, world_size: int, goes_back: bool) -> None:
         """The script says who it is; controller and processor of this engine are there already.
@@ -133,7 +132,7 @@ class Job:
                 if self._worker is None:
                     raise
                 if device.is_damaged(error):
-                    device.give_up(self.rank, str(error))
+                    device.give_up(self._worker.rank, str(error))
                 self._rests.set()
                 self._worker.stand_by(error)
 

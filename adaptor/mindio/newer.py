@@ -65,8 +65,9 @@ def tft_destroy_processor() -> None:
 
 def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
     """Which ranks hold copies of this rank's optimizer states."""
-    if rank != job.rank:
-        raise ConfigError(f"tft_set_optimizer_replica: rank is {rank!r}, but this process is rank {job.rank}")
+    call = "tft_set_optimizer_replica"
+    if rank != job.rank(call):
+        raise ConfigError(f"{call}: rank is {rank!r}, but this process is rank {job.rank(call)}")
     job.replicas = replicas.of_newer(rank, replica_info)
 
 
@@ -125,7 +126,7 @@ def tft_report_error(error_type: ReportState | int, error_code: str = "") -> Non
         raise _unsupported(f"tft_report_error({state.name})")
     said = f"{state.name} {error_code}".strip()
     if state in _DAMAGED:
-        device.give_up(job.rank, said)
+        device.give_up(job.rank("tft_report_error"), said)
     if state is not ReportState.RS_NORMAL:
         job.fail(said)
 

@@ -64,7 +64,8 @@ def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
         ConfigError: it does not describe copies that can be chosen among.
     """
     call = "tft_set_optimizer_replica"
-    if not isinstance(infos, list) or not 1 <= len(infos) <= len(_KINDS):
+    dicts = isinstance(infos, list) and all(isinstance(info, dict) for info in infos)
+    if not dicts or not 1 <= len(infos) <= len(_KINDS):
         raise ConfigError(f"{call}: replica_info is {infos!r}: a list of one or two dicts, attention and moe")
     made = []
     for kind, info in enumerate(infos):
@@ -89,6 +90,8 @@ def of_older(rank: int, ranks: Any, size: Any, replica: Any, apart: int = 0) -> 
         ConfigError: it does not describe copies that can be chosen among.
     """
     call = "ttp_init_processor"
+    if not isinstance(ranks, Sequence):
+        raise ConfigError(f"{call}: dp_ranks is {ranks!r}: it must be a list of ranks")
     if size != len(ranks):
         raise ConfigError(f"{call}: dp_size is {size!r}, but dp_ranks are {list(ranks)}")
     if apart:

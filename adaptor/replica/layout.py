@@ -17,6 +17,7 @@ _PROTECTED: Values = (
         "a parameter gathering inside the update, which needs other ranks,",
     ),
     ("use_megatron_fsdp", (False,), "Megatron FSDP"),
+    ("use_custom_fsdp", (False,), "Megatron FSDP, as it was called up to 0.12,"),
     ("use_torch_fsdp2", (False,), "torch FSDP2"),
     ("use_precision_aware_optimizer", (False,), "the precision-aware optimizer"),
     ("optimizer_cpu_offload", (False,), "optimizer offload"),
@@ -28,6 +29,16 @@ _PROTECTED: Values = (
     ("no_save_rng", (False, None), "--no-save-rng, without which nothing can go on bitwise,"),
     ("ckpt_format", ("torch", "torch_dist"), "this --ckpt-format"),
     ("verify_integrity", (False, None), "--verify-integrity, whose hashes last words do not have,"),
+    ("inprocess_restart", (False, None), "a second start of training in the same process"),
+    ("perform_rl_step", (False, None), "reinforcement learning, which moves weights between two steps,"),
+    ("vision_pretraining_type", ("classify", "inpaint"), "DINO, whose teacher changes after the update,"),
+    ("qk_clip", (False, None), "the clipping of weights after the update"),
+    ("optimizer_cuda_graph", (False, None), "an update from a CUDA graph, which passes no hook,"),
+    ("gtp_weight_remat_size", (1,), "weights in --tensor-parallel-num-weight-shards"),
+    ("expert_gtp_weight_remat_size", (1,), "weights in --expert-tensor-parallel-num-weight-shards"),
+    ("dataloader_save", (None,), "a data loader with a state of its own"),
+    ("encoder_pipeline_model_parallel_size", (0, None), "an encoder with stages of its own"),
+    ("yaml_cfg", (None,), "a job whose arguments are in a file, which it reads later,"),
 )
 
 

@@ -173,6 +173,7 @@ MODELLINK = {
 # Where embeddings are tied, Megatron-core 0.12 asserts in its stages if sizes are no multiple of 128.
 STAGES = replace(PP2_DP2, name="pp2-dp2-untied", extra=("--untie-embeddings-and-output-weights",))
 LLM = {
+    "swap": _refuses("--swap-optimizer"),
     "update": _dies(DP2, 1, "update", 6),
     "tensor": _dies(TP2_DP2, 2, "norm", 5),
     "tensor-update": _dies(TP2_DP2, 3, "update", 6),

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adaptor.control import runtime
 from adaptor.errors import LayoutError
-from adaptor.patches import _ascendspeed, _megatron, megatron_training
+from adaptor.patches import _ascendspeed, _megatron, _mindspeed, megatron_training
 
 
 def _args(**more: Any) -> Namespace:
@@ -53,11 +54,28 @@ def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -
             {"reuse_fp32_param": True},
             "--reuse-fp32-param is True: main params that share .*; leave it out, or",
         ),
+        ({"swap_optimizer": True}, "--swap-optimizer is True: optimizer state that is on the host"),
+        ({"virtual_optimizer": [65.0]}, r"--virtual-optimizer is \[65.0\]: optimizer state that is on the"),
+        ({"smart_swap": True}, "--smart-swap is True: tensors that are on the host"),
+        ({"compress_optimizer": True}, "--compress-optimizer is True: compressed optimizer state"),
+        ({"quant_states": "mxfp8"}, "--quant-states is mxfp8: optimizer state in 8 bits"),
+        ({"quant_grads": True}, "--quant-grads is True: gradients with scales of their own"),
+        ({"o2_optimizer": True}, "--o2-optimizer is True: moments in bf16"),
+        (
+            {"optimizer_selection": "fused_ema_adamw"},
+            "--optimizer-selection is fused_ema_adamw: .*; use fused_adamw or fused_torch_adamw, or",
+        ),
+        ({"use_ema": True}, "--use-ema is True: an average of the weights"),
+        ({"layerzero": True}, "--layerzero is True: LayerZero"),
+        ({"enable_zero3": True}, "--enable-zero3 is True: ZeRO-3"),
+        ({"enable_expert_placement": True}, "--enable-expert-placement is True: experts that move"),
     ],
 )
 def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
     """They add these options to Megatron-LM's own."""
-    megatron_training._require_protected(Namespace(lora_target_modules=[], reuse_fp32_param=False))
+    usual: dict[str, Any] = dict.fromkeys(name for name, _, _ in _mindspeed.PROTECTED)
+    usual |= {"lora_target_modules": [], "reuse_fp32_param": False, "optimizer_selection": "fused_adamw"}
+    megatron_training._require_protected(Namespace(**usual))
     with pytest.raises(LayoutError, match=line):
         megatron_training._require_protected(Namespace(**given))
 
@@ -72,7 +90,13 @@ def test_a_restart_loads_all_that_was_saved(
     tracked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --no-load-rng ModelLink would leave out the optimizer state, too."""
-    began = {"no_load_optim": True, "no_load_rng": True, "no_load_lr_state": True, "reset_iteration": True}
+    began = {
+        "no_load_optim": True,
+        "no_load_rng": True,
+        "load_main_params_from_ckpt": True,
+        "no_load_lr_state": True,
+        "reset_iteration": True,
+    }
     args = Namespace(rank=0, save=str(tmp_path), load="/weights", finetune=False, **began)
     if tracked:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
@@ -86,7 +110,55 @@ def test_a_restart_loads_all_that_was_saved(
     assert args.load == args.save
     assert not any(given.values())
     assert f"--load is /weights: the restarted job loads from --save {tmp_path}" in said
-    assert "--no-load-optim, --no-load-rng, --no-load-lr-state, --reset-iteration: not for the rest" in said
+    assert "--no-load-optim, --no-load-rng, --load-main-params-from-ckpt, --no-load-lr-state, --reset" in said
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "loads"),
+    [
+        ("3", {}, "/weights"),  # of an earlier run: this one began at 300, and has saved nothing
+        ("301", {}, "--save"),
+        ("3", {"finetune": True}, "--save"),  # which begins at 0
+        ("3", {"reset_iteration": True}, "--save"),  # so does this
+        ("250", {"ckpt_step": 200}, "--save"),
+        ("150", {"ckpt_step": 200}, "/weights"),
+    ],
+)
+def test_a_restart_goes_back_to_no_earlier_run(
+    saved: str, given: dict[str, Any], loads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, load = tmp_path / "save", tmp_path / "weights"
+    for folder, step in ((save, saved), (load, "300")):
+        folder.mkdir()
+        (folder / "latest_checkpointed_iteration.txt").write_text(step)
+    args = Namespace(
+        rank=0, save=str(save), load=str(load), **{"finetune": False, "ckpt_step": None, **given}
+    )
+    monkeypatch.setenv(runtime.RESUME, "1")
+    _megatron.resume_after_restart(args)
+    assert args.load == str(save if loads == "--save" else load)
+    if loads != "--save":
+        assert args.ckpt_step == given.get("ckpt_step")
+
+
+def test_a_model_that_modelopt_has_converted() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    _megatron.require_unconverted([model])
+    setattr(model[0], _megatron.MODELOPT, [])
+    with pytest.raises(LayoutError, match="the model was converted by ModelOpt"):
+        _megatron.require_unconverted([model])
+
+
+def test_samples_of_an_evaluation() -> None:
+    """With --full-validation a rank that reads no data has no number, and gets rank 0's."""
+    args = Namespace(global_batch_size=8, do_valid=True, eval_interval=5)
+    assert [_megatron.evaluated(args, 2, step) for step in (4, 5, 6, 10)] == [0, 16, 0, 16]
+    assert _megatron.evaluated(args, [2, 3], 5) == 40
+    args.eval_global_batch_size, args.start_eval_at_iter = 4, 10
+    assert [_megatron.evaluated(args, 2, step) for step in (5, 10)] == [0, 8]
+    args.do_valid = False
+    assert _megatron.evaluated(args, 2, 10) == 0
+    assert _megatron.evaluated(Namespace(eval_interval=1000), 2, 10) == 0
 
 
 @pytest.mark.parametrize(

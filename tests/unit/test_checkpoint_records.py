@@ -218,3 +218,12 @@ def test_an_optimizer_without_a_chain_is_a_chain_of_one() -> None:
     bare = _optimizer()
     assert records.chain(bare) == [bare]
     assert records.chain(types.SimpleNamespace(chained_optimizers=[1, 2])) == [1, 2]
+
+
+def test_a_stage_that_is_not_trained_has_no_inner_optimizer() -> None:
+    """Who waited for it in the update window would wait for ever; and all others at the door for its rank."""
+    stub = types.SimpleNamespace(optimizer=None)
+    adam = types.SimpleNamespace(optimizer=object())
+    assert records.inner(stub) == []
+    assert records.inner(types.SimpleNamespace(chained_optimizers=[stub])) == []
+    assert records.inner(types.SimpleNamespace(chained_optimizers=[stub, adam])) == [adam.optimizer]

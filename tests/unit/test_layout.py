@@ -34,12 +34,20 @@ PROTECTED = {
     "no_save_optim": None,
     "no_save_rng": None,
     "ckpt_format": "torch",
+    "inprocess_restart": False,
+    "perform_rl_step": False,
+    "vision_pretraining_type": "classify",
+    "qk_clip": False,
+    "optimizer_cuda_graph": False,
+    "gtp_weight_remat_size": 1,
+    "expert_gtp_weight_remat_size": 1,
     "world_size": 4,
 }
 
 REFUSED = [
     ("overlap_param_gather_with_optimizer_step", True),
     ("use_megatron_fsdp", True),
+    ("use_custom_fsdp", True),
     ("use_torch_fsdp2", True),
     ("use_precision_aware_optimizer", True),
     ("optimizer_cpu_offload", True),
@@ -51,6 +59,16 @@ REFUSED = [
     ("no_save_rng", True),
     ("ckpt_format", "zarr"),
     ("verify_integrity", True),
+    ("inprocess_restart", True),
+    ("perform_rl_step", True),
+    ("vision_pretraining_type", "dino"),
+    ("qk_clip", True),
+    ("optimizer_cuda_graph", True),
+    ("gtp_weight_remat_size", 2),
+    ("expert_gtp_weight_remat_size", 2),
+    ("dataloader_save", "dataloader"),
+    ("encoder_pipeline_model_parallel_size", 1),
+    ("yaml_cfg", "gpt.yaml"),
 ]
 
 

@@ -270,6 +270,10 @@ def test_the_main_thread_is_kept_where_the_job_saves(agent: Agent) -> None:
 def test_calls_in_the_wrong_order(agent: Agent) -> None:
     with pytest.raises(ConfigError, match="tft_start_updating_os was called before ttp_init_processor or"):
         newer.tft_start_updating_os()
+    with pytest.raises(
+        ConfigError, match="tft_set_optimizer_replica was called before ttp_init_processor or"
+    ):
+        newer.tft_set_optimizer_replica(0, [])
     newer.tft_init_processor(0, 1, False)
     with pytest.raises(
         ConfigError, match="who has copies is not known: call tft_set_optimizer_replica before"

@@ -67,6 +67,7 @@ def test_each_shard_is_given_by_one_of_those_that_were_chosen() -> None:
     [
         ([], "replica_info is []: a list of one or two dicts"),
         (info([0], 1), "a list of one or two dicts"),
+        ([[0, 1]], "replica_info is [[0, 1]]: a list of one or two dicts"),
         ([info((0, 1), 2)], r"rank_list is (0, 1): it must be a list of ranks"),
         ([info([0, True], 2)], "it must be a list of ranks"),
         ([info([1, 2], 2)], "it must have rank 0 in it, and each rank once"),
@@ -99,6 +100,11 @@ def test_copies_that_make_no_sense_in_the_older_form(size: int, replica: int, wo
         replicas.of_older(0, [0, 1, 2], size, replica)
     assert str(caught.value).startswith("ttp_init_processor: ")
     assert words in str(caught.value)
+
+
+def test_a_size_in_the_place_of_the_ranks() -> None:
+    with pytest.raises(ConfigError, match="ttp_init_processor: dp_ranks is 4: it must be a list of ranks"):
+        replicas.of_older(0, 4, 4, 2)
 
 
 @pytest.mark.parametrize("replica", [1, 3, "2", None])

@@ -84,3 +84,45 @@ def test_an_asynchronous_save_has_its_name_when_it_is_finalized(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", TRACKER]
     assert (tmp_path / TRACKER).read_text() == "3"
     assert manifest.verify(tmp_path / "iter_0000003") == []
+
+
+def test_who_asks_for_a_folder_is_told_when_it_has_its_name() -> None:
+    """On the last rank, which does not give it: Weights & Biases takes no folder that is not there."""
+    told: list[tuple[str, str]] = []
+    with _saving.regular("ckpt", 3):
+        _saving.tell(_saving.renamed(f"ckpt/{FILE}"), f"ckpt/{TRACKER}", lambda *named: told.append(named))
+        assert not told
+    assert told == [(f"ckpt/{FILE}", f"ckpt/{TRACKER}")]
+    _saving.tell("elsewhere/a.pt", "elsewhere/t", lambda *named: told.append(named))
+    assert told[1:] == [("elsewhere/a.pt", "elsewhere/t")]
+
+
+def test_nobody_is_told_of_a_save_that_has_failed() -> None:
+    def save() -> None:
+        with _saving.regular("ckpt", 3):
+            _saving.tell(_saving.renamed(f"ckpt/{FILE}"), f"ckpt/{TRACKER}", pytest.fail)
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        save()
+
+
+@pytest.mark.usefixtures("_rank_0")
+def test_of_an_asynchronous_save_they_are_told_when_all_ranks_have_met(tmp_path: Path) -> None:
+    at_the_end: list[Callable[[], Any]] = []
+    seen: list[tuple[str, list[str]]] = []
+
+    def look(what: str) -> None:
+        seen.append((what, sorted(path.name for path in tmp_path.iterdir())))
+
+    with _saving.regular(str(tmp_path), 3, asynchronous=True):
+        folder = Path(_saving.renamed(str(tmp_path / "iter_0000003")))
+        folder.mkdir()
+        _saving.tracker(str(tmp_path / TRACKER))
+        at_the_end.append(lambda: _saving.tell(str(folder), "", lambda *named: look(named[0])))
+        request = SimpleNamespace(add_finalize_fn=at_the_end.append)
+        _saving.scheduled(request, lambda: look("met"))
+    for act in at_the_end:
+        act()
+    named = ["iter_0000003", TRACKER]
+    assert seen == [("met", named), (str(tmp_path / "iter_0000003"), named)]
