@@ -20,6 +20,17 @@ from adaptor.replica import layout
 PROTECTED: layout.Values = (
     ("lora_target_modules", ([], None), "LoRA, whose checkpoints lack the model that it began from,"),
     ("reuse_fp32_param", (False, None), "main params that share their memory with the weights"),
+    (
+        "optimizer_selection",
+        ("fused_adamw", "fused_torch_adamw"),
+        "an optimizer that also keeps averages of the weights, which last words would lack,",
+    ),
+    ("use_ema", (False, None), "averages of the weights, which last words would lack,"),
+    ("swap_optimizer", (False, None), "optimizer state that comes and goes between device and host"),
+    ("virtual_optimizer", (None,), "optimizer state that comes and goes between device and host"),
+    ("quant_states", (None,), "moments that are not in float32"),
+    ("quant_grads", (False, None), "gradients that are not where torch has them"),
+    ("layerzero", (False, None), "LayerZeRO"),
 )
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

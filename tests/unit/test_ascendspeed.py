@@ -54,11 +54,24 @@ def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -
             {"reuse_fp32_param": True},
             "--reuse-fp32-param is True: main params that share .*; leave it out, or",
         ),
+        (
+            {"optimizer_selection": "fused_ema_adamw"},
+            "--optimizer-selection is fused_ema_adamw: .* averages .*; use fused_adamw or fused_torch_adamw,",
+        ),
+        ({"use_ema": True}, "--use-ema is True: averages of the weights, .*; leave it out, or"),
+        ({"swap_optimizer": True}, "--swap-optimizer is True: optimizer state that comes .*; leave it out,"),
+        ({"virtual_optimizer": [65.0]}, r"--virtual-optimizer is \[65.0\]: optimizer state that comes .*"),
+        ({"quant_states": "fp16"}, "--quant-states is fp16: moments that are not in float32 .*; leave it"),
+        ({"quant_grads": True}, "--quant-grads is True: gradients that are not where .*; leave it out, or"),
+        ({"layerzero": True}, "--layerzero is True: LayerZeRO cannot be protected yet; leave it out, or"),
     ],
 )
 def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
     """They add these options to Megatron-LM's own."""
     megatron_training._require_protected(Namespace(lora_target_modules=[], reuse_fp32_param=False))
+    megatron_training._require_protected(
+        Namespace(optimizer_selection="fused_torch_adamw", quant_states=None)
+    )
     with pytest.raises(LayoutError, match=line):
         megatron_training._require_protected(Namespace(**given))
 

@@ -40,6 +40,7 @@ PROTECTED = {
 REFUSED = [
     ("overlap_param_gather_with_optimizer_step", True),
     ("use_megatron_fsdp", True),
+    ("use_custom_fsdp", True),
     ("use_torch_fsdp2", True),
     ("use_precision_aware_optimizer", True),
     ("optimizer_cpu_offload", True),
