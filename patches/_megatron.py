@@ -21,7 +21,7 @@ from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
 from adaptor.control.runtime import RESUME
 from adaptor.errors import LayoutError
-from adaptor.replica import layout
+from adaptor.replica import group, layout
 
 # What counts up in the framework's arguments; a version may have less.
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -153,7 +153,7 @@ def trainee(
             FLOPS: done,
         }
 
-    everyone = torch.distributed.new_group(backend="gloo")
+    everyone = group.of_everyone()
     mirrors = replicas_of(
         optimizer,
         mpu.get_data_parallel_world_size(with_context_parallel=True),
