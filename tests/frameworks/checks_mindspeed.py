@@ -140,12 +140,6 @@ def _context(name: str, algorithm: str, **more: int) -> Layout:
 
 
 NO_GLOO = Layout("dp2-no-gloo-group", 2, extra=("--disable-gloo-group",))
-PADDED = Layout("dp2-padded", 2, extra=("--param-and-grad-buffer-pad", "512"))
-BOTH_WAYS = replace(
-    STAGES,
-    name="pp2-dp2-dualpipev",
-    extra=(*STAGES.extra, "--schedules-method", "dualpipev", "--num-layers", "4"),
-)
 OVERLAPS = Layout("dp2-overlap", 2, extra=("--overlap-grad-reduce", "--overlap-param-gather"))
 ULYSSES = _context("cp2-dp2", "ulysses_cp_algo", processes=4)
 RING = _context("cp2-dp2-ring", "megatron_cp_algo", processes=4)
@@ -170,8 +164,7 @@ LLM = {
     "fp16": dies(DP2_FP16, 1, "norm", 5),
     "averages": refuses("--optimizer-selection", "fused_ema_adamw"),
     "no-gloo": dies(NO_GLOO, 1, "norm", 5),
-    "padded": dies(PADDED, 1, "update", 6),
-    "both-ways": dies(BOTH_WAYS, 2, "norm", 5),
+    "no-gloo-restart": replace(MINDSPEED["restart"], layout=NO_GLOO),
     "odd": dies(DP3, 1, "norm", 5),
     "odd-update": dies(DP3, 2, "update", 6),
     "context": dies(ULYSSES, 1, "norm", 5),
