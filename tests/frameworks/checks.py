@@ -45,6 +45,10 @@ def survives(step: int, code: int = 137) -> Callable[[Job, Baseline], Ended]:
     return lambda job, baseline: scenario.survives(job, baseline, code=code, saved={step})
 
 
+def saves(step: int) -> Callable[[Job, Baseline], Ended]:
+    return lambda job, baseline: scenario.ends(job, baseline, code=137, saved={step})[0]
+
+
 def goes_back(step: int) -> Callable[[Job, Baseline], Ended]:
     def goes_back(job: Job, baseline: Baseline) -> Ended:
         ended, _ = scenario.ends(job, baseline, code=137, saved={step})

@@ -16,7 +16,17 @@ from tests.faults.harness import (
     TP2_DP2,
     Layout,
 )
-from tests.frameworks.checks import CHECKS, REFUSED, SAVED, Check, goes_back, refused, restarts, survives
+from tests.frameworks.checks import (
+    CHECKS,
+    REFUSED,
+    SAVED,
+    Check,
+    goes_back,
+    refused,
+    restarts,
+    saves,
+    survives,
+)
 
 
 def refuses(*arguments: str) -> Check:
@@ -163,8 +173,10 @@ LLM = {
     "overlap-update": dies(OVERLAPS, 0, "update", 6),
     "fp16": dies(DP2_FP16, 1, "norm", 5),
     "averages": refuses("--optimizer-selection", "fused_ema_adamw"),
-    "no-gloo": dies(NO_GLOO, 1, "norm", 5),
-    "no-gloo-restart": replace(MINDSPEED["restart"], layout=NO_GLOO),
+    # On a CPU the framework cannot load with this option, not even what it has saved.
+    "no-gloo": replace(
+        dies(NO_GLOO, 1, "norm", 5), run=saves(5), outcome="step 5 saved as the framework saves it"
+    ),
     "odd": dies(DP3, 1, "norm", 5),
     "odd-update": dies(DP3, 2, "update", 6),
     "context": dies(ULYSSES, 1, "norm", 5),
