@@ -44,7 +44,7 @@ def protect(
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
     from adaptor.control import runtime
     from adaptor.errors import LayoutError
-    from adaptor.replica import layout
+    from adaptor.replica import group, layout
 
     patching.check("ttp")
     if not hasattr(parallel_state, "get_expert_data_parallel_world_size"):
@@ -71,7 +71,7 @@ def protect(
         if parallel_state.get_expert_model_parallel_world_size() > 1
         else None,
     )
-    everyone = torch.distributed.new_group(backend="gloo")
+    everyone = group.of_everyone()
     mirrors = replicas_of(
         optimizer,
         parallel_state.get_data_parallel_world_size(with_context_parallel=True),

@@ -16,7 +16,7 @@ from adaptor.checkpoint.megatron import Files, TrainingState, unwrapped
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
 from adaptor.errors import LayoutError
-from adaptor.replica import layout
+from adaptor.replica import group, layout
 
 _DEEPSPEED = "training by DeepSpeed, which has checkpoints of its own,"
 # As `layout` has them for Megatron-LM.
@@ -100,7 +100,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
             "consumed_train_tokens": batch() * args.seq_length,
         }
 
-    everyone = torch.distributed.new_group(backend="gloo")
+    everyone = group.of_everyone()
     mirrors = replicas_of(optimizer, size, size)
     place = place_of(optimizer, mirrors, folder, everyone)
     return MegatronTrainee(

@@ -21,7 +21,7 @@ from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
 from adaptor.control.runtime import RESUME
 from adaptor.errors import LayoutError
-from adaptor.replica import layout
+from adaptor.replica import group, layout
 
 # What counts up in the framework's arguments; a version may have less.
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -92,9 +92,19 @@ def accepts_local_copy(provider: Callable[[Any], Any] | None) -> Callable[[Any],
 
 
 def take_local_copy(parsed: Any) -> None:
-    """What was said with `--local-copy-os`; the framework's own arguments, which it saves, do not know it."""
-    if vars(parsed).pop("local_copy_os", False):
-        os.environ["TTP_LOCAL_COPY"] = "True"
+    """What was said with `--local-copy-os`; the framework's own arguments, which it saves, do not know it.
+
+    Raises:
+        LayoutError: there are no shards, which to users of MindIO TTP are what it copies.
+    """
+    if not vars(parsed).pop("local_copy_os", False):
+        return
+    if not parsed.use_distributed_optimizer:
+        raise LayoutError(
+            "--local-copy-os is given without --use-distributed-optimizer: add --use-distributed-optimizer, "
+            "or set TTP_LOCAL_COPY=True in its place, which copies a whole optimizer, too"
+        )
+    os.environ["TTP_LOCAL_COPY"] = "True"
 
 
 _said: set[str] = set()
@@ -163,7 +173,7 @@ def trainee(
             FLOPS: done,
         }
 
-    everyone = torch.distributed.new_group(backend="gloo")
+    everyone = group.of_everyone()
     # With --full-validation the framework finds it out where the data is read, and tells what rank 0 has.
     told = [args.eval_iters]
     torch.distributed.broadcast_object_list(told, src=0, group=everyone)

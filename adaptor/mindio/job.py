@@ -215,6 +215,8 @@ def _barrier(call: str) -> Callable[[], None]:
     """A barrier of all ranks; on every rank at the same time."""
     import torch.distributed as dist
 
+    from adaptor.replica import group
+
     if os.environ["WORLD_SIZE"] == "1":
         return _nothing
     if not dist.is_initialized():
@@ -222,8 +224,8 @@ def _barrier(call: str) -> Callable[[], None]:
             f"{call}: torch.distributed is not initialized: without it ranks may be a step apart, and "
             "nothing could be saved; initialize it, or use a local copy (enable_local_copy)"
         )
-    group = dist.new_group(backend="gloo")
-    return lambda: dist.barrier(group=group)
+    everyone = group.of_everyone()
+    return lambda: dist.barrier(group=everyone)
 
 
 def _nothing() -> None:

@@ -17,7 +17,7 @@ _PROTECTED: Values = (
         "a parameter gathering inside the update, which needs other ranks,",
     ),
     ("use_megatron_fsdp", (False,), "Megatron FSDP"),
-    ("use_custom_fsdp", (False,), "Megatron FSDP, as it was called up to 0.12,"),
+    ("use_custom_fsdp", (False,), "Megatron FSDP"),  # its name up to 0.13
     ("use_torch_fsdp2", (False,), "torch FSDP2"),
     ("use_precision_aware_optimizer", (False,), "the precision-aware optimizer"),
     ("optimizer_cpu_offload", (False,), "optimizer offload"),

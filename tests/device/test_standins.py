@@ -46,6 +46,40 @@ assert get_accelerator().device_name() == "npu"
 x, mask = torch.randn(2, 1, 4, 4), torch.ones(4, 4).triu(1).bool()
 assert torch_npu.npu_scaled_masked_softmax(x, mask, 0.5)[..., 0, 1:].eq(0).all()
 torch.testing.assert_close(torch_npu.npu_rms_norm(x, torch.ones(4))[0].square().mean(-1), torch.ones(2, 1, 4))
+
+# Attention with a causal mask, and its gradients: torch's own, at once and of two blocks of keys.
+query, key, value, wanted = (torch.randn(6, 2, 8, requires_grad=True) for _ in range(4))
+by_head = lambda x: x.view(6, 2, 2, 4).permute(1, 2, 0, 3)
+attention = torch.nn.functional.scaled_dot_product_attention
+expected = attention(*map(by_head, (query, key, value)), is_causal=True)
+expected.backward(by_head(wanted).detach())
+whole = {"atten_mask": torch.ones(2048, 2048).triu(1).bool(), "sparse_mode": 3}
+found, largest, total, *_ = torch_npu.npu_fusion_attention(query, key, value, 2, "SBH", scale=0.5, **whole)
+torch.testing.assert_close(by_head(found), expected)
+gradients = torch.autograd.grad(found, (query, key, value), wanted)
+given = {"softmax_max": largest, "softmax_sum": total, "attention_in": found, "scale_value": 0.5}
+first = torch_npu.npu_fusion_attention_grad(query, key, value, wanted, 2, "SBH", **given, **whole)
+for one, other, third in zip(gradients, first, (query, key, value), strict=True):
+    torch.testing.assert_close(one, third.grad)
+    torch.testing.assert_close(other, third.grad)
+masks = torch.ones(6, 6).triu(1).bool().split(3, dim=1)
+blocks = [
+    torch_npu.npu_fusion_attention_grad(query, k, v, wanted, 2, "SBH", atten_mask=mask, **given)
+    for k, v, mask in zip(key.split(3), value.split(3), masks, strict=True)
+]
+torch.testing.assert_close(blocks[0][0] + blocks[1][0], query.grad)
+torch.testing.assert_close(torch.cat([block[2] for block in blocks]), value.grad)
+
+# Dropout is drawn from the generator of the device, and drawn again from the seed.
+given = (query, key, value, 2, "SBH")
+torch.manual_seed(3)
+found, largest, total, _, seed, *_ = torch_npu.npu_fusion_attention(*given, keep_prob=0.5)
+torch.manual_seed(3)
+assert torch_npu.npu_fusion_attention(*given, keep_prob=0.5)[0].equal(found)
+given = {"softmax_max": largest, "softmax_sum": total, "attention_in": found, "seed": seed, "keep_prob": 0.5}
+again = torch_npu.npu_fusion_attention_grad(query, key, value, wanted, 2, "SBH", **given)
+for one, other in zip(again, torch.autograd.grad(found, (query, key, value), wanted), strict=True):
+    torch.testing.assert_close(one, other)
 """
 
 

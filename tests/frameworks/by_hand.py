@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,10 +29,11 @@ import pytest
 import torch
 from packaging.version import Version
 
-from tests.faults import scenario
+from tests.faults import namespaces, scenario
 from tests.faults.harness import ROOT, Job
 from tests.frameworks import modellink, prepare
-from tests.frameworks.checks import CHECKS, EXPERTS, LLM, MINDSPEED, MODELLINK, SPLIT_REFUSED
+from tests.frameworks.checks import CHECKS, SPLIT_REFUSED
+from tests.frameworks.checks_mindspeed import EXPERTS, LLM, MINDSPEED, MODELLINK
 
 HEADER = (
     "| version | Python, torch | layout | replica | fault | outcome | date |\n|---|---|---|---|---|---|---|"
@@ -91,7 +93,7 @@ class Bench:
         )
         if done.returncode:
             print(done.stdout, done.stderr, sep="", file=sys.stderr)
-        self._row("–", "–", "report", "–", _passed(done.returncode == 0, "every patch fits"))
+        self._row("–", "report", "–", _passed(done.returncode == 0, "every patch fits"))
         return done.returncode == 0
 
     def check(self, name: str) -> bool:
@@ -109,25 +111,33 @@ class Bench:
             framework=self._tree,
             faults=[check.spec] if check.spec else [],
             arguments=check.arguments,
+            nodes=check.nodes,
+            # On a network of their own nobody else has the default port.
+            environment={"TTP_TLS": "plain", "TTP_PORT": "8000"} if check.nodes > 1 else {},
         )
         replica = layout.replica
         try:
             baseline = scenario.baselines(self._out / "baselines", self._tree)
-            ended = check.run(job, baseline(replace(layout, replica="auto")))
+            reference = baseline(replace(layout, replica="auto"))
+            with namespaces.two() if check.nodes > 1 else nullcontext() as network:
+                ended = check.run(replace(job, network=network), reference)
             told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
             if told:
                 replica = f"{told[1]} ({layout.replica})"
+            if "--local-copy-os" in check.arguments:
+                replica += ", --local-copy-os"
             passed = True
         except (AssertionError, pytest.fail.Exception):
             traceback.print_exc()
             passed = False
-        self._row(layout.name, layout.precision, replica, check.fault, _passed(passed, check.outcome))
+        cut = layout.name if layout.precision in layout.name else f"{layout.name}, {layout.precision}"
+        cut += f", {check.nodes} nodes" if check.nodes > 1 else ""
+        self._row(cut, replica, check.fault, _passed(passed, check.outcome))
         return passed
 
-    def _row(self, layout: str, precision: str, replica: str, fault: str, result: str) -> None:
+    def _row(self, cut: str, replica: str, fault: str, result: str) -> None:
         versions = f"{platform.python_version()}, {torch.__version__}"
         today = datetime.date.today().isoformat()
-        cut = layout if precision in layout else f"{layout}, {precision}"
         print(f"| {self._name} | {versions} | {cut} | {replica} | {fault} | {result} | {today} |", flush=True)
 
 

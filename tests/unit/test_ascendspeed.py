@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,21 @@ def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
 def test_what_is_protected_is_not() -> None:
     _ascendspeed.require_protected(_args(local_copy_os=True))
     _ascendspeed.require_protected(_args(use_distributed_optimizer=False, optimizer="sgd"))
+
+
+def test_a_copy_of_shards_is_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every framework; TTP_LOCAL_COPY copies whatever an update changes."""
+    monkeypatch.setenv("TTP_LOCAL_COPY", "False")
+    with pytest.raises(
+        LayoutError, match="--local-copy-os is given without --use-distributed-optimizer: add"
+    ):
+        _megatron.take_local_copy(_args(use_distributed_optimizer=False, local_copy_os=True))
+    assert os.environ["TTP_LOCAL_COPY"] == "False"
+    _megatron.take_local_copy(_args(use_distributed_optimizer=False))
+    given = _args(local_copy_os=True)
+    _megatron.take_local_copy(given)
+    assert os.environ["TTP_LOCAL_COPY"] == "True"
+    assert "local_copy_os" not in given, "the framework would save it"
 
 
 @pytest.mark.parametrize("tracked", [True, False])

@@ -108,12 +108,14 @@ class MindioRuntime:
         """Controller on rank 0, then a processor on every rank, which says who has copies of what."""
         import torch.distributed as dist
 
+        from adaptor.replica import group
+
         if os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP", "0") != "0":
             raise ConfigError(
                 f"TTP_STOP_CLEAN_BEFORE_DUMP is {os.environ['TTP_STOP_CLEAN_BEFORE_DUMP']!r}: with "
                 "TTP_ENGINE=mindio it must be 0, the device is not stopped before a dump"
             )
-        everyone = dist.new_group(backend="gloo")
+        everyone = group.of_everyone()
         loaded = self.session.sdk = sdk.load()
         told: list[tuple[tuple[Share, ...], str]] = [((), "")] * self._world_size
         dist.all_gather_object(told, (trainee.shares, uuid.uuid4().hex), group=everyone)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from torch_npu import _C, npu
+from torch_npu.attention import npu_fusion_attention, npu_fusion_attention_grad
 from torch_npu.operators import (
     fast_gelu,
     npu_apply_adam_w,
     npu_clear_float_status,
     npu_confusion_transpose,
-    npu_fusion_attention,
     npu_get_float_status,
     npu_rms_norm,
     npu_rotary_mul,
@@ -29,6 +29,7 @@ __all__ = [
     "npu_clear_float_status",
     "npu_confusion_transpose",
     "npu_fusion_attention",
+    "npu_fusion_attention_grad",
     "npu_get_float_status",
     "npu_rms_norm",
     "npu_rotary_mul",

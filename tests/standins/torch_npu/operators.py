@@ -43,35 +43,6 @@ def npu_scaled_masked_softmax(
     return torch.softmax((x.float() * scale).masked_fill(mask, -10000.0), dim=-1).to(x.dtype)
 
 
-def npu_fusion_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    head_num: int,
-    input_layout: str,
-    *,
-    atten_mask: torch.Tensor | None = None,
-    scale: float = 1.0,
-    keep_prob: float = 1.0,
-    sparse_mode: int = 0,
-    **more: object,
-) -> tuple[torch.Tensor, ...]:
-    """Attention of (sequence, batch, heads x size), first of what is returned; True in the mask leaves out.
-
-    A window (`pre_tockens`, `next_tockens`) has to be as long as the sequence: it is not looked at.
-    """
-    if input_layout != "SBH" or sparse_mode or more.get("pse") is not None:
-        raise NotImplementedError("another layout than SBH, a compressed mask, or position encodings")
-    length, batch, _ = query.shape
-    heads = [x.reshape(len(x), batch * head_num, -1).transpose(0, 1).float() for x in (query, key, value)]
-    scores = torch.baddbmm(torch.zeros(()), heads[0], heads[1].transpose(1, 2), beta=0.0, alpha=scale)
-    if atten_mask is not None:
-        scores = scores.masked_fill(atten_mask, -10000.0)
-    weights = torch.nn.functional.dropout(torch.softmax(scores, dim=-1), 1 - keep_prob)
-    context = torch.bmm(weights, heads[2]).transpose(0, 1).reshape(length, batch, -1)
-    return (context.to(query.dtype),)
-
-
 def npu_confusion_transpose(
     x: torch.Tensor, perm: Sequence[int], shape: Sequence[int], transpose_first: bool
 ) -> torch.Tensor:
