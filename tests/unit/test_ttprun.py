@@ -482,9 +482,11 @@ def test_nodes_that_do_not_meet(arguments: list[str], line: str, launcher: Launc
 
 def test_ctrl_c_before_anything_was_started(launcher: Launcher) -> None:
     while_torch_is_imported = (
-        "import os, signal\n"
+        "import signal\n"
         "from adaptor.launchers import flags\n"
-        "flags.parse = lambda arguments: os.kill(os.getpid(), signal.SIGINT)\n"
+        # A shell may have had it ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "flags.parse = lambda arguments: signal.raise_signal(signal.SIGINT)\n"
     )
     ended = launcher.run(*ONE, launcher.script("print('started')"), before=while_torch_is_imported)
     line = "[ttp] ended by SIGINT, before anything was started\n"
