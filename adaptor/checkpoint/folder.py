@@ -21,9 +21,8 @@ def require_writable(save: str | Path | None) -> None:
     """
     if not save:
         raise ConfigError("--save is missing: last words need a folder, e.g. --save checkpoints")
-    if _STORE.match(
-        str(save)
-    ):  # of which a framework may know, and would then be given a path of this machine
+    # A framework may know of it, and would then be given a path of this machine.
+    if _STORE.match(str(save)):
         raise ConfigError(f"--save is {save}: last words need a folder of a file system, not an object store")
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
