@@ -1,15 +1,22 @@
 # make demo    everything from an empty machine to the report of a survived kill (out/demo/report.html)
 # make test    the whole test suite, in the same environment
+# make check   the tests that neither train nor simulate
+# make test-torch TORCH=2.4.1   a small set of tests with another torch, in an environment of its own
 # make lint    ruff and mypy
 # make clean   what was built and written; make distclean also the environment and the downloads
 #
 # PYTHON picks the interpreter of the environment (3.10 to 3.13), TORCH the version of torch,
-# DEMO options for the demo (make demo DEMO="--kill-rank 0"), TESTS for pytest (make test TESTS="-k plan").
+# DEMO options for the demo (make demo DEMO="--kill-rank 0"), TESTS for pytest (make test TESTS="-k plan"),
+# JOBS how many tests run at the same time (one more than there are cores).
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 DEMO ?=
 TESTS ?=
+# What depends on torch: the launcher, the patches, last words after a kill, a restart.
+SMALL ?= tests/unit/test_ttprun.py tests/unit/test_checkpoint_dump.py tests/patches tests/integration/test_phases.py
+# One more than there are cores: many tests wait for a time-out most of the time.
+JOBS ?= $(shell expr $$(nproc) + 1)
 
 VENV := .venv
 BIN := $(abspath $(VENV)/bin)
@@ -20,16 +27,28 @@ PROJECT_READY := $(VENV)/.project-torch-$(TORCH)
 FRAMEWORKS_READY := .cache/frameworks/.prepared
 
 export PATH := $(BIN):$(PATH)
+# The tests start thousands of processes: without bytecode each compiles the project and the framework again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint clean distclean
+.PHONY: demo test test-torch check lint clean distclean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 demo: $(PROJECT_READY) $(FRAMEWORKS_READY)
 	@$(BIN)/python -m demo $(DEMO)
 
+# A worker begins with its share of the files in their order, so most tests that share a fixture run in one place,
+# and then takes what others have left.
+pytest = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
 test: $(PROJECT_READY) $(FRAMEWORKS_READY)
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(pytest) $(TESTS)
+
+check: $(PROJECT_READY) $(FRAMEWORKS_READY)
+	@$(pytest) -m 'not integration' --ignore tests/simulation $(TESTS)
+
+test-torch:
+	@$(MAKE) --no-print-directory test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH) TESTS="$(SMALL) $(TESTS)"
 
 lint: $(PROJECT_READY)
 	@$(BIN)/ruff check .
@@ -78,4 +97,4 @@ clean:
 	find . -name __pycache__ -not -path './.venv/*' -not -path './.cache/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) .venv-torch-* .cache

@@ -1,10 +1,8 @@
-"""An unmodified Megatron-style training job survives the death of its processes.
+"""Fault tolerance for Megatron-style training: the job survives the death of its processes.
 
-    import adaptor
-    adaptor.enable()
-
-as the first lines of the script, and `ttprun` in place of `torchrun` (which enables the adaptor by itself).
-Importing this package imports nothing else: no torch, no framework.
+`ttprun` in place of `torchrun` enables the adaptor by itself; scripts of Megatron-LM, ModelLink and
+MindSpeed-LLM stay as they are. A script with a training loop of its own calls `enable`, `protect` and
+`Protection.step` (docs/training_loops.md). Importing this package imports neither torch nor a framework.
 """
 
 from __future__ import annotations
@@ -15,35 +13,87 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from adaptor.errors import (
+        AdaptorError,
+        CheckpointError,
+        ConfigError,
+        DriftError,
+        ResumeError,
+        StartError,
+        StepError,
+        UnsupportedError,
+    )
     from adaptor.library import Protection
     from adaptor.patching import Outcome
 
 __version__ = "0.1.0"
 
-__all__ = ["disable", "enable", "format_report", "protect", "report"]
+__all__ = [
+    "AdaptorError",
+    "CheckpointError",
+    "ConfigError",
+    "DriftError",
+    "Outcome",
+    "Protection",
+    "ResumeError",
+    "StartError",
+    "StepError",
+    "UnsupportedError",
+    "disable",
+    "enable",
+    "format_report",
+    "protect",
+    "report",
+]
+
+# The modules of the public classes, which are imported when a class is first asked for.
+_MODULES = {"Outcome": "adaptor.patching", "Protection": "adaptor.library"}
 
 _enabled = False
 
 
 def enable(*, provide_mindio: bool = False) -> None:
-    """Arm the patches on the framework, before it is imported. Enabling twice is enabling once.
+    """Arm the patches, so that the framework is patched when the script imports it.
 
-    With `provide_mindio` (or TTP_PROVIDE_MINDIO) no framework is patched: the script was adapted to MindIO
-    TTP by hand, and `import mindio_ttp` finds the adaptor's. ConfigError where one is installed.
+    Call it before the framework is imported and before process groups are made: it also switches off the
+    watchdogs of NCCL and HCCL, which would end the survivors of a fault. A second call does nothing more.
+    The settings are read from the environment, where ttprun has put its flags. With ENABLE_TTP=False it does
+    nothing.
 
-    The settings are those of the environment, where ttprun has put its flags. With ENABLE_TTP=False nothing
-    is done and no module is touched. Raises ConfigError for a setting that makes no sense, StartError where a
-    patched module of the framework has been imported already, or where the job was not started by ttprun.
+    Args:
+        provide_mindio: patch no framework; let `import mindio_ttp` find the adaptor's (the same as
+            TTP_PROVIDE_MINDIO=1), for a script that was adapted to MindIO TTP by hand.
+
+    Raises:
+        ConfigError: a setting makes no sense, or `provide_mindio` is set and a `mindio_ttp` is installed.
+        StartError: a module that is to be patched has been imported already, or the process was not started
+            by ttprun.
+    """
+    if not arm(provide_mindio=provide_mindio):
+        return
+    from adaptor import context
+    from adaptor.worker.watchdogs import Watchdogs
+
+    context.part(Watchdogs).switch_off()
+
+
+def arm(*, provide_mindio: bool = False) -> bool:
+    """Do as `enable` does, but leave the watchdogs on.
+
+    ttprun calls it in each worker: the script may turn out to train nothing that can be protected.
+
+    Returns:
+        True if the adaptor is enabled.
     """
     global _enabled
     if _enabled and not provide_mindio:
-        return
-    from adaptor import config, errors
+        return True
+    from adaptor import context, errors
 
     try:
-        settings = config.load()
+        settings = context.get().settings
         if not settings.enabled:
-            return
+            return False
     except errors.ConfigError:
         errors.say_in_one_line()
         raise
@@ -55,6 +105,7 @@ def enable(*, provide_mindio: bool = False) -> None:
     else:
         _start.arm_patches()
     _enabled = True
+    return True
 
 
 def protect(
@@ -66,21 +117,34 @@ def protect(
     scheduler: Any = None,
     samples_per_step: int = 0,
     extra: Mapping[str, Any] | None = None,
+    format: str = "torch",
 ) -> Protection:
-    """For a script with a training loop of its own on Megatron-core: from now on its state can be saved.
+    """Protect a training loop of your own on Megatron-core: its state can be saved from now on.
 
-    Every rank calls it once, after loading and before the first step, and then `begin_step(step)` on what it
-    returns at the start of each step. Last words go to `save` in Megatron's `torch` format:
-    `iter_N/mp_rank_XX/` with model_optim_rng.pt (iteration, model, optimizer, opt_param_scheduler, rng_state
-    and what `extra` holds) and distrib_optim.pt, and the tracker file. With ENABLE_TTP=False it does nothing.
+    Every rank calls it once, after loading and before the first step, and then runs each step inside of
+    `with protection.step(number):`. docs/training_loops.md has a complete loop. The survivors of
+    a failure write a checkpoint into `save`, and the tracker file. In Megatron's format `torch` it is
+    `iter_N/mp_rank_XX/model_optim_rng.pt` (iteration, model, optimizer, opt_param_scheduler, rng_state, and
+    the entries of `extra`), and `distrib_optim.pt` beside it. With ENABLE_TTP=False the call does nothing.
 
-    model             the DistributedDataParallel modules
-    optimizer         what get_megatron_optimizer returned
-    step              the step that the state is that of; 0 at the start
-    scheduler         an OptimizerParamScheduler; None without one
-    samples_per_step  the `increment` that the script gives to the scheduler's step after each update
+    Args:
+        model: the `DistributedDataParallel` modules of this rank, one for each virtual pipeline stage.
+        optimizer: the result of `get_megatron_optimizer`.
+        save: the folder of the checkpoints, which every rank sees; it is made if it is not there.
+        step: the number of the last finished step, whose state was loaded; 0 at the start.
+        scheduler: the `OptimizerParamScheduler`, or None without one.
+        samples_per_step: the `increment` that the script gives to `scheduler.step` after each update, in
+            samples.
+        extra: further entries of `model_optim_rng.pt`; they are saved as they are at the moment of the save.
+        format: of the checkpoint: `torch`, or one that a plug-in brings (docs/plug_ins.md).
 
-    Raises LayoutError where the layout cannot be protected, DriftError where the framework does not fit.
+    Returns:
+        The object that is told of steps and phases.
+
+    Raises:
+        UnsupportedError: the layout, or an option of the framework, cannot be protected.
+        DriftError: a function of the framework does not have the signature that its patch expects.
+        ConfigError: `save` cannot be written, is an object store, or holds a later step than `step`.
     """
     from adaptor import library
 
@@ -94,30 +158,36 @@ def protect(
         scheduler=scheduler,
         samples_per_step=samples_per_step,
         extra=extra,
+        format=format,
     )
 
 
 def disable() -> None:
-    """Undo every patch; names that others imported meanwhile do what the framework's own functions do.
+    """Undo every patch, also for names that other modules have imported meanwhile.
 
-    Raises StartError once training has begun: its steps would be saved under a wrong number.
+    Raises:
+        StartError: a training loop runs; its steps would be saved under a wrong number.
     """
     global _enabled
     if not _enabled:
         return
-    from adaptor import mindio, patching
-    from adaptor.control import runtime
+    from adaptor import context, mindio, patching
     from adaptor.errors import StartError
+    from adaptor.worker import runtime
+    from adaptor.worker.unprotected import UnprotectedTraining
+    from adaptor.worker.watchdogs import Watchdogs
 
     if runtime.training():
         raise StartError("adaptor.disable() was called while training runs; call it before, or not at all")
     patching.disarm("ttp")
+    context.part(UnprotectedTraining).disarm()
+    context.part(Watchdogs).restore()
     mindio.withdraw()
     _enabled = False
 
 
 def report() -> tuple[Outcome, ...]:
-    """What became of each patch: its status, expected and found signature, the framework's version."""
+    """Return the state of each patch: its status, expected and found signature, the framework's version."""
     import adaptor.patches as patches
     from adaptor import patching
 
@@ -126,7 +196,15 @@ def report() -> tuple[Outcome, ...]:
 
 
 def format_report() -> str:
-    """`report()` as an aligned table for people."""
+    """Return `report()` as an aligned table of text."""
     from adaptor import patching
 
     return patching.format_outcomes(report())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_MODULES.get(name, "adaptor.errors")), name)

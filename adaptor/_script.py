@@ -2,28 +2,96 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
-from pathlib import Path
+
+_AT_START = frozenset(sys.modules)  # what Python itself has imported by now, and nobody else
+
+import builtins  # noqa: E402
+import importlib.machinery  # noqa: E402
+import io  # noqa: E402
+import os  # noqa: E402
+import pkgutil  # noqa: E402
+import runpy  # noqa: E402
+import types  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 MODULE_FLAG = "--module"
+
+
+def leave_own_path() -> None:
+    """Remove what Python put first on `sys.path` for the program that it was started with.
+
+    That is the folder of the program, or with `python -m` the working directory: a file there that has the
+    name of a module would be imported in its place. A program of ours calls it once, first of all.
+    """
+    if not _is_safe():
+        del sys.path[0]
 
 
 def run(arguments: list[str]) -> None:
     """Run `[--module] script [its arguments]` as `__main__`; whatever the script raises passes through.
 
-    For processes that were started with `python -m`.
+    `leave_own_path` was called before.
     """
     if arguments[0] == MODULE_FLAG:
         sys.argv = arguments[1:]
+        _put_first(Path.cwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         take_over(arguments)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if pkgutil.get_importer(sys.argv[0]) is None:
+            _run_file(os.path.join(os.getcwd(), sys.argv[0]))  # noqa: PTH109, PTH118  # as Python does
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _run_file(path: str) -> None:
+    """Run a file as Python does: `__file__` is absolute, `sys.argv[0]` is not, which runpy cannot do.
+
+    The module stays `__main__` afterwards: what runs at the end of the interpreter may look there.
+    """
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)  # of a file that is compiled
+    if code is None:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec")
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins)
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
 
 
 def take_over(arguments: list[str]) -> None:
-    """Make `sys.argv` and `sys.path` those of `python script [its arguments]`."""
+    """Make `sys.argv` and `sys.path` those of `python script [its arguments]`; see `leave_own_path`."""
     sys.argv = arguments
-    if not getattr(sys.flags, "safe_path", False):  # since 3.11: then nothing stands there
-        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    if pkgutil.get_importer(arguments[0]) is None:  # else a folder or an archive, which runpy puts there
+        _put_first(Path(arguments[0]).resolve().parent)
+
+
+def _put_first(folder: Path) -> None:
+    if not _is_safe():
+        sys.path.insert(0, str(folder))
+        _forget_shadowed(str(folder))
+
+
+def _is_safe() -> bool:
+    """Return whether Python puts nothing first on `sys.path` (-P, PYTHONSAFEPATH; since 3.11)."""
+    return bool(getattr(sys.flags, "safe_path", False))
+
+
+def _forget_shadowed(folder: str) -> None:
+    """Let the script import its own modules, where what the adaptor uses has the same name.
+
+    The adaptor keeps what it has imported.
+    """
+    for name in {name.partition(".")[0] for name in sys.modules} - _AT_START - {"adaptor"}:
+        found = importlib.machinery.PathFinder.find_spec(name, [folder])
+        if found is None or found.origin is None or found.origin == _origin(name):
+            continue
+        for loaded in [known for known in sys.modules if known == name or known.startswith(f"{name}.")]:
+            del sys.modules[loaded]
+
+
+def _origin(name: str) -> str | None:
+    return getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)

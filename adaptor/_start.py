@@ -1,19 +1,21 @@
-"""What has to be true when the adaptor is enabled."""
+"""Checks, when the adaptor is enabled, that it can be; then arms the patches."""
 
 from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from types import FunctionType, ModuleType
 
-import adaptor.patches as patches
-from adaptor import mindio, patching
-from adaptor.errors import StartError
+import wrapt
 
-NOT_BY_TTPRUN = (
-    "the adaptor is enabled, but this process was not started by ttprun:"
-    " start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
-)
+import adaptor.patches as patches
+from adaptor import context, distributions, mindio, patching
+from adaptor.errors import StartError
+from adaptor.protocol.environment import NOT_BY_TTPRUN
+from adaptor.worker import runtime
+from adaptor.worker.unprotected import UnprotectedTraining
+from adaptor.worker.watchdogs import Watchdogs
 
 
 def arm_patches() -> None:
@@ -28,8 +30,39 @@ def arm_patches() -> None:
             " call it before, e.g. as the first line of the script"
         )
     if "TTP_AGENT" not in os.environ:
-        raise StartError(NOT_BY_TTPRUN)
+        other = distributions.conflict()  # elsewhere ttprun has said it, once for all ranks
+        raise StartError(f"{NOT_BY_TTPRUN}; {other}" if other else NOT_BY_TTPRUN)
     patching.arm("ttp")
+    _expect_plug_ins()
+    context.part(UnprotectedTraining).arm(runtime.of_this_process)
+
+
+def _expect_plug_ins() -> None:
+    """Switch the watchdogs off as soon as the script imports the framework of a plug-in.
+
+    Such a script will be protected. When the plug-in calls `adaptor.protect`, it is too late: the process
+    groups have been made with the watchdogs on. Packages that the adaptor patches itself do not count,
+    because scripts without the plug-in import them, too.
+    """
+    others = patches.of_plug_ins()
+    own = {
+        _root(patch.module_name)
+        for unit in patching.units("ttp")
+        if unit not in others
+        for patch in unit.patches
+    }
+    for unit in others:
+        for name in {patch.module_name for patch in unit.patches if _root(patch.module_name) not in own}:
+            wrapt.register_post_import_hook(partial(_framework_is_imported, unit), name)
+
+
+def _framework_is_imported(unit: patching.Unit, module: ModuleType) -> None:
+    if unit.acts():  # not since adaptor.disable()
+        context.part(Watchdogs).switch_off()
+
+
+def _root(module_name: str) -> str:
+    return module_name.partition(".")[0]
 
 
 def provide_mindio() -> None:
@@ -40,12 +73,14 @@ def provide_mindio() -> None:
     if "TTP_AGENT" not in os.environ:
         raise StartError(NOT_BY_TTPRUN)
     mindio.provide()
+    context.part(Watchdogs).switch_off()  # the script was adapted to be protected
+    context.part(UnprotectedTraining).disarm()
     patching.disarm("ttp")  # ttprun may have armed them, before the script said what it is
 
 
 def _importers(module_name: str) -> list[str]:
     """The modules outside of the framework that hold something of it, the script first."""
-    root = module_name.partition(".")[0]
+    root = _root(module_name)
     # __mp_main__ is multiprocessing's name for __main__.
     names = [
         name

@@ -1,7 +1,7 @@
-"""All settings of the adaptor: one table, read once, one frozen result.
+"""The settings of the adaptor: one table, read once into one frozen `Config`.
 
-Every setting is an environment variable and a `ttprun` flag; the flag wins. `ttprun` writes what it was
-given back into the environment of the workers, so that a worker reads the same values.
+Every setting is an environment variable and a `ttprun` flag; the flag wins. `ttprun` writes its flags into
+the environment of the workers, so that they read the same values.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from adaptor.errors import ConfigError
 
 @dataclass(frozen=True)
 class Config:
-    """What the user chose. Times are seconds."""
+    """The user's settings. Times are seconds."""
 
     enabled: bool
     timeout_s: float
     grace_s: float
     hang_s: float
+    online_s: float
+    spares: int
+    no_progress: int
     port: int
     tls: str
     tls_cert: str
@@ -32,6 +35,7 @@ class Config:
     engine: str
     replica: str
     local_copy: bool
+    require_protection: str
     provide_mindio: bool
     log_path: str
     log_level: str
@@ -40,13 +44,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table: where a field of `Config` comes from and what it may be."""
+    """A row of the table: the variable behind a field of `Config`, and its allowed values."""
 
     field: str
     variable: str
     default: str
     allowed: str
-    parse: Callable[[str], Any]
+    parse: Callable[[str], object]
     help: str
 
     @property
@@ -63,8 +67,8 @@ def _truth(text: str) -> bool:
     raise ValueError
 
 
-def _number(low: float, high: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
+def _number(low: float, high: float, kind: Callable[[str], float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
         value = kind(text)
         if not low <= value <= high:
             raise ValueError
@@ -73,7 +77,7 @@ def _number(low: float, high: float, kind: Callable[[str], Any]) -> Callable[[st
     return parse
 
 
-def _zero_or(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _zero_or(parse: Callable[[str], float]) -> Callable[[str], float]:
     return lambda text: 0.0 if text.strip() == "0" else parse(text)
 
 
@@ -86,13 +90,28 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _path(text: str) -> str:
+    """Refuse the text of a key or certificate where the path of its file belongs."""
+    if "\n" in text or "-----" in text:
+        raise _NotShownError
+    return text
+
+
+class _NotShownError(ValueError):
+    """A value makes no sense, and may be a secret."""
+
+
 def _folder(text: str) -> str:
     if not text:
         raise ValueError
     return text
 
 
-_PEM = "a PEM file"
+def _truth_or_auto(text: str) -> str:
+    return "auto" if text.strip().lower() == "auto" else str(_truth(text))
+
+
+_PEM = "the path of a PEM file"
 
 SETTINGS = (
     Setting(
@@ -125,7 +144,35 @@ SETTINGS = (
         "120",
         "0, or a number of seconds from 1 to 86400",
         _zero_or(_number(1, 86400, float)),
-        "a step that takes longer than this and than three of the slowest recent ones is a hang; 0: none is",
+        "a step that takes longer than these seconds, and longer than 3 times the slowest recent step, is a"
+        " hang (the first steps of a process may take 15 times as long); 0: never",
+    ),
+    Setting(
+        "online_s",
+        "TTP_ONLINE",
+        "0",
+        "0, or a number of seconds from 1 to 3600",
+        _zero_or(_number(1, 3600, float)),
+        "after a fault only the failed ranks are replaced and the job goes on without a restart, if that"
+        " takes at most these seconds, and half of TTP_OT; 0: all ranks are started again",
+    ),
+    Setting(
+        "spares",
+        "TTP_SPARES",
+        "1",
+        "a number from 0 to 64",
+        _number(0, 64, int),
+        "with TTP_ONLINE: so many processes on each node wait, with everything imported, to take the place of"
+        " a rank that fails; each takes the host memory of its imports",
+    ),
+    Setting(
+        "no_progress",
+        "TTP_NO_PROGRESS",
+        "3",
+        "a number from 0 to 1000",
+        _number(0, 1000, int),
+        "the job ends, with exit code 79, when the same fault comes this many times at the same step without"
+        " a newer checkpoint; 0: never",
     ),
     Setting(
         "port",
@@ -144,23 +191,25 @@ SETTINGS = (
         "agents on several machines speak TLS 1.3, both with certificates; plain: unencrypted, inside "
         "a trusted network",
     ),
-    Setting("tls_cert", "TTP_TLS_CERT", "", _PEM, str, "the certificate of this node"),
-    Setting("tls_key", "TTP_TLS_KEY", "", _PEM, str, "the private key of TTP_TLS_CERT, without a passphrase"),
-    Setting("tls_ca", "TTP_TLS_CA", "", _PEM, str, "who has signed the certificates of all nodes"),
+    Setting("tls_cert", "TTP_TLS_CERT", "", _PEM, _path, "the certificate of this node"),
+    Setting(
+        "tls_key", "TTP_TLS_KEY", "", _PEM, _path, "the private key of TTP_TLS_CERT, without a passphrase"
+    ),
+    Setting("tls_ca", "TTP_TLS_CA", "", _PEM, _path, "who has signed the certificates of all nodes"),
     Setting(
         "device",
         "TTP_DEVICE",
         "",
-        "cpu, or nothing for the accelerator that the framework finds",
-        _one_of("", "cpu"),
+        "cpu, a device of a plug-in, or nothing for the accelerator that the framework finds",
+        str,
         "cpu runs the framework's torch.cuda calls on the CPU and its collectives on gloo",
     ),
     Setting(
         "engine",
         "TTP_ENGINE",
         "builtin",
-        "builtin or mindio",
-        _one_of("builtin", "mindio"),
+        "builtin, mindio or an engine of a plug-in",
+        str,
         "who notices a fault and chooses what is saved; mindio: the installed mindio_ttp, see docs/mindio.md",
     ),
     Setting(
@@ -179,6 +228,15 @@ SETTINGS = (
         "True, 1, False or 0",
         _truth,
         "True: each rank copies its optimizer state before an update, in place of a barrier of all ranks",
+    ),
+    Setting(
+        "require_protection",
+        "TTP_REQUIRE_PROTECTION",
+        "auto",
+        "auto, True, 1, False or 0",
+        _truth_or_auto,
+        "True: a script that trains without being protected is ended; False: it is told so; auto: True in "
+        "Megatron-LM's, ModelLink's and MindSpeed-LLM's scripts, False in others",
     ),
     Setting(
         "provide_mindio",
@@ -211,58 +269,45 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
         ConfigError: a value makes no sense; the message names the variable, the value and what it may be.
     """
     source = os.environ if environ is None else environ
-    values = {}
+    values: dict[str, Any] = {}
     for setting in SETTINGS:
         text = source.get(setting.variable, setting.default)
         try:
             values[setting.field] = setting.parse(text)
+        except _NotShownError:
+            raise ConfigError(
+                f"{setting.variable} holds a text (not shown): it must be {setting.allowed}"
+            ) from None
         except ValueError:
             raise ConfigError(f"{setting.variable} is {text!r}: it must be {setting.allowed}") from None
     made = Config(**values)
     _require_one_kind_of_connection(made)
-    _require_one_engine(made)
     return made
 
 
-# Of 1. What a user mistypes is above it; the variables of MindIO's SDK, of our own and of Kubernetes (for a
-# service that is called ttp) are below 0.75.
+# The similarity, of 1, from which a name counts as mistyped. Variables of MindIO's SDK, our own internal ones
+# and those of Kubernetes (for a service that is called ttp) are below 0.75.
 _ALIKE = 0.85
 
 
 def refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """A variable that is almost one of ours would do nothing, and nobody would notice.
+    """Refuse a variable whose name is almost that of a setting: it would be ignored without notice.
 
     Raises:
-        ConfigError: there is one; the message names it, its value and the one that was meant.
+        ConfigError: there is one; the message names it and the one that was meant.
     """
     settings = {_in_order(setting.variable): setting.variable for setting in SETTINGS}
     for name in sorted(environ):
         if "TTP" not in name.upper().split("_") or name in settings.values():
             continue
         for meant in difflib.get_close_matches(_in_order(name), settings, 1, _ALIKE):
-            raise ConfigError(
-                f"{name} is {environ[name]!r}: there is no such setting; {settings[meant]} is one"
-            )
+            # Without its value: it is not ours, and may be a secret.
+            raise ConfigError(f"{name} is set: there is no such setting; {settings[meant]} is one")
 
 
 def _in_order(name: str) -> str:
-    """TTP_ENABLE is as good a guess as ENABLE_TTP."""
+    """Return `name` with its words sorted, so that TTP_ENABLE is found as ENABLE_TTP."""
     return "_".join(sorted(name.upper().split("_")))
-
-
-def _require_one_engine(made: Config) -> None:
-    if made.engine == "builtin":
-        return
-    if made.provide_mindio:
-        raise ConfigError(
-            "TTP_ENGINE is 'mindio', but TTP_PROVIDE_MINDIO is True: one of them is for an installed"
-            " mindio_ttp, the other for none; leave one out"
-        )
-    if made.tls_cert:
-        raise ConfigError(
-            f"TTP_ENGINE is 'mindio', but TTP_TLS_CERT is {made.tls_cert!r}: connections of mindio_ttp are"
-            " not encrypted; inside a trusted network leave out the certificates, and set TTP_TLS=plain"
-        )
 
 
 def _require_one_kind_of_connection(made: Config) -> None:

@@ -1,11 +1,13 @@
-"""The exceptions of the adaptor. Each message is one line that names the thing, its value and what would be
-right.
+"""The exceptions of the adaptor.
+
+Each message is one line that names the thing, its value, and what would be right.
 
 AdaptorError
 ├── ConfigError      a setting makes no sense
 ├── StartError       the adaptor was enabled too late, or outside of ttprun
+├── StepError        the steps of a training loop do not follow each other
 ├── DriftError       a patched function of the framework no longer matches its declaration
-├── LayoutError      the parallel layout cannot be protected
+├── UnsupportedError the parallel layout, or a mode, cannot be protected
 ├── ResumeError      a checkpoint is damaged, and there is none to go on from in its place
 └── CheckpointError  a checkpoint cannot be written, published or trusted
 """
@@ -28,16 +30,20 @@ class StartError(AdaptorError):
     """`enable()` was called too late, or the worker was not started by `ttprun`."""
 
 
+class StepError(AdaptorError):
+    """The step numbers of a training loop do not follow each other."""
+
+
 class DriftError(AdaptorError):
     """A patched function of the framework does not have the signature that its patch declares."""
 
 
-class LayoutError(AdaptorError):
+class UnsupportedError(AdaptorError):
     """The parallel layout, or a mode of the framework, cannot be protected."""
 
 
 class ResumeError(AdaptorError):
-    """What the job was to go on from is damaged, and it is not for the adaptor to choose something else."""
+    """The checkpoint to resume from is damaged, and no other one may be used in its place."""
 
 
 class CheckpointError(AdaptorError):
@@ -45,12 +51,15 @@ class CheckpointError(AdaptorError):
 
 
 def say_in_one_line() -> None:
-    """A user never reads a traceback for a mistake of their own: one that leaves the script is one line."""
+    """Print an AdaptorError that leaves the script as one line, without a traceback."""
     previous = sys.excepthook
 
     def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, AdaptorError):
-            print(f"adaptor: error: {error}", file=sys.stderr)
+            # Imported here: with ENABLE_TTP=False it must not be imported, because it registers a fork hook.
+            from adaptor import output
+
+            output.tell(f"adaptor: error: {error}")
         else:
             previous(kind, error, trace)
 

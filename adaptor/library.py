@@ -1,24 +1,123 @@
-"""For scripts that use Megatron-core as a library, and have a training loop of their own."""
+"""Protects scripts that use Megatron-core as a library and have a training loop of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adaptor.control.session import Session
+from adaptor.errors import StepError, UnsupportedError
+from adaptor.worker.session import Session
 
 
 class Protection:
-    """What `adaptor.protect` returns: tell it when a step begins."""
+    """The result of `adaptor.protect`: the training loop tells it which step or phase it is in."""
 
     def __init__(self, session: Session | None) -> None:
         self._session = session
 
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Take one step of the training loop: `with protection.step(step):` around forward and backward pass,
+        optimizer and scheduler.
+
+        A rank that hangs in it is noticed (TTP_HANG).
+
+        Args:
+            step: its number, from 1; each is one more than the one before.
+
+        Raises:
+            StepError: the number does not follow that of the step before; or only some of the optimizers made
+                their update.
+        """
+        if self._session is None:
+            yield
+            return
+        step = _whole_number(step)
+        self._session.require_next(step)
+        with self._session.step(step, updates_finish=True):
+            yield
+
     def begin_step(self, step: int) -> None:
-        """`step` (from 1) begins on this rank; optimizer and scheduler are done with the one before."""
+        """Begin `step` on this rank, in a loop into which `with protection.step(...)` does not fit.
+
+        Call it when optimizer and scheduler have finished the step before. A hang is noticed until the
+        optimizer has made its update, or `end_step` is called; what comes after that may take any time.
+
+        Args:
+            step: its number, from 1; each is one more than the one before. One that was left without an
+                update may be begun again.
+
+        Raises:
+            StepError: the number does not follow that of the step before.
+        """
         if self._session is not None:
-            self._session.begin_step(step)
+            step = _whole_number(step)
+            self._session.require_next(step)
+            self._session.begin_step(step, ends_with_update=True, updates_finish=True)
+
+    def end_step(self) -> None:
+        """Leave the step that `begin_step` began, where it makes no update.
+
+        Call it where the loop is left by `break`. Without it the adaptor finds out by the lines on which
+        earlier steps began and made their update, where the loop calls both; else what comes after counts as
+        a part of the step. After an update, or where no step runs, it does nothing.
+        """
+        if self._session is not None:
+            self._session.end_step()
+
+    def end_training(self) -> None:
+        """The training loop is over: what comes, as a last evaluation or save, may take any time.
+
+        Where a process fails after that, the last step is saved as ever.
+        """
+        if self._session is not None:
+            self._session.end_training()
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Mark a phase that takes a time of its own: `with protection.phase("evaluation"):`.
+
+        It may be between two steps or inside of one. The first phase of a name may take any time. A later
+        one is a hang when it takes longer than five times the slowest recent phase of that name, and longer
+        than five times TTP_HANG.
+
+        Args:
+            name: its kind; durations are compared with those of the same name.
+        """
+        return contextlib.nullcontext() if self._session is None else self._session.phase(name)
+
+
+def _whole_number(step: Any) -> int:
+    """Return the number of a step. Raises StepError: it is none."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise StepError(f"step is {step!r}: it must be a whole number, 0 or more")
+    return number
+
+
+def _require_megatron(model: Any, optimizer: Any) -> list[Any]:
+    """Return the chunks of the model.
+
+    Raises:
+        UnsupportedError: they, or the optimizer, are not what Megatron-core makes.
+    """
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    if not chunks or not all(hasattr(chunk, "ddp_config") and hasattr(chunk, "config") for chunk in chunks):
+        kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "empty"
+        raise UnsupportedError(
+            f"model is {kinds}: adaptor.protect needs a list of Megatron-core's DistributedDataParallel"
+        )
+    if not hasattr(optimizer, "get_loss_scale"):
+        raise UnsupportedError(
+            f"optimizer is {type(optimizer).__name__}: adaptor.protect needs what Megatron-core's "
+            "get_megatron_optimizer returned"
+        )
+    return chunks
 
 
 def protect(
@@ -30,30 +129,37 @@ def protect(
     scheduler: Any = None,
     samples_per_step: int = 0,
     extra: Mapping[str, Any] | None = None,
+    format: str = "torch",
 ) -> Protection:
-    """See `adaptor.protect`."""
+    """Do what `adaptor.protect` promises, where the adaptor is enabled."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.package_info import __version__
 
-    from adaptor import patching
-    from adaptor.checkpoint import folder, publish, records
-    from adaptor.checkpoint.megatron import TrainingState, unwrapped
-    from adaptor.checkpoint.naming import model_parallel_folder
+    from adaptor import context, patching
+    from adaptor.checkpoint import folder, formats, lease, publish, step_record
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
-    from adaptor.control import runtime
-    from adaptor.errors import LayoutError
-    from adaptor.replica import group, layout
+    from adaptor.checkpoint.training_state import TrainingState, unwrapped
+    from adaptor.frameworks import supported_options
+    from adaptor.protocol.naming import model_parallel_folder
+    from adaptor.replica import group
+    from adaptor.worker import runtime
+    from adaptor.worker.watchdogs import Watchdogs
 
     patching.check("ttp")
+    step = _whole_number(step)
+    model = _require_megatron(model, optimizer)
     if not hasattr(parallel_state, "get_expert_data_parallel_world_size"):
-        raise LayoutError(
+        raise UnsupportedError(
             f"Megatron-core is {__version__}: adaptor.protect needs 0.10 or later; set ENABLE_TTP=False"
         )
-    layout.require_protected(optimizer.config, model[0].config, model[0].ddp_config)
+    # A rank that trains nothing has an empty chain of optimizers, which has no config.
+    supported_options.require_protected(
+        getattr(optimizer, "config", None), model[0].config, model[0].ddp_config
+    )
     if model[0].config.num_moe_experts is not None:
-        layout.require_folders_for_experts(
+        supported_options.require_folders_for_experts(
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_expert_tensor_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
@@ -61,6 +167,7 @@ def protect(
     folder.require_writable(save)
     folder.require_newest(save, step)
     if torch.distributed.get_rank() == 0:
+        lease.claim(save)
         publish.clean(Path(save))
     where = model_parallel_folder(
         parallel_state.get_tensor_model_parallel_rank(),
@@ -78,15 +185,16 @@ def protect(
         parallel_state.get_expert_data_parallel_world_size(),
     )
     place = place_of(optimizer, mirrors, where, everyone)
+    state = TrainingState(
+        model=[unwrapped(chunk) for chunk in model],
+        optimizer=optimizer,
+        scheduler=scheduler,
+        folder=where,
+        extra=extra or {},
+        stored=place.stored,
+    )
     trainee = MegatronTrainee(
-        state=TrainingState(
-            model=[unwrapped(chunk) for chunk in model],
-            optimizer=optimizer,
-            scheduler=scheduler,
-            folder=where,
-            extra=extra or {},
-            stored=place.stored,
-        ),
+        state=formats.in_format(format, state, place.first, "format"),
         save=str(Path(save).resolve()),
         shares=place.shares,
         random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
@@ -96,7 +204,9 @@ def protect(
         barrier=lambda: torch.distributed.barrier(group=everyone),
         mirrors=mirrors,
         local_copy=local_copy_of(optimizer, mirrors),
+        survives=place.survives,
     )
+    context.part(Watchdogs).warn_if_on()
     session = runtime.get().session
-    session.begin_training(trainee, records.inner(optimizer), step)
+    session.begin_training(trainee, step_record.inner(optimizer), step)
     return Protection(session)

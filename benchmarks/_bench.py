@@ -5,10 +5,8 @@ Importing it puts the repository's root on the path: a benchmark is started as a
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -20,27 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "out" / "benchmarks"
 sys.path.insert(0, str(ROOT))
 
-
-def machine() -> dict[str, Any]:
-    """The machine and the versions; `load` is the load average of the last minute, before the benchmark."""
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
-        "load": os.getloadavg()[0],
-    }
+from tests import machine  # noqa: E402
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -73,14 +51,11 @@ class Benchmark:
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._name = name
         self._settings = dict(settings)
-        self._machine = machine()
+        self._machine = machine.describe()
         self._began = time.time()
         where = self._machine
         print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in settings.items()))
-        self.where = (
-            f"{where['cores']} × {where['cpu']}, {where['memory_gib']} GiB, Linux {where['kernel']}, "
-            f"Python {where['python']}, torch {where['torch']}"
-        )
+        self.where = machine.line(where)
         print(f"on {self.where}")
         if where["load"] > where["cores"] / 2:
             print(f"the machine is busy (load {where['load']:.1f}): times will be longer than its own")

@@ -96,7 +96,7 @@ class Job:
         self._command += ["--nproc-per-node", str(ranks // nodes), *launcher]
         self._command += ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
         if not adaptor:
-            self._command += ["-m", "adaptor.devices.cpu"]
+            self._command += ["-m", "adaptor.devices", "cpu"]
         self._command += [str(Path(record.__file__)), str(folder / "records")]
         if watch or native or gate:
             self._command += [str(HERE / "_worker.py"), "--out", str(folder / "watched")]

@@ -15,13 +15,14 @@ from _job import Job
 from _layouts import CUTS
 from _schedule import CHOICE, IN_AN_INCIDENT, KINDS, SECOND, Planned
 
-from adaptor.checkpoint import manifest, naming
+from adaptor.checkpoint import manifest
 from adaptor.checkpoint.publish import tracked_step
-from adaptor.launchers.node import EXIT_GRACE_S, FAREWELL_S
+from adaptor.launchers.node import EXIT_GRACE_S, SHUTDOWN_GRACE_S
+from adaptor.protocol import naming
 from tests.faults.fault import PHASES, Fault
 
 # An agent tidies up when every worker is gone.
-TIDY_S = EXIT_GRACE_S + FAREWELL_S + 2.0
+TIDY_S = EXIT_GRACE_S + SHUTDOWN_GRACE_S + 2.0
 UNHELD = ("has no live holder", "nobody is left who can write")
 BEHIND = "was not finished on every rank"
 SURVIVED, EXPLAINED, FAILED = OUTCOMES = ("survived", "explained", "failed")
@@ -153,7 +154,8 @@ def checkpoint_problems(save: Path, step: int | None, unfinished: bool = False) 
 
 def _strange(save: Path, unfinished: bool) -> list[str]:
     names = [path.name for path in save.iterdir() if naming.step_of(path.name) is None]
-    return [name for name in names if name != naming.TRACKER and not (unfinished and "saving" in name)]
+    known = (naming.TRACKER, naming.LEASE)  # the lease of a ttprun that was killed
+    return [name for name in names if name not in known and not (unfinished and "saving" in name)]
 
 
 def compare(undisturbed: Job, jobs: Sequence[Job], saved: Iterable[int]) -> tuple[int, list[str]]:

@@ -32,16 +32,16 @@ import wrapt
 RANK = int(os.environ.get("RANK", "0"))
 # The parts of a dump: (what, module, function). Those of one dump never run at the same time.
 PARTS = (
-    ("freeze", "adaptor.control.session", "Session.freeze"),
-    ("door", "adaptor.control.session", "Session.bring_to"),
+    ("freeze", "adaptor.worker.session", "Session.freeze"),
+    ("door", "adaptor.worker.session", "Session.bring_to"),
     ("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump"),
-    ("connect", "adaptor.control.processor", "_connect"),
+    ("connect", "adaptor.worker.processor", "_connect"),
     ("gather", "adaptor.checkpoint.shards", "gather"),
     ("send", "adaptor.checkpoint.shards", "send"),
     ("cast", "adaptor.checkpoint.weights", "Weights.add_sharded"),
     ("rebuild", "adaptor.checkpoint.weights", "Weights.rebuild"),
     ("write", "torch", "save"),
-    ("fsync", "adaptor.checkpoint.manifest", "HashingFile.close"),
+    ("fsync", "adaptor.checkpoint.hashing", "HashingFile.close"),
 )
 
 

@@ -1,6 +1,6 @@
 """A controller with 1,000 agents over real sockets: `python benchmarks/agents.py`.
 
-The controller runs as ttprun runs it: the real hub, gate, proof and timeline, in one event loop. The agents
+The controller runs as ttprun runs it: the real host, listener and timeline, in one event loop. The agents
 are played in one other process, each with a TCP connection of its own; they say what agents and workers would
 say, and note when an order reaches them. What is left out are the workers, and the network between machines;
 what is added is that all agents share one processor. A rank of a node dies, survivors are frozen, save and
@@ -24,9 +24,13 @@ from typing import Any
 
 from _bench import Benchmark, table
 
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control import wire
-from adaptor.control.messages import (
+from adaptor.launchers.agent_listener import LOOPBACK, AgentListener, connect
+from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.timeline import IncidentTimeline
+from adaptor.protocol import wire
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
     Beat,
@@ -48,10 +52,7 @@ from adaptor.control.messages import (
     Verdict,
     Written,
 )
-from adaptor.launchers.chronicle import Chronicle
-from adaptor.launchers.gate import LOOPBACK, Gate, knock
-from adaptor.launchers.hub import Hub
-from adaptor.launchers.strangers import Strangers
+from adaptor.protocol.naming import temporary_name
 
 PER_NODE = 8
 STEP = 12
@@ -84,7 +85,7 @@ class Agents:
         await asyncio.gather(*map(self._join, range(self._nodes)))
 
     async def _join(self, node: int) -> None:
-        reader, writer = await knock(LOOPBACK, self._port, self._secret, None)
+        reader, writer = await connect(LOOPBACK, self._port, self._secret, None)
         self._writers[node] = writer
         ranks = range(node * PER_NODE, (node + 1) * PER_NODE)
         self._say(node, AgentHello(node, tuple(ranks)), *(Hello(rank, 4000 + rank) for rank in ranks))
@@ -116,15 +117,15 @@ class Agents:
         match order:
             case Freeze(incident=incident):
                 self._say(node, Frozen(rank, incident, _board(rank)))
-            case Prepare(incident=incident):
-                self._say(node, Prepared(incident, "/checkpoints/tmp", ""))
+            case Prepare(incident=incident, save=save, step=step):
+                self._say(node, Prepared(node, incident, f"{save}/{temporary_name(step)}", ""))
             case Dump(incident=incident, attempt=attempt, groups=groups):
                 for group in groups:
                     if group.writer == rank:
                         entry = FileEntry(f"{group.group}/model_optim_rng.pt", 1, "0" * 32, attempt)
                         self._say(node, Written(rank, incident, attempt, group.group, (entry,)))
             case Publish(incident=incident, step=step):
-                self._say(node, Published(incident, step, "/checkpoints/iter_0000012"))
+                self._say(node, Published(node, incident, step, "/checkpoints/iter_0000012"))
             case Exit():
                 self._say(node, Died(rank, 0, 0.0, _board(rank)))
             case Verdict():
@@ -159,7 +160,7 @@ async def play(port: int, secret: str, nodes: int, groups: int, fault: str) -> N
     print(json.dumps({kind: at - began for kind, at in agents.seen.items()}), flush=True)
 
 
-class CountingHub(Hub):
+class CountingHub(ControllerHost):
     """Knows how many ranks have told their layout."""
 
     layouts = 0
@@ -172,12 +173,14 @@ class CountingHub(Hub):
 
 async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, float]:
     """One job from its start to its end: seconds, MiB, and the share of a core at rest."""
-    strangers, secret = Strangers("the controller's port"), secrets.token_bytes(32)
-    hub = CountingHub(0, nodes * PER_NODE, nodes, GIVE_UP_S, LOOPBACK, Chronicle(folder), strangers)
-    gate = Gate(secret, None, strangers, hub.hear)
+    rejected, secret = RejectedConnections("the controller's port"), secrets.token_bytes(32)
+    controller_host = CountingHub(
+        0, nodes * PER_NODE, nodes, GIVE_UP_S, LOOPBACK, IncidentTimeline(folder), rejected
+    )
+    listener = AgentListener(secret, None, rejected, controller_host.serve)
     before = _resident_mib()
-    hub.start()
-    port = gate.listen(LOOPBACK, PORT)
+    controller_host.start()
+    port = listener.listen(LOOPBACK, PORT)
     agents = await asyncio.create_subprocess_exec(
         sys.executable,
         *(__file__, "--play", str(port), secret.hex(), fault, "--nodes", str(nodes), "--groups", str(groups)),
@@ -193,7 +196,7 @@ async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, flo
         return line
 
     began = (await told())["began"]
-    found = {"registered": await _until(lambda: hub.layouts == nodes * PER_NODE) - began}
+    found = {"registered": await _until(lambda: controller_host.layouts == nodes * PER_NODE) - began}
     used, since = _cpu(), time.monotonic()
     await asyncio.sleep(REST_S)
     found["rest"] = (_cpu() - used) / (time.monotonic() - since)
@@ -202,8 +205,8 @@ async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, flo
     found |= await told()
     await agents.wait()
     began = time.monotonic()
-    await hub.close()
-    await gate.close()
+    await controller_host.close()
+    await listener.close()
     found["closed"] = time.monotonic() - began
     return found
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from _bench import Benchmark, spread, table
 
-from adaptor.control.board import Board, BoardMemory
-from adaptor.control.door import Door
-from adaptor.control.session import Session
 from adaptor.devices.device import HOST
+from adaptor.protocol.board import Board, BoardMemory
+from adaptor.worker.door import Door
+from adaptor.worker.session import Session
 
 TARGET_US = 10.0
 
@@ -30,10 +30,10 @@ class _Idle:
     save = ""
     shares = ()
     device = HOST
-    goes_back = False
+    has_local_copy = False
 
     def take_record(self, step: int) -> None: ...
-    def take_door(self) -> None: ...
+    def snapshot_before_update(self) -> None: ...
     def derive(self, record: Any, door: Any, updated: bool) -> None: ...
     def exchange(self) -> None: ...
     def barrier(self) -> None: ...
@@ -83,9 +83,9 @@ def record_step() -> tuple[Callable[[], None], Callable[[], None]]:
     import torch
 
     from adaptor import devices
-    from adaptor.checkpoint.megatron import TrainingState
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee
+    from adaptor.checkpoint.training_state import TrainingState
     from tests.frameworks import prepare
 
     warnings.simplefilter("ignore")  # of the framework, which misses Transformer Engine and apex
@@ -129,7 +129,7 @@ def record_step() -> tuple[Callable[[], None], Callable[[], None]]:
         increment=lambda: 8,
         barrier=lambda: None,
     )
-    return lambda: trainee.take_record(7), lambda: trainee.take_door()
+    return lambda: trainee.take_record(7), lambda: trainee.snapshot_before_update()
 
 
 def measure(act: Callable[[], Any], batches: int, calls: int) -> dict[str, float]:

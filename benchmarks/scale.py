@@ -19,9 +19,14 @@ from pathlib import Path
 from _bench import Benchmark, table
 
 from adaptor import config
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control import wire
-from adaptor.control.messages import (
+from adaptor.launchers.agent_listener import LOOPBACK
+from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.log import Log
+from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.timeline import IncidentTimeline
+from adaptor.protocol import wire
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
     AgentLost,
@@ -35,16 +40,12 @@ from adaptor.control.messages import (
     Phase,
     Prepared,
     Publish,
-    Recalled,
+    ReplayComplete,
     Share,
     ToController,
     Written,
 )
-from adaptor.launchers.chronicle import Chronicle
-from adaptor.launchers.gate import LOOPBACK
-from adaptor.launchers.hub import Hub
-from adaptor.launchers.log import Log
-from adaptor.launchers.strangers import Strangers
+from adaptor.protocol.naming import temporary_name
 
 PER_NODE = 8
 TARGET_S = 1.0
@@ -61,13 +62,15 @@ class Job:
         self.ranks = ranks
         self.groups = groups
         self.folder = folder
-        self.hub = self._hub(0)
+        self.controller_host = self._controller_host(0)
         self.took: dict[str, float] = {}
         self.orders: list[ControllerToAgent] = []
 
-    def _hub(self, term: int) -> Hub:
-        nodes, chronicle = self.ranks // PER_NODE, Chronicle(self.folder)
-        return Hub(term, self.ranks, nodes, 120.0, LOOPBACK, chronicle, Strangers("the controller's port"))
+    def _controller_host(self, term: int) -> ControllerHost:
+        nodes, timeline = self.ranks // PER_NODE, IncidentTimeline(self.folder)
+        return ControllerHost(
+            term, self.ranks, nodes, 120.0, LOOPBACK, timeline, RejectedConnections("the controller's port")
+        )
 
     def _send(self, orders: Sequence[ControllerToAgent]) -> None:
         b"".join(map(wire.frame, orders))  # as an agent's connection is written to
@@ -86,10 +89,10 @@ class Job:
         before = time.perf_counter()
         for node, frame, message in heard:
             if isinstance(message, AgentLost):  # no agent says that
-                self.hub.lose(node)
+                self.controller_host.lose(node)
             else:
                 said = wire.from_agent(frame)
-                self.hub.take(node, said, self._send if isinstance(said, AgentHello) else None)
+                self.controller_host.receive(node, said, self._send if isinstance(said, AgentHello) else None)
         self.took[name] = self.took.get(name, 0.0) + time.perf_counter() - before
         inner = (order.message if isinstance(order, Addressed) else order for order in self.orders)
         return list(dict.fromkeys(type(order).__name__ for order in inner))
@@ -117,14 +120,14 @@ class Job:
         nodes = self.ranks // PER_NODE
         hellos = [AgentHello(n, tuple(range(n * PER_NODE, (n + 1) * PER_NODE))) for n in range(nodes)]
         layouts = [Layout(r, self.shares(r), "/checkpoints", 0, "0" * 32) for r in range(self.ranks)]
-        self.hub = self._hub(1)
+        self.controller_host = self._controller_host(1)
         before = time.perf_counter()
-        self.hub.succeed([*hellos, *layouts])
+        self.controller_host.take_over([*hellos, *layouts])
         self.took["take-over"] = time.perf_counter() - before
         for node in range(1, nodes):
             ranks = hellos[node].ranks
             said = [hellos[node], *(Hello(r, 4000 + r) for r in ranks), *(layouts[r] for r in ranks)]
-            self.hear("take-over: all are there → freezes", [*said, Recalled(node)])
+            self.hear("take-over: all are there → freezes", [*said, ReplayComplete(node)])
             if node == 1:
                 assert self.hear("take-over: node 0 is lost → freezes", [AgentLost(0)]) == ["Freeze"]
 
@@ -137,7 +140,7 @@ class Job:
         return Frozen(rank, 1, BoardRecord(rank, 4000 + rank, Phase.RUNNING, STEP, STEP, STEP))
 
     def dump(self) -> None:
-        told = Prepared(1, "/checkpoints/iter_0000012_tmp", "")
+        told = Prepared(0, 1, f"/checkpoints/{temporary_name(STEP)}", "")
         assert self.hear(PREPARED, [told]) == ["Dump"]
         dying = Dying(HOLDER, 0.0, BoardRecord(HOLDER))
         assert self.hear("a holder dies in the dump → dumps", [dying]) == ["Dump"]
@@ -194,7 +197,9 @@ def main() -> None:
 
 def measure(ranks: int, groups: int, folder: str) -> tuple[dict[str, float], float]:
     """Seconds by what was done, and MiB at rest."""
-    Hub(0, 1, 1, 120.0, LOOPBACK, Chronicle(folder), Strangers(""))  # imports torch, as any agent has
+    ControllerHost(
+        0, 1, 1, 120.0, LOOPBACK, IncidentTimeline(folder), RejectedConnections("")
+    )  # imports torch, as any agent has
     gc.collect()
     before = resident_mib()
     job = Job(ranks, groups, folder)

@@ -51,7 +51,7 @@ def arguments(data: Path) -> list[str]:
 def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
     """The calm run, without the adaptor and with it, and the one in which `kill` is done."""
     cluster = ["--standalone", "--nproc-per-node", str(RANKS)]  # standalone: the system picks the port
-    plain = [sys.executable, "-m", "torch.distributed.run", *cluster, "-m", "adaptor.devices.cpu"]
+    plain = [sys.executable, "-m", "torch.distributed.run", *cluster, "-m", "adaptor.devices", "cpu"]
     adapted = [sys.executable, "-m", "adaptor.launchers.ttprun", "--ttp-device", "cpu", *cluster]
     environment = tools_environment(megatron) | {
         "OMP_NUM_THREADS": "1",  # the processes share the machine

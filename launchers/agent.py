@@ -1,75 +1,74 @@
-"""torch's elastic agent, but one that does not end the survivors when a worker dies."""
+"""The torch elastic agent of `ttprun`: it does not end the survivors when a worker dies."""
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
-from collections.abc import MutableMapping
+import time
 from typing import Any
 
 from torch.distributed import PrefixStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from adaptor import config
-from adaptor.control.messages import Verdict
+from adaptor.config import Config
+from adaptor.controller.recurrence import EXIT_NO_PROGRESS
+from adaptor.launchers.account import Account, say
+from adaptor.launchers.elastic_events import ElasticEvents
 from adaptor.launchers.node import Node
+from adaptor.launchers.starter import Starter
+from adaptor.protocol.messages import Verdict
 
-# What torch does about a collective that has failed, as it has in the survivors when a rank is lost: to end
-# the process would end a holder, and to abort the collective would let the device go on with gradients that
-# nobody has reduced. And NCCL's monitor ends a process some minutes after such a failure. 0: nothing.
-_WATCHDOGS = (
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_NCCL_ENABLE_MONITORING",
-    "TORCH_HCCL_ASYNC_ERROR_HANDLING",
-)
-
-
-class _Rendezvous:
-    """torch's own, but for this: while it cannot be asked whether nodes wait to join, none does.
-
-    It often lives on the node whose loss is to be survived.
-    """
-
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handler, name)
-
-    def num_nodes_waiting(self) -> int:
-        try:
-            return int(self._handler.num_nodes_waiting())
-        except RendezvousConnectionError:
-            return 0
+# torch's name for the file of a failure that has left none.
+_NO_FILE = "<N/A>"
 
 
 class SurvivorsAgent(LocalElasticAgent):
-    """Between a failure and the verdict the workers are the controller's; then torch's own rules apply."""
+    """torch's local agent; between a failure and the verdict the controller decides about the workers.
+
+    After the verdict torch's own rules apply: restart all workers, or fail.
+    """
 
     last_verdict: Verdict | None = None
     has_started = False  # workers
     last_save = ""
+    stopped = ""  # why restarts that were left are not used
+    account = Account(0)
+    has_broken_off = False  # the control thread
+    # Kept to the end: torch's rendezvous must not be dropped while a thread of its own uses it.
+    _current: SurvivorsAgent | None = None
 
-    def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
-        spec.rdzv_handler = _Rendezvous(spec.rdzv_handler)  # type: ignore[assignment]
+    def __init__(self, settings: Config, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(spec, *args, **kwargs)
-        self._config = config.load()
+        self._config = settings
+        SurvivorsAgent.account = Account(spec.max_restarts)
+        # Where torch elastic has no choice of handlers, it has this one, which drops all.
+        self._events = ElasticEvents(
+            getattr(spec, "event_log_handler", "null"), spec.rdzv_handler.get_run_id()
+        )
         self._control = Node(self._config)
-        keep_survivors(os.environ)
+        SurvivorsAgent._current = self
         self._generations = 0
         self._interrupted = False
+        self._ends = False  # by a verdict
+        self._closed = False
 
-    def run(self, role: str = "default") -> RunResult:
-        try:
-            return super().run(role)
-        finally:
-            self._control.close()
+    @classmethod
+    def close(cls) -> None:
+        """End the control thread, and remove what is left in folders: the last line does not wait for it."""
+        agent = cls._current
+        if agent is not None and not agent._closed:
+            agent._closed = True
+            cls.has_broken_off = agent._control.has_broken_off
+            agent._control.close()
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _rendezvous(self, worker_group: Any) -> None:
+        handler: Any = worker_group.spec.rdzv_handler
+        handler.meet(lambda: super(SurvivorsAgent, self)._rendezvous(worker_group))
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         workers = worker_group.workers
         self._control.begin(
             ranks=[worker.global_rank for worker in workers],
@@ -78,96 +77,148 @@ class SurvivorsAgent(LocalElasticAgent):
             world_size=workers[0].world_size,
             store=self._store_of_this_generation(worker_group),
             host=worker_group.master_addr,
+            may_restart=self._remaining_restarts > 0,
         )
         self._control.meet()
-        started = super()._start_workers(worker_group)
+        started: dict[int, Any] = super()._start_workers(worker_group)
         SurvivorsAgent.has_started = True
-        handlers = self._pcontext.subprocess_handlers
-        self._control.watch({worker.global_rank: handlers[worker.local_rank].proc for worker in workers})
+        assert isinstance(self._pcontext, SubprocessContext)
+        handlers = self._handlers
+        self._control.watch(
+            {worker.global_rank: handlers[worker.local_rank].proc for worker in workers},
+            Starter(self._pcontext, {worker.global_rank: worker.local_rank for worker in workers}),
+        )
         return started
 
-    def _store_of_this_generation(self, worker_group: WorkerGroup) -> Any:
-        """A static rendezvous keeps one store for all generations, others have one for each round."""
+    def _store_of_this_generation(self, worker_group: Any) -> Any:
+        """Return the store of this generation.
+
+        A static rendezvous keeps one store for all generations, so each gets a prefix; others make a store
+        for each round.
+        """
         if worker_group.spec.rdzv_handler.get_backend() != "static":
             return worker_group.store
         self._generations += 1
         return PrefixStore(f"ttp/{self._generations}", worker_group.store)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        # The signal that this process got; a second one interrupts, and comes here without it.
+        # args[0] is the signal that this process got. A second one interrupts this, and comes without it.
         in_time = self._save_first(args[0]) if args else not self._interrupted
         SurvivorsAgent.last_save = self._control.save
         # The deaths that follow are torch's doing, and no failures. It would wait for those that hang.
         self._control.dismiss(at_once=not in_time)
+        self._tell_of_recoveries()
         super()._shutdown(*args, **kwargs)
 
     def _save_first(self, death_signal: signal.Signals) -> bool:
-        """Whether there was time for it."""
+        """Have the job saved within TTP_GRACE; return False if there was not enough time."""
         self._interrupted = True
         self._control.leave(death_signal.name, self._config.grace_s)
         self._interrupted = False
         in_time = self._control.verdict is not None or not self._control.running
         if not in_time:
-            print(
-                f"[ttp] not saved within {self._config.grace_s:g} s (TTP_GRACE) of {death_signal.name}",
-                file=sys.stderr,
-            )
-        SurvivorsAgent.last_verdict = self._control.verdict
+            say(f"not saved within {self._config.grace_s:g} s (TTP_GRACE) of {death_signal.name}")
+        verdict = SurvivorsAgent.last_verdict = self._control.verdict
+        if verdict is not None:
+            self._tell(verdict)
         return in_time
 
-    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        super()._stop_workers(worker_group, *args, **kwargs)
-        self._control.end()
+    @property
+    def _handlers(self) -> dict[int, SubprocessHandler]:
+        """Return the handlers of the workers' processes, by local rank."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        return self._pcontext.subprocess_handlers
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
+        super()._stop_workers(worker_group, *args, **kwargs)
+        if not self._ends:  # else `close` does it, after the last line
+            self._control.end()
+
+    def _monitor_workers(self, worker_group: Any) -> RunResult:
+        self._tell_of_recoveries()
+        if self._control.resumed is not None:
+            self.account.resumed(*self._control.resumed)
         verdict = self._control.verdict
         if verdict is not None:
             # Not HEALTHY meanwhile: torch would take agents that are ahead of this one for new nodes.
-            self._control.settled.wait()
+            self._control.reaped.wait()
             return self._conclude(worker_group, verdict)
-        handlers = self._pcontext.subprocess_handlers.values()
+        handlers = self._handlers.values()
         if any(handler.proc.poll() != 0 for handler in handlers):
-            # Not only where one has failed: one that fails while torch looks at them would cost the others.
+            # Also if none has failed yet: if one fails while torch looks at them, torch ends the others.
             return RunResult(state=WorkerState.HEALTHY)
         if not self._control.over:
-            # Who goes now would be missing when all start again, and on node 0 take the store along.
+            # If this agent left now, it would be missing at a restart; node 0 would take the store along.
             return RunResult(state=WorkerState.HEALTHY)
-        return super()._monitor_workers(worker_group)
+        for worker in worker_group.workers:  # one may have been replaced
+            worker.id = self._handlers[worker.local_rank].proc.pid
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
-    def _can_start_again(self, verdict: Verdict, worker_group: WorkerGroup) -> bool:
-        """Whether the job can, with nodes that are left, or with others that may come."""
+    def _can_start_again(self, verdict: Verdict, worker_group: Any) -> bool:
+        """Return True if enough nodes are left for a restart, or others may join."""
+        if verdict.stop:
+            return False
         if verdict.lost and worker_group.spec.rdzv_handler.get_backend() == "static":
-            return False  # nobody can come in its place
+            return False  # no other node can take the place of a lost one
         settings = getattr(worker_group.spec.rdzv_handler, "settings", None)
         fewest = int(getattr(settings, "min_nodes", worker_group.group_world_size))
         left = worker_group.group_world_size - len(verdict.leaves)
-        return 0 not in verdict.leaves and left >= fewest  # on node 0 the store is
+        return 0 not in verdict.leaves and left >= fewest  # node 0 has the rendezvous store
 
-    def _conclude(self, worker_group: WorkerGroup, verdict: Verdict) -> RunResult:
+    def _conclude(self, worker_group: Any, verdict: Verdict) -> RunResult:
         if SurvivorsAgent.last_verdict is not verdict:
             SurvivorsAgent.last_verdict = verdict
+            self._tell(verdict)
+            if verdict.stop and (self._remaining_restarts or verdict.exit_code == EXIT_NO_PROGRESS):
+                SurvivorsAgent.stopped = f"; not started again: {verdict.stop}"
             if verdict.outcome == "refused" or not self._can_start_again(verdict, worker_group):
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
-                print(f"[ttp] {verdict.line}", file=sys.stderr, flush=True)
-        result = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.FAILED:
-            return result
-        # The cause is a worker of another node, and every worker here left as it was told to.
-        worker = worker_group.workers[0]
-        pid = self._pcontext.pids()[worker.local_rank]
-        failure = ProcessFailure(worker.local_rank, pid, verdict.exit_code, error_file="")
-        return RunResult(state=WorkerState.FAILED, failures={worker.global_rank: failure})
+                say(verdict.line)
+                self.account.restart()
+            self._ends = self._remaining_restarts <= 0
+            if self._ends:
+                self._control.mark_leaving()
+        return RunResult(state=WorkerState.FAILED, failures=self._failures(worker_group, verdict))
 
+    def _tell_of_recoveries(self) -> None:
+        while not self._control.recovered.empty():
+            resumed, report = self._control.recovered.get()
+            self.account.recovered(resumed, report)
+            self._events.go_on(resumed, self._worker_group.group_rank or 0)
 
-def keep_survivors(environ: MutableMapping[str, str]) -> None:
-    """In what workers inherit; torch elastic would have set the first of these to 1 for them."""
-    for name in _WATCHDOGS:
-        said = environ.get(name, "0")
-        if said != "0":
-            print(
-                f"[ttp] {name} is {said}: 0 is used, for a survivor must outlive the collectives of the dead",
-                file=sys.stderr,
-                flush=True,
-            )
-        environ[name] = "0"
+    def _tell(self, verdict: Verdict) -> None:
+        noticed = self._control.noticed or time.time()
+        if verdict.outcome != "refused":
+            self.account.fault(verdict, noticed, self._control.report)
+        self._events.conclude(verdict, self._worker_group.group_rank or 0, noticed)
+
+    def _failures(self, worker_group: Any, verdict: Verdict) -> dict[int, ProcessFailure]:
+        """Return the workers that have failed by themselves, by rank, the first failure first.
+
+        Survivors, which were told to exit or were ended, are not among them. torch takes the failure with the
+        earliest time for the cause, and the first of several with the same time.
+        """
+        at = int(self._control.noticed or time.time())
+        local = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
+        failures = {}
+        for rank in verdict.fault.ranks or (verdict.cause_rank,):
+            if rank in local:
+                failures[rank] = self._failure(local[rank], verdict)
+            elif rank == verdict.cause_rank:  # of another node; -1: nobody in particular
+                failures[rank] = ProcessFailure(-1, verdict.fault.pid, verdict.exit_code, error_file="")
+                failures[rank].message = verdict.line
+            if rank in failures:
+                failures[rank].timestamp = at
+        return failures
+
+    def _failure(self, local_rank: int, verdict: Verdict) -> ProcessFailure:
+        process = self._handlers[local_rank].proc
+        # A worker that hung was told to exit, too, and may have done so.
+        code = process.poll() or verdict.exit_code
+        assert self._pcontext is not None
+        failure = ProcessFailure(local_rank, process.pid, code, self._pcontext.error_files[local_rank])
+        if code > 0 and failure.error_file == _NO_FILE:
+            failure.message = verdict.line
+        return failure

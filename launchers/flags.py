@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from adaptor import config
 from adaptor.errors import ConfigError
+
+T = TypeVar("T")
 
 _PREFIX = "--ttp"
 _COUNT = "a number of processes from 1 on, or auto, cpu, gpu and the like where this machine has them"
@@ -22,7 +25,7 @@ _ANY = "0"  # an argument that any parser takes for a script, or for the value o
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What torch's parser makes of `arguments` without our flags, which go into the environment.
+    """Return what torch's parser makes of `arguments` without our flags, which go into the environment.
 
     There the workers find them. Raises ConfigError for a flag of ours that there is not, or without a value.
     """
@@ -44,13 +47,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def require_sense(parsed: argparse.Namespace) -> None:
-    """What torch would end with a traceback. Raises ConfigError for a flag of torchrun with a wrong value."""
+    """Refuse flags that torch would meet with a traceback. Raises ConfigError for a wrong value."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import Std
 
     def nodes(text: str) -> bool:
         low, high = run.parse_min_max_nnodes(text)
-        return 0 < low <= high
+        return bool(0 < low <= high)
 
     def streams(text: str) -> bool:
         return Std.from_str(text) is not None
@@ -58,6 +61,7 @@ def require_sense(parsed: argparse.Namespace) -> None:
     _require("nnodes", parsed.nnodes, nodes, _NODES)
     _require("nproc-per-node", parsed.nproc_per_node, lambda n: run.determine_local_world_size(n) > 0, _COUNT)
     _require("max-restarts", parsed.max_restarts, lambda count: count >= 0, "a number from 0 on")
+    _require("monitor-interval", parsed.monitor_interval, _is_pause, "a number of seconds above 0")
     _require("redirects", parsed.redirects, streams, _STREAMS)
     _require("tee", parsed.tee, streams, _STREAMS)
     _, most = run.parse_min_max_nnodes(parsed.nnodes)
@@ -65,7 +69,12 @@ def require_sense(parsed: argparse.Namespace) -> None:
         _require("node-rank", parsed.node_rank, range(most).__contains__, f"from 0 to {most - 1}")
 
 
-def _require(flag: str, value: Any, makes_sense: Callable[[Any], bool], allowed: str) -> None:
+def _is_pause(seconds: float) -> bool:
+    """Return whether a thread may sleep so long."""
+    return 0 < seconds <= threading.TIMEOUT_MAX
+
+
+def _require(flag: str, value: T, makes_sense: Callable[[T], bool], allowed: str) -> None:
     try:
         sense = makes_sense(value)
     except (ValueError, RuntimeError):  # whatever torch raises for a text
@@ -107,7 +116,7 @@ def _split(arguments: list[str], torchs: argparse.ArgumentParser) -> tuple[list[
 
 
 def _comes_before_the_script(before: list[str], torchs: argparse.ArgumentParser) -> bool:
-    """Whether the next argument could still be the script, so that a flag there is for ttprun."""
+    """Return whether the next argument could still be the script, so that a flag there is for ttprun."""
     parsed = torchs.parse_args([*before, _ANY, _ANY])
     return [parsed.training_script, *parsed.training_script_args] == [_ANY, _ANY]
 

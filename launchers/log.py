@@ -3,32 +3,90 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
 import socket
-import sys
+from functools import partial
 from pathlib import Path
 
+from adaptor import output
 from adaptor.config import Config
 
 
 class Log:
-    """Where what is said to the logger `adaptor` goes, until it is closed."""
+    """The handler of the logger `adaptor`, until it is closed.
+
+    A log file has a thread of its own: its folder may be removed while the job trains, its disk may hang.
+    """
 
     def __init__(self, config: Config) -> None:
         name = f"ttp-agent-{socket.gethostname()}-{os.getpid()}.log"
         self._logger = logging.getLogger("adaptor")
         self._logger.setLevel(config.log_level)
         self._logger.propagate = False
-        self._handlers: list[logging.Handler] = [
-            logging.FileHandler(Path(config.log_path) / name, delay=True)
-        ]
+        self._file = _File(Path(config.log_path) / name)
+        self._handlers: list[logging.Handler] = [self._file]
         if config.log_stdout:
-            self._handlers.append(logging.StreamHandler(sys.stdout))
+            self._handlers.append(_Stdout())
         for handler in self._handlers:
             handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             self._logger.addHandler(handler)
 
     def close(self) -> None:
+        """Write what is left, for a bounded time."""
         for handler in self._handlers:
             self._logger.removeHandler(handler)
             handler.close()
+        self._logger.propagate = True
+
+
+class _Quiet(logging.Handler):
+    """A handler that drops what cannot be formatted: logging itself would print that, where it may hang."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        return
+
+
+class _Stdout(_Quiet):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            output.tell(self.format(record), to="stdout")
+        except Exception:
+            self.handleError(record)
+
+
+class _File(_Quiet):
+    """Queues records for a `Writer`, whose thread opens and writes the file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._writer = output.Writer("ttp-log")
+        self._writer.start()
+        self._file: logging.handlers.WatchedFileHandler | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = logging.makeLogRecord({"msg": self.format(record)})
+        except Exception:
+            self.handleError(record)
+            return
+        self._writer.submit(partial(self._write, line))
+
+    def _write(self, line: logging.LogRecord) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
+        if self._file is None:
+            self._file = logging.handlers.WatchedFileHandler(
+                self._path, encoding="utf-8", errors="backslashreplace"
+            )
+            self._file.handleError = self.handleError  # type: ignore[method-assign]
+        self._file.emit(line)
+
+    def close(self) -> None:
+        self._writer.submit(self._close_file)
+        self._writer.close()
+        super().close()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,266 +1,513 @@
-"""The control thread of an agent: hears its workers, sees them die, and speaks with the controller.
+"""The control thread of an agent: it connects the workers of a node with the controller.
 
 One event loop in one thread per `ttprun`. A generation is the time from one start of all workers to the next;
-`begin`, `meet` and `watch` open it, `end` closes it. All it makes in a file system is a folder for what
-multiprocessing makes in the workers, which end in no orderly way.
+`begin`, `meet` and `watch` open it, `end` closes it. In a file system it makes only a scratch folder, for the
+files of multiprocessing in workers that may be killed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
-import secrets
+import queue
+import socket
 import subprocess
-import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from adaptor.checkpoint import publish
+import msgspec
+
+from adaptor import output, text
+from adaptor.checkpoint import lease
 from adaptor.config import Config
-from adaptor.control import stacks
-from adaptor.control.messages import (
+from adaptor.controller.hang_detector import HangDetector
+from adaptor.controller.recurrence import Recurrence
+from adaptor.descriptors import Descriptors
+from adaptor.errors import AdaptorError, CheckpointError
+from adaptor.launchers import invitation, tls
+from adaptor.launchers.agent_listener import EXHAUSTED
+from adaptor.launchers.controller_client import ControllerClient
+from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.invitation import Invitation
+from adaptor.launchers.log import Log
+from adaptor.launchers.replacements import Replacements, Starter
+from adaptor.launchers.save_folder_tasks import SaveFolderTasks
+from adaptor.launchers.timeline import IncidentTimeline
+from adaptor.launchers.waiting import wait_for
+from adaptor.launchers.worker_processes import Workers
+from adaptor.protocol import stack_files
+from adaptor.protocol.environment import AGENT, BOARD, BOARD_RANKS, GENERATION, RESUME, SCRATCH
+from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
+    AgentTerminationRequested,
     ControllerToAgent,
     Died,
     Dismissed,
+    Dying,
     Exit,
     Find,
+    Freeze,
     FromAgent,
-    Leave,
+    Layout,
+    Modules,
+    NodeStalled,
     Prepare,
     Progress,
     Publish,
     Raised,
-    Still,
-    Told,
+    Replace,
+    Resumed,
+    TerminationRequested,
     Verdict,
 )
-from adaptor.control.runtime import AGENT, BOARD, BOARD_RANKS, GENERATION, RESUME, SCRATCH
-from adaptor.control.stillness import Stillness
-from adaptor.errors import CheckpointError
-from adaptor.launchers import tls
-from adaptor.launchers.chronicle import Chronicle
-from adaptor.launchers.filing import Filing
-from adaptor.launchers.gate import LOOPBACK
-from adaptor.launchers.hub import Hub
-from adaptor.launchers.log import Log
-from adaptor.launchers.way import Way
-from adaptor.launchers.workers import Workers
 
-# The boards are read this often, for progress (TTP_OT is at least 10 s) and for workers that stand still.
+T = TypeVar("T")
+
+# How often the boards are read, for progress (TTP_OT is at least 10 s) and for hangs.
 PROGRESS_S = 0.5
 # A worker that was told to exit and has not done so by then hangs in the kernel or holds the interpreter
 # lock.
 EXIT_GRACE_S = 3.0
-# Other nodes end their workers in the same time; this much longer is waited for word of it.
-FAREWELL_S = EXIT_GRACE_S + 2.0
+# How much longer this node waits for the reports of other nodes, which end their workers in the same time.
+SHUTDOWN_GRACE_S = EXIT_GRACE_S + 2.0
+# How often the main thread checks that the control thread, for which it waits, lives.
+ALIVE_S = 1.0
+# Descriptors that are kept for an incident: folders and files of a checkpoint, the log, the report.
+DESCRIPTORS = 16
+
+
+class ControlThreadError(AdaptorError):
+    """The control thread of the agent has ended before it was to."""
 
 
 class Node:
-    """The agent's side of the control plane."""
+    """The control thread of a node's agent, as its main thread calls it."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._tls = tls.load(config)
         self._loop = asyncio.new_event_loop()
-        self._workers = Workers(self._loop, lambda message: self._up(message))
+        self._workers = Workers(self._loop, self._hear)
         self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
-        self._chronicle = Chronicle(config.log_path)
+        self._timeline = IncidentTimeline(config.log_path)
         self._log = Log(config)
+        self._recurrence = Recurrence(config.no_progress)
         self._node = 0
         self._begun = 0  # generations
         self._generation = ""
-        self._way: Way | None = None
-        self._filing = Filing()
+        self._client: ControllerClient | None = None
+        self._folder_tasks = SaveFolderTasks()
+        self._replacements = Replacements(self._workers, config.spares if config.online_s else 0)
+        self._descriptors = Descriptors(0)
+        self._owner = lease.Owner.of(os.getpid())
+        self._lease: lease.Lease | None = None
         self._up: Callable[[FromAgent], None] = lambda message: None
         self._tasks: set[asyncio.Task[Any]] = set()
         self.verdict: Verdict | None = None
-        self._dismissed = False
-        self.settled = threading.Event()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ttp-agent", daemon=True)
+        self._dismissed = self._resting = False
+        self._unbegun: set[int] = set()  # ranks on which training has not begun
+        self._first_raised = -1  # the rank of this node that has raised first
+        self.noticed = 0.0  # when the fault was, in Unix seconds; 0: none is known
+        self.resumed: tuple[int, float] | None = None  # the step, and when, on the monotonic clock
+        # Incidents after which training goes on, with the paths of their reports.
+        self.recovered: queue.SimpleQueue[tuple[Resumed, str]] = queue.SimpleQueue()
+        self.reaped = threading.Event()  # after a verdict: every worker has gone, or was ended
+        self.settled = threading.Event()  # and nothing is at work in the save folder, as far as that is known
+        self._loop.set_exception_handler(self._on_error)
+        self._closing = False
+        self._failure: BaseException | None = None  # the last error of the control thread's own
+        self._thread = threading.Thread(target=self._run, name="ttp-agent", daemon=True)
         self._thread.start()
         self._await(self._workers.serve())
 
     # the agent's main thread
 
     def begin(
-        self, ranks: Sequence[int], node: int, nodes: int, world_size: int, store: Any, host: str
+        self,
+        ranks: Sequence[int],
+        node: int,
+        nodes: int,
+        world_size: int,
+        store: Any,
+        host: str,
+        *,
+        may_restart: bool = True,
     ) -> None:
-        """Before workers start: their boards, the controller or the way to it, what goes into their
-        environment.
+        """Prepare a generation before its workers start.
+
+        Make their boards, run the controller or connect to it, and set their environment.
 
         Args:
-            store: the rendezvous store, which all agents share; its keys are of this generation alone.
+            store: the rendezvous store, which all agents share, with keys of this generation alone.
             host: the address of node rank 0.
+            may_restart: whether all may be started again after this; if not, no rank is replaced alone.
         """
-        if self._tls is None and self._config.tls != "plain":
-            host = LOOPBACK  # ttprun has seen to it that all nodes are on this machine
         self._node = node
+        if node != 0:
+            self._release()  # rank 0, which takes the lease, is on another node from now on
         self._begun += 1
+        self._descriptors.release()
+        self._descriptors = Descriptors(DESCRIPTORS)
+        self._folder_tasks.saves.clear()
         boards = self._workers.begin(ranks)
         os.environ[AGENT] = self._workers.address
         os.environ[BOARD] = boards.path
         os.environ[BOARD_RANKS] = boards.slots
         os.environ[SCRATCH] = self._scratch.name
+        with contextlib.suppress(OSError):  # something may have cleaned up there; workers do without it
+            Path(self._scratch.name).mkdir(mode=0o700, exist_ok=True)
+        os.environ[lease.NOTE] = str(self._lease_note)
+        os.environ[lease.PATIENCE] = f"{self._config.timeout_s:g}"
+        os.environ[lease.OWNER] = msgspec.json.encode(self._owner).decode()
         self.verdict = None
-        self._dismissed = False
+        self._dismissed = self._resting = False
+        self._unbegun, self.noticed, self.resumed, self._first_raised = set(ranks), 0.0, None, -1
+        self.reaped.clear()
         self.settled.clear()
-        self._chronicle.begin()
-        way = Way(
-            *(node, nodes, world_size, self._config, self._tls, self._chronicle),
-            *(self._obey, lambda: self._judge("the controller's node is lost")),
+        self._timeline.begin()
+        client = ControllerClient(
+            node=node,
+            nodes=nodes,
+            world_size=world_size,
+            config=self._config,
+            tls=self._tls,
+            timeline=self._timeline,
+            online_s=self._config.online_s if may_restart else 0.0,
+            obey=self._obey,
+            on_controller_unreachable=lambda: self._judge("the controller's node is lost"),
+            recurrence=self._recurrence,
         )
-        self._way = way
-        self._up = way.say
+        self._client = client
+        self._up = client.send
         if node == 0:
-            generation, resume, secret = secrets.token_hex(8), int(self._begun > 1), secrets.token_bytes(32)
-            port = self._await(way.host(host, secret))
-            store.set("ttp/controller", f"{generation} {resume} {port} {secret.hex()}")
-            self._await(self._say(AgentHello(node, tuple(ranks))))
+            made: Invitation = self._await(client.host(host, resume=self._begun > 1))
+            if nodes > 1:
+                store.set(invitation.KEY, made.encode())
+            self._await(self._say(AgentHello(node, tuple(ranks), host=socket.gethostname())))
         else:
-            generation, resume, port, secret = store.get("ttp/controller").decode().split()
-            self._await(way.join(host, int(port), bytes.fromhex(secret), tuple(ranks)))
-        self._generation = os.environ[GENERATION] = generation
-        os.environ[RESUME] = str(resume)
+            there = f"the controller, on node 0 of {nodes} at {host}"
+            told: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: there)
+            join = client.join(host, told, tuple(ranks))
+            made = wait_for(lambda: self._await(join), lambda: there)
+        self._generation = os.environ[GENERATION] = made.generation
+        os.environ[RESUME] = str(int(made.resume))
 
     def meet(self) -> None:
-        """Wait for the nodes that would have the controller if it were lost."""
-        assert self._way is not None
-        self._await(self._way.meet())
+        """Wait for the addresses of the nodes that stand by."""
+        assert self._client is not None
+        self._await(self._client.meet())
 
-    def watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        """The workers have been started; `processes` by rank."""
-        self._await(self._watch(processes))
+    def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: Starter) -> None:
+        """Watch the workers, which have been started; `processes` by rank; `starter` starts more of them."""
+        self._await(self._watch(processes, starter))
 
     @property
     def running(self) -> bool:
-        """Whether workers have been started and are alive."""
+        """Return whether workers have been started and are alive."""
         return self._workers.running
 
     @property
     def save(self) -> str:
-        """The folder of the checkpoints; '' where only another node knows it, or none yet."""
-        return self._hub.controller.roster.save if self._hub is not None else ""
+        """Return the save folder; '' if only another node knows it, or none does yet."""
+        return self._controller_host.controller.membership.save if self._controller_host is not None else ""
+
+    @property
+    def report(self) -> str:
+        """Return the path of the last report, or the node that writes it."""
+        if self._controller_host is not None:
+            return self._timeline.report
+        return f"on node {self._client.controller}" if self._client is not None else ""
 
     @property
     def over(self) -> bool:
-        """Whether every worker of the job has come to its end; until then one may fail, and all start again.
+        """Return True if every worker of the job has ended; until then one may fail, and all start again.
 
-        Who has the controller asks it, not who lives: there may be no verdict yet on those that have died.
+        The controller knows it, not the processes that live: those that died may still get a verdict.
         """
-        return self._dismissed or (self._hub is not None and self._hub.dismissed)
+        return self._dismissed or (self._controller_host is not None and self._controller_host.dismissed)
 
     def leave(self, signal: str, grace_s: float) -> None:
-        """Somebody wants this agent to end, by `signal`: save first; a verdict says that it was in time."""
+        """Have the job saved, because this agent was told to end; a verdict says that it was in time.
+
+        Args:
+            signal: the name of the signal.
+            grace_s: seconds to wait for the verdict.
+        """
         if self.running:
-            self._await(self._say(Leave(self._node, signal)))
-            self.settled.wait(grace_s)
+            with contextlib.suppress(ControlThreadError):
+                self._await(self._say(AgentTerminationRequested(self._node, signal)))
+            self.mark_leaving()
+            self.reaped.wait(grace_s)
+
+    def mark_leaving(self) -> None:
+        """The job ends, and may save until then: one that is started again waits for that."""
+        if self._lease is not None:
+            self._lease.leave()
 
     def dismiss(self, *, at_once: bool = False) -> None:
-        """The workers are about to be ended from here: their deaths are nobody's failures.
+        """Stop reporting: the workers are about to be ended by this agent, and their deaths are no failures.
 
-        at_once  they are ended now, whatever they are doing
+        Args:
+            at_once: kill them now, whatever they are doing.
         """
-        self._await(self._hold_tongue())
+        with contextlib.suppress(ControlThreadError):
+            self._await(self._stop_reporting())
         if at_once:
             self._loop.call_soon_threadsafe(self._workers.end_the_living)
 
+    @property
+    def has_broken_off(self) -> bool:
+        """Return whether the control thread has ended by itself."""
+        return not self._closing and not self._thread.is_alive()
+
     def end(self) -> None:
-        """Every worker of the generation is dead."""
-        self._await(self._end())
+        """Close the generation: every worker is dead."""
+        if self.verdict is not None:  # what is removed then must not be what others have begun to write
+            self.settled.wait()
+        with contextlib.suppress(ControlThreadError):
+            self._await(self._end())
 
     def close(self) -> None:
         """Stop the control thread."""
-        self._await(self._end())
-        self._await(self._workers.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.end()
+        with contextlib.suppress(ControlThreadError):
+            self._await(self._workers.close())
+        self._closing = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._folder_tasks.close()
+        self._descriptors.release()
+        self._release()
+        self._timeline.close()
         self._log.close()
         self._scratch.cleanup()
 
-    def _await(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the control thread, and return its result.
+
+        Raises:
+            ControlThreadError: the thread has ended.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            try:
+                return future.result(ALIVE_S)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    return future.result()
+                if not self._thread.is_alive():
+                    work.close()
+                    raise ControlThreadError("the control thread of ttprun has ended") from None
 
     # the control thread
 
-    def _judge(self, what: str) -> None:
-        """The verdict where no controller gives one."""
+    def _run(self) -> None:
+        """Run the event loop. Nobody else would decide anything: if it ends before it is to, the job does."""
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # SystemExit: asyncio hands all others to `_on_error`
+            self._loop.call_soon(self._fail, error)
+        if not self._closing:
+            self._run_to_the_verdict()
+
+    def _run_to_the_verdict(self) -> None:
+        """Go on in a loop that has broken off: what is still at work there may save the job."""
+        reason = "it was stopped"
+        try:
+            self._loop.run_forever()
+        except BaseException as error:
+            reason = text.describe(error)
+            output.tell(text.trace(error))
+        if not self._closing:
+            self._workers.end_the_living()
+            if self.verdict is None:
+                line = f"the control thread of ttprun has failed: {reason}; nothing more can be saved here"
+                self.verdict = Verdict(0, "lost", -1, line, -1, 1, "", stop="its control thread has failed")
+            self.reaped.set()
+            self.settled.set()
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an uncaught error of a task or a callback."""
+        error = context.get("exception")
+        if isinstance(error, ConnectionError):  # of a connection that is gone, which is noticed elsewhere
+            return
+        # asyncio only reports these: it tries again if there was no descriptor or no memory.
+        exhausted = isinstance(error, OSError) and error.errno in EXHAUSTED
+        if error is None or exhausted or isinstance(error, asyncio.CancelledError):
+            reason = "" if error is None else f" ({text.describe(error)})"
+            output.tell(f"[ttp] the control thread of ttprun: {context.get('message')}{reason}")
+            return
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Have the job saved and ended after an error in this thread, on which it may depend."""
+        if error is self._failure:  # told already, by the loop or by the task
+            return
+        self._failure = error
+        what = text.describe(error)
+        try:
+            if self.verdict is not None:
+                self.reaped.set()
+                self.settled.set()
+            else:
+                self._up(AgentTerminationRequested(self._node, "", what))
+        except Exception as another:
+            what = f"{what}, then {text.describe(another)}"
+            self._judge(f"ttprun has failed: {what}", stop="its control thread has failed")
+        # Afterwards: it reads sources, and their disk may hang.
+        output.tell(f"[ttp] an error in ttprun itself: {text.trace(error)}")
+
+    def _judge(self, what: str, stop: str = "") -> None:
+        """The verdict where no controller gives one; `stop`: why the job is not started again."""
         if self.verdict is None:
             line = f"{what}; nothing more can be saved from node {self._node}"
-            self._obey(Verdict(0, "lost", -1, line, -1, 1, ""))
+            self._obey(Verdict(0, "lost", -1, line, -1, 1, "", stop=stop))
+            for rank in sorted(self._workers.alive):  # else they would be ended, and show nothing
+                self._workers.order(rank, Exit(0, blamed=rank == self._first_raised))
 
     def _judge_alone(self, message: FromAgent) -> None:
-        """Hears what the controller would have heard, after it has left."""
+        """Handle reports after the controller has left: a failure gives a verdict here."""
         match message:
             case Died(rank=rank, status=status) if status != 0:
                 self._judge(f"rank {rank} ended with status {status} after node 0 had finished")
-            case Leave(signal=name):
+            case AgentTerminationRequested(error=error) if error:
+                self._judge(f"ttprun has failed: {error}, after node 0 had finished")
+            case AgentTerminationRequested(signal=name):
                 self._judge(f"ttprun was told to end by {name} after node 0 had finished")
-            case Told(rank=rank, signal=name):
+            case TerminationRequested(rank=rank, signal=name):
                 self._judge(f"rank {rank} was told to end by {name} after node 0 had finished")
             case Raised(rank=rank, error=error):
                 self._judge(f"rank {rank} raised {error} after node 0 had finished")
 
-    async def _hold_tongue(self) -> None:
-        self._rest(self._let_go)
+    def _hear(self, message: FromAgent) -> None:
+        """Pass on a message of a worker of this node, or the report of its death."""
+        match message:
+            case Layout(rank=rank, origin=origin, save=save):
+                if save:
+                    self._folder_tasks.saves.add(save)
+                    self._keep_lease(Path(save))
+                self._unbegun.discard(rank)
+                if not self._unbegun and self.resumed is None:
+                    self.resumed = origin, time.monotonic()
+            case Modules():
+                self._replacements.hear(message)
+                return  # it stays here
+            case Dying(at=at) | Died(at=at) if not isinstance(message, Died) or message.status:
+                self.noticed = self.noticed or at
+            case Raised() | TerminationRequested():
+                self.noticed = self.noticed or time.time()
+                if isinstance(message, Raised) and self._first_raised < 0:
+                    self._first_raised = message.rank
+        self._up(message)
+
+    def _keep_lease(self, save: Path) -> None:
+        """Refresh the lease that rank 0 has taken, also while no worker lives: the job restarts."""
+        if self._node == 0 and self._lease is None:
+            self._lease = lease.Lease(save, self._owner)
+            self._lease.keep()
+
+    @property
+    def _lease_note(self) -> Path:
+        return Path(self._scratch.name, "lease")
+
+    def _release(self) -> None:
+        if self._lease is None:  # training has not begun
+            with contextlib.suppress(OSError):
+                self._lease = lease.Lease(Path(self._lease_note.read_text()), self._owner)
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    async def _stop_reporting(self) -> None:
+        self._rest(self._release_worker)
 
     def _rest(self, up: Callable[[FromAgent], None]) -> None:
-        """Nothing more is said to the controller, and if it is lost nobody minds."""
+        """Send nothing more to the controller, and ignore its loss."""
         self._up = up
-        if self._way is not None:
-            self._way.rest()
+        self._resting = True
+        if self._client is not None:
+            self._client.rest()
 
-    def _let_go(self, message: FromAgent) -> None:
-        """A worker that is to end waits to be a holder; nobody will ask for its state."""
-        if isinstance(message, Raised | Told):
+    def _release_worker(self, message: FromAgent) -> None:
+        """Tell a worker to exit that waits to be a holder: its state is not needed."""
+        if isinstance(message, Raised | TerminationRequested):
             self._obey(Addressed(message.rank, Exit(0)))
 
     async def _say(self, message: FromAgent) -> None:
         self._up(message)
 
-    async def _watch(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        folder = stacks.folder(self._config.log_path, self._generation)
+    async def _watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: Starter) -> None:
+        self._replacements.begin(starter)
+        folder = stack_files.folder(self._config.log_path, self._generation)
         self._workers.watch(processes, folder, Path(self._scratch.name))
         self._spawn(self._watch_boards())
 
     def _job_is_over(self) -> bool:
-        hub = self._hub
-        return not self._workers.alive and (hub is None or hub.controller.roster.everyone_is_dead)
+        controller_host = self._controller_host
+        return not self._workers.alive and (
+            controller_host is None or controller_host.controller.membership.everyone_is_dead
+        )
 
     @property
-    def _hub(self) -> Hub | None:
-        """Where this agent has the controller."""
-        return self._way.hub if self._way is not None else None
+    def _controller_host(self) -> ControllerHost | None:
+        """Return the host of the controller, None if it runs on another node."""
+        return self._client.controller_host if self._client is not None else None
 
     def _obey(self, order: ControllerToAgent) -> None:
         match order:
             case Addressed(rank=rank, message=message):
+                if isinstance(message, Freeze):
+                    self.noticed = self.noticed or time.time()
                 self._workers.order(rank, message)
             case Prepare() | Publish() | Find():
-                self._spawn(self._answer(self._filing.do(order, self._generation)))
+                self._descriptors.release()
+                self._spawn(self._answer(self._folder_tasks.do(order, self._node, self._generation)))
+            case Replace():
+                self._spawn(self._replace(order))
+            case Resumed():
+                self._end_incident(order)
             case Dismissed():
                 self._dismissed = True
                 self._rest(self._judge_alone)
             case Verdict():
                 self.verdict = order
-                self._spawn(self._see_them_off())
+                self._spawn(self._reap_workers())
 
     async def _answer(self, work: Coroutine[Any, Any, FromAgent]) -> None:
         self._up(await work)
 
-    async def _see_them_off(self) -> None:
+    async def _replace(self, order: Replace) -> None:
+        self._descriptors.release()
+        failed = await self._replacements.replace(order, lambda: not self._resting and self.verdict is None)
+        if failed is not None:
+            self._up(failed)
+
+    def _end_incident(self, order: Resumed) -> None:
+        """Close an incident after which all ranks go on: pass it to the main thread, and reset."""
+        self.recovered.put((order, self.report))
+        self.noticed = 0.0
+        self._descriptors.release()
+        self._descriptors = Descriptors(DESCRIPTORS)
+        self._replacements.resumed()
+
+    async def _reap_workers(self) -> None:
         """Wait for the workers to go; end those that do not."""
+        self._replacements.end_newcomers()
         await self._workers.ask_for_stacks()
         await self._until(lambda: not self._workers.alive, EXIT_GRACE_S)
         await self._workers.keep_stacks()
         self._workers.end_the_living()
-        await self._until(self._job_is_over, FAREWELL_S)
+        await self._until(self._job_is_over, SHUTDOWN_GRACE_S)
+        self.reaped.set()
         await self._settle()
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
@@ -271,27 +518,36 @@ class Node:
     async def _settle(self) -> None:
         # After a time-out a thread may still be at work there, and nothing may be removed under it.
         try:
-            hub = self._hub
-            if not self._filing.busy and hub is not None and self.verdict is not None and self.verdict.save:
-                await self._filing.clean(Path(self.verdict.save), hub.term, self._generation)
+            controller_host = self._controller_host
+            if (
+                not self._folder_tasks.busy
+                and controller_host is not None
+                and self.verdict is not None
+                and self.verdict.save
+            ):
+                await self._folder_tasks.clean(
+                    Path(self.verdict.save), controller_host.term, self._generation
+                )
         except CheckpointError as error:
-            print(f"[ttp] {error}", file=sys.stderr)
+            output.tell(f"[ttp] {error}")
         finally:
             self.settled.set()  # whatever happened: torch's thread waits for it
 
     async def _watch_boards(self) -> None:
         last = 0
-        stillness, still = Stillness(self._node, self._config.hang_s), False
+        hang_detector, still = HangDetector(self._node, self._config.hang_s), False
         while self._workers.boards is not None:
             await asyncio.sleep(PROGRESS_S)
             boards = self._workers.read()
-            said = stillness.look(boards, self._loop.time(), traced=self._workers.traced)
-            if isinstance(said, Still) and not still and await self._workers.take_their_time():
-                said = stillness.look(boards, self._loop.time(), traced=True)
+            if self.resumed is not None and not self.noticed:
+                self._replacements.look(boards, self.resumed[0])
+            said = hang_detector.look(boards, self._loop.time(), traced=self._workers.traced)
+            if isinstance(said, NodeStalled) and not still and await self._workers.are_busy():
+                said = hang_detector.look(boards, self._loop.time(), traced=True)
             if said is not None:
-                still = isinstance(said, Still)
+                still = isinstance(said, NodeStalled)
                 self._up(said)
-            total = sum(board.progress for board in boards) + self._filing.moved
+            total = sum(board.progress for board in boards) + self._folder_tasks.moved
             if total != last:
                 last = total
                 self._up(Progress(self._node, total))
@@ -301,16 +557,28 @@ class Node:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._replacements.end()
         await self._workers.end()
-        way, self._way = self._way, None
-        if way is not None:
+        client, self._client = self._client, None
+        if client is not None:
             # Other nodes may still be at work in the folder; the next job's first rank cleans it, too.
-            if way.hub is not None and way.alone and way.hub.controller.roster.save and not self._filing.busy:
+            if (
+                client.controller_host is not None
+                and client.alone
+                and client.controller_host.controller.membership.save
+                and not self._folder_tasks.busy
+            ):
                 with contextlib.suppress(CheckpointError):
-                    publish.clean(Path(way.hub.controller.roster.save))
-            await way.close()
+                    await self._folder_tasks.clean(Path(client.controller_host.controller.membership.save))
+            await client.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)

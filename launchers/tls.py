@@ -1,34 +1,110 @@
 """TLS 1.3 between the agents of a job, each with a certificate from the same signer.
 
-Names in certificates are not compared with addresses: who has a certificate of the job's signer is trusted,
-wherever it runs, and has to know the job's secret besides.
+Short-lived certificates are renewed while a job trains, so files that have changed are read again before each
+connection; a new pair that cannot be used, half written say, leaves the one that was read before in use.
+
+Names in certificates are not compared with addresses: any process with a certificate of the job's signer is
+trusted, wherever it runs. It also has to know the generation of workers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import ssl
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
 from adaptor.config import Config
 from adaptor.errors import ConfigError
+from adaptor.protocol.deadline import deadline
+
+_log = logging.getLogger("adaptor")
+# How long a connection waits for the files to be read: they may be on a file system that hangs.
+READ_S = 1.0
+_MISSING = "one of the files"
 
 
-class Tls(NamedTuple):
-    """For the side that accepts connections, and for the side that makes them."""
+class Contexts(NamedTuple):
+    """The contexts of both sides: `server` accepts connections, `client` makes them."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
 
-def load(settings: Config) -> Tls | None:
-    """What the certificates in `settings` make; None where there are none.
+class Tls:
+    """The certificates of this node, read again when the files change.
 
     Raises:
         ConfigError: they cannot be used; the message names the variable, the file and the reason.
     """
-    if not settings.tls_cert:
+
+    def __init__(self, settings: Config) -> None:
+        self._settings = settings
+        self._files = settings.tls_cert, settings.tls_key, settings.tls_ca
+        self._read_as = _state(self._files)
+        self.contexts = _load(settings)
+        self._reading: Future[None] | None = None
+        self._refused: object = None  # the state of files that could not be used
+
+    async def newest(self) -> Contexts:
+        """Return the contexts of the files as they are now, or those before, if the new ones are unusable."""
+        reading = self._reading or self._begin_to_read()
+        if reading is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with deadline(READ_S):
+                    await asyncio.shield(asyncio.wrap_future(reading))
+        return self.contexts
+
+    def _begin_to_read(self) -> Future[None] | None:
+        reading = self._reading = Future()
+        # A thread of its own: one that hangs must not keep ttprun from its end, as one of a pool would.
+        try:
+            threading.Thread(target=self._read, args=(reading,), name="ttp-tls", daemon=True).start()
+        except RuntimeError:  # this process may have no more of them
+            self._reading = None
+        return self._reading
+
+    def _read(self, reading: Future[None]) -> None:
+        state = None
+        try:
+            state = _state(self._files)
+            if state != self._read_as:
+                self.contexts = _load(self._settings)
+                self._read_as = state
+                self._refused = None
+                _log.info("TTP_TLS_CERT %s has changed and was read again", self._settings.tls_cert)
+        except Exception as error:
+            if self._refused != (state or _MISSING):
+                self._refused = state or _MISSING
+                _log.warning("changed certificates cannot be used, those read before are: %s", error)
+        finally:
+            self._reading = None
+            reading.set_result(None)
+
+
+def load(settings: Config) -> Tls | None:
+    """Return the certificates of `settings`; None without certificates.
+
+    Raises:
+        ConfigError: they cannot be used; the message names the variable, the file and the reason.
+    """
+    return Tls(settings) if settings.tls_cert else None
+
+
+def _state(files: tuple[str, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """Return the state of the files, which differs when one changes; None if one is missing."""
+    try:
+        found = [Path(path).stat() for path in files]
+    except OSError:
         return None
+    return tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+
+
+def _load(settings: Config) -> Contexts:
     for name, path in (
         ("TTP_TLS_CERT", settings.tls_cert),
         ("TTP_TLS_KEY", settings.tls_key),
@@ -38,7 +114,7 @@ def load(settings: Config) -> Tls | None:
             Path(path).read_bytes()
         except OSError as error:
             raise ConfigError(f"{name} is {path!r}: the file cannot be read ({error.strerror})") from None
-    made = Tls(_context(ssl.PROTOCOL_TLS_SERVER, settings), _context(ssl.PROTOCOL_TLS_CLIENT, settings))
+    made = Contexts(_context(ssl.PROTOCOL_TLS_SERVER, settings), _context(ssl.PROTOCOL_TLS_CLIENT, settings))
     _try(made, settings)
     return made
 
@@ -66,8 +142,8 @@ def _context(protocol: int, settings: Config) -> ssl.SSLContext:
     return context
 
 
-def _try(made: Tls, settings: Config) -> None:
-    """Let the two sides meet in memory: what other nodes would refuse is known before anything starts."""
+def _try(made: Contexts, settings: Config) -> None:
+    """Make a handshake in memory, so that a certificate which other nodes would refuse is found now."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = made.client.wrap_bio(back, there)
     server = made.server.wrap_bio(there, back, server_side=True)

@@ -7,37 +7,56 @@ torch's own main and nothing of the adaptor is active in a worker.
 from __future__ import annotations
 
 import argparse
-import atexit
+import errno
 import ipaddress
 import os
 import signal
 import socket
+import stat
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-from adaptor import _script, config
-from adaptor.control.runtime import AGENT, SCRATCH
-from adaptor.errors import AdaptorError, ConfigError
-from adaptor.launchers import flags, tls
+from adaptor import _script, config, devices, distributions, engines, output, text
+from adaptor.errors import AdaptorError, ConfigError, StartError
+from adaptor.launchers import flags, invitation, tls
+from adaptor.launchers.programs import WORKER
 
 USAGE_EXIT_CODE = 2
 # torch's own variable: the network interfaces over which survivors bring their shards together.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
-# What mindio_ttp takes for its actions, and waits for workers at their end.
-_SDK_LIMIT = "TTP_NORMAL_ACTION_TIME_LIMIT"
-_SDK_LIMITS_S = (30, 1800)
-WORKER_MODULE = "adaptor.launchers.worker"
-CPU_MODULE = "adaptor.devices.cpu"
+# The line about what an operator accepts with TTP_TLS=plain.
+TRUSTED = (
+    "[ttp] TTP_TLS is plain: the network of this job is trusted; whoever reaches it can read what agents say,"
+    " and act as one of them"
+)
+DEVICE_WORKER = Path(devices.__file__).with_name("__main__.py")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a job; the exit code is that of the worker that failed first, or 0."""
+    """Run a job; return its exit code (docs/exit_codes.md)."""
     try:
+        _require_working_directory()
         return _main(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        output.tell(f"ttprun: error: {error}")
+        return USAGE_EXIT_CODE
     except KeyboardInterrupt:  # torch hears the signal only from the rendezvous on
-        print("[ttp] ended by SIGINT, before anything was started", file=sys.stderr)
+        output.tell("[ttp] ended by SIGINT, before anything was started")
         return 128 + signal.SIGINT
+    finally:
+        output.finish()
+
+
+def _require_working_directory() -> None:
+    """Refuse a working directory that is gone: where it is, torch does not find its own libraries."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working directory is not there any more ({error.strerror}): start ttprun in another one"
+        ) from None
 
 
 def _main(arguments: list[str]) -> int:
@@ -46,24 +65,31 @@ def _main(arguments: list[str]) -> int:
         settings = config.load()
         if settings.enabled or settings.device:
             _require_script(parsed, settings)
-        if settings.enabled:
+            devices.require(settings.device)
+        engine = engines.find(settings.engine) if settings.enabled else None
+        if engine is not None:
+            engine.require(settings)
             config.refuse_misspelt(os.environ)
+            if other := distributions.conflict():
+                output.tell(f"[ttp] {other}")
             flags.require_sense(parsed)
             _require_folder(settings.log_path)
             _require_safe_connections(parsed, settings)
+            if engine.has_own_agent and _trusts_the_network(parsed, settings):
+                output.tell(TRUSTED)
             _require_interfaces(os.environ.get(_INTERFACES, ""))
-            if settings.engine == "mindio":
-                _prepare_the_sdk(settings)
-    except ConfigError as error:
-        print(f"ttprun: error: {error}", file=sys.stderr)
+            if not engine.has_own_agent:
+                os.environ.update(engine.prepare(settings))
+    except (ConfigError, StartError) as error:
+        output.tell(f"ttprun: error: {error}")
         return USAGE_EXIT_CODE
-    if settings.enabled:
-        return _run_with_survivors(parsed, settings)
+    if engine is not None:
+        return _run_with_survivors(parsed, engine, settings)
     return _run_plain(parsed, settings.device)
 
 
 def _require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
-    """We start it in Python ourselves: it has to be there, and Python."""
+    """Refuse a script that is missing, cannot be read or is not Python: ttprun starts it itself."""
     if parsed.no_python:
         raise ConfigError(
             "--no-python: only a Python script that ttprun starts itself can be protected:"
@@ -74,14 +100,29 @@ def _require_script(parsed: argparse.Namespace, settings: config.Config) -> None
         )
     if parsed.module:
         return  # where it is only the worker's path tells
+    path = Path(parsed.training_script)
+    if not parsed.training_script:
+        raise ConfigError("the script is '': give ttprun the path of a Python file")
     try:
-        Path(parsed.training_script).stat()
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            if not any(path.glob("__main__*")):
+                raise ConfigError(
+                    f"the script {path} is a folder without a __main__.py: Python cannot run it"
+                )
+        elif not stat.S_ISREG(mode):
+            raise ConfigError(
+                f"the script {path} is not a regular file: each worker reads it, and again at a restart;"
+                " give ttprun the path of a Python file"
+            )
+        elif not os.access(path, os.R_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ConfigError(f"the script {parsed.training_script} cannot be run ({error.strerror})") from None
+        raise ConfigError(f"the script {path} cannot be run ({error.strerror})") from None
 
 
 def _require_safe_connections(parsed: argparse.Namespace, settings: config.Config) -> None:
-    """Between machines TLS, unless the user wants it otherwise; bad certificates are known here already."""
+    """Refuse several machines without certificates, unless TTP_TLS is plain; check the certificates."""
     if tls.load(settings) is not None or settings.tls == "plain" or _on_one_machine(parsed):
         return
     raise ConfigError(
@@ -90,8 +131,14 @@ def _require_safe_connections(parsed: argparse.Namespace, settings: config.Confi
     )
 
 
+def _trusts_the_network(parsed: argparse.Namespace, settings: config.Config) -> bool:
+    """Return True if agents of several nodes meet without certificates."""
+    several = parsed.nnodes.rpartition(":")[2].strip() != "1" and not parsed.standalone
+    return several and invitation.kind_of(settings) == invitation.PLAIN
+
+
 def _on_one_machine(parsed: argparse.Namespace) -> bool:
-    """Whether all agents are on this machine: there is one, or they meet where nobody else can come."""
+    """Return True if all agents are on this machine: there is one, or they meet on the loopback address."""
     if parsed.standalone or parsed.nnodes.rpartition(":")[2].strip() == "1":
         return True
     host = parsed.rdzv_endpoint.rpartition(":")[0] or parsed.rdzv_endpoint
@@ -104,7 +151,7 @@ def _on_one_machine(parsed: argparse.Namespace) -> bool:
 
 
 def _require_interfaces(named: str) -> None:
-    """Every worker would raise in the middle of its start, with none of these words."""
+    """Refuse a network interface that this node lacks; each worker would raise in the middle of its start."""
     own = [name for _, name in socket.if_nameindex()]
     for name in named.split(",") if named else []:
         if name.partition(":")[0] not in own:  # behind the colon is the label of an address (eth0:1)
@@ -115,12 +162,12 @@ def _require_interfaces(named: str) -> None:
 
 
 def _run_plain(parsed: argparse.Namespace, device: str) -> int:
-    """torch's own run; a device that the user chose needs its stand-ins in every worker all the same."""
+    """Run plain torchrun; with TTP_DEVICE each worker still gets the stand-ins for the device."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    if device == "cpu":
-        _insert_module(parsed, CPU_MODULE)
+    if device:
+        _insert_program(parsed, DEVICE_WORKER, device)
     record(run.run)(parsed)  # what torch's main does with what it has parsed
     return 0
 
@@ -135,113 +182,127 @@ def _require_folder(path: str) -> None:
         raise ConfigError(f"TTP_LOG_PATH is {path!r}: {what} ({error.strerror})") from None
 
 
-def _insert_module(parsed: argparse.Namespace, module: str) -> None:
-    """Let each worker run `module`, which then runs the script."""
+def _keep_ignoring_hangups(parsed: argparse.Namespace) -> None:
+    """Leave SIGHUP ignored under nohup: torch would handle it, and the job would end with the terminal."""
+    handled = getattr(parsed, "signals_to_handle", None)
+    if handled and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        parsed.signals_to_handle = ",".join(n for n in handled.split(",") if n.strip() != "SIGHUP")
+
+
+def _insert_program(parsed: argparse.Namespace, program: Path, *arguments: str) -> None:
+    """Let each worker run `program` with `arguments`; it then runs the script."""
     marker = [_script.MODULE_FLAG] if parsed.module else []
-    parsed.training_script_args = [*marker, parsed.training_script, *parsed.training_script_args]
-    parsed.training_script = module
-    parsed.module = True
+    parsed.training_script_args = [*arguments, *marker, parsed.training_script, *parsed.training_script_args]
+    parsed.training_script = str(program.absolute())
+    parsed.module = False
     parsed.run_path = False
 
 
-def _prepare_the_sdk(settings: config.Config) -> None:
-    """Where mindio_ttp drives, this process has torch's agent, which it makes wait for those that save.
+def _run_with_survivors(parsed: argparse.Namespace, engine: engines.Engine, settings: config.Config) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.launcher import api
 
-    Raises ConfigError where it is missing or too old.
-    """
-    from adaptor.mindio.client import sdk
+    from adaptor.launchers import waiting
+    from adaptor.launchers.agent import SurvivorsAgent
+    from adaptor.launchers.rendezvous import Registry
 
-    low, high = _SDK_LIMITS_S
-    os.environ.setdefault(_SDK_LIMIT, str(int(min(max(settings.timeout_s, low), high))))
-    sdk.load()
-    os.environ[AGENT] = ""  # there is none of ours
-    scratch = tempfile.TemporaryDirectory(prefix="ttp-")
-    atexit.register(scratch.cleanup)
-    os.environ[SCRATCH] = scratch.name
+    output.divert_logging()  # torch's, too: a pipe that nobody reads must not keep a job from starting again
+    _insert_program(parsed, WORKER)
+    _keep_ignoring_hangups(parsed)
+    if engine.has_own_agent:
+        # torch makes its agent by this name; in this process it is ours.
+        api.LocalElasticAgent = partial(SurvivorsAgent, settings)  # type: ignore[misc, assignment]
+        # And its rendezvous by this one.
+        api.rdzv_registry = Registry(api.rdzv_registry)  # type: ignore[assignment]
+    code, at_once = 1, False
+    try:
+        code = _run_to_the_last_line(parsed, engine)
+    except waiting.Interrupted as error:
+        verdict = SurvivorsAgent.last_verdict
+        said = f"ended by {error.sigval.name} while it waited for {error.what}"
+        if verdict is None:
+            _conclude(f"{said}; nothing was started")
+        else:
+            _conclude(f"{verdict.line}; {said}", verdict.save)
+        code, at_once = 128 + error.sigval, True  # the thread that still waits would abort the interpreter
+    finally:
+        try:
+            SurvivorsAgent.close()
+        except SignalException:  # one more signal: at once
+            at_once = True
+        # After an error of the control thread's own its tasks would complain at the interpreter's end.
+        if at_once or SurvivorsAgent.has_broken_off:
+            output.leave(code)
+    return code
 
 
-def _run_with_survivors(parsed: argparse.Namespace, settings: config.Config) -> int:
+def _run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine) -> int:
+    """Run the job and tell its last line; return the exit code. What touches disks may come afterwards."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher import api
 
-    from adaptor.launchers import meeting
-    from adaptor.launchers.agent import SurvivorsAgent, keep_survivors
+    from adaptor.launchers import rendezvous_errors
+    from adaptor.launchers.agent import SurvivorsAgent
 
-    _insert_module(parsed, WORKER_MODULE)
-    if settings.engine == "builtin":
-        # torch makes its agent by this name; in this process it is ours.
-        api.LocalElasticAgent = SurvivorsAgent  # type: ignore[misc]
-    else:
-        keep_survivors(os.environ)
     try:
-        run.run(parsed)
+        run.run(parsed)  # type: ignore[no-untyped-call]
     except AdaptorError as error:
-        print(f"ttprun: error: {error}", file=sys.stderr)
-        return USAGE_EXIT_CODE
-    except (*meeting.UNMET, AssertionError, OSError, RuntimeError, ValueError) as error:
         verdict = SurvivorsAgent.last_verdict
-        if settings.engine == "builtin" and not SurvivorsAgent.has_started:
-            print(f"ttprun: error: {meeting.why_not(error, parsed)}", file=sys.stderr)
+        if verdict is None:
+            output.tell(f"ttprun: error: {error}")
             return USAGE_EXIT_CODE
-        if verdict is None or not isinstance(error, meeting.UNMET):
+        _conclude(f"{verdict.line}; the workers cannot be started again: {error}", verdict.save)
+        return int(verdict.exit_code)
+    except (*rendezvous_errors.UNMET, AssertionError, OSError, RuntimeError, ValueError) as error:
+        verdict = SurvivorsAgent.last_verdict
+        if engine.has_own_agent and not SurvivorsAgent.has_started:
+            output.tell(f"ttprun: error: {rendezvous_errors.why_not(error, parsed)}")
+            return USAGE_EXIT_CODE
+        if verdict is not None and rendezvous_errors.lacks_means(error):
+            why = text.describe(error)
+            _conclude(f"{verdict.line}; the workers cannot be started again: {why}", verdict.save)
+            return int(verdict.exit_code)
+        if verdict is None or not isinstance(error, rendezvous_errors.UNMET):
             raise
-        line = f"{verdict.line}; nodes cannot meet again, {meeting.why_not_again(error)}"
-        print(f"[ttp] {line}{_newest(verdict.save)}", file=sys.stderr)
+        why = rendezvous_errors.why_not_again(error)
+        _conclude(f"{verdict.line}; nodes cannot meet again, {why}", verdict.save)
         return int(verdict.exit_code)
     except SignalException as error:
         verdict = SurvivorsAgent.last_verdict
-        said = (
-            f"ended by {error.sigval.name}, and the workers with it{_newest(SurvivorsAgent.last_save)}"
-            if verdict is None
-            else f"{verdict.line}{_newest(verdict.save)}"
-        )
-        print(f"[ttp] {said}", file=sys.stderr)
+        if verdict is None:
+            line = f"ended by {error.sigval.name}, and the workers with it"
+            _conclude(line, SurvivorsAgent.last_save)
+        else:
+            SurvivorsAgent.account.failed(verdict.line)
         return 128 + error.sigval
     except ChildFailedError as error:
         verdict = SurvivorsAgent.last_verdict
         if verdict is None:
             code = error.get_first_failure()[1].exitcode
-            if settings.engine == "mindio":
-                return _code_beside_the_sdk(error, code)
-            print(error, file=sys.stderr)
-            return _of_a_process(code)
+            meant = engine.exit_code(code)
+            if meant is None:
+                return USAGE_EXIT_CODE
+            output.tell(text.say(error))
+            return _of_a_process(meant)
         if verdict.outcome == "refused":
-            print(f"ttprun: error: {verdict.line}", file=sys.stderr)
+            output.tell(f"ttprun: error: {verdict.line}")
         else:
-            print(f"[ttp] {verdict.line}{_newest(verdict.save)}", file=sys.stderr)
+            SurvivorsAgent.account.failed(f"{verdict.line}{SurvivorsAgent.stopped}")
         return int(verdict.exit_code)
+    SurvivorsAgent.account.ended()
     return 0
 
 
+def _conclude(line: str, save: str = "") -> None:
+    from adaptor.launchers.account import conclude
+
+    conclude(line, save)
+
+
 def _of_a_process(code: int) -> int:
-    """As a shell has it."""
+    """Return the exit code of a process as a shell has it: 128 + N after signal N."""
     return code if code > 0 else 128 - code
-
-
-def _code_beside_the_sdk(error: Exception, code: int) -> int:
-    """That of the first worker that has failed on this node; 1 where mindio_ttp has ended them all."""
-    from adaptor.mindio.client import sdk
-
-    if code == sdk.REFUSED:  # who has refused the job has said why
-        return USAGE_EXIT_CODE
-    print(error, file=sys.stderr)
-    return 1 if code == sdk.ENDED else _of_a_process(code)
-
-
-def _newest(save: str) -> str:
-    """Where the save folder stands, for the last line of a job."""
-    if not save:
-        return ""
-    from adaptor.checkpoint.publish import tracked_step
-
-    step = tracked_step(Path(save))
-    return (
-        f"; no checkpoint is in {save}"
-        if step is None
-        else f"; the newest checkpoint in {save} is step {step}"
-    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""The patches, one file for each module of a framework, by group."""
+"""The patches, one file for each module of a framework, by group; and those of installed plug-ins."""
 
 from __future__ import annotations
 
 import importlib
+
+from adaptor import plug_ins
+from adaptor.patching import Unit, units
 
 if __name__ != "adaptor.patches":
     raise ImportError(
@@ -21,10 +24,29 @@ FILES: dict[str, tuple[str, ...]] = {
         "mindspeed",
     ),
     "worker": ("torch_rendezvous",),
+    "online": ("torch_groups", "megatron_online"),
+    "report": ("report_arguments",),
 }
 
 
 def load(group: str) -> None:
-    """Import the files of a group, which declare its units; no framework. KeyError for an unknown group."""
+    """Import the files of a group, which declare its units; no framework.
+
+    Raises:
+        KeyError: there is no such group.
+        StartError: a plug-in cannot be loaded; without it its framework would be trained unprotected.
+    """
     for name in FILES[group]:
         importlib.import_module(f"{__name__}.{name}")
+    if group == "ttp":
+        for plug_in in plug_ins.declared(plug_ins.PATCHES):
+            plug_ins.load(plug_in)
+
+
+def of_plug_ins() -> tuple[Unit, ...]:
+    """Return the units of group `ttp` that others have declared."""
+    return tuple(
+        unit
+        for unit in units("ttp")
+        if any(not patch.effect.__module__.startswith(f"{__name__}.") for patch in unit.patches)
+    )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adaptor import patching
-from adaptor.checkpoint import trust
-from adaptor.patches import _saving
+from adaptor import context, patching
+from adaptor.checkpoint import resume_check
+from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MODELLINK
+from adaptor.worker import runtime
 
 checkpointing = patching.Unit("ascendspeed-checkpointing", framework="ascendspeed", tested=MODELLINK)
 
@@ -21,7 +22,10 @@ checkpointing = patching.Unit("ascendspeed-checkpointing", framework="ascendspee
 def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from ascendspeed import get_args
 
-    with _saving.regular(get_args().save, args[0] if args else kwargs["iteration"]):
+    with (
+        runtime.get().session.phase("save"),
+        context.part(RegularSaves).regular(get_args().save, args[0] if args else kwargs["iteration"]),
+    ):
         return wrapped(*args, **kwargs)
 
 
@@ -31,7 +35,7 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
     accepts="(checkpoints_path, iteration, release=, ...)",
 )
 def regular_saves_have_a_name_of_their_own(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return _saving.renamed(wrapped(*args, **kwargs))
+    return context.part(RegularSaves).renamed(wrapped(*args, **kwargs))
 
 
 @checkpointing.patch(
@@ -40,12 +44,12 @@ def regular_saves_have_a_name_of_their_own(wrapped: Any, instance: Any, args: An
     accepts="(checkpoints_path)",
 )
 def the_tracker_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return _saving.tracker(wrapped(*args, **kwargs))
+    return context.part(RegularSaves).tracker(wrapped(*args, **kwargs))
 
 
 @checkpointing.patch(
     "ascendspeed.checkpointing:load_checkpoint",
-    why="what was damaged after it was saved is set aside, and the newest intact checkpoint is loaded",
+    why="a checkpoint that was damaged after its save is set aside; the newest intact one is loaded",
     accepts="(model, optimizer, lr_scheduler, load_arg=, ...)",
 )
 def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -53,5 +57,5 @@ def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
     given = get_args()
     load = getattr(given, args[3] if len(args) > 3 else kwargs.get("load_arg", "load"))
-    trust.require_intact(Path(load), Path(given.save), None)
+    resume_check.require_intact(Path(load), Path(given.save), None)
     return wrapped(*args, **kwargs)

@@ -1,12 +1,16 @@
-"""ModelLink's `ascendspeed`: second copies of optimizer shards, and the door; one unit (`megatron_core`)."""
+"""ModelLink's `ascendspeed`: second copies of optimizer shards, and the door.
+
+They are one unit, for the reason told in `megatron_core`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from adaptor import patching
-from adaptor.control import runtime
+from adaptor import context, patching
 from adaptor.patches._versions import MODELLINK
+from adaptor.worker import runtime
+from adaptor.worker.unprotected import UnprotectedTraining
 
 optimizer = patching.Unit("ascendspeed-optimizer", framework="ascendspeed", tested=MODELLINK)
 
@@ -15,9 +19,9 @@ _CLASS = "ascendspeed.optimizer.distrib_optimizer:DistributedOptimizer"
 
 def _halves() -> Any:
     """The module that knows of the halves, where there are some; else None."""
-    from adaptor.patches import _ascendspeed_shards
+    from adaptor.frameworks import ascendspeed_shards
 
-    return _ascendspeed_shards if _ascendspeed_shards.half() else None
+    return ascendspeed_shards if ascendspeed_shards.half() else None
 
 
 @optimizer.patch(
@@ -28,13 +32,13 @@ def _halves() -> Any:
 def data_parallel_groups_are_cut(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     import inspect
 
-    from adaptor.patches import _ascendspeed_shards
+    from adaptor.frameworks import ascendspeed_shards
 
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     result = wrapped(*args, **kwargs)
     given = call.arguments
-    _ascendspeed_shards.cut(given["tensor_model_parallel_size"], given["pipeline_model_parallel_size"])
+    ascendspeed_shards.cut(given["tensor_model_parallel_size"], given["pipeline_model_parallel_size"])
     return result
 
 
@@ -115,12 +119,13 @@ def zeros_are_counted_once(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     accepts="(model)",
 )
 def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.patches import _ascendspeed_shards
+    from adaptor.frameworks import ascendspeed_shards
 
     made = wrapped(*args, **kwargs)
     if hasattr(made, "model_gbuf_ranges"):
-        _ascendspeed_shards.describe(made)
+        ascendspeed_shards.describe(made)
     session = runtime.get().session
+    context.part(UnprotectedTraining).is_of_the_framework(made.optimizer)
     made.optimizer.register_step_pre_hook(lambda which, *_: session.before_update(which))
     made.optimizer.register_step_post_hook(lambda which, *_: session.after_update(which))
     return made
@@ -138,5 +143,5 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 )
 def skipped_steps_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     updated, grad_norm, zeros = wrapped(*args, **kwargs)
-    runtime.get().session.end_update(bool(updated), grad_norm)
+    runtime.get().session.end_update(bool(updated), grad_norm, [instance.optimizer])
     return updated, grad_norm, zeros

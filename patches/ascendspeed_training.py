@@ -2,37 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from adaptor import patching
-from adaptor.checkpoint import folder, publish
-from adaptor.control import runtime
+from adaptor import context, patching, preflight
+from adaptor.checkpoint import folder, lease, publish
 from adaptor.patches._versions import MODELLINK
-from adaptor.replica import choice
+from adaptor.replica.choice import ReplicaChoice
+from adaptor.worker import runtime
+from adaptor.worker.unprotected import UnprotectedTraining
+from adaptor.worker.watchdogs import Watchdogs
 
 training = patching.Unit("ascendspeed-training", framework="ascendspeed", tested=MODELLINK)
 
 
 @training.patch(
     "ascendspeed.arguments:parse_args",
-    why="what cannot be protected is refused before anything is built; a restart resumes from --save",
+    why="options that cannot be protected are refused before anything is built; a restart uses --save",
     accepts="(extra_args_provider=, ignore_unknown_args=)",
 )
 def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.patches import _ascendspeed, _megatron
+    from adaptor.frameworks import megatron_lm
 
     patching.require_modules("ttp")
+    if context.part(preflight.Preflight).findings is None:
+        context.part(UnprotectedTraining).expect("ModelLink")
     provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
-    parsed = wrapped(_megatron.accepts_local_copy(provider), *rest, **kwargs)
-    _ascendspeed.require_protected(parsed)
-    _megatron.take_local_copy(parsed)
-    choice.decide(parsed.use_distributed_optimizer, _ascendspeed.data_parallel_size(parsed))
+    parsed = wrapped(megatron_lm.accepts_local_copy(provider), *rest, **kwargs)
+    if context.part(preflight.Preflight).findings is not None:
+        _examine(parsed)
+        return parsed
+    if getattr(parsed, "skip_train", False):  # it evaluates, and saves nothing
+        return parsed
+    for check in _checks(parsed):
+        check()
+    context.part(Watchdogs).switch_off()
     folder.require_writable(parsed.save)
     if parsed.rank == 0:
+        lease.claim(parsed.save)
         publish.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
-    _megatron.resume_after_restart(parsed)
+    megatron_lm.resume_after_restart(parsed)
     return parsed
+
+
+def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
+    """Return what must hold before anything is built; each raises an AdaptorError."""
+    from adaptor.frameworks import ascendspeed, megatron_lm
+
+    yield from ascendspeed.checks(parsed)
+    yield lambda: megatron_lm.take_local_copy(parsed)
+    yield lambda: context.part(ReplicaChoice).decide(
+        parsed.use_distributed_optimizer, ascendspeed.data_parallel_size(parsed)
+    )
+
+
+def _examine(parsed: Any) -> None:
+    """Take down for the report what would be refused, and what would be protected."""
+    from adaptor.frameworks import ascendspeed
+
+    def made() -> preflight.Layout:
+        return preflight.Layout(
+            world_size=parsed.world_size,
+            data_parallel=ascendspeed.data_parallel_size(parsed),
+            experts=0,
+            sharded=parsed.use_distributed_optimizer,
+            instances=1,
+        )
+
+    preflight.examine([*_checks(parsed), lambda: folder.require_place(parsed.save)], made)
 
 
 @training.patch(
@@ -43,15 +81,18 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from ascendspeed import get_args
 
-    from adaptor.patches import _ascendspeed
+    from adaptor.frameworks import ascendspeed
 
     patching.check("ttp")
     folder.require_newest(get_args().save, get_args().iteration)
     names = ("forward_step_func", "model", "optimizer", "lr_scheduler")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    trainee = _ascendspeed.trainee(given["model"], given["optimizer"], given["lr_scheduler"])
+    trainee = ascendspeed.trainee(given["model"], given["optimizer"], given["lr_scheduler"])
+    context.part(Watchdogs).warn_if_on()
     runtime.get().session.begin_training(trainee, [given["optimizer"].optimizer], get_args().iteration)
-    return wrapped(*args, **kwargs)
+    trained = wrapped(*args, **kwargs)
+    runtime.get().session.end_training()
+    return trained
 
 
 @training.patch(
@@ -62,8 +103,27 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from ascendspeed import get_args
 
-    session = runtime.get().session
-    session.begin_step(get_args().iteration + 1, watched=True)
-    result = wrapped(*args, **kwargs)
-    session.end_step()
-    return result
+    with runtime.get().session.step(get_args().iteration + 1):
+        return wrapped(*args, **kwargs)
+
+
+@training.patch(
+    "ascendspeed.training:evaluate_and_print_results",
+    why="an evaluation takes longer than a step, and a rank that hangs in it has a limit of its own",
+    accepts="(...)",
+    optional=True,
+)
+def evaluations_are_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    with runtime.get().session.phase("evaluation"):
+        return wrapped(*args, **kwargs)
+
+
+@training.patch(
+    "ascendspeed.training:training_log",
+    why="ranks that write logs may hang while the others wait for them in the next step",
+    accepts="(...)",
+    optional=True,
+)
+def logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    with runtime.get().session.phase("logging"):
+        return wrapped(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What Megatron does on a GPU and cannot do on a CPU, whatever the adaptor does besides."""
+"""Patches for what Megatron does on a GPU and cannot do on a CPU, whatever the adaptor does besides."""
 
 from __future__ import annotations
 

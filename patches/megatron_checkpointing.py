@@ -10,10 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adaptor import patching
-from adaptor.checkpoint import trust
-from adaptor.patches import _saving
+from adaptor import context, patching
+from adaptor.checkpoint import resume_check
+from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
+from adaptor.worker import runtime
 
 checkpointing = patching.Unit("checkpointing", framework="megatron-lm", tested=MEGATRON)
 
@@ -27,7 +28,11 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
     from megatron.training import get_args
 
     iteration = args[0] if args else kwargs["iteration"]
-    with _saving.regular(get_args().save, iteration, bool(getattr(get_args(), "async_save", False))):
+    asynchronous = bool(getattr(get_args(), "async_save", False))
+    with (
+        runtime.get().session.phase("save"),
+        context.part(RegularSaves).regular(get_args().save, iteration, asynchronous),
+    ):
         return wrapped(*args, **kwargs)
 
 
@@ -37,7 +42,7 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
     accepts="(checkpoints_path, iteration, release=, ...)",
 )
 def regular_saves_have_a_name_of_their_own(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return _saving.renamed(wrapped(*args, **kwargs))
+    return context.part(RegularSaves).renamed(wrapped(*args, **kwargs))
 
 
 @checkpointing.patch(
@@ -46,7 +51,7 @@ def regular_saves_have_a_name_of_their_own(wrapped: Any, instance: Any, args: An
     accepts="(checkpoints_path)",
 )
 def the_tracker_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return _saving.tracker(wrapped(*args, **kwargs))
+    return context.part(RegularSaves).tracker(wrapped(*args, **kwargs))
 
 
 @checkpointing.patch(
@@ -61,7 +66,7 @@ def asynchronous_saves_are_named_at_their_end(wrapped: Any, instance: Any, args:
 
     # The last rank tells Weights & Biases, and rank 0 gives the name.
     meet = dist.barrier if getattr(get_args(), "wandb_project", "") else lambda: None
-    _saving.scheduled(args[0] if args else kwargs["async_request"], meet)
+    context.part(RegularSaves).scheduled(args[0] if args else kwargs["async_request"], meet)
     return wrapped(*args, **kwargs)
 
 
@@ -75,12 +80,12 @@ def wandb_is_told_the_final_name(wrapped: Any, instance: Any, args: Any, kwargs:
     names = ("checkpoint_path", "tracker_filename", "save_dir", "iteration")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     path, tracker, *rest = (given[name] for name in names)
-    _saving.tell(path, tracker, lambda *named: wrapped(*named, *rest))
+    context.part(RegularSaves).tell(path, tracker, lambda *named: wrapped(*named, *rest))
 
 
 @checkpointing.patch(
     "megatron.training.checkpointing:load_checkpoint",
-    why="what was damaged after it was saved is set aside, and the newest intact checkpoint is loaded",
+    why="a checkpoint that was damaged after its save is set aside; the newest intact one is loaded",
     accepts=(
         "(ddp_model, optimizer, opt_param_scheduler, load_arg=, ...)",
         "(model, optimizer, opt_param_scheduler, load_arg=, ...)",  # up to 0.11
@@ -94,7 +99,7 @@ def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any
     load = getattr(given, args[3] if len(args) > 3 else kwargs.get("load_arg", "load"))
     pretrained = getattr(given, "pretrained_checkpoint", None)
     for folder in filter(None, (load, pretrained)):  # the second where the first is empty
-        trust.require_intact(Path(folder), Path(given.save), getattr(given, "ckpt_step", None) or None)
+        resume_check.require_intact(Path(folder), Path(given.save), getattr(given, "ckpt_step", None) or None)
         if checkpoint_exists(folder):
             break
     return wrapped(*args, **kwargs)

@@ -8,15 +8,26 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from adaptor import patching
-from adaptor.control import runtime
-from adaptor.errors import LayoutError
+from adaptor import context, patching
+from adaptor.context import Context
+from adaptor.errors import UnsupportedError
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
-from adaptor.replica import choice
+from adaptor.replica.choice import ReplicaChoice
+from adaptor.worker import runtime
+from adaptor.worker.unprotected import UnprotectedTraining
 
 INSTANCES = "num_distributed_optimizer_instances"
-# Per part of the model: the calls that would have gathered its parameters between two updates of a chain.
-_put_off: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
+
+
+class PutOff:
+    """The calls that would have gathered parameters between two updates of a chain, by part of the model.
+
+    A part of the context of a process.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.calls: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
+
 
 optimizer = patching.Unit(
     "optimizer",
@@ -42,8 +53,10 @@ def data_parallel_groups_are_split(wrapped: Any, instance: Any, args: Any, kwarg
     world, stages = torch.distributed.get_world_size(), given["pipeline_model_parallel_size"]
     tensor = given["tensor_model_parallel_size"]
     experts = given["expert_model_parallel_size"] * (given.get("expert_tensor_parallel_size") or tensor)
-    instances_are_looked_at()
-    made = choice.instances(world // (tensor * stages), given.get(INSTANCES, 1), world // (experts * stages))
+    detect_instance_support()
+    made = context.part(ReplicaChoice).instances(
+        world // (tensor * stages), given.get(INSTANCES, 1), world // (experts * stages)
+    )
     if INSTANCES in given:
         given[INSTANCES] = made
     return wrapped(*call.args, **call.kwargs)
@@ -66,7 +79,7 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
         instances = size // parallel_state.get_data_parallel_world_size(
             with_context_parallel=True, partial_data_parallel=True
         )
-        choice.require_instances(size, instances)
+        context.part(ReplicaChoice).require_instances(size, instances)
         ddp_config.num_distributed_optimizer_instances = instances
     return wrapped(*args, **kwargs)
 
@@ -80,13 +93,13 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
 def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     call = (args, kwargs)
     if runtime.get().session.updating:
-        put_off = _put_off.setdefault(instance, [])
+        put_off = context.part(PutOff).calls.setdefault(instance, [])
         if call not in put_off:
             put_off.append(call)
         return None
     # The last optimizer of the chain gathers what the others would have; in MindSpeed those of experts, for
     # which there is an argument, gather theirs alone, and so do the others.
-    for before in _put_off.pop(instance, []):
+    for before in context.part(PutOff).calls.pop(instance, []):
         if before != call:
             wrapped(*before[0], **before[1])
     return wrapped(*args, **kwargs)
@@ -104,9 +117,10 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     if len(chain) > 1:
         require_one_gathering()
     for one in chain if len(chain) > 1 else ():
-        # Of timing alone: a barrier of all ranks between the updates of a chain, inside the update window.
+        # Only for timing, it would be a barrier of all ranks inside the update window.
         one.config.barrier_with_L1_time = False
     for inner in inner_optimizers(made):
+        context.part(UnprotectedTraining).is_of_the_framework(inner)
         inner.register_step_pre_hook(lambda which, *_: session.before_update(which))
         inner.register_step_post_hook(lambda which, *_: session.after_update(which))
     return made
@@ -118,7 +132,7 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     accepts="()",
     optional=SINCE_0_7,
 )
-def who_trains_nothing_passes_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def ranks_that_train_nothing_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not inner_optimizers(instance):
         runtime.get().session.update_nothing()
     return wrapped(*args, **kwargs)
@@ -136,7 +150,7 @@ def who_trains_nothing_passes_the_door(wrapped: Any, instance: Any, args: Any, k
 )
 def skipped_steps_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     updated, grad_norm, zeros = wrapped(*args, **kwargs)
-    runtime.get().session.end_update(bool(updated), grad_norm)
+    runtime.get().session.end_update(bool(updated), grad_norm, inner_optimizers(instance))
     return updated, grad_norm, zeros
 
 
@@ -151,7 +165,7 @@ def one_instance_writes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     return wrapped(*args, **kwargs)
 
 
-def instances_are_looked_at() -> None:
+def detect_instance_support() -> None:
     """Tells which replicas the framework found allows; its modules are imported."""
     import inspect
 
@@ -166,16 +180,20 @@ def instances_are_looked_at() -> None:
         why = (
             f"Megatron-core {__version__} clips gradients wrongly with optimizer instances (right since 0.13)"
         )
-    choice.cannot_split(why)
+    context.part(ReplicaChoice).cannot_split(why)
 
 
 def require_one_gathering() -> None:
-    """Refuse a chain of optimizers that cannot make its update without other ranks. Raises LayoutError."""
+    """Refuse a chain of optimizers that cannot make its update without other ranks.
+
+    Raises:
+        UnsupportedError: names the optimizer.
+    """
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.package_info import __version__
 
     if not hasattr(DistributedDataParallel, "start_param_sync"):
-        raise LayoutError(
+        raise UnsupportedError(
             f"--num-experts: Megatron-core {__version__} gathers parameters after each of several "
             "optimizers, which cannot be protected; use 0.9 or later, or set ENABLE_TTP=False"
         )
@@ -183,6 +201,6 @@ def require_one_gathering() -> None:
 
 def inner_optimizers(megatron_optimizer: Any) -> list[Any]:
     """The torch optimizers of a chain, stubs (which own no parameters) left out."""
-    from adaptor.checkpoint import records
+    from adaptor.checkpoint import step_record
 
-    return records.inner(megatron_optimizer)
+    return step_record.inner(megatron_optimizer)

@@ -2,57 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from adaptor import patching
-from adaptor.checkpoint import folder, publish
-from adaptor.control import runtime
+from adaptor import context, patching, preflight
+from adaptor.checkpoint import folder, lease, publish
+from adaptor.frameworks import supported_options
 from adaptor.patches._versions import MEGATRON
-from adaptor.patches.megatron_core import inner_optimizers, instances_are_looked_at
-from adaptor.replica import choice, layout
+from adaptor.patches.megatron_core import INSTANCES, detect_instance_support, inner_optimizers
+from adaptor.replica.choice import ReplicaChoice
+from adaptor.worker import runtime
+from adaptor.worker.unprotected import UnprotectedTraining
+from adaptor.worker.watchdogs import Watchdogs
 
 training = patching.Unit("training", framework="megatron-lm", tested=MEGATRON)
 
 
 @training.patch(
     "megatron.training.arguments:parse_args",
-    why="what cannot be protected is refused before anything is built; a restart resumes from --save",
+    why="options that cannot be protected are refused before anything is built; a restart uses --save",
     accepts="(extra_args_provider=, ignore_unknown_args=)",
 )
 def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.patches import _megatron
+    from adaptor.frameworks import megatron_lm
 
     patching.require_modules("ttp")
+    if context.part(preflight.Preflight).findings is None:
+        context.part(UnprotectedTraining).expect("Megatron-LM")
     provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
-    parsed = wrapped(_megatron.accepts_local_copy(provider), *rest, **kwargs)
-    _megatron.take_local_copy(parsed)
-    layout.require_alone(parsed)
-    _require_protected(parsed)
+    parsed = wrapped(megatron_lm.accepts_local_copy(provider), *rest, **kwargs)
+    if context.part(preflight.Preflight).findings is not None:
+        examine(parsed)
+        return parsed
+    if getattr(parsed, "skip_train", False):  # it evaluates, and saves nothing
+        return parsed
+    for check in _checks(parsed):
+        check()
+    context.part(Watchdogs).switch_off()
+    folder.require_writable(parsed.save)
+    if parsed.rank == 0:
+        lease.claim(parsed.save)
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
+    worker = rejoin.of_this_process()
+    if worker is not None and worker.newcomer:  # this job is in the middle of its training
+        return parsed
+    if parsed.rank == 0:
+        publish.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
+    megatron_lm.resume_after_restart(parsed)
+    return parsed
+
+
+def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
+    """Return what must hold before anything is built; each raises an AdaptorError."""
+    from adaptor.frameworks import megatron_lm, mindspeed_wrappers
+
+    yield lambda: megatron_lm.take_local_copy(parsed)
+    yield lambda: supported_options.require_alone(parsed)
+    yield from supported_options.checks(parsed)
+    yield from supported_options.checks_of_values(mindspeed_wrappers.ALLOWED_VALUES, parsed)
     if getattr(parsed, "num_experts", None) is not None:
-        layout.require_folders_for_experts(
+        yield lambda: supported_options.require_folders_for_experts(
             parsed.tensor_model_parallel_size,
             getattr(parsed, "expert_tensor_parallel_size", None),
             parsed.expert_model_parallel_size,
         )
-    instances_are_looked_at()
-    choice.decide(
+    detect_instance_support()
+    yield lambda: context.part(ReplicaChoice).decide(
         parsed.use_distributed_optimizer,
-        layout.data_parallel_size(parsed),
-        layout.expert_data_parallel_size(parsed),
+        supported_options.data_parallel_size(parsed),
+        supported_options.expert_data_parallel_size(parsed),
     )
-    folder.require_writable(parsed.save)
-    if parsed.rank == 0:
-        publish.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
-    _megatron.resume_after_restart(parsed)
-    return parsed
+
+
+def examine(parsed: Any) -> None:
+    """Take down for the report what would be refused, and what would be protected."""
+
+    def made() -> preflight.Layout:
+        return preflight.Layout(
+            world_size=parsed.world_size,
+            data_parallel=supported_options.data_parallel_size(parsed),
+            experts=supported_options.expert_data_parallel_size(parsed),
+            sharded=parsed.use_distributed_optimizer,
+            instances=getattr(parsed, INSTANCES, 1),
+        )
+
+    parsed.use_persistent_ckpt_worker = False  # the framework starts it before it looks at all arguments
+    preflight.examine([*_checks(parsed), lambda: folder.require_place(parsed.save)], made)
 
 
 def _require_protected(parsed: Any) -> None:
-    from adaptor.patches import _mindspeed
+    from adaptor.frameworks import mindspeed_wrappers
 
-    layout.require_protected(parsed)
-    layout.require_values(_mindspeed.PROTECTED, parsed)
+    supported_options.require_protected(parsed)
+    supported_options.require_values(mindspeed_wrappers.ALLOWED_VALUES, parsed)
 
 
 @training.patch(
@@ -63,8 +107,20 @@ def _require_protected(parsed: Any) -> None:
 def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    begin(args, kwargs, operations=get_args().num_floating_point_operations_so_far)
-    return wrapped(*args, **kwargs)
+    def begins() -> None:
+        begin(args, kwargs, operations=get_args().num_floating_point_operations_so_far)
+
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
+    if rejoin.of_this_process() is None:
+        begins()
+        trained = wrapped(*args, **kwargs)
+    else:
+        from adaptor.frameworks import megatron_online
+
+        trained = megatron_online.train(wrapped, args, kwargs, begins)
+    runtime.get().session.end_training()
+    return trained
 
 
 def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None:
@@ -76,7 +132,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     """
     from megatron.training import get_args
 
-    from adaptor.patches import _megatron
+    from adaptor.frameworks import megatron_lm
 
     patching.check("ttp")
     _require_protected(get_args())  # a checkpoint or a yaml file may have changed them
@@ -84,7 +140,8 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     state = (given["model"], given["optimizer"], given["opt_param_scheduler"])
-    trainee = _megatron.trainee(*state, operations, rerun)
+    trainee = megatron_lm.trainee(*state, operations, rerun)
+    context.part(Watchdogs).warn_if_on()
     runtime.get().session.begin_training(trainee, inner_optimizers(given["optimizer"]), get_args().iteration)
 
 
@@ -96,8 +153,34 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
 def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    session = runtime.get().session
-    session.begin_step(get_args().curr_iteration + 1, watched=True)
-    result = wrapped(*args, **kwargs)
-    session.end_step()
-    return result
+    step = get_args().curr_iteration + 1
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
+    if rejoin.of_this_process() is not None:
+        from adaptor.frameworks import megatron_online
+
+        megatron_online.begin_step(step)
+    with runtime.get().session.step(step):
+        return wrapped(*args, **kwargs)
+
+
+@training.patch(
+    "megatron.training.training:evaluate_and_print_results",
+    why="an evaluation takes longer than a step, and a rank that hangs in it has a limit of its own",
+    accepts="(...)",
+    optional=True,
+)
+def evaluations_are_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    with runtime.get().session.phase("evaluation"):
+        return wrapped(*args, **kwargs)
+
+
+@training.patch(
+    "megatron.training.training:training_log",
+    why="ranks that write logs may hang while the others wait for them in the next step",
+    accepts="(...)",
+    optional=True,
+)
+def logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    with runtime.get().session.phase("logging"):
+        return wrapped(*args, **kwargs)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import patching
+from adaptor.frameworks import supported_options
 from adaptor.patches import megatron_training
-from adaptor.replica import layout
+from adaptor.worker import runtime
 
 TESTED = ">=2.0,<26.2"
 
@@ -25,34 +26,34 @@ llm = patching.Unit("mindspeed-llm", framework="mindspeed_llm", tested=TESTED)
     accepts="(mindspeed_args)",
     optional=True,  # since 2.1
 )
-def nobody_else_saves_the_job(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    layout.require_alone(args[0] if args else kwargs["mindspeed_args"])
+def no_other_system_saves_the_job(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    supported_options.require_alone(args[0] if args else kwargs["mindspeed_args"])
     return wrapped(*args, **kwargs)
 
 
 @mindspeed.patch(
     "mindspeed.features_manager.features_manager:MindSpeedFeaturesManager.apply_features_patches",
-    why="what its features put in the place of a patched function is patched, too",
+    why="a function that its features put in the place of a patched one is patched, too",
     accepts="(mindspeed_args)",
     optional=True,  # since 2.1
 )
-def a_feature_of_ours_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.patches import _mindspeed
+def our_feature_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import mindspeed_feature
 
-    _mindspeed.come_last(instance.FEATURES_LIST)
+    mindspeed_feature.come_last(instance.FEATURES_LIST)
     return wrapped(*args, **kwargs)
 
 
 @mindspeed.patch(
     "mindspeed.patch_utils:Patch.apply_patch",
-    why="the same in versions that have no features",
+    why="the same, in versions without features",
     accepts="()",
 )
-def ours_is_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.patches import _mindspeed
+def our_wrapper_is_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import mindspeed_wrappers
 
-    if not _mindspeed.has_features():
-        _mindspeed.be_outermost(instance)
+    if not mindspeed_wrappers.has_features():
+        mindspeed_wrappers.be_outermost(instance)
     return wrapped(*args, **kwargs)
 
 
@@ -65,4 +66,6 @@ def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: An
     # It counts its floating-point operations from 0, also where it goes on from a checkpoint; its save has no
     # state of the rerun state machine.
     megatron_training.begin(args, kwargs, operations=0, rerun=False)
-    return wrapped(*args, **kwargs)
+    trained = wrapped(*args, **kwargs)
+    runtime.get().session.end_training()
+    return trained

@@ -6,11 +6,10 @@ keys; since then a restarted worker can read the address of a dead one, and its 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from adaptor import patching
-from adaptor.control.runtime import GENERATION
+from adaptor import context, patching
+from adaptor.protocol.environment import Generation
 
 rendezvous = patching.Unit("rendezvous", framework="torch", tested=">=2.4,<3", group="worker")
 
@@ -24,4 +23,4 @@ def each_start_has_keys_of_its_own(wrapped: Any, instance: Any, args: Any, kwarg
     from torch.distributed import PrefixStore
 
     store = wrapped(*args, **kwargs)
-    return PrefixStore(f"ttp/{os.environ[GENERATION]}", store)
+    return PrefixStore(f"ttp/{context.part(Generation).name}", store)

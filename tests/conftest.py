@@ -1,18 +1,57 @@
-"""Fixtures of the tests that train."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.faults import scenario
+from adaptor import context, output, plug_ins
+from tests.faults import keeping, scenario
 from tests.faults.scenario import BaselineOf
+from tests.timing import pytest_configure, pytest_runtest_makereport, pytest_runtest_setup
+
+__all__ = ["pytest_configure", "pytest_runtest_makereport", "pytest_runtest_setup"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Stop at once where the installation does not know of all that the sources declare."""
+    declared = (ROOT / "pyproject.toml").read_text()
+    for group in (plug_ins.DEVICES, plug_ins.ENGINES, plug_ins.FORMATS):
+        for line in declared.partition(f'"{group}"]\n')[2].partition("\n\n")[0].splitlines():
+            name, _, value = line.partition(" = ")
+            if (name, value.strip('"')) not in [(one.name, one.value) for one in plug_ins.declared(group)]:
+                pytest.exit(
+                    f"{name} of {group} is not installed: the installation is older than pyproject.toml; run"
+                    f" {sys.executable} -m pip install --no-deps --no-build-isolation -e {ROOT}",
+                    returncode=pytest.ExitCode.USAGE_ERROR,
+                )
 
 
 @pytest.fixture(scope="session")
-def baseline_of(tmp_path_factory: pytest.TempPathFactory) -> BaselineOf:
-    """Trains a layout when it is first asked for; TTP_TEST_BASELINES names a folder that keeps the runs."""
-    kept = os.environ.get("TTP_TEST_BASELINES")
-    return scenario.baselines(Path(kept) if kept else tmp_path_factory.mktemp("baselines"))
+def baseline_of() -> BaselineOf:
+    """Train a layout when it is first asked for; runs are kept in .cache, or in TTP_TEST_BASELINES."""
+    return scenario.baselines(Path(os.environ.get("TTP_TEST_BASELINES", keeping.KEPT)))
+
+
+@pytest.fixture(autouse=True)
+def _its_own_context() -> None:
+    """Let settings be read, and parts of the process's context be made, anew in each test."""
+    context.forget()
+
+
+@pytest.fixture
+def capsys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
+    """Pytest's own; what is told by a thread (`adaptor.output`) has been written when it is read."""
+    read = capsys.readouterr
+
+    def drained() -> object:
+        assert output.drain(60.0), "what was told is not written"
+        return read()
+
+    monkeypatch.setattr(capsys, "readouterr", drained)
+    return capsys

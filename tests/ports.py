@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import socket
 from pathlib import Path
 
+_FIRST = 10_000
+
 
 def free_ports(count: int) -> list[int]:
     """Below those that the kernel gives away: until somebody binds them nobody else gets them by chance."""
-    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    candidates = random.sample(range(10_000, max(int(first), 20_000)), 100)
+    candidates = random.sample(_own(), 100)
     return list(itertools.islice(filter(_free, candidates), count))
 
 
 def free_port() -> int:
     (port,) = free_ports(1)
     return port
+
+
+def _own() -> range:
+    """Return the ports of this process: each worker of pytest-xdist has its share."""
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % workers
+    share = (max(int(first), 2 * _FIRST) - _FIRST) // workers
+    return range(_FIRST + number * share, _FIRST + (number + 1) * share)
 
 
 def _free(port: int) -> bool:

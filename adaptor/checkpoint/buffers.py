@@ -1,4 +1,4 @@
-"""What a model saves besides its weights: the buffers of its modules.
+"""The buffers of a model's modules, which are saved besides its weights.
 
 The framework changes them outside of the optimizer: a router's expert bias when the gradients are final, a
 running mean in the forward pass. So they belong to the next step long before its update, and a dump takes
@@ -28,16 +28,23 @@ class Buffers:
         ]
 
     def take(self) -> tuple[torch.Tensor | None, ...]:
-        """Copies of them as they are now, None for one that is not there."""
+        """Return copies of the buffers as they are now, None for one that does not exist."""
         return tuple(None if live is None else live.detach().clone() for live in self._live())
 
     def copies(self, taken: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """What was taken, by the address at which the live buffer lies now."""
+        """Return the copies in `taken`, by the address at which the live buffer lies now."""
         return {
             live.data_ptr(): copy
             for live, copy in zip(self._live(), taken, strict=True)
             if live is not None and copy is not None and live.numel()
         }
+
+    @torch.no_grad()
+    def put_back(self, taken: Sequence[torch.Tensor | None]) -> None:
+        """Give the live buffers the values that `take` has copied."""
+        for live, copy in zip(self._live(), taken, strict=True):
+            if live is not None and copy is not None:
+                live.copy_(copy)
 
     def _live(self) -> list[torch.Tensor | None]:
         return [module._buffers[name] for module, name in self._places]

@@ -1,8 +1,8 @@
 """A checkpoint of `torch.distributed.checkpoint` without a collective: every writer writes a part of it.
 
-Of each writer there is a data file, `__R_0.distcp`, and `.metadata.R`, its part of what is known of all of
-them: its plan, and where each item lies. Who publishes joins these parts to `.metadata`, as torch's
-coordinator would have after gathering them, and lets torch's planner check that nothing is missing.
+Writer R makes a data file, `__R_0.distcp`, and its part of the metadata, `.metadata.R`: its plan and the
+place of each item. The agent that publishes joins the parts to `.metadata`, as torch's coordinator would
+after gathering them, and lets torch's planner check that nothing is missing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from adaptor.checkpoint import manifest
-from adaptor.checkpoint.manifest import FileEntry, HashingFile
+from adaptor.checkpoint import hashing, manifest
+from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
+from adaptor.protocol.file_entry import FileEntry
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ class _Known:
 
 
 class Part:
-    """What one rank writes.
+    """The part of a checkpoint that one rank writes.
 
     Args:
         rank: that names the files.
@@ -70,7 +71,7 @@ class Part:
             self._results.append(WriteResult(item.index, length, _StorageInfo(self.data_file, start, length)))
 
     def write_part(self, file: HashingFile) -> None:
-        """Once the data is written."""
+        """Write this rank's part of the metadata; call it after `write_data`."""
         from torch.distributed.checkpoint.planner import SavePlan
 
         # A planner's own kind of plan is unknown where the parts are joined.
@@ -80,16 +81,18 @@ class Part:
 
 
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, without the rest of the memory that it is a view of, which torch would save with it."""
+    """Return the tensor on the host in memory of its own: torch would save all memory behind a view."""
     tensor = tensor.detach().cpu()
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
-    """Joins the parts among the files of a checkpoint, if there are any; returns what it then consists of.
+    """Join the parts of the metadata, if there are any, and return the files of the checkpoint.
 
-    It may be called again after a crash. A part is read only if it is, bit for bit, what its writer reported.
-    Raises CheckpointError.
+    May be called again after a crash. A part is read only if it equals, bit for bit, its writer's report.
+
+    Raises:
+        CheckpointError: a part is not what was reported, or the parts do not make a whole.
     """
     parts = [entry for entry in entries if entry.path.startswith(_PART)]
     if not parts:
@@ -101,7 +104,7 @@ def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
             raise CheckpointError(f"{problems[0]}: it was reported as written")
         parts.sort(key=lambda part: int(part.path.removeprefix(_PART)))
         _finish(folder, [_Known(*pickle.loads((folder / part.draft).read_bytes())) for part in parts])
-    whole = FileEntry(METADATA, joined.stat().st_size, manifest.hash_file(joined))
+    whole = FileEntry(METADATA, joined.stat().st_size, hashing.hash_file(joined))
     return (*(entry for entry in entries if entry not in parts), whole)
 
 

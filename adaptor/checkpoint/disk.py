@@ -1,22 +1,49 @@
-"""What is done to a disk: files and folders that are on it for sure when a function returns."""
+"""Files and folders on a disk: complete and synced when a function returns, whatever somebody has put beside
+them.
+
+Anyone who may write to a save folder can put links, FIFOs, devices and folders there. To read, only regular
+files are opened, and no open waits. To write, every file is made anew (O_EXCL) relative to a folder that is
+open, and no link is followed: nobody can divert a write to another file of the job's owner.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
+import pwd
+import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from adaptor.errors import CheckpointError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+# Errors about the file itself: it is missing, or is no regular file. Any other error is about the machine or
+# the file system, and the file may be intact.
+_WRONG = frozenset(
+    (
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.EINVAL,
+        errno.EFBIG,
+        errno.ENAMETOOLONG,
+        errno.ENXIO,
+    )
+)
+
+PRIVATE = 0o700  # of a folder that is being written: nobody else can put anything into it
+
 
 def one_line(function: _F) -> _F:
-    """Lets `function` raise CheckpointError where it met an OSError."""
+    """Let `function` raise CheckpointError where it met an OSError, or a tree that is too deep to walk."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -25,28 +52,218 @@ def one_line(function: _F) -> _F:
         except OSError as error:
             place = error.filename or args[0]
             raise CheckpointError(f"{place}: {error.strerror or error} ({function.__name__})") from error
+        except RecursionError as error:
+            raise CheckpointError(f"{args[0]}: folders are nested too deep ({function.__name__})") from error
 
     return guarded  # type: ignore[return-value]
 
 
+def is_wrong(error: OSError) -> bool:
+    """Return whether an error in reading tells of damage; else it tells nothing about the file."""
+    return error.errno in _WRONG
+
+
 def files(folder: Path) -> Iterator[Path]:
-    """All files below a folder."""
+    """Yield the path of every file below a folder."""
     for place, _, names in os.walk(folder):
         for name in names:
             yield Path(place, name)
 
 
-def write(path: Path, content: bytes) -> None:
-    """A file with this content, on disk."""
-    with path.open("wb") as file:
+def is_folder(path: Path) -> bool:
+    """Return whether `path` is a folder, or a link to one; False where nobody can say."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def is_same(one: Path, other: Path) -> bool:
+    """Return whether both are the same folder; False where nobody can say."""
+    try:
+        return one == other or one.samefile(other)
+    except (OSError, ValueError):
+        return False
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file, or a link to one, for reading; return its descriptor.
+
+    Raises:
+        OSError: it is not there, or is a FIFO, a device, a socket or a folder.
+    """
+    # Looked at before it is opened, because to open a device may act on it; and after, because it may have
+    # been replaced in between.
+    _require_regular(path.stat(), path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _require_regular(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _require_regular(status: os.stat_result, path: Path) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def read(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: as `open_regular`, or it has more than `limit` bytes.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"Larger than {limit} bytes", str(path))
+    return content
+
+
+def create(folder: Path, name: str) -> int:
+    """Make the file `name` (with `/`) below `folder` anew, and the folders between; return its descriptor.
+
+    A file of this name is removed first. No link is followed below `folder`, and `folder` must not be one.
+
+    Raises:
+        OSError: `folder` is not there, a part of `name` is a link or a file, or the disk refuses.
+    """
+    *between, last = PurePosixPath(name).parts
+    where = os.open(folder, _FOLDER)
+    try:
+        for part in between:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, dir_fd=where)
+            inner = os.open(part, _FOLDER, dir_fd=where)
+            os.close(where)
+            where = inner
+        try:
+            return os.open(last, _ANEW, 0o666, dir_fd=where)
+        except FileExistsError:
+            os.unlink(last, dir_fd=where)
+            return os.open(last, _ANEW, 0o666, dir_fd=where)
+    except OSError as error:
+        error.filename = str(folder / name)
+        raise
+    finally:
+        os.close(where)
+
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ANEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def write(folder: Path, name: str, content: bytes) -> None:
+    """Make a file with this content in `folder`, on disk."""
+    with os.fdopen(create(folder, name), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
+def replace(folder: Path, name: str, content: bytes) -> None:
+    """Let `name` in `folder`, which may be a link, become a file with this content: at once or not at all."""
+    draft = f"{name}.{secrets.token_hex(4)}{DRAFT}"
+    where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with os.fdopen(os.open(draft, _ANEW, 0o666, dir_fd=where), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(draft, name, src_dir_fd=where, dst_dir_fd=where)
+        os.fsync(where)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            os.unlink(draft, dir_fd=where)
+        if isinstance(error, OSError):
+            error.filename = str(folder / name)
+        raise
+    finally:
+        os.close(where)
+
+
+PROBE = ".ttp-"  # begins the names of what is made and removed at once, to see its owner and its rights
+DRAFT = ".tmp"  # ends the names of what `replace` writes first
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder into which only this user can put anything, until `share`."""
+    folder.mkdir(PRIVATE)
+
+
+def ensure_private(folder: Path) -> None:
+    """Make a folder as `make_private` does, unless another process of this user has.
+
+    Raises:
+        CheckpointError: what is there is a link or a file, or belongs to another user.
+    """
+    try:
+        make_private(folder)
+        return
+    except FileExistsError:
+        status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise CheckpointError(f"{folder}: is not a folder, so nothing is written there; remove it")
+    if status.st_uid != _owner_below(folder.parent, os.geteuid()):
+        raise CheckpointError(f"{folder}: belongs to user {status.st_uid}, so nothing is written there")
+
+
+@functools.lru_cache
+def _owner_below(root: Path, user: int) -> int:
+    """Return the owner of what a process of `user` makes in `root`; tried out once, not at each save."""
+    return probe(root).st_uid
+
+
+def probe(folder: Path) -> os.stat_result:
+    """Return what the system says of a file that this process makes in `folder`: its owner and its rights.
+
+    The user number of the process does not tell: a server may give another one to root, and know no rights.
+    """
+    path = folder / f"{PROBE}{secrets.token_hex(4)}"
+    made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        path.unlink()
+        return os.fstat(made)
+    finally:
+        os.close(made)
+
+
+def name_user(number: int) -> str:
+    """Return `number` and the name that this machine has for it, for a person."""
+    try:
+        return f"user {number} ({pwd.getpwuid(number).pw_name})"
+    except (KeyError, OSError):
+        return f"user {number}"
+
+
+def share(folder: Path) -> None:
+    """Give a folder the rights that it would have had if it had been made as others are.
+
+    An empty folder in it has them: the umask is not all, the folder above may give default rights (ACL) to
+    all below it. A file system without rights, or with troubles, changes nothing: nothing is lost for its
+    rights.
+    """
+    with contextlib.suppress(OSError):
+        sample = folder / f"{PROBE}rights"
+        with contextlib.suppress(FileExistsError):  # of a process that has died in here
+            sample.mkdir(0o777)
+        try:
+            rights = sample.lstat().st_mode & 0o777
+        finally:
+            sample.rmdir()
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o777 | rights)
+
+
 def sync(path: Path) -> None:
-    """fsync of a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """fsync of a regular file or a folder."""
+    if not stat.S_ISDIR(path.stat().st_mode):
+        descriptor = open_regular(path)
+    else:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -59,7 +276,18 @@ def sync_folders(folder: Path) -> None:
         sync(Path(place))
 
 
+def discard(folder: Path) -> None:
+    """Remove a folder in which somebody may be writing: its room is free at once, not when they are done."""
+    for path in files(folder):
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
+    remove(folder)
+
+
 def remove(path: Path) -> None:
-    """A folder and what is below it, if it is there."""
+    """Remove a folder and what is below it, or what has its name in its place, if it is there."""
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,4 +1,4 @@
-"""Where numbers are not finite: a training that diverges has such, and so has a device that fails."""
+"""The search for numbers that are not finite: signs of diverging training or of a failing device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from adaptor.checkpoint import shards
 
-# So many names are told.
+# The number of names that are printed.
 _TOLD = 3
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is nan or infinite; reads the tensor once and allocates nothing."""
+    """Tell whether no element is nan or infinite; reads the tensor once and allocates nothing."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     return all(math.isfinite(bound) for bound in torch.stack(torch.aminmax(tensor.detach())).tolist())
 
 
 def all_finite(value: Any) -> bool:
-    """Whether the tensors of a nested state are."""
+    """Tell whether all tensors of a nested state are finite."""
     return all(map(is_finite, _tensors(value)))
 
 
@@ -35,9 +35,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def bad_shards(optimizer: Any, state: Mapping[Any, Any]) -> dict[int, list[str]]:
-    """Which shards of the gathered state of a distributed optimizer are not finite: the keys of each.
+    """Find the shards of a distributed optimizer's gathered state that are not finite; the bad keys of each.
 
-    Each world tensor is read once; only one that is not finite is looked at by shards.
+    Each world tensor is read once; only one that is not finite is examined shard by shard.
     """
     found: dict[int, list[str]] = {}
     for number, buffer in enumerate(optimizer.buffers):
@@ -54,7 +54,7 @@ def bad_shards(optimizer: Any, state: Mapping[Any, Any]) -> dict[int, list[str]]
 
 
 def words(things: list[str]) -> str:
-    """Some of them by name: "a, b, c and 4 more are not finite"; nothing of nothing."""
+    """Describe bad things, some by name: "a, b, c and 4 more are not finite"; empty for none."""
     if not things:
         return ""
     more = len(things) - _TOLD

@@ -1,35 +1,67 @@
-"""What a save folder has to be before a job begins."""
+"""Checks of the save folder before a job begins."""
 
 from __future__ import annotations
 
+import errno
+import os
+import platform
 import re
 import tempfile
 from pathlib import Path
 
-from adaptor.checkpoint.publish import tracked_step
+from adaptor import context, output
+from adaptor.checkpoint import disk, publish
 from adaptor.errors import ConfigError
+from adaptor.protocol.environment import Place
 
-# What names an object store, such as msc://profile/folder; a Path has lost the second slash.
+# The beginning of an object store's name, such as msc://profile/folder; a Path has lost the second slash.
 _STORE = re.compile(r"\w+:/")
+_CREDENTIALS = re.compile(r"(:/+)[^/@]*@")  # before the host
 
 
 def require_writable(save: str | Path | None) -> None:
-    """Refuse a job that has no place for its last words.
+    """Refuse a job that has no place for its last words; the folder is made.
 
     Raises:
         ConfigError: there is no folder, it is in an object store, or nothing can be written there.
     """
+    folder = _require_folder(save)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        node, user = context.part(Place).node, disk.name_user(os.geteuid())
+        raise ConfigError(
+            f"--save is {save}: it cannot be written ({error.strerror}) by {user} on node {node}"
+            f" ({platform.node()})"
+        ) from None
+
+
+def require_place(save: str | Path | None) -> None:
+    """Refuse what `require_writable` would, as far as it can be known without writing anything.
+
+    Raises:
+        ConfigError: as it does.
+    """
+    folder = _require_folder(save).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"--save is {save}: it cannot be written ({os.strerror(errno.ENOTDIR)})")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"--save is {save}: it cannot be written ({os.strerror(errno.EACCES)})")
+
+
+def _require_folder(save: str | Path | None) -> Path:
     if not save:
         raise ConfigError("--save is missing: last words need a folder, e.g. --save checkpoints")
     # A framework may know of it, and would then be given a path of this machine.
     if _STORE.match(str(save)):
-        raise ConfigError(f"--save is {save}: last words need a folder of a file system, not an object store")
-    try:
-        Path(save).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=save):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--save is {save}: it cannot be written ({error.strerror})") from None
+        shown = _CREDENTIALS.sub(r"\1...@", str(save))
+        raise ConfigError(
+            f"--save is {shown}: last words need a folder of a file system, not an object store"
+        )
+    return Path(save)
 
 
 def require_newest(save: str | Path, step: int) -> None:
@@ -38,9 +70,21 @@ def require_newest(save: str | Path, step: int) -> None:
     Raises:
         ConfigError: the tracker names a later step.
     """
-    saved = tracked_step(Path(save))
+    saved = publish.tracked_step(Path(save))
+    if saved is None and context.part(Place).rank == 0:
+        _tell_of_untracked(Path(save), step)
     if saved is not None and saved > step:
         raise ConfigError(
             f"--save {save} holds step {saved}, but training begins at step {step}: "
             "load from it, or choose another folder"
+        )
+
+
+def _tell_of_untracked(save: Path, step: int) -> None:
+    newer = [one for one in publish.steps(save) if one > step and publish.has_manifest(save, one)]
+    if newer:
+        output.tell(
+            f"[ttp] {save} holds checkpoints up to step {newer[-1]} that no tracker names: training begins at"
+            f" step {step}, and they stay; to go on from them, load from that folder",
+            to="stdout",
         )

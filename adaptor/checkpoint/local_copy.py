@@ -1,4 +1,4 @@
-"""The local copy: what an update changes, as it was before.
+"""The local copy: the tensors that an update changes, as they were before it.
 
 With it no barrier is needed: a rank that is ahead of the others goes back. It is taken in the update window,
 right before the update, into memory that is allocated once. So until the next window opens it holds the state
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from adaptor.checkpoint.records import chain
+from adaptor.checkpoint.step_record import chain
 from adaptor.replica import twin
 from adaptor.replica.mirror import Mirror
 
 
 class _Kept:
-    """What a torch optimizer changes in a step, as it was before: params, their state, counts of updates."""
+    """The params, state and update counts of a torch optimizer as they were before its last update."""
 
     def __init__(self, owner: torch.optim.Optimizer) -> None:
         self._owner = owner
@@ -30,7 +30,7 @@ class _Kept:
 
     @property
     def nbytes(self) -> int:
-        """Once the owner has all of Adam's state: two moments for each param."""
+        """Return the size in bytes, once the owner has all of Adam's state: two moments for each param."""
         return sum((param.element_size() + 8) * param.numel() for param in self._copies)
 
     def of(self, param: torch.Tensor) -> torch.Tensor:
@@ -54,9 +54,24 @@ class _Kept:
         if given:  # a shard that is padding alone has no params, which torch takes for a mistake
             torch._foreach_copy_(into, given)
 
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for group, scalars in zip(self._owner.param_groups, twin.scalars(self.optimizer), strict=True):
+            group.update({key: _frozen(value) for key, value in scalars.items()})
+        for param, copied in self._copies.items():
+            param.copy_(copied)
+            entries = self.optimizer.state.get(copied, {})
+            if not entries:  # the update was the first one
+                self._owner.state.pop(param, None)
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    self._owner.state[param][key].copy_(value)
+                else:
+                    self._owner.state[param][key] = value
+
 
 class LocalCopy:
-    """Of a rank of a Megatron job.
+    """The local copy of one rank of a Megatron job.
 
     Args:
         optimizer: its chain of optimizers, or a bare one.
@@ -82,13 +97,18 @@ class LocalCopy:
 
     @property
     def nbytes(self) -> int:
-        """What it takes once there is all of Adam's state."""
+        """Bytes, once there is all of Adam's state."""
         return sum(kept.nbytes for kept in self._kept)
 
     def take(self) -> None:
-        """On the main thread, in the update window, before the update; needs no other rank."""
+        """Copy the state on the main thread, in the update window, before the update; needs no other rank."""
         for kept in self._kept:
             kept.take()
+
+    def put_back(self) -> None:
+        """Give the live optimizers, mirrors included, the state before the last update again."""
+        for kept in self._kept:
+            kept.put_back()
 
 
 def _stand_in(optimizer: Any, kept: _Kept | None) -> Any:
@@ -104,12 +124,12 @@ def _stand_in(optimizer: Any, kept: _Kept | None) -> Any:
 
 
 def _like(param: torch.Tensor) -> torch.Tensor:
-    """A copy with the attributes that the framework has set on it: they are saved with a tensor."""
+    """Return a copy of `param` with the attributes that the framework has set: they are saved with it."""
     made = param.detach().clone()
     made.__dict__.update(vars(param))
     return made.requires_grad_(param.requires_grad)
 
 
 def _frozen(value: Any) -> Any:
-    """A count that is a tensor is counted up in place."""
+    """Return a copy of a count that is a tensor, because it is counted up in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value

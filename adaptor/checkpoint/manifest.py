@@ -1,57 +1,31 @@
-"""The manifest of a checkpoint folder, and the file that hashes what is written through it."""
+"""The manifest of a checkpoint folder: which files it has, and their checksums."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping
+import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
-from types import TracebackType
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, NoReturn
 
-import xxhash
+import msgspec
 
-from adaptor.checkpoint import naming
+from adaptor.checkpoint import disk, hashing
 from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
 
 FORMAT = 1
-
-# Small enough that a slice is still in the cache when it is written after it was hashed, and that progress is
-# reported several times a second on a slow disk.
-_SLICE = 4 << 20
-# What is written reaches the disk in stretches: one long fsync at the end would look like a halt. They begin
-# with one slice, and grow as long as the disk takes each of them in a second.
-_LONGEST = 256 << 20
-_QUICK_S = 1.0
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A file of a checkpoint.
-
-    path      below the checkpoint folder, with `/`
-    bytes     its size
-    xxh3_128  in hexadecimal, None where only the size is known
-    attempt   which attempt wrote it, while it has not been published; None when it has its name already
-    """
-
-    path: str
-    bytes: int
-    xxh3_128: str | None
-    attempt: int | None = None
-
-    @property
-    def draft(self) -> str:
-        """The path under which it was written; no two attempts write to the same."""
-        return self.path if self.attempt is None else f"{self.path}.{self.attempt}"
+# The largest manifest that is read, in bytes; that of 100,000 files has 15 MB.
+LARGEST = 64 << 20
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint folder holds, who wrote it and when (UTC, ISO 8601).
+    """The contents of a complete checkpoint folder, who wrote it and when (UTC, ISO 8601).
 
     generation  of the workers that were at work then, from one start of all of them to the next; empty where
                 nobody has told it
@@ -73,7 +47,7 @@ class Manifest:
         world_size: int,
         generation: str = "",
     ) -> Manifest:
-        """A manifest created now; files are sorted by path."""
+        """Make a manifest with the time of now; files are sorted by path."""
         created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         ordered = tuple(sorted(files, key=lambda f: f.path))
         return cls(step, ordered, groups, world_size, created, generation)
@@ -93,146 +67,139 @@ class Manifest:
         return (json.dumps(body, indent=1) + "\n").encode()
 
 
+class UnreadableError(CheckpointError):
+    """The manifest is there, but cannot be read; that says nothing about the checkpoint."""
+
+
+class Unreadable(str):
+    """A problem that says nothing about the file: the machine or the file system does not let it be read."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class _File(msgspec.Struct):
+    bytes: _Count
+    xxh3_128: str | None
+
+
+class _Body(msgspec.Struct):
+    """The content of a manifest file, besides its format."""
+
+    step: _Count
+    files: dict[str, _File]
+    groups: dict[str, Any]
+    world_size: _Count
+    created: str
+    generation: str = ""  # earlier versions did not write it
+
+
 def read(folder: Path) -> Manifest:
     """The manifest of `folder`.
 
-    Raises CheckpointError when there is none, or when it cannot be understood.
+    Raises CheckpointError when there is none, or when it cannot be understood; UnreadableError when nobody
+    can tell.
     """
     path = folder / naming.MANIFEST
     try:
-        body = json.loads(path.read_bytes(), object_pairs_hook=_without_duplicates)
-        if body["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {body['format']}; this version reads format {FORMAT}")
-        files = tuple(FileEntry(p, int(f["bytes"]), f["xxh3_128"]) for p, f in body["files"].items())
-        return Manifest(
-            int(body["step"]),
-            files,
-            body["groups"],
-            int(body["world_size"]),
-            body["created"],
-            body.get("generation", ""),  # earlier versions did not write it
-        )
+        text = disk.read(path, LARGEST)
+        given = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        if isinstance(given, dict) and given.get("format", FORMAT) != FORMAT:
+            raise CheckpointError(f"{path}: format {given['format']!r}; this version reads format {FORMAT}")
+        body = msgspec.convert(given, _Body)
+        files = tuple(FileEntry(name, one.bytes, one.xxh3_128) for name, one in body.files.items())
+        require_inside(files)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is not a manifest ({error!r})") from error
+        kind = CheckpointError if disk.is_wrong(error) else UnreadableError
+        raise kind(f"{path}: cannot be read ({error.strerror})") from error
+    # RecursionError: thousands of brackets.
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not a manifest ({error})") from error
+    return Manifest(body.step, files, body.groups, body.world_size, body.created, body.generation)
+
+
+def require_inside(files: Iterable[FileEntry]) -> None:
+    """Refuse names that lead out of the checkpoint folder, or that no file can have.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for entry in files:
+        parts = PurePosixPath(entry.path).parts
+        if (
+            not parts
+            or parts[0] == "/"
+            or ".." in parts
+            or "\0" in entry.path
+            or not _is_encodable(entry.path)
+        ):
+            raise ValueError(f"{entry.path!r} is no name of a file below the folder")
+
+
+def _is_encodable(name: str) -> bool:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """JSON has neither NaN nor Infinity."""
+    raise ValueError(f"{name} is not a number")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A file whose name was changed into that of another would go unchecked."""
+    """Refuse a JSON object with a key twice: one of two files with the same name would go unchecked."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key is there twice")
     return dict(pairs)
 
 
-def verify(folder: Path, *, checksums: bool = True) -> list[str]:
-    """What is wrong with the checkpoint in `folder`, one line each; an empty list when it can be trusted.
+def verify(folder: Path, *, checksums: bool = True, step: int | None = None) -> list[str]:
+    """Compare the checkpoint in `folder` with its manifest.
 
-    Files that the manifest does not name are fine. Without `checksums` only presence and sizes are compared.
+    Files that the manifest does not name are ignored.
+
+    Args:
+        checksums: False: compare presence and sizes only.
+        step: the step that the manifest must name, if that is known.
+
+    Returns:
+        One line for each problem; an empty list if the checkpoint is intact.
     """
     try:
         manifest = read(folder)
     except CheckpointError as error:
         return [str(error)]
+    if step is not None and manifest.step != step:
+        return [f"{folder / naming.MANIFEST}: is not that of step {step}"]
+    if not manifest.files:
+        return [f"{folder / naming.MANIFEST}: names no file"]
     return compare(folder, manifest.files, checksums=checksums)
 
 
 def compare(folder: Path, files: Iterable[FileEntry], *, checksums: bool = True) -> list[str]:
-    """What is wrong with these files of the checkpoint in `folder`, like `verify`."""
+    """Return what is wrong with these files of the checkpoint in `folder`, like `verify`.
+
+    What cannot be read, and may be intact, is `Unreadable`.
+    """
     problems = []
     for entry in files:
         path = folder / entry.path
         try:
-            size = path.stat().st_size
-            if size != entry.bytes:
-                problems.append(f"{path}: {size} bytes, the manifest says {entry.bytes}")
-            elif checksums and entry.xxh3_128 is not None and hash_file(path) != entry.xxh3_128:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                problems.append(f"{path}: is not a regular file")
+            elif status.st_size != entry.bytes:
+                problems.append(f"{path}: {status.st_size} bytes, the manifest says {entry.bytes}")
+            elif checksums and entry.xxh3_128 is not None and hashing.hash_file(path) != entry.xxh3_128:
                 problems.append(f"{path}: checksum differs from the manifest")
         except FileNotFoundError:
             problems.append(f"{path}: missing")
-        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-            problems.append(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")
+        except ValueError as error:  # a path that no file can have
+            problems.append(f"{path}: cannot be read ({error})")
+        except OSError as error:
+            line = f"{path}: cannot be read ({error.strerror or error})"
+            problems.append(line if disk.is_wrong(error) else Unreadable(line))
     return problems
-
-
-def hash_file(path: Path) -> str:
-    """The xxh3-128 of a file's content, in hexadecimal."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_SLICE):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-class HashingFile:
-    """A write-only binary file that hashes and counts what goes through it: `torch.save(obj,
-    HashingFile(path))`.
-
-    torch writes its archives front to back and never seeks (its writer refuses to), so one pass is enough.
-    `progress` is called with the number of bytes of each slice written; what it raises ends the write.
-    """
-
-    def __init__(self, path: Path, progress: Callable[[int], None] = lambda count: None) -> None:
-        self.path = path
-        self.bytes = 0
-        self._progress = progress
-        self._failure: BaseException | None = None
-        self._digest = xxhash.xxh3_128()
-        self._file = path.open("wb", buffering=0)
-        self._stretch = self._sync_at = _SLICE
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Writes all of `data`; returns its size in bytes. Raises OSError."""
-        view = memoryview(data).cast("B")
-        try:
-            for start in range(0, len(view), _SLICE):
-                piece = view[start : start + _SLICE]
-                self._digest.update(piece)
-                self._write_all(piece)
-                self._progress(len(piece))
-        except BaseException as error:
-            self._failure = self._failure or error
-            raise
-        return len(view)
-
-    def _write_all(self, piece: memoryview) -> None:
-        while piece:
-            count = self._file.write(piece)
-            self.bytes += count
-            if self.bytes >= self._sync_at:
-                self._sync()
-            piece = piece[count:]
-
-    def _sync(self) -> None:
-        began = time.monotonic()
-        os.fdatasync(self._file.fileno())
-        quick = time.monotonic() - began < _QUICK_S
-        self._stretch = min(2 * self._stretch, _LONGEST) if quick else max(self._stretch // 2, _SLICE)
-        self._sync_at = self.bytes + self._stretch
-
-    def flush(self) -> None:
-        """Nothing is held back; torch.save calls this."""
-
-    def close(self) -> None:
-        """Waits until every byte is on disk. Raises OSError."""
-        if not self._file.closed:
-            with self._file:
-                os.fsync(self._file.fileno())
-
-    def entry(self, path: str, attempt: int | None = None) -> FileEntry:
-        """The entry for what was written, to be published under `path` relative to the checkpoint folder."""
-        return FileEntry(path, self.bytes, self._digest.hexdigest(), attempt)
-
-    def __enter__(self) -> HashingFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-            return
-        self._file.close()
-        if self._failure is not None and self._failure is not error:
-            # torch.save tries to finish the archive all the same, and reports only that this failed.
-            raise self._failure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -17,7 +17,7 @@ _MT19937_BYTES = 625 * 4
 
 
 class RandomStates:
-    """What the framework saves of random states.
+    """The random states that the framework saves.
 
     Without a group that is what one rank has: all data-parallel ranks have the same. With
     `--data-parallel-random-init` each has its own, and the framework saves all of them, in the order of their
@@ -36,7 +36,7 @@ class RandomStates:
         self.exchange()
 
     def take(self) -> list[Mapping[str, Any]]:
-        """As they are now, those of other ranks as they were at the last exchange."""
+        """Return the states as they are now; those of other ranks as they were at the last exchange."""
         own = take(self._tracker)
         if self._group is None:
             return [own]
@@ -44,7 +44,10 @@ class RandomStates:
         return [*self._told[:rank], own, *self._told[rank + 1 :]]
 
     def exchange(self) -> list[Mapping[str, Any]]:
-        """On the main thread of all ranks of the group; raises what the process group raises."""
+        """Exchange the states with the group: collective, on the main thread.
+
+        Raises what the process group raises.
+        """
         own = take(self._tracker)
         if self._group is None:
             return [own]
@@ -53,9 +56,20 @@ class RandomStates:
         self._told = told
         return told
 
+    def put_back(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Give this process the random states of a step again, as `take` returned them here or on a rank
+        with the same part of the model."""
+        own = states[0 if self._group is None else self._group.rank()]
+        put_back(self._tracker, own)
+        self._told = list(states)
+
 
 def take(tracker: Any) -> dict[str, Any]:
-    """The random states of this process, as the framework stores them; `tracker` is its CUDA RNG tracker."""
+    """Return the random states of this process as the framework stores them.
+
+    Args:
+        tracker: the framework's CUDA RNG tracker.
+    """
     states = {
         "random_rng_state": random.getstate(),
         "np_rng_state": _numpy.take(),
@@ -71,6 +85,21 @@ def take(tracker: Any) -> dict[str, Any]:
     return states
 
 
+def put_back(tracker: Any, states: Mapping[str, Any]) -> None:
+    """Set the random states of this process to what `take` returned."""
+    random.setstate(states["random_rng_state"])
+    numpy.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    if "cuda_rng_state" in states:
+        torch.cuda.set_rng_state(states["cuda_rng_state"])
+    tracker.set_states(
+        {
+            name: state.clone_state() if isinstance(state, torch.Generator) else state.clone()
+            for name, state in states["rng_tracker_states"].items()
+        }
+    )
+
+
 class _NumpyState:
     """Takes numpy's global random state, which costs it 150 microseconds, only when it has changed."""
 
@@ -79,12 +108,12 @@ class _NumpyState:
         self._taken: Any = None
 
     def take(self) -> Any:
-        """What `numpy.random.get_state()` returns."""
+        """Return what `numpy.random.get_state()` returns."""
         generator = mtrand.get_bit_generator()
         if type(generator) is not numpy.random.MT19937:
             return numpy.random.get_state()
         seen = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-        # Not in this memory is a spare normal deviate: getting one draws numbers, using it up does not.
+        # The compared memory lacks the spare normal deviate: making one draws numbers, using it does not.
         if seen != self._seen or self._taken[3]:
             self._seen, self._taken = seen, numpy.random.get_state()
         return self._taken

@@ -31,7 +31,7 @@ class DumpCancelled(CheckpointError):
 
 @dataclass(frozen=True)
 class Exchange:
-    """One attempt to write a checkpoint, seen from one rank of the process group made for it.
+    """An attempt to write a checkpoint, seen from one rank of the process group that was made for it.
 
     group      `torch.distributed.ProcessGroup` of CPU tensors; None where this rank has everything
     rank       this rank in it
@@ -56,12 +56,12 @@ class Exchange:
     doubt: Callable[[str, Sequence[int]], None] = field(default=lambda what, ranks: None)
 
     def check(self) -> None:
-        """Raises DumpCancelled once nobody wants the result any more."""
+        """Raise DumpCancelled if the dump was abandoned."""
         if self.cancelled():
             raise DumpCancelled("the dump was abandoned")
 
     def advanced(self, count: int) -> None:
-        """Reports `count` bytes; raises DumpCancelled like `check`."""
+        """Report `count` bytes of progress; raise DumpCancelled like `check`."""
         self.progress(count)
         self.check()
 
@@ -83,23 +83,23 @@ class Bucket:
     shard: int
 
     def extent(self, index: int) -> tuple[int, int]:
-        """Where shard `index` lies in the world tensor: start and end; empty where it is padding alone."""
+        """Return start and end of shard `index` in the world tensor; an empty range if it is only padding."""
         start = min(index * self.shard, self.unpadded)
         return self.world + start, self.world + min(start + self.shard, self.unpadded)
 
 
 def is_stub(optimizer: Any) -> bool:
-    """Whether an optimizer has no params here; before Megatron-core 0.11 there was none like that."""
+    """Tell whether an optimizer has no params on this rank; Megatron-core has such from 0.11 on."""
     return getattr(optimizer, "is_stub_optimizer", False)
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Whether an optimizer of the chain is a distributed optimizer that has params here."""
+    """Tell whether an optimizer of the chain is a distributed optimizer with params on this rank."""
     return hasattr(optimizer, "buffers") and not is_stub(optimizer)
 
 
 def shard_of(optimizer: Any) -> tuple[int, int]:
-    """Which shard an optimizer of the chain holds here, and how many there are; (0, 1) without shards."""
+    """Return the index of the shard that an optimizer holds here, and how many there are; else (0, 1)."""
     if not is_sharded(optimizer):
         return 0, 1
     group = optimizer.data_parallel_group
@@ -156,7 +156,7 @@ def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
 
 
 def acknowledge(optimizers: Sequence[Any], exchange: Exchange) -> None:
-    """Tells every sender that its shards have arrived."""
+    """Tell every sender that its shards have arrived."""
     chosen = {
         source
         for optimizer, sources in zip(optimizers, exchange.sources, strict=True)
@@ -168,11 +168,17 @@ def acknowledge(optimizers: Sequence[Any], exchange: Exchange) -> None:
 
 
 def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:
-    """The whole parameter state of the distributed optimizer at `position` of the chain, as its
-    `get_parameter_state_dp_zero` returns it.
+    """Gather the whole state of the distributed optimizer at `position` of the chain.
 
-    float32 on the CPU. Own shards are copied, the others received in place from their sources. Raises like
-    `send`.
+    Own shards are copied, the others are received in place from their sources.
+
+    Returns:
+        The same as the optimizer's `get_parameter_state_dp_zero`: per buffer one float32 tensor on the CPU
+        for each of KEYS, of `numel_of(buffer)` elements.
+
+    Raises:
+        CheckpointError: a shard is missing, or the dump was abandoned (DumpCancelled).
+        RuntimeError: from the process group, when a peer is gone.
     """
     state: dict[Any, Any] = {"buckets_coalesced": True}
     own = _own_shards(optimizer, position, exchange)
@@ -196,10 +202,12 @@ Part = Iterator[tuple[int, int, Mapping[str, torch.Tensor]]]
 
 
 def _own_shards(optimizer: Any, position: int, exchange: Exchange) -> dict[int, Callable[[int, int], Part]]:
-    """The shards that this rank was chosen to provide, its own or the copy of another one, in their order.
+    """Return readers of the shards that this rank was chosen to provide: its own, or its copy of another.
 
-    Each is called with the numbers of a buffer and of a bucket. CheckpointError where the sources do not fit,
-    which would leave a hole.
+    A reader is called with the numbers of a buffer and of a bucket.
+
+    Raises:
+        CheckpointError: the sources do not fit what this rank holds, which would leave a hole.
     """
     sources = exchange.sources[position]
     index, count = shard_of(optimizer)
@@ -217,7 +225,7 @@ def _own_shards(optimizer: Any, position: int, exchange: Exchange) -> dict[int, 
 
 
 def _receive(world: torch.Tensor, bucket: Bucket, sources: Sequence[int], exchange: Exchange) -> None:
-    """Receives one bucket's shards, one message of each at a time, so that no sender waits for the others."""
+    """Receive a bucket's shards, one message of each in turn, so that no sender waits for the others."""
     others = [
         [(source, piece) for piece in _messages(world[slice(*bucket.extent(index))])]
         for index, source in enumerate(sources)
@@ -241,7 +249,7 @@ def _part(optimizer: Any, number: int, bucket: int) -> Part:
 
 
 def _tensors(optimizer: Any, param: Any) -> Mapping[str, torch.Tensor]:
-    """This rank's part of a model's param and of its state, by key."""
+    """Return this rank's part of a model's param and of its state, by key."""
     if hasattr(optimizer, "_get_main_param_and_optimizer_states"):
         named: Mapping[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(param)
         return named
@@ -252,7 +260,7 @@ def _tensors(optimizer: Any, param: Any) -> Mapping[str, torch.Tensor]:
 
 
 def places(optimizer: Any) -> list[Piece]:
-    """Where each param of a distributed optimizer's inner one lies, in the order of its param groups."""
+    """Return the place of each param of the inner optimizer, in the order of its param groups."""
     found = {}
     for number, buffers in enumerate(optimizer.gbuf_ranges):
         (ranges,) = buffers.values()
@@ -265,7 +273,7 @@ def places(optimizer: Any) -> list[Piece]:
 
 
 def _copy_own(part: Part, targets: Mapping[str, torch.Tensor], exchange: Exchange) -> None:
-    """Copies one shard's part of a bucket into `targets`, which begin where the shard does."""
+    """Copy a shard's part of a bucket into `targets`, which begin where the shard does."""
     for start, end, tensors in part:
         exchange.check()
         for key, target in targets.items():

@@ -1,8 +1,7 @@
-"""Megatron's training state behind the interface that the control plane knows (`control.session.Trainee`)."""
+"""Megatron's training state, as the worker's session asks for it (`protocol.state_provider.Trainee`)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,25 +12,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptor import config, devices
-from adaptor.checkpoint import megatron, records, shards
+from adaptor import context, devices, output
+from adaptor.checkpoint import disk, shards, state_writer, step_record
 from adaptor.checkpoint.local_copy import LocalCopy
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.checkpoint.megatron import TrainingState
-from adaptor.checkpoint.records import StepRecord
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.shards import Exchange
-from adaptor.control.messages import GroupOrder, Share
-from adaptor.control.session import DumpRun, NotFiniteError
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.training_state import TrainingState
+from adaptor.controller.plan import groups_of
 from adaptor.devices.device import Device
-from adaptor.replica import choice, kinds, twin
+from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+from adaptor.protocol.environment import Place
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import GroupOrder, Share
+from adaptor.protocol.state_provider import DumpRun, NotFiniteError
+from adaptor.replica import choice, kinds, tolerance, twin
+from adaptor.replica.choice import ReplicaChoice
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
 
 
 @dataclass(frozen=True)
-class _Door:
-    """What a step has changed when it stands at the door, and by how much it moves the rest afterwards."""
+class _PreUpdateSnapshot:
+    """The changes that a step has made at the door, and the amounts by which it moves the rest later."""
 
     scalers: tuple[Mapping[str, Any] | None, ...]
     rng: Sequence[Mapping[str, Any]]
@@ -44,7 +48,7 @@ class _Door:
 
 @dataclass(frozen=True)
 class MegatronTrainee:
-    """A rank of a Megatron job.
+    """The training state of a rank of a Megatron job: the `Trainee` that a dump reads.
 
     state      the live objects
     save       the folder of checkpoints
@@ -72,17 +76,18 @@ class MegatronTrainee:
     rerun: Callable[[], Mapping[str, Any] | None] = lambda: None
     local_copy: LocalCopy | None = None
     also: Callable[[], Mapping[str, Any]] = dict
+    survives: str = ""
 
     @property
-    def goes_back(self) -> bool:
+    def has_local_copy(self) -> bool:
         return self.local_copy is not None
 
     @cached_property
     def device(self) -> Device:
         """First asked for on the main thread, when training begins."""
-        mains = (param for one in records.inner(self.state.optimizer) for param in twin.params(one))
+        mains = (param for one in step_record.inner(self.state.optimizer) for param in twin.params(one))
         weights = (param for chunk in self.state.model for param in chunk.parameters())
-        return devices.of(chain(mains, weights))
+        return devices.of(chain(mains, weights), context.get().settings.device)
 
     def copy_state(self) -> None:
         assert self.local_copy is not None
@@ -99,7 +104,7 @@ class MegatronTrainee:
 
     def take_record(self, step: int) -> StepRecord:
         state = self.state
-        return records.take(
+        return step_record.take(
             step,
             self.counters(),
             state.optimizer,
@@ -109,9 +114,9 @@ class MegatronTrainee:
             self.rerun(),
         )
 
-    def take_door(self) -> _Door:
-        return _Door(
-            records.take_scalers(self.state.optimizer),
+    def snapshot_before_update(self) -> _PreUpdateSnapshot:
+        return _PreUpdateSnapshot(
+            step_record.take_scalers(self.state.optimizer),
             self.random.exchange(),
             self.state.buffers.take(),
             self.rerun(),
@@ -120,8 +125,8 @@ class MegatronTrainee:
             dict(self.also()),
         )
 
-    def derive(self, record: StepRecord, door: _Door, updated: bool) -> StepRecord:
-        return records.advance(
+    def derive(self, record: StepRecord, door: _PreUpdateSnapshot, updated: bool) -> StepRecord:
+        return step_record.advance(
             record,
             updated=updated,
             scheduler=self.state.scheduler,
@@ -136,10 +141,15 @@ class MegatronTrainee:
 
     def has_state(self) -> bool:
         # Others save what they have: there may be nothing besides the params, as with plain SGD.
-        sharded = [one for one in records.chain(self.state.optimizer) if shards.is_sharded(one)]
+        sharded = [one for one in step_record.chain(self.state.optimizer) if shards.is_sharded(one)]
         return not sharded or any(one.optimizer.state for one in sharded)
 
     def dump(self, record: StepRecord, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
+        folder = Path(run.folder)
+        if not (naming.is_temporary(folder.name) and disk.is_same(folder.parent, Path(self.save))):
+            raise CheckpointError(
+                f"{folder}: is no folder for last words in {self.save}, where this job saves"
+            )
         state, mirrors = self.state, self.mirrors
         if run.past:
             assert self.local_copy is not None
@@ -147,7 +157,7 @@ class MegatronTrainee:
             mirrors = self.local_copy.mirrors
         ranks = order.ranks
         holders = iter([ranks.index(holder) for holder in order.holders])
-        counts = [shards.shard_of(inner)[1] for inner in records.chain(self.state.optimizer)]
+        counts = [shards.shard_of(inner)[1] for inner in step_record.chain(self.state.optimizer)]
 
         def doubt(what: str, places: Sequence[int]) -> None:
             if not run.as_is:
@@ -165,38 +175,39 @@ class MegatronTrainee:
         )
         with self.device.beside():
             if run.rank != order.writer:
-                megatron.send_shards(state, ranks.index(order.writer), exchange)
+                state_writer.send_shards(state, ranks.index(order.writer), exchange)
                 return ()
-            written = megatron.write_files(state, record, exchange, Path(run.folder), run.attempt)
+            written = state_writer.write_files(state, record, exchange, folder, run.attempt)
         run.remark(written.not_finite)
         return written.files
 
 
-def replicas_of(optimizer: Any, size: int, experts: int) -> tuple[Mirror | None, ...]:
-    """The copies of neighbours' shards, one per optimizer of the chain, None where there are none.
+def replicas_of(optimizer: Any, size: int, experts: int, again: bool = False) -> tuple[Mirror | None, ...]:
+    """Make the copies of neighbours' shards, one per optimizer of the chain, None where there are none.
 
-    On every rank at the same time, the state loaded. Rank 0 tells the user which replicas the job has.
+    Collective, after the state is loaded. Rank 0 tells the user which replicas the job has.
 
     Args:
         size: of the data-parallel group, context parallel included.
         experts: ranks that have the same experts.
+        again: the user has been told.
 
     Raises:
-        LayoutError: a shard cannot be mirrored, or what an optimizer keeps is not protected.
+        UnsupportedError: a shard cannot be mirrored, or what an optimizer keeps is not protected.
     """
-    for torchs in records.inner(optimizer):
+    for torchs in step_record.inner(optimizer):
         kinds.require_protected(torchs)
-    inner = records.chain(optimizer)
+    inner = step_record.chain(optimizer)
     sharded = [one for one in inner if shards.is_sharded(one)]
     made = size // sharded[0].data_parallel_group.size() if sharded else 1
     sizes = [one.data_parallel_group.size() for one in sharded]
-    if sharded and choice.wants_mirrors(size, made, experts):
+    if sharded and context.part(ReplicaChoice).wants_mirrors(size, made, experts):
         mirrors = tuple(
             mirror_of(one) if one in sharded and one.data_parallel_group.size() > 1 else None for one in inner
         )
     else:
         mirrors = (None,) * len(inner)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and not again:
         elements = sum(
             param.numel()
             for one in sharded
@@ -204,26 +215,28 @@ def replicas_of(optimizer: Any, size: int, experts: int) -> tuple[Mirror | None,
             for param in group["params"]
         )
         taken = sum(mirror.nbytes for mirror in mirrors if mirror is not None)
-        print(f"[ttp] {choice.words(size, made, bool(sharded), elements, taken, 1 in sizes)}", flush=True)
+        said = choice.describe(size, made, bool(sharded), elements, taken, 1 in sizes)
+        output.tell(f"[ttp] {said}", to="stdout")
     return mirrors
 
 
-def local_copy_of(optimizer: Any, mirrors: Sequence[Mirror | None]) -> LocalCopy | None:
-    """The local copy, where the user asked for one (TTP_LOCAL_COPY). Rank 0 tells what it takes."""
-    if not config.load().local_copy:
+def local_copy_of(optimizer: Any, mirrors: Sequence[Mirror | None], again: bool = False) -> LocalCopy | None:
+    """Make the local copy if the user asked for one (TTP_LOCAL_COPY). Rank 0 tells its memory, but not
+    `again`."""
+    if not context.get().settings.local_copy:
         return None
     made = LocalCopy(optimizer, mirrors)
-    if dist.get_rank() == 0:
-        print(
+    if dist.get_rank() == 0 and not again:
+        output.tell(
             "[ttp] a local copy of the optimizer state before each update, in place of the barrier: "
             f"{made.nbytes / 2**20:.1f} MiB more on rank 0",
-            flush=True,
+            to="stdout",
         )
     return made
 
 
 def mirror_of(optimizer: Any) -> Mirror:
-    """The copy of the neighbour's shard of a distributed optimizer; on every rank of its group."""
+    """Make the copy of the neighbour's shard of a distributed optimizer: collective in its group."""
     return Mirror(
         optimizer.optimizer,
         shards.places(optimizer),
@@ -233,31 +246,33 @@ def mirror_of(optimizer: Any) -> Mirror:
 
 
 def apart(optimizer: Any) -> int:
-    """How many places behind a rank of its group the one is that has the copy of its shard."""
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    """Return the distance in its group between a rank and the rank that has the copy of its shard."""
+    local = context.part(Place).local_size
     return stride([rank // local for rank in dist.get_process_group_ranks(optimizer.data_parallel_group)])
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this rank stands in the checkpoints of a job.
+class CheckpointPlacement:
+    """The place of this rank in the checkpoints of a job.
 
     group   the name of the files that it could write: ranks of one group write the same
     first   the lowest rank of the group, which the framework lets write
     stored  per optimizer of the chain: whether this group saves its state
     shares  what this rank holds, of its own group and of others
+    survives  what of the job may be lost, in words; on rank 0
     """
 
     group: str
     first: int
     stored: tuple[bool, ...]
     shares: tuple[Share, ...]
+    survives: str
 
 
 def place_of(
     optimizer: Any, mirrors: Sequence[Mirror | None], group: str, everyone: dist.ProcessGroup
-) -> Place:
-    """On every rank at the same time: what it holds of which group.
+) -> CheckpointPlacement:
+    """Find out which shards of which groups this rank holds: collective.
 
     The shards of a group are those of the first optimizer of the chain, then those of the second, ... With
     experts, ranks of different groups share the state of the dense optimizer: each needs all of it to write
@@ -269,7 +284,7 @@ def place_of(
         group: the folder of this rank's files; ranks whose model is the same have the same.
         everyone: all ranks of the job.
     """
-    inner = records.chain(optimizer)
+    inner = step_record.chain(optimizer)
     own = [shards.shard_of(one) for one in inner]
     told: list[Any] = [None] * everyone.size()
     dist.all_gather_object(told, (group, [index for index, _ in own]), group=everyone)
@@ -283,4 +298,18 @@ def place_of(
         for name in sorted({group, *(groups[rank] for rank in sharing)}):
             shares += [Share(name, offset + shard, total, name != group) for shard in sorted(held)]
         offset += count
-    return Place(group, first, tuple(index == 0 for index in told[first][1]), tuple(shares))
+    stored = tuple(index == 0 for index in told[first][1])
+    kind = "mirror" if any(mirrors) else "split" if any(map(shards.is_sharded, inner)) else "whole copies"
+    return CheckpointPlacement(group, first, stored, tuple(shares), _survives(kind, tuple(shares), everyone))
+
+
+def _survives(kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup) -> str:
+    """Return what of the job may be lost, for rank 0 to tell; called on every rank at the same time."""
+    told: list[Any] = [None] * everyone.size()
+    dist.all_gather_object(told, (shares, context.part(Place).node), group=everyone)
+    if everyone.rank() != 0:
+        return ""
+    held = {rank: shares for rank, (shares, _) in enumerate(told)}
+    nodes = {rank: node for rank, (_, node) in enumerate(told)}
+    alone = all(len(owners) == 1 for one in groups_of(held).values() for owners in one.owners.values())
+    return tolerance.survives("no second copies" if alone else kind, held, nodes)

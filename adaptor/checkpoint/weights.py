@@ -17,11 +17,11 @@ from adaptor.errors import CheckpointError
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 # A tensor among what a model saves: its name, itself, and what puts another in its place.
-Place = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]
+TensorSlot = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]
 
 
 class _Buffer:
-    """One param buffer of a distributed optimizer, with its weights cast from its main params."""
+    """A param buffer of a distributed optimizer, with the weights cast from its main params."""
 
     def __init__(self, optimizer: Any, buffer: Any, main: torch.Tensor) -> None:
         data = buffer.param_data
@@ -32,7 +32,7 @@ class _Buffer:
         self._cast = main.to(data.dtype)
 
     def rebuilt(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The part of the weights that lies where `tensor` lies in the buffer; None if it is elsewhere."""
+        """Return the weights at the place of `tensor` in the buffer; None if it is not in this buffer."""
         if not self._start <= tensor.data_ptr() < self._end or tensor.dtype != self._cast.dtype:
             return None
         first = (tensor.data_ptr() - self._start) // tensor.element_size()
@@ -48,7 +48,7 @@ class _Buffer:
 
 
 class Weights:
-    """Collects main params, optimizer by optimizer, then rebuilds the model's state dicts from them."""
+    """Collects main params, optimizer by optimizer, and rebuilds the model's state dicts from them."""
 
     def __init__(self, to_host: ToHost) -> None:
         self._to_host = to_host
@@ -82,8 +82,10 @@ class Weights:
         for param, main in zip(live.get_parameters(), optimizer.get_parameters(), strict=True):
             self._whole.setdefault(_address(param), main)
 
-    def rebuild(self, chunk: Any, places: Iterable[Place], buffers: Mapping[int, torch.Tensor]) -> list[str]:
-        """Puts in its place what is to be saved of each tensor of a model chunk: weights from main params.
+    def rebuild(
+        self, chunk: Any, places: Iterable[TensorSlot], buffers: Mapping[int, torch.Tensor]
+    ) -> list[str]:
+        """Replace each saved tensor of a model chunk: weights by those rebuilt from main params.
 
         Returns the names of weights that are not finite.
 

@@ -1,65 +1,83 @@
-"""What differs between kinds of devices.
+"""The differences between kinds of devices.
 
-Two things: that a framework runs on a CPU at all (`cpu`), which the user chooses (`TTP_DEVICE`,
-`--ttp-device`) and which is activated before the framework is imported; no name means the framework's own
-device, and nothing is touched. And how the state of a rank is read while its device is busy, or hangs
-(`device`): which device that is, its tensors tell (`of`). Importing this package imports no torch.
+Two things: that a framework runs on another device than the one that it was written for (`cpu`), which the
+user chooses (`TTP_DEVICE`, `--ttp-device`) and which is activated before the framework is imported; no name
+means the framework's own device, and nothing is touched. And how the state of a rank is read while its device
+is busy, or hangs (`device`): which device that is, its tensors tell (`of`). Each kind is an entry point of
+`ttp_adaptor.devices`: the adaptor's own (cpu, cuda, npu), and those of plug-ins. Importing this package
+imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, cast
 
-from adaptor.devices.device import HOST, Device
-from adaptor.errors import ConfigError, LayoutError
+from adaptor import plug_ins
+from adaptor.devices.device import HOST, Device, DeviceKind
+from adaptor.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-NAMES = ("cpu",)
+_OTHERWISE = "or nothing for the accelerator that the framework finds"
 
 
-def of(tensors: Iterable[torch.Tensor]) -> Device:
-    """The device on which the first of `tensors` lies that does not lie on the host; on the main thread.
+def of(tensors: Iterable[torch.Tensor], chosen: str = "") -> Device:
+    """Return the device of the first of `tensors` that does not lie on the host; on the main thread.
 
-    Raises LayoutError for a kind from which no state could be read while it is busy.
+    Args:
+        tensors: of a rank.
+        chosen: TTP_DEVICE, the kind of device where all tensors lie on the host.
+
+    Raises:
+        UnsupportedError: nothing that is installed can read the state of a device of this kind.
     """
     found = next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
     if found is None:
-        return HOST
-    if found.type == "cuda":
-        from adaptor.devices.cuda import Cuda
+        import torch
 
-        return Cuda(found)
-    if found.type == "npu":
-        from adaptor.devices.npu import Npu
-
-        return Npu(found)
-    raise LayoutError(
-        f"the model lies on {found}: its state can be saved from cpu, cuda and npu; set ENABLE_TTP=False"
-    )
+        return _kind(chosen)(torch.device("cpu")) if chosen else HOST
+    if found.type not in plug_ins.names(plug_ins.DEVICES):
+        known = ", ".join(plug_ins.names(plug_ins.DEVICES))
+        raise UnsupportedError(
+            f"the model lies on {found}: its state can be saved from {known} (a plug-in could add it:"
+            f" {plug_ins.DEVICES}); set ENABLE_TTP=False"
+        )
+    return _kind(found.type)(found)
 
 
-def activate(name: str) -> None:
+def require(name: str) -> None:
+    """Check that TTP_DEVICE may be `name`, '' for the framework's own. Raises ConfigError if not."""
+    if name:
+        _chosen(name)
+
+
+def activate(name: str) -> Callable[[], None]:
     """Make this process run the framework on the device `name`, '' for the framework's own.
 
-    Raises ConfigError for a name that is not known, StartError when the framework was imported already.
+    Returns:
+        What ends this process as is best on that device, after a script that has ended well; it may return.
+
+    Raises:
+        ConfigError: like `require`.
+        StartError: the framework was imported already.
     """
     if not name:
-        return
-    if name not in NAMES:
+        return lambda: None
+    kind = _chosen(name)
+    kind.activate()
+    return kind.leave
+
+
+def _chosen(name: str) -> DeviceKind:
+    kind = _kind(name)
+    if not hasattr(kind, "activate"):
         raise ConfigError(
-            f"TTP_DEVICE is {name!r}: use one of {', '.join(NAMES)}, or nothing for the framework's own"
+            f"TTP_DEVICE is {name!r}, on which a framework runs by itself: leave TTP_DEVICE out"
         )
-    from adaptor.devices import cpu
-
-    cpu.activate()
+    return kind
 
 
-def leave(name: str) -> None:
-    """The script has ended well on the device `name`: end this process as is best there; it may return."""
-    if name == "cpu":
-        from adaptor.devices.cpu import leaving
-
-        leaving.leave()
+def _kind(name: str) -> DeviceKind:
+    return cast(DeviceKind, plug_ins.choose(plug_ins.DEVICES, name, "TTP_DEVICE", _OTHERWISE))

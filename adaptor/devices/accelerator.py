@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from adaptor.devices.device import within
+from adaptor.threads import within
 
 # Pinned memory through which copies go, two of it: one part arrives while the other is read.
 _LANDING_BYTES = 1 << 25
 _LANDINGS = 2
 # A copy of four bytes takes some microseconds. Twice this, and once more for `release`, is less than the
-# time that ranks of a job that hangs have for an answer (control.controller.ANSWER_S).
+# time that ranks of a job that hangs have for an answer (controller.controller.ANSWER_S).
 _PROBE_S = 1.0
 
 

@@ -1,4 +1,4 @@
-"""What the engine needs of the device on which a job's tensors lie; imports no torch.
+"""The interface to the device on which a job's tensors lie; imports no torch.
 
 On a device work is queued: the main thread puts it into its stream and goes on. So there are two times at
 which something is done, and a dump must not wait for the wrong one. Invariants:
@@ -14,8 +14,6 @@ which something is done, and a dump must not wait for the wrong one. Invariants:
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -32,13 +30,13 @@ class Device(Protocol):
         """Return once all that this thread has started is done; raises what the device says of it."""
 
     def mark(self) -> Any:
-        """What this thread has started until now, for `done` and `wait`."""
+        """Return a mark behind everything that this thread has started until now, for `done` and `wait`."""
 
     def done(self, mark: Any) -> bool:
-        """Whether it is done, or has failed, which `unreadable` tells. A mark of None is."""
+        """Tell whether the work before `mark` is done, or has failed (see `unreadable`); True for None."""
 
     def wait(self, mark: Any, timeout_s: float) -> bool:
-        """Wait until it is done, or has failed; False where it is not after `timeout_s`."""
+        """Wait until the work before `mark` is done or has failed; False if neither after `timeout_s`."""
 
     def beside(self) -> AbstractContextManager[Any]:
         """While it lasts, what this thread asks of the device does not wait for the main thread's stream."""
@@ -50,7 +48,7 @@ class Device(Protocol):
         """Copy to the host; `into` is flat, contiguous, and has as many elements."""
 
     def unreadable(self, release: bool = True) -> str:
-        """Why nothing can be read from the device; empty where it can. It answers in some seconds.
+        """Return why nothing can be read from the device, or an empty text if it can; takes some seconds.
 
         With `release`, to make the device answer, it may end what never ends there (`released`), and a dump
         that is being made with it.
@@ -58,14 +56,31 @@ class Device(Protocol):
 
     @property
     def released(self) -> bool:
-        """Whether the main thread's stream has gone on with numbers that nobody has reduced."""
+        """Tell whether the main thread's stream has gone on with gradients that were not reduced."""
+
+
+class DeviceKind(Protocol):
+    """A kind of device, as an entry point of `ttp_adaptor.devices` names it: a class of `Device`.
+
+    The name of the entry point is torch's name of the kind (`torch.device.type`), where it has one. A kind
+    that TTP_DEVICE may name also has the static methods `activate` and `leave`.
+    """
+
+    def __call__(self, device: torch.device) -> Device:
+        """Make the `Device` of a rank whose tensors lie on `device`; on its main thread."""
+
+    def activate(self) -> None:
+        """Make this process run the framework on this device; called before the framework is imported."""
+
+    def leave(self) -> None:
+        """End this process, whose script has ended well, or return, and it ends as any other."""
 
 
 class Host:
     """The CPU: what was called has been done."""
 
     def catch_up(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: on the host no work is queued."""
 
     def mark(self) -> None:
         return None
@@ -94,12 +109,3 @@ class Host:
 
 
 HOST = Host()
-
-
-def within(limit_s: float, act: Callable[[], T]) -> T | None:
-    """What `act` returns, in a thread of its own, for a device may never answer; None after `limit_s`."""
-    found: list[T] = []
-    thread = threading.Thread(target=lambda: found.append(act()), name="ttp-device", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return found[0] if found else None

@@ -14,8 +14,8 @@ class Npu(Accelerator):
         import torch_npu
 
         npu = torch_npu.npu
-        # What is launched on other streams goes through one queue of the process (TASK_QUEUE_ENABLE), which
-        # stands still when the main thread's stream is full; and HCCL is not given streams of this kind.
+        # Other streams share a queue of the process (TASK_QUEUE_ENABLE), which stands still when the main
+        # thread's stream is full; HCCL does not use streams of this kind.
         super().__init__(npu, device, partial(npu.SyncLaunchStream, device))
 
     def release(self) -> None:

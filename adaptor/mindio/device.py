@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
-from adaptor import devices
+from adaptor import context, devices, output
 from adaptor.devices.device import HOST, Device
 
-# What the drivers of Ascend devices say. What such a memory holds must not be saved.
+# Messages of the drivers of Ascend devices about damaged memory, whose content must not be saved.
 _DAMAGED = ("UCE ERROR", "HBM MULTI BIT ECC")
 
 
 def current() -> int | None:
     """The index of the device that this thread uses; None where there is none."""
     module = _module()
-    if os.environ.get("TTP_DEVICE") == "cpu" or not module.is_available():
+    if context.get().settings.device == "cpu" or not module.is_available():
         return None
     return int(module.current_device())
 
 
 def of_this_process() -> Device:
-    """On the main thread: what handlers in another thread enter, to use the device beside its stream."""
+    """Return a context for handlers in another thread, to use the device beside the main thread's stream.
+
+    Call it on the main thread.
+    """
     index = current()
     if index is None:
         return HOST
@@ -39,11 +41,11 @@ def _module() -> Any:
 
 
 def is_damaged(error: Exception) -> bool:
-    """Whether it says that memory of the device is damaged."""
+    """Tell whether the error says that memory of the device is damaged."""
     return any(words in str(error) for words in _DAMAGED)
 
 
 def give_up(rank: int, why: str) -> None:
     """End this process at once, so that others give what it held."""
-    print(f"[ttp] rank {rank}: {why}: its memory is not trusted, others save", file=sys.stderr, flush=True)
-    os._exit(1)
+    output.tell(f"[ttp] rank {rank}: {why}: its memory is not trusted, others save")
+    output.leave(1)

@@ -11,7 +11,7 @@ class OptimizerType(Enum):
 
 
 class Action(Enum):
-    """What `tft_wait_next_action` of the original returns."""
+    """The results of the original's `tft_wait_next_action`."""
 
     RETRY = 0
     EXIT = 1

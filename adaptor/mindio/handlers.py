@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adaptor.control.messages import GroupOrder
+from adaptor import output, text
+from adaptor.protocol.messages import GroupOrder
 
 
 @dataclass(frozen=True)
 class Handler:
-    """A function of the script, and what it wants to be given back."""
+    """A function that the script has registered, and the context that is passed back to it."""
 
     func: Callable[..., Any]
     ctx: Any = None
@@ -76,12 +77,13 @@ class Handlers:
         try:
             self.exit.func(self.exit.ctx)
         except (Exception, SystemExit) as error:
-            print(f"[ttp] the exit handler has raised {type(error).__name__}: {error}", flush=True)
+            output.tell(f"[ttp] the exit handler has raised {text.describe(error)}", to="stdout")
 
     def _args_of(self, step: int) -> Any:
-        """In the older form the first of them is the iteration, and the rename handler has no other step.
+        """Return the arguments for a handler of `step`.
 
-        Ranks are not all at the same one: who is let through the update has set that of the step before.
+        In the older form the first one is the iteration, the only word of the step for the rename handler. A
+        rank that was let through its update has set the iteration of the step before.
         """
         if isinstance(self.args, tuple | list) and self.args and type(self.args[0]) is int:
             return type(self.args)((step, *self.args[1:]))

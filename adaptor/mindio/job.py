@@ -1,4 +1,4 @@
-"""What a script tells through the interface, in either form, and what the engine is told of it.
+"""Translates the calls of a script, in either form of the interface, into calls of the engine.
 
 The interface has no beginning of a step, and no number for an update before it has ended. So training begins
 for the engine where the step is known: when the script says which one it has loaded, or else when its first
@@ -13,29 +13,33 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from adaptor.control import runtime
-from adaptor.control.messages import Phase
+from adaptor import output
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.mindio import device
 from adaptor.mindio.handlers import Handlers
 from adaptor.mindio.replicas import Replicas
+from adaptor.protocol.messages import Phase
+from adaptor.worker import runtime
 
-# Nobody else is asked to take the place of a rank whose dump stands still for less than 5 s.
+# Less than the 5 s of standstill after which the controller replaces a rank in a dump.
 REST_S = 2.0
 
 
 class Job:
-    """One per worker process. Everything but the handlers is called by the main thread.
+    """The interface's state, one per worker process. The main thread calls everything but the handlers.
 
     apart  of an optimizer that mirrors: how many places behind a rank the one is that has the copy of its
            shard; 0: there is none
+    exported  the framework whose handlers these are, '' where none was named; its device is stopped and
+              cleaned before a dump, as with TTP_STOP_CLEAN_BEFORE_DUMP=1
     """
 
     def __init__(self) -> None:
         self.handlers = Handlers()
         self.replicas: tuple[Replicas, ...] = ()
         self.apart = 0
-        self.goes_back = False
+        self.exported = ""
+        self.has_local_copy = False
         self.never_called: list[str] = []
         self._worker: runtime.Runtime | None = None
         self._optimizer = object()  # stands for all of the script's, which open and close one window
@@ -43,10 +47,10 @@ class Job:
         self._rests = threading.Event()  # the main thread has come to where it is kept
 
     def rank(self, call: str) -> int:
-        """Of this process. Raises ConfigError where `call` asks before it is known."""
+        """Return the rank of this process. Raises ConfigError if `call` asks before it is known."""
         return self._joined(call).rank
 
-    def join(self, call: str, rank: int, world_size: int, goes_back: bool) -> None:
+    def join(self, call: str, rank: int, world_size: int, has_local_copy: bool) -> None:
         """The script says who it is; controller and processor of this engine are there already.
 
         Raises:
@@ -61,7 +65,7 @@ class Job:
             raise ConfigError(
                 f"{call}: rank {rank!r} of {world_size!r}, but this process is rank {here[0]} of {here[1]}"
             )
-        self.goes_back = bool(goes_back)
+        self.has_local_copy = bool(has_local_copy)
         self._worker.processor.rename = self.handlers.name
         self._worker.processor.before_exit = self.handlers.leave
 
@@ -81,7 +85,7 @@ class Job:
         if backup_step >= 0:
             self.reached(backup_step)
         session.before_update(self._optimizer)
-        if session.updating and self.goes_back and backup_step < session.board.finished:
+        if session.updating and self.has_local_copy and backup_step < session.board.finished:
             session.board.updating(copied=False)  # what there is a copy of, if any, nobody asks for
 
     def end_update(self, step: int) -> None:
@@ -134,7 +138,7 @@ class Job:
                 if device.is_damaged(error):
                     device.give_up(self._worker.rank, str(error))
                 self._rests.set()
-                self._worker.stand_by(error)
+                self._worker.hold_after(error)
 
         return guarded
 
@@ -149,7 +153,7 @@ class Job:
         self._hold("tft_wait_next_action")
 
     def await_rest(self) -> None:
-        """In a thread of a dump: wait for the main thread, which was woken, for handlers use what it changes.
+        """Wait, in a dump's thread, for the main thread, which was woken: handlers use what it changes.
 
         It is at the closed door, or comes to where it is kept, for no collective lets it pass. If it takes
         longer than REST_S to come to one, handlers are called beside it.
@@ -188,10 +192,10 @@ class Job:
             rank=worker.rank,
             replicas=self.replicas,
             handlers=self.handlers,
-            barrier=_barrier(call) if not self.goes_back else _nothing,
-            goes_back=self.goes_back,
+            barrier=_barrier(call) if not self.has_local_copy else _nothing,
+            has_local_copy=self.has_local_copy,
             device=device.of_this_process(),
-            resets=os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1",
+            resets=bool(self.exported) or os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1",
             await_rest=self.await_rest,
         )
         session = worker.session
@@ -202,9 +206,9 @@ class Job:
                 session.board.start(step)
 
         if self.never_called and worker.rank == 0:
-            print(
+            output.tell(
                 f"[ttp] never called, as nothing is repaired in place: {', '.join(self.never_called)}",
-                flush=True,
+                to="stdout",
             )
         # As a window: who freezes this rank finds it before or behind.
         session.publishing(begin)
@@ -212,7 +216,7 @@ class Job:
 
 
 def _barrier(call: str) -> Callable[[], None]:
-    """A barrier of all ranks; on every rank at the same time."""
+    """Make a barrier of all ranks; every rank calls this at the same time."""
     import torch.distributed as dist
 
     from adaptor.replica import group
@@ -229,7 +233,7 @@ def _barrier(call: str) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """A barrier that nobody has to wait at."""
+    """Do nothing: the barrier of a job with one rank."""
 
 
 job = Job()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from adaptor.mindio.job import job
 
 # Frameworks whose handlers take the arguments of the training function, and nothing that is set.
 _EXPORTED = ("MindSpeed", "MindSpeed-LLM")
-_exported = ""
 
 
 _DAMAGED = (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED)
@@ -33,7 +31,7 @@ def tft_init_controller(
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
-    """It is running already; where it listens, and how, is TTP_PORT and TTP_TLS."""
+    """Do nothing: the controller runs already. TTP_PORT and TTP_TLS say where and how it listens."""
 
 
 def tft_init_processor(
@@ -46,25 +44,25 @@ def tft_init_processor(
     enable_arf: bool = False,
     enable_zit: bool = False,
 ) -> None:
-    """Who this rank is. Damaged memory (UCE) ends the process, and others save what it held."""
+    """Set rank and world size. Damaged memory (UCE) ends the process, and others save what it held."""
     _require_no_repair("tft_init_processor", enable_arf, enable_zit)
     job.join("tft_init_processor", rank, world_size, enable_local_copy)
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
-    """It has been connected to its agent since the process began."""
+    """Do nothing: the process has been connected to its agent from the start."""
 
 
 def tft_destroy_controller() -> None:
-    """It ends with ttprun."""
+    """Do nothing: the controller ends with ttprun."""
 
 
 def tft_destroy_processor() -> None:
-    """It ends with the process; until then it saves what it can."""
+    """Do nothing: the processor ends with the process and saves what it can until then."""
 
 
 def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
-    """Which ranks hold copies of this rank's optimizer states."""
+    """Set the ranks that hold copies of this rank's optimizer states."""
     call = "tft_set_optimizer_replica"
     if rank != job.rank(call):
         raise ConfigError(f"{call}: rank is {rank!r}, but this process is rank {job.rank(call)}")
@@ -72,7 +70,7 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
 
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
-    """For elastic training (ZIT) alone, in the original too."""
+    """Do nothing: the original uses it for elastic training (ZIT) alone, too."""
 
 
 # a step
@@ -104,8 +102,8 @@ def tft_report_load_ckpt_step(step: int) -> None:
 
 
 def tft_set_step_args(args: Any) -> None:
-    """What the handlers are called with."""
-    if args is not None and not _exported:
+    """Set the arguments with which the handlers are called."""
+    if args is not None and not job.exported:
         job.handlers.args = args
 
 
@@ -116,11 +114,11 @@ def tft_pause_train(cur_step: int) -> None:
 
 def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
     """`func`, whose exceptions do not end the process before others have saved."""
-    return job.guard(_callable("tft_exception_handler", func), sets_args=lambda: bool(_exported))
+    return job.guard(_callable("tft_exception_handler", func), sets_args=lambda: bool(job.exported))
 
 
 def tft_report_error(error_type: ReportState | int, error_code: str = "") -> None:
-    """This rank has met a fault. Does not return, but for RS_NORMAL, which is none."""
+    """Report a fault of this rank. It returns only for RS_NORMAL, which is no fault."""
     state = ReportState(error_type)
     if state in _REPAIRING:
         raise _unsupported(f"tft_report_error({state.name})")
@@ -139,18 +137,16 @@ def tft_wait_next_action() -> int:
 
 def set_mindio_export_version(framework_type: str) -> None:
     """Handlers are those of MindSpeed, which want their device stopped and cleaned before a dump."""
-    global _exported
     if framework_type not in _EXPORTED:
         raise ConfigError(
             f"set_mindio_export_version: {framework_type!r} is not known: use {' or '.join(_EXPORTED)}, "
             "or do not call it"
         )
-    _exported = framework_type
-    os.environ["TTP_STOP_CLEAN_BEFORE_DUMP"] = "1"
+    job.exported = framework_type
 
 
 def get_mindio_export_version() -> str | None:
-    return _exported or None
+    return job.exported or None
 
 
 # handlers
@@ -210,22 +206,22 @@ tft_register_zit_downgrade_rebuild_handler = _never_called("tft_register_zit_dow
 
 
 def tft_is_reboot_node() -> bool:
-    """Whether this process has taken the place of one in a job that went on: jobs start again as a whole."""
+    """Return False: jobs start again as a whole, so no process replaces another in a running job."""
     return False
 
 
 def tft_can_do_uce_repair(hbm_error_time: int, start_time: Any = None, end_time: Any = None) -> bool:
-    """Whether damaged memory can be repaired in place: never here."""
+    """Return False: damaged memory is never repaired in place here."""
     return False
 
 
 def tft_get_repair_type() -> str:
-    """What the clean handler is called for."""
+    """Return the reason for which the clean handler is called."""
     return "dump"
 
 
 def tft_set_update_start_time(start_time: Any = None) -> None:
-    """For `tft_can_do_uce_repair`, which needs no times here."""
+    """Do nothing: `tft_can_do_uce_repair` needs no times here."""
 
 
 def tft_set_update_end_time(end_time: Any = None) -> None:

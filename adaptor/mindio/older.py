@@ -18,7 +18,7 @@ def ttp_init_controller(
 
 
 def ttp_start_controller(ip: str, port: int) -> None:
-    """It is running already, and listens at TTP_PORT where it is needed."""
+    """Do nothing: the controller runs already, and listens at TTP_PORT where that is needed."""
 
 
 def ttp_init_processor(
@@ -29,7 +29,7 @@ def ttp_init_processor(
     replica: int = 2,
     enable_local_copy: bool = False,
 ) -> None:
-    """Who this rank is, and which ranks have copies: `replica` is how many places apart the two are.
+    """Set rank, world size and the ranks with copies: `replica` is the distance between two copies.
 
     With TTPOddReplicaOptimizer it is how many copies a shard has; where they are the optimizer has said.
     """
@@ -38,7 +38,7 @@ def ttp_init_processor(
 
 
 def ttp_start_processor(ip: str, port: int) -> None:
-    """It has been connected to its agent since the process began."""
+    """Do nothing: the process has been connected to its agent from the start."""
 
 
 def ttp_register_save_ckpt_handler(func: Callable[[int, int, list[int], Any], Any]) -> None:
@@ -53,7 +53,7 @@ def ttp_register_rename_handler(func: Callable[[Any], Any]) -> None:
 
 
 def ttp_set_ckpt_args(args: Any) -> None:
-    """What the handlers are called with; the first of it is the iteration that has ended."""
+    """Set the arguments of the handlers; the first of them is the iteration that has ended."""
     job.handlers.args = args
     if isinstance(args, tuple | list) and args and type(args[0]) is int:
         job.reached(args[0])

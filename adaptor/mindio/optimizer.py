@@ -1,4 +1,4 @@
-"""What the older form's optimizers have besides what they are of the framework."""
+"""The parts that the older form's optimizers add to the framework's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ReplicaOptimizer:
         job.reached(iteration)
         self.current_step = iteration
         self.exchange()
-        if job.goes_back:
+        if job.has_local_copy:
             job.start_copy()
             self.copy_state()
-        job.start_update(iteration if job.goes_back else -1)
+        job.start_update(iteration if job.has_local_copy else -1)
         # However the update ends: from here on the live state is not that of `iteration`.
         self.current_step = iteration + 1
 
@@ -48,11 +48,11 @@ class ReplicaOptimizer:
         raise NotImplementedError
 
     def givers(self) -> list[int]:
-        """In a dump: of each shard the rank of `rank_list` that gives it."""
+        """Return, for each shard of a dump, the rank of `rank_list` that gives it."""
         (replicas,) = job.replicas
         return replicas.givers(self.save_args["rank_list"])
 
     def set_dump_args(self, rank: int, step: int, rank_list: list[int]) -> None:
-        """A dump of `step` begins: `rank` writes, `rank_list` gives shards."""
+        """Prepare a dump of `step`: `rank` writes, the ranks of `rank_list` give shards."""
         self.save_args = {"step": step, "rank": rank, "rank_list": rank_list}
         self.error_dump = True

@@ -1,4 +1,4 @@
-"""Who has a copy of what, in the words of the interface; pure.
+"""The copies of shards, in the words of the interface; pure.
 
 `replica_cnt` copies of an optimizer state among the ranks of `rank_list`: the ranks are cut into as many runs
 of the same length, and the i-th ranks of all runs hold the same shard. Where every rank has all of it, the
@@ -12,12 +12,12 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adaptor.control.messages import Share
 from adaptor.errors import ConfigError
+from adaptor.protocol.messages import Share
 
 # By the place in the list: the interface has no other word for which optimizer it is.
 _KINDS = ("attention", "moe")
-# Of each shard, where the optimizer mirrors.
+# The number of copies of a shard with an optimizer that mirrors.
 _MIRRORED = 2
 
 
@@ -35,19 +35,19 @@ class Replicas:
 
     @property
     def group(self) -> str:
-        """A name that all of its ranks find, and no other ranks."""
+        """Return a name that is the same on all ranks of the group, and different for other groups."""
         return f"{_KINDS[self.kind]}-of-rank-{min(self.ranks)}"
 
     def shares(self, rank: int) -> tuple[Share, ...]:
-        """What `rank` holds."""
+        """Return the shards that `rank` holds."""
         place = self.ranks.index(rank)
         held = {place % self.shards, (place - self.apart) % self.shards}
         return tuple(Share(self.group, index, self.shards) for index in sorted(held))
 
     def givers(self, among: Container[int]) -> list[int]:
-        """Of each shard the rank that gives it, of those in `among`: one of its own before one of a copy.
+        """Return, for each shard, the rank of `among` that gives it: its owner before the holder of a copy.
 
-        Everyone who knows the same ranks finds the same ones.
+        Every rank that knows the same `among` finds the same result.
         """
         return [next(rank for rank in self._holders(index) if rank in among) for index in range(self.shards)]
 
@@ -58,7 +58,7 @@ class Replicas:
 
 
 def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
-    """From what `tft_set_optimizer_replica` takes.
+    """Read the replicas from the argument of `tft_set_optimizer_replica`.
 
     Raises:
         ConfigError: it does not describe copies that can be chosen among.
@@ -81,10 +81,14 @@ def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
 
 
 def of_older(rank: int, ranks: Any, size: Any, replica: Any, apart: int = 0) -> tuple[Replicas, ...]:
-    """From what `ttp_init_processor` takes, where `replica` is how many places apart the two copies are.
+    """Read the replicas from the arguments of `ttp_init_processor`.
 
     Args:
-        apart: of the optimizer, where it mirrors; there `replica` is how many copies a shard has.
+        rank: this rank.
+        ranks: those of the data-parallel group.
+        size: their number.
+        replica: the distance of the two copies, in places of `ranks`; with `apart`, the number of copies.
+        apart: the distance of the two copies of an optimizer that mirrors; 0 for others.
 
     Raises:
         ConfigError: it does not describe copies that can be chosen among.

@@ -1,7 +1,7 @@
-"""A script's own handlers behind the interface that the control plane knows (`control.session.Trainee`).
+"""Puts a script's own save handlers behind the interface `protocol.state_provider.Trainee`.
 
-The engine chooses the step and who gives which shard, and knows when everyone is done. What is saved, where
-and under which name is the script's.
+The engine chooses the step and the rank that gives each shard, and knows when all have finished. The script
+decides what is saved, where, and under which name.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control.messages import GroupOrder, Share
-from adaptor.control.session import DumpRun
 from adaptor.devices.device import HOST, Device
 from adaptor.mindio import groups
 from adaptor.mindio.handlers import Handlers
 from adaptor.mindio.replicas import Replicas
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import GroupOrder, Share
+from adaptor.protocol.state_provider import DumpRun
 
 
 @dataclass
@@ -33,7 +33,7 @@ class HandledTrainee:
     replicas: tuple[Replicas, ...]
     handlers: Handlers
     barrier: Callable[[], None]
-    goes_back: bool
+    has_local_copy: bool
     device: Device = HOST
     resets: bool = False
     await_rest: Callable[[], None] = lambda: None
@@ -43,6 +43,10 @@ class HandledTrainee:
     @property
     def save(self) -> str:
         return ""
+
+    @property
+    def survives(self) -> str:
+        return "by handlers of the script, the copies that it has told of"
 
     @property
     def shares(self) -> tuple[Share, ...]:
@@ -56,13 +60,13 @@ class HandledTrainee:
         """The local copy is the script's, and was made before this."""
 
     def update_replicas(self) -> None:
-        """So are replicas."""
+        """Do nothing: the script's own optimizer updates replicas, too."""
 
     def take_record(self, step: int) -> int:
         return step
 
-    def take_door(self) -> None:
-        """What belongs to a step besides tensors is for the handlers to find."""
+    def snapshot_before_update(self) -> None:
+        """Return nothing: the script's handlers find everything besides tensors themselves."""
 
     def derive(self, record: int, door: None, updated: bool) -> int:
         return record + 1
@@ -76,7 +80,7 @@ class HandledTrainee:
             self._save(record, run)
         ranks = order.ranks
         if len(ranks) > 1:
-            # Who fails tells the controller by itself, and does not come here.
+            # A rank that fails reports that by itself, and does not reach this barrier.
             run.connect(ranks).barrier().wait()
         return ()
 

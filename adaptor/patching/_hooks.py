@@ -26,21 +26,22 @@ def target_modules(group: str) -> tuple[str, ...]:
 
 
 def targets(group: str) -> tuple[str, ...]:
-    """What is patched, as declared."""
+    """Return the targets of all patches of `group`, as declared."""
     return tuple(patch.target for unit in units(group) for patch in unit.patches)
 
 
 def around(
     group: str, target: str, function: Callable[..., Any], replacement: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """What is to stand in the place of `target` where the framework itself puts `function` there.
+    """Return what must replace `target` when the framework itself is about to put `function` there.
 
-    For frameworks with a patch manager of their own, which asks for it each time that it puts something
-    there. The patch acts once: around `function`, and not again where that comes down to what was there.
+    For frameworks with a patch manager of their own (MindSpeed), which calls this each time it replaces a
+    function. The patch acts once, around `function`, even if `function` calls the patched original inside.
 
     Args:
-        replacement: what of `function` takes the place of the target, if it is not wrappers alone. If it is
-            patched itself, under the name where it is defined, `function` comes back as it is.
+        replacement: the part of `function` that replaces the target itself, if `function` is more than
+            wrappers. If that part is patched itself, under the name where it is defined, `function` is
+            returned unchanged.
 
     Raises:
         DriftError: the replacement does not have the signature that the patch expects.
@@ -86,7 +87,7 @@ def disarm(group: str) -> None:
 
 
 def outcomes(group: str | None = None) -> tuple[Outcome, ...]:
-    """What became of every patch declared, in the order of declaration."""
+    """Return the outcome of every declared patch, in the order of declaration."""
     chosen = units(group)
     # Looked up here, once for all patches, and not in each hook: a scan of a framework takes 20 ms.
     holders = _holders([patch.original for unit in chosen for patch in unit.patches if patch.applied])
@@ -94,10 +95,13 @@ def outcomes(group: str | None = None) -> tuple[Outcome, ...]:
 
 
 def check(group: str) -> None:
-    """Every unit is whole, or nothing of it was imported and it is not needed; called before the first step.
+    """Require that every unit is applied completely, or that nothing of it was imported.
 
-    Raises DriftError for a target that does not fit, StartError for a unit that is half applied or a group
-    not armed.
+    Called before the first step.
+
+    Raises:
+        DriftError: a target does not fit.
+        StartError: a unit is half applied, or the group is not armed.
     """
     if group not in _raises:
         raise StartError(f"the patches of group {group} are not armed: call adaptor.enable() first")
@@ -106,10 +110,12 @@ def check(group: str) -> None:
 
 
 def require_modules(group: str) -> None:
-    """No module that has targets has gone from a framework that is imported, all of it or a part by now.
+    """Require that each module with targets still exists in the framework that has been imported.
 
-    To be asked early: where the training loop itself is in such a module, nothing comes to `check`. Raises
-    DriftError.
+    Called early: if the training loop itself has moved to another module, `check` is never reached.
+
+    Raises:
+        DriftError: a module is gone from the framework.
     """
     for unit in units(group):
         _find_what_is_gone(unit)
@@ -120,18 +126,18 @@ def require_modules(group: str) -> None:
 
 
 def misfits(group: str) -> tuple[DriftError | StartError, ...]:
-    """What `check` raises, for every unit: at most one error each."""
+    """Return the errors that `check` would raise: at most one for each unit."""
     return tuple(misfit for unit in units(group) if (misfit := _misfit(unit)) is not None)
 
 
 def fingerprint(group: str) -> str:
-    """16 hex digits that two processes share exactly if their outcomes are the same."""
+    """Return 16 hex digits that are equal in two processes exactly if their outcomes are equal."""
     data = [asdict(outcome) for outcome in outcomes(group)]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def imported_unpatched(group: str) -> tuple[str, ...]:
-    """The target modules that are imported and were not patched when they were: too late for `enable`."""
+    """Return the target modules that were imported before they could be patched: too late for `enable`."""
     on_time = {
         patch.module_name for unit in units(group) for patch in unit.patches if patch.found is not None
     }
@@ -198,7 +204,7 @@ def _patch(module: ModuleType) -> None:
 
 
 def _holders(functions: Sequence[object]) -> dict[int, tuple[str, ...]]:
-    """Who holds these very objects under a name of a module, as "module:name", by the id of the object."""
+    """Find the modules that hold these very objects; returns "module:name" texts by the id of the object."""
     found: dict[int, list[str]] = {id(function): [] for function in functions}
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType):

@@ -27,7 +27,11 @@ class Expected:
 
     @classmethod
     def parse(cls, text: str) -> Expected:
-        """Raises ValueError where the text is not in the language above."""
+        """Parse `text`.
+
+        Raises:
+            ValueError: it is not in the language described above.
+        """
         if not (text.startswith("(") and text.endswith(")")):
             raise ValueError(f"accepts={text!r}: must be in parentheses")
         parameters: list[Parameter] = []
@@ -51,7 +55,7 @@ class Expected:
         return cls(text, tuple(parameters), is_open)
 
     def matches(self, found: tuple[Parameter, ...]) -> bool:
-        """Whether a function with these parameters can be called the way the wrapper expects."""
+        """Tell whether a function with these parameters can be called the way the wrapper expects."""
         positional = [parameter for parameter in found if parameter.kind in _POSITIONAL]
         rest = {parameter.name: parameter for parameter in found if parameter.kind not in _POSITIONAL}
         for wanted in self.parameters:

@@ -6,7 +6,7 @@ from adaptor.patching._unit import Outcome, Status
 
 
 def format_outcomes(outcomes: tuple[Outcome, ...]) -> str:
-    """An aligned table of the patches, then for each unit the version found and the versions tested."""
+    """Return an aligned table of the patches, then for each unit the found and the tested versions."""
     rows = [("patch", "unit", "status", "why, or what is wrong")]
     rows += [(outcome.target, outcome.unit, outcome.status.value, _detail(outcome)) for outcome in outcomes]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

@@ -42,15 +42,15 @@ class Target:
 
     @property
     def bound(self) -> bool:
-        """Whether its first parameter is `self` or `cls`."""
+        """Tell whether its first parameter is `self` or `cls`."""
         return isinstance(self.owner, type) and not isinstance(self.raw, staticmethod)
 
     def current(self) -> Any:
-        """What is in the place now."""
+        """Return the object that the name is bound to now."""
         return inspect.getattr_static(self.owner, self.name, _NOTHING)
 
     def holds(self, wrapper: Any) -> bool:
-        """Whether a wrapper is in the place, perhaps under others."""
+        """Tell whether `wrapper` is bound to the name, directly or under other wrappers."""
         current = self.current()
         while current is not wrapper and current is not _NOTHING:
             current = getattr(current, "__wrapped__", _NOTHING)
@@ -92,7 +92,7 @@ def locate(module: ModuleType, qualname: str) -> Target:
 
 
 def is_gone(module_name: str) -> bool:
-    """Whether the package is imported and has no such module (any more). Imports nothing."""
+    """Tell whether the package is imported and has no such module (any more). Imports nothing."""
     parent = module_name.rpartition(".")[0]
     return (
         parent in sys.modules and module_name not in sys.modules and not importlib.util.find_spec(module_name)
@@ -100,7 +100,7 @@ def is_gone(module_name: str) -> bool:
 
 
 def _defined_elsewhere(module: ModuleType, name: str, function: Any) -> str | None:
-    """Where a function comes from that the module only imports: wrapped here, all others miss it."""
+    """Return the module that defines `function` if `module` only imports it: others bypass a wrapper here."""
     if not isinstance(function, FunctionType) or function.__module__ == module.__name__:
         return None
     home = sys.modules.get(function.__module__)

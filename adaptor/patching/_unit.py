@@ -26,7 +26,7 @@ _VERSION_OF = {
 
 
 class Status(str, enum.Enum):
-    """What became of a patch."""
+    """The state of a patch."""
 
     APPLIED = "applied"  # in place, and acting
     WAITING = "not imported"  # armed, but nobody has imported the module of the target
@@ -38,7 +38,7 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one patch, as data.
+    """The outcome of one patch, as data.
 
     `found` is None until the module has been imported, `version` until any module of the unit has.
     `in_tested_range` is None where the version is not known. `late` names who took the original
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class Patch:
-    """One wrapper on one target, and its state."""
+    """A wrapper on a target, and its state."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Patch:
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether the version of the framework that is imported may have no such name."""
+        """Tell whether the imported version of the framework may lack the target."""
         return is_gone(self.optional) if isinstance(self.optional, str) else self.optional
 
     @property
@@ -100,7 +100,7 @@ class Patch:
 
     @property
     def applied(self) -> bool:
-        """Whether the wrapper is in place."""
+        """Tell whether the wrapper is in place."""
         return self.status is Status.APPLIED
 
     def fits(self, module: ModuleType) -> bool:
@@ -140,12 +140,12 @@ class Patch:
     def around(
         self, function: Callable[..., Any], replacement: Callable[..., Any] | None
     ) -> Callable[..., Any]:
-        """A wrapper for `function`, which the framework is about to put in the place of the target.
+        """Wrap `function`, which the framework is about to put in the place of the target.
 
         What was put there before may be somewhere in `function`; it does not act a second time.
 
         Args:
-            replacement: what of `function` takes the place of the target itself, if anything.
+            replacement: the part of `function` that takes the place of the target itself, if any.
 
         Raises:
             DriftError: the replacement does not have the signature.
@@ -238,7 +238,7 @@ class Unit:
         return declare
 
     def acts(self) -> bool:
-        """Whether the wrappers of this unit do anything; each of them asks on each call."""
+        """Tell whether the wrappers of this unit act; every wrapper asks on every call."""
         return self._acts
 
     def settle(self) -> None:
@@ -259,7 +259,11 @@ class Unit:
             return None
 
     def outcomes(self, holders: Mapping[int, tuple[str, ...]]) -> tuple[Outcome, ...]:
-        """What became of each patch, given who holds an original, by its id."""
+        """Return the outcome of each patch.
+
+        Args:
+            holders: modules that hold an original ("module:name"), by the id of that original.
+        """
         version = self.framework_version()
         in_range = _in_range(version, self.tested)
         silenced = self.armed and not self._acts

@@ -1,4 +1,4 @@
-"""Which replicas a job has: what its layout allows, and what the user asked for.
+"""The choice of replicas for a job, from its layout and the user's setting.
 
 `split`   the data-parallel group is cut in two, and each half holds the whole optimizer state: Megatron's own
           `num_distributed_optimizer_instances`, where these are right (`cannot_split`)
@@ -8,103 +8,105 @@
 
 from __future__ import annotations
 
-from adaptor import config
-from adaptor.errors import LayoutError
-
-# Megatron-LM's arguments say before anything is built whether the optimizer is distributed; None: nobody
-# said.
-_distributed_optimizer: bool | None = None
-
-# Why the optimizer instances of the framework found are no way to have replicas; empty where they are one.
-_no_split = ""
+from adaptor.context import Context
+from adaptor.errors import UnsupportedError
 
 
-def replica(size: int, setting: str, experts: int = 0) -> str:
-    """`split`, `mirror` or `none`.
+class ReplicaChoice:
+    """The choice of this job, a part of its context.
 
     Args:
-        size: of the data-parallel group, context parallel included.
-        setting: TTP_REPLICA.
-        experts: ranks that have the same experts, where that is another number.
-
-    Raises:
-        LayoutError: the size, or the framework, does not allow what was asked for.
+        context: of this process; TTP_REPLICA is the user's choice.
     """
-    if setting == "none" or (size == 1 and setting == "auto"):
-        return "none"
-    if size == 1:
-        raise LayoutError(
-            f"TTP_REPLICA is {setting}, but the data-parallel size is 1: there is no second rank for a "
-            "replica; use auto or none to survive exceptions alone"
-        )
-    if setting == "auto":
-        return "mirror" if size % 2 or experts % 2 or _no_split else "split"
-    if setting == "split" and _no_split:
-        raise LayoutError(
-            f"TTP_REPLICA is split, but {_no_split}: use auto or mirror, which any size from 2 allows"
-        )
-    if setting == "split" and size % 2:
-        raise LayoutError(
-            f"TTP_REPLICA is split, but the data-parallel size is {size}, which is odd: "
-            "use auto or mirror, which any size from 2 allows"
-        )
-    if setting == "split" and experts % 2:
-        raise LayoutError(
-            f"TTP_REPLICA is split, but {experts} ranks have the same experts, which is odd: "
-            "use auto or mirror"
-        )
-    return setting
+
+    def __init__(self, context: Context) -> None:
+        self._setting = context.settings.replica
+        # Megatron-LM's arguments say before anything is built whether the optimizer is distributed; None:
+        # nobody said.
+        self._distributed_optimizer: bool | None = None
+        # Why the optimizer instances of the framework found are no way to have replicas; '' if they are one.
+        self._no_split = ""
+
+    def replica(self, size: int, experts: int = 0) -> str:
+        """Return `split`, `mirror` or `none`.
+
+        Args:
+            size: of the data-parallel group, context parallel included.
+            experts: ranks that have the same experts, where that is another number.
+
+        Raises:
+            UnsupportedError: the size, or the framework, does not allow what was asked for.
+        """
+        setting = self._setting
+        if setting == "none" or (size == 1 and setting == "auto"):
+            return "none"
+        if size == 1:
+            raise UnsupportedError(
+                f"TTP_REPLICA is {setting}, but the data-parallel size is 1: there is no second rank for a "
+                "replica; use auto or none to survive exceptions alone"
+            )
+        if setting == "auto":
+            return "mirror" if size % 2 or experts % 2 or self._no_split else "split"
+        if setting == "split" and self._no_split:
+            raise UnsupportedError(
+                f"TTP_REPLICA is split, but {self._no_split}: use auto or mirror, which any size from 2"
+                " allows"
+            )
+        if setting == "split" and size % 2:
+            raise UnsupportedError(
+                f"TTP_REPLICA is split, but the data-parallel size is {size}, which is odd: "
+                "use auto or mirror, which any size from 2 allows"
+            )
+        if setting == "split" and experts % 2:
+            raise UnsupportedError(
+                f"TTP_REPLICA is split, but {experts} ranks have the same experts, which is odd: "
+                "use auto or mirror"
+            )
+        return setting
+
+    def cannot_split(self, why: str) -> None:
+        """Record why `split` cannot use the optimizer instances of this framework; empty: it can."""
+        self._no_split = why
+
+    def decide(self, distributed_optimizer: bool, size: int, experts: int = 0) -> None:
+        """Take the framework's arguments before anything is built. Raises UnsupportedError like `replica`."""
+        self._distributed_optimizer = distributed_optimizer
+        if distributed_optimizer:
+            self.replica(size, experts)
+
+    def instances(self, size: int, asked: int, experts: int = 0) -> int:
+        """Return how many optimizer instances a data-parallel group of `size` has.
+
+        Args:
+            size: context parallel included.
+            asked: what the user asked the framework for; more than one is left as it is.
+            experts: ranks that have the same experts, where that is another number.
+
+        Raises:
+            UnsupportedError: the size cannot be split.
+        """
+        if asked > 1 or self._distributed_optimizer is False:
+            return asked
+        if self._distributed_optimizer is None and self._setting == "split" and (size % 2 or self._no_split):
+            return 1  # a library user, who may not distribute the optimizer: `require_instances` will know
+        return 2 if self.replica(size, experts) == "split" else 1
+
+    def require_instances(self, size: int, made: int) -> None:
+        """Check the `made` optimizer instances of a data-parallel group of `size` against the setting.
+
+        Raises:
+            UnsupportedError: one instance alone, where `split` was asked for.
+        """
+        if made == 1:
+            self.replica(size)
+
+    def wants_mirrors(self, size: int, made: int, experts: int = 0) -> bool:
+        """Tell whether a group of `size` with `made` optimizer instances needs `mirror` replicas."""
+        return made == 1 and self.replica(size, experts) == "mirror"
 
 
-def cannot_split(why: str) -> None:
-    """The framework found has no optimizer instances that could be used, `why` says so; empty: it has."""
-    global _no_split
-    _no_split = why
-
-
-def decide(distributed_optimizer: bool, size: int, experts: int = 0) -> None:
-    """What the framework's arguments say, before anything is built. Raises LayoutError like `replica`."""
-    global _distributed_optimizer
-    _distributed_optimizer = distributed_optimizer
-    if distributed_optimizer:
-        replica(size, config.load().replica, experts)
-
-
-def instances(size: int, asked: int, experts: int = 0) -> int:
-    """How many optimizer instances to make for a data-parallel group of `size` (context parallel included).
-
-    Args:
-        experts: ranks that have the same experts, where that is another number.
-        asked: what the user asked the framework for; more than one is left as it is.
-
-    Raises:
-        LayoutError: the size cannot be split.
-    """
-    if asked > 1 or _distributed_optimizer is False:
-        return asked
-    setting = config.load().replica
-    if _distributed_optimizer is None and setting == "split" and (size % 2 or _no_split):
-        return 1  # a library user, who may not distribute the optimizer: `require_instances` will know
-    return 2 if replica(size, setting, experts) == "split" else 1
-
-
-def require_instances(size: int, made: int) -> None:
-    """A distributed optimizer is built on `made` instances of a data-parallel group of `size`.
-
-    Raises:
-        LayoutError: one instance alone, where `split` was asked for.
-    """
-    if made == 1:
-        replica(size, config.load().replica)
-
-
-def wants_mirrors(size: int, made: int, experts: int = 0) -> bool:
-    """Whether `mirror` replicas are to be made where the group of `size` has `made` optimizer instances."""
-    return made == 1 and replica(size, config.load().replica, experts) == "mirror"
-
-
-def words(size: int, made: int, sharded: bool, elements: int, mirrored: int, alone: bool = False) -> str:
-    """What a user is told at the start, in one line.
+def describe(size: int, made: int, sharded: bool, elements: int, mirrored: int, alone: bool = False) -> str:
+    """Return the line about replicas that a user reads at the start.
 
     Args:
         made: optimizer instances.

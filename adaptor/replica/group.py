@@ -1,13 +1,22 @@
-"""The group of all ranks over which the adaptor's own words go: gloo, whatever the framework's groups are."""
+"""The adaptor's own process group of all ranks: gloo, whatever backend the framework uses."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
+_everyone: dist.ProcessGroup | None = None
+
 
 def of_everyone() -> dist.ProcessGroup:
-    """Makes the group; to be called on every rank at the same time."""
+    """Make the group. Collective: every rank calls it."""
+    global _everyone
     # By its place, not by its name: with MindSpeed's --disable-gloo-group, with which the framework is to
     # have no gloo groups of its own, nothing is made for `backend="gloo"`.
     made: dist.ProcessGroup = dist.new_group(None, None, "gloo")
+    _everyone = made
     return made
+
+
+def of_this_job() -> dist.ProcessGroup | None:
+    """Return the group that was made last."""
+    return _everyone

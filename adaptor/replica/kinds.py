@@ -1,4 +1,4 @@
-"""Which optimizers are protected, by how they keep their state.
+"""The optimizers that can be protected, told by how they keep their state.
 
 torch's, apex's and Transformer Engine's are alike in what matters here: float32 tensors in the state of each
 param, beside it, and numbers in the param groups; so a twin can be made of them. The count of updates is one
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from adaptor.errors import LayoutError
+from adaptor.errors import UnsupportedError
 
 # (attribute, the value with which state is kept as above, what another one means)
 _OPTIONS = (
@@ -29,21 +29,21 @@ def require_protected(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an inner optimizer whose state would be saved wrongly.
 
     Raises:
-        LayoutError: names the class, the option and its value.
+        UnsupportedError: names the class, the option and its value.
     """
     kind = f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
     for name, known, meaning in _OPTIONS:
         values = [getattr(optimizer, name, None), *(group.get(name) for group in optimizer.param_groups)]
         for value in values:
             if value not in (None, known):
-                raise LayoutError(
+                raise UnsupportedError(
                     f"{kind} has {name}={value}: {meaning}, which cannot be protected yet; "
                     f"use {name}={known}, or set ENABLE_TTP=False"
                 )
     for group in optimizer.param_groups:
         for name, value in group.items():
             if isinstance(value, torch.Tensor) and name != "step":  # which is read with the tensors
-                raise LayoutError(
+                raise UnsupportedError(
                     f"{kind} has a tensor as {name} of a param group, which changes while a dump reads it: "
                     "use a number, or set ENABLE_TTP=False"
                 )

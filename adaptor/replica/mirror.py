@@ -18,17 +18,14 @@ from typing import Any
 import msgspec
 import torch
 
-from adaptor.errors import LayoutError
-from adaptor.replica import twin
+from adaptor.errors import UnsupportedError
+from adaptor.replica import optimizer_state, twin
+from adaptor.replica.optimizer_state import Entry, entries_of, make_state, tensors_of
 from adaptor.replica.ring import Ring, chunks, pieces
-
-# A tensor of one number, in a message. A class that wants it on its device takes it there, as after a load.
-_COUNT = 1
-_COUNTS = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Where a param of an inner optimizer lies: elements `start` to `end` of its rank's shard of a bucket."""
+    """The place of a param of an inner optimizer: elements `start` to `end` of a rank's shard of a bucket."""
 
     buffer: int
     bucket: int
@@ -36,30 +33,17 @@ class Piece(msgspec.Struct, frozen=True):
     end: int
 
 
-class _Held(msgspec.Struct, frozen=True):
-    """An entry of a param's state: a tensor of `shape` and `dtype`, or, without a dtype, `value`.
-
-    `beside`: it lies where its param lies; a count of updates may be on the host.
-    """
-
-    key: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    beside: bool = True
-    value: Any = None
-
-
 class _Shard(msgspec.Struct, frozen=True):
-    """An owner's shard in words: param groups without params, their sizes, and the state of each param."""
+    """The description of a shard: param groups without params, sizes, and the state of each param."""
 
     groups: list[dict[str, Any]]
     sizes: list[list[int]]
     pieces: list[Piece]
-    states: list[list[_Held]]
+    states: list[list[Entry]]
 
 
 class _Update(msgspec.Struct, frozen=True):
-    """What an update needs besides gradients; `present` has a 1 for each param that has one."""
+    """The inputs of an update besides gradients; `present` has a 1 for each param that has a gradient."""
 
     groups: list[dict[str, Any]]
     present: bytes
@@ -74,8 +58,8 @@ class Mirror:
         ring: of the group whose ranks share the optimizer state.
         device: of the owner's params, which has none where its shard is padding alone.
 
-    Every rank of the group makes one at the same time, its state loaded. Raises LayoutError for an optimizer
-    that cannot be mirrored, and what the process group raises.
+    Every rank of the group makes one at the same time, its state loaded. Raises UnsupportedError for an
+    optimizer that cannot be mirrored, and what the process group raises.
     """
 
     def __init__(
@@ -83,7 +67,7 @@ class Mirror:
     ) -> None:
         self._owner = owner
         self._ring = ring
-        theirs: _Shard = _decoded(ring.swap_bytes(_encoded(_described(owner, where))), _Shard)
+        theirs: _Shard = optimizer_state.decode(ring.swap_bytes(_encoded(_described(owner, where))), _Shard)
         self.index = ring.previous
         self._pieces = theirs.pieces
         made = [
@@ -97,17 +81,17 @@ class Mirror:
 
     @property
     def nbytes(self) -> int:
-        """What the copy takes, gradients included, once it has all of Adam's state."""
+        """Bytes of the copy, gradients included, once it has all of Adam's state."""
         return 16 * self._grads.numel()
 
     def exchange(self) -> None:
-        """Before the door: give this rank's gradients to the next, take those of the one before."""
+        """Send this rank's gradients to the next rank, receive those of the previous one; before the door."""
         own = twin.params(self._owner)
         present = bytes(param.grad is not None for param in own)
         update = _encoded(_Update(twin.scalars(self._owner), present))
         given = (torch.zeros_like(param) if param.grad is None else param.grad for param in own)
         taken = self._ring.swap_bytes(update, chunks(given), pieces(self._grads))
-        theirs: _Update = _decoded(taken, _Update)
+        theirs: _Update = optimizer_state.decode(taken, _Update)
         for group, scalars in zip(self.optimizer.param_groups, theirs.groups, strict=True):
             group.update(scalars)
         sizes = [param.numel() for param in self._params]
@@ -121,7 +105,7 @@ class Mirror:
         self.optimizer.step()
 
     def on(self, optimizer: torch.optim.Optimizer) -> Mirror:
-        """This copy as it is in `optimizer`, a twin of the copy's own."""
+        """Return this mirror with its state in `optimizer`, a twin of its own optimizer."""
         other = copy.copy(self)
         other.optimizer = optimizer
         other._params = twin.params(optimizer)
@@ -141,21 +125,12 @@ class Mirror:
         self._ring.swap(chunks(own), pieces(taken))
         for param, part in zip(self._params, torch.split(taken, sizes), strict=True):
             param.copy_(part)
-        given = [
-            value.detach().reshape(-1)
-            for param in twin.params(self._owner)
-            for value in self._owner.state.get(param, {}).values()
-            if isinstance(value, torch.Tensor)
+        given = tensors_of(self._owner)
+        landed = [
+            tensor.view(-1)
+            for param, entries in zip(self._params, theirs.states, strict=True)
+            for tensor in make_state(self.optimizer, param, entries)
         ]
-        landed: list[torch.Tensor] = []
-        for param, entries in zip(self._params, theirs.states, strict=True):
-            for entry in entries:
-                value: Any = entry.value
-                if entry.dtype:
-                    device = param.device if entry.beside else torch.device("cpu")
-                    value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
-                    landed.append(value.view(-1))
-                self.optimizer.state[param][entry.key] = value
         self._ring.swap(
             (part for tensor in given for part in pieces(tensor)),
             (part for tensor in landed for part in pieces(tensor)),
@@ -166,50 +141,19 @@ def _described(owner: torch.optim.Optimizer, where: Sequence[Piece]) -> _Shard:
     params = twin.params(owner)
     for param in params:
         if param.dtype != torch.float32 or param.dim() != 1:
-            raise LayoutError(
+            raise UnsupportedError(
                 f"{type(owner).__name__} updates a tensor of {param.dtype} and shape {tuple(param.shape)}: "
                 "mirror replicas need flat float32 main params; set TTP_REPLICA=split or none"
             )
-    states = [
-        [
-            _Held(
-                key,
-                str(value.dtype).removeprefix("torch."),
-                tuple(value.shape),
-                value.device == param.device,
-            )
-            if isinstance(value, torch.Tensor)
-            else _Held(key, value=value)
-            for key, value in owner.state.get(param, {}).items()
-        ]
-        for param in params
-    ]
     sizes = [[param.numel() for param in group["params"]] for group in owner.param_groups]
-    return _Shard(twin.scalars(owner), sizes, list(where), states)
+    return _Shard(twin.scalars(owner), sizes, list(where), entries_of(owner))
 
 
 def _encoded(message: _Shard | _Update) -> bytes:
     try:
-        return msgspec.msgpack.encode(message, enc_hook=_written)
+        return optimizer_state.encode(message)
     except TypeError as error:
-        raise LayoutError(
+        raise UnsupportedError(
             f"mirror replicas cannot pass on what the optimizer's param groups or its state hold: {error}; "
             "set TTP_REPLICA=split or none"
         ) from error
-
-
-def _decoded(data: bytes, kind: type[Any]) -> Any:
-    return msgspec.msgpack.decode(data, type=kind, ext_hook=_read)
-
-
-def _written(value: Any) -> msgspec.msgpack.Ext:
-    """Some optimizers count their updates in a tensor of one number (MindSpeed's AdamW)."""
-    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dtype not in _COUNTS:
-        raise NotImplementedError
-    told = {"dtype": str(value.dtype).removeprefix("torch."), "shape": value.shape, "number": value.item()}
-    return msgspec.msgpack.Ext(_COUNT, msgspec.msgpack.encode(told))
-
-
-def _read(code: int, data: memoryview) -> torch.Tensor:
-    told = msgspec.msgpack.decode(data)
-    return torch.tensor(told["number"], dtype=getattr(torch, told["dtype"])).reshape(told["shape"])

@@ -23,7 +23,7 @@ _LENGTH = 8
 
 
 def stride(nodes: Sequence[int]) -> int:
-    """How far apart neighbours are, so that as many as possible are on different nodes.
+    """Return the distance between neighbours that puts as many as possible on different nodes.
 
     Args:
         nodes: the node of each rank of the group, at least two ranks.
@@ -37,7 +37,7 @@ def stride(nodes: Sequence[int]) -> int:
 
 
 class Ring:
-    """This rank's place in the ring of `group`, `step` ranks from its neighbours (see `stride`).
+    """The neighbours of this rank in the ring of `group`, each `step` ranks away (see `stride`).
 
     previous  the index in the group of the rank that is taken from
     """

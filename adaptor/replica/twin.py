@@ -12,13 +12,13 @@ import torch
 def make(
     owner: torch.optim.Optimizer, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the owner's class with other params, without state and without hooks.
+    """Make an optimizer of the owner's class with other params, without state and without hooks.
 
-    It is not constructed: what a class was constructed with is not always among its `defaults`.
+    Its class is not called: the arguments of a constructor are not always among its `defaults`.
 
     Args:
-        params: by param group.
-        groups: what the param groups say besides.
+        params: the params of each param group.
+        groups: the other entries of each param group.
     """
     twin: torch.optim.Optimizer = object.__new__(type(owner))
     # A scheduler of torch counts the steps by a `step` of the object's own.
@@ -33,12 +33,12 @@ def make(
 
 
 def params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All of them, in the order of the param groups."""
+    """Return all params, in the order of the param groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def scalars(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each param group says besides its params."""
+    """Return the entries of each param group besides its params."""
     return [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]

@@ -35,7 +35,7 @@ VOCABULARY, LENGTH, BATCH = 256, 32, 2
 
 def main() -> None:
     args = arguments()
-    # On a CPU under plain torchrun: `python -m adaptor.devices.cpu` before the script.
+    # On a CPU under plain torchrun: `python -m adaptor.devices cpu` before the script.
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=args.instances)
@@ -74,9 +74,9 @@ def main() -> None:
     )
     model.config.grad_scale_func = optimizer.scale_loss
     for step in range(done + 1, args.iters + 1):
-        protection.begin_step(step)  # (ttp)
-        loss, grad_norm = train_step(step, model, optimizer)
-        scheduler.step(increment=BATCH * size)
+        with protection.step(step):  # (ttp)
+            loss, grad_norm = train_step(step, model, optimizer)
+            scheduler.step(increment=BATCH * size)
         if torch.distributed.get_rank() == 0:
             print(f"step {step} loss {loss.hex()} grad norm {float(grad_norm).hex()}", flush=True)
     torch.distributed.destroy_process_group()

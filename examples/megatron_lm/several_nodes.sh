@@ -3,6 +3,7 @@
 # every node sees.
 #
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=10.0.0.1 GLOO_SOCKET_IFNAME=enp189s0f0 \
+#       TTP_TLS_CERT=node0.pem TTP_TLS_KEY=node0.key TTP_TLS_CA=signer.pem \
 #       MEGATRON=... DATA=... TOKENIZER=... SAVE=... ./several_nodes.sh [more arguments of pretrain_gpt.py]
 set -euo pipefail
 : "${NNODES:?how many nodes}" "${NODE_RANK:?which of them this is, from 0 on}"
@@ -15,9 +16,9 @@ export PET_MASTER_ADDR=$MASTER_ADDR PET_MASTER_PORT=${MASTER_PORT:-29400}
 # The network between the nodes: over it the survivors bring their shards together. It is the interface that has the
 # node's address in `ip address`.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:?an interface of this node, as enp189s0f0}
-# Agents on several machines speak TLS with certificates (TTP_TLS_CERT, TTP_TLS_KEY, TTP_TLS_CA). Without them they are
-# told here to speak plain: only if you trust the network between them.
-if [[ -z ${TTP_TLS_CERT:-} ]]; then export TTP_TLS=${TTP_TLS:-plain}; fi
+# Agents on several machines speak TLS, with the certificates in TTP_TLS_CERT, TTP_TLS_KEY and TTP_TLS_CA
+# (docs/several_nodes.md makes them with openssl). TTP_TLS=plain is for a network in which you trust every machine. With
+# neither, ttprun refuses to start.
 # Seconds that an incident may last, besides a save that makes progress; then the job ends without one.
 export TTP_OT=${TTP_OT:-120}
 

@@ -32,9 +32,9 @@ fi
 # The address of node 0. There the rendezvous is, at MASTER_PORT, and the controller listens, at port 8000 (TTP_PORT) or
 # the next free one; nodes 1 to 3 stand by for it. Let these ports through between the nodes.
 export MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} MASTER_PORT=${MASTER_PORT:-6000}
-# Agents on several machines speak TLS with certificates (TTP_TLS_CERT, TTP_TLS_KEY, TTP_TLS_CA). Without them they are
-# told here to speak plain: only if you trust the network between them.
-if [[ -z ${TTP_TLS_CERT:-} ]]; then export TTP_TLS=${TTP_TLS:-plain}; fi
+# Agents on several machines speak TLS, with the certificates in TTP_TLS_CERT, TTP_TLS_KEY and TTP_TLS_CA
+# (docs/several_nodes.md makes them with openssl). TTP_TLS=plain is for a network in which you trust every machine. With
+# neither, ttprun refuses to start on several nodes.
 # Seconds that an incident may last, besides a save that makes progress; then the job ends without one.
 export TTP_OT=${TTP_OT:-360}
 # False: plain torchrun and the plain framework, as with `torchrun` in the place of `ttprun`.

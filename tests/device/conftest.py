@@ -16,6 +16,7 @@ from adaptor.devices.accelerator import Accelerator
 from adaptor.devices.cuda import Cuda
 from adaptor.devices.npu import Npu
 from tests.device.recording import Machine
+from tests.unit.nodes import wait_until
 from tests.unit.threads import LONG_S
 
 LANDING = 64  # bytes, so that small tensors take several parts
@@ -41,9 +42,8 @@ def machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     # What was given up may only begin now, and must not find torch's own functions.
     for stream in made.made:
         stream.unblock()
-    for thread in threading.enumerate():
-        if thread.name == "ttp-device":
-            thread.join(LONG_S)
+    # A thread of the reserve has that name while it has something to do.
+    wait_until(lambda: all(thread.name != "ttp-device" for thread in threading.enumerate()), "they are done")
     made.close()
 
 

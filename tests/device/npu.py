@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from adaptor.devices.device import within
 from adaptor.devices.npu import Npu
+from adaptor.threads import within
 
 LIMIT_S = 60.0
 # On the main thread's stream, for longer than the copies of some megabytes take.

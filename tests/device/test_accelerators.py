@@ -19,7 +19,7 @@ from adaptor.devices.accelerator import Accelerator
 from adaptor.devices.cuda import Cuda
 from adaptor.devices.device import HOST
 from adaptor.devices.npu import Npu
-from adaptor.errors import LayoutError
+from adaptor.errors import UnsupportedError
 from tests.device.conftest import NAMES, SHORT_S, in_a_thread
 from tests.device.recording import ERROR, Machine
 from tests.unit.threads import LONG_S
@@ -217,7 +217,7 @@ def test_the_device_is_that_of_the_tensors(
 
 def test_another_kind_of_device_is_refused() -> None:
     there: Any = SimpleNamespace(device=torch.device("xpu", 0))
-    with pytest.raises(LayoutError, match=r"the model lies on xpu:0: .* from cpu, cuda and npu"):
+    with pytest.raises(UnsupportedError, match=r"the model lies on xpu:0: .* from cpu, cuda, npu"):
         devices.of([there])
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from adaptor import devices
 from adaptor.errors import ConfigError
+from tests.faults import warm
 
 
 def run(code: str, *, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -28,9 +29,10 @@ def run(code: str, *, cwd: Path | None = None, **environment: str) -> subprocess
 
 
 def on_cpu(code: str, *, cwd: Path | None = None, **environment: str) -> None:
-    """Run `code` with the device active; what it asserts must hold."""
+    """Run `code` with the device active; what it asserts must hold. torch has been imported before."""
     start = "from adaptor import devices\ndevices.activate('cpu')\nimport torch\n"
-    done = run(start + textwrap.dedent(code), cwd=cwd, **environment)
+    command = [sys.executable, "-c", start + textwrap.dedent(code)]
+    done = warm.run(command, cwd=cwd, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
 
 
@@ -42,9 +44,16 @@ def test_no_name_touches_nothing() -> None:
 
 
 def test_an_unknown_name_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^TTP_DEVICE is 'gpu': use one of cpu") as refused:
+    with pytest.raises(
+        ConfigError, match=r"^TTP_DEVICE is 'gpu': it must be one of cpu, cuda, npu, or"
+    ) as refused:
         devices.activate("gpu")
     assert "\n" not in str(refused.value)
+
+
+def test_a_device_of_the_frameworks_own_is_not_chosen() -> None:
+    with pytest.raises(ConfigError, match=r"^TTP_DEVICE is 'cuda', on which .*: leave TTP_DEVICE out$"):
+        devices.activate("cuda")
 
 
 def test_too_late_is_refused(tmp_path: Path) -> None:
@@ -63,7 +72,7 @@ def test_only_the_device_is_imported() -> None:
         """
         import sys
         ours = {name.split(".")[1] for name in sys.modules if name.startswith("adaptor.")}
-        assert ours == {"devices", "errors", "patching", "patches"}, ours
+        assert ours == {"devices", "errors", "patching", "patches", "plug_ins"}, ours
         """
     )
 
@@ -273,7 +282,7 @@ def test_a_spawned_process_does_not_import_the_script(tmp_path: Path) -> None:
         ).replace("SCRIPT_DIRECTORY", repr(str(tmp_path)))
     )
     done = subprocess.run(
-        [sys.executable, "-m", "adaptor.devices.cpu", script, "--flag"],
+        [sys.executable, "-m", "adaptor.devices", "cpu", script, "--flag"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -312,7 +321,7 @@ def test_the_end_of_a_script(end: str, code: int, said: list[str], tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + end)
     done = subprocess.run(
-        [sys.executable, "-m", "adaptor.devices.cpu", str(script)],
+        [sys.executable, "-m", "adaptor.devices", "cpu", str(script)],
         capture_output=True,
         text=True,
         timeout=120,

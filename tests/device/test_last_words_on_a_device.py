@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.checkpoint.megatron import TrainingState
 from adaptor.checkpoint.trainee import MegatronTrainee
-from adaptor.control.messages import GroupOrder
-from adaptor.control.session import DumpRun
+from adaptor.checkpoint.training_state import TrainingState
 from adaptor.devices.accelerator import Accelerator
 from adaptor.devices.device import HOST, Device
+from adaptor.protocol import naming
+from adaptor.protocol.messages import GroupOrder
+from adaptor.protocol.state_provider import DumpRun
 from tests.device.conftest import SHORT_S, in_a_thread
 from tests.device.recording import Machine
 from tests.unit.test_checkpoint_dump import RECORD, Rank
@@ -35,9 +36,9 @@ def on_the_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Rank:
     return rank
 
 
-def trainee_on(device: Device, state: TrainingState) -> MegatronTrainee:
+def trainee_on(device: Device, state: TrainingState, save: Path | str = "") -> MegatronTrainee:
     unused: Any = None
-    trainee = MegatronTrainee(state, "", (), unused, dict, dict, int, lambda: None)
+    trainee = MegatronTrainee(state, str(save), (), unused, dict, dict, int, lambda: None)
     vars(trainee)["device"] = device  # in the place of the one that its tensors tell
     return trainee
 
@@ -66,9 +67,10 @@ def test_last_words_are_written_while_the_default_stream_is_blocked(
     machine.default.block()
     machine.calls.clear()
     for state, taken, where in ((rank.state, record, device), (Rank(0, 1).state, RECORD, HOST)):
-        folder = tmp_path / ("host" if where is HOST else "device")
+        folder = tmp_path / ("host" if where is HOST else "device") / naming.temporary_name(RECORD.step)
+        folder.mkdir(parents=True)
         run = DumpRun(0, str(folder), 1, lambda ranks: None, lambda count: None, lambda: False, past=False)
-        trainee = trainee_on(where, state)
+        trainee = trainee_on(where, state, folder.parent)
         in_a_thread(lambda trainee=trainee, taken=taken, run=run: trainee.dump(taken, order, run))
     assert {what for _, what, _ in machine.calls} == {"copy"}
     files = [path.relative_to(tmp_path / "host") for path in (tmp_path / "host").rglob("*.1")]

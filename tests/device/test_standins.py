@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.faults import warm
 
 STANDINS = Path(__file__).resolve().parents[1] / "standins"
 # In a process of its own: the stand-ins replace functions of torch.
@@ -84,8 +85,6 @@ for one, other in zip(again, torch.autograd.grad(found, (query, key, value), wan
 
 
 def test_the_stand_ins_compute_what_their_interface_says() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(STANDINS), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
-    )
+    environment = {**os.environ, "PYTHONPATH": str(STANDINS)}
+    done = warm.run([sys.executable, "-c", SCRIPT], env=environment)
     assert done.returncode == 0, done.stderr

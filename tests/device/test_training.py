@@ -9,22 +9,19 @@ from typing import Any
 
 import pytest
 
+from tests.faults import warm
 from tests.frameworks import args, prepare, record
 
 
 def train(out: Path, processes: int, **arguments: Any) -> dict[int, dict[int, dict[str, Any]]]:
     """What each rank recorded at each iteration, but for the times."""
     script = prepare.megatron_lm() / "pretrain_gpt.py"
-    done = subprocess.run(
+    done = warm.run(
         args.torchrun(processes, out, script, args.tiny_gpt(**arguments)),
         env=args.environment(),
         cwd=script.parent,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         timeout=240,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return {

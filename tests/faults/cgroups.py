@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ SLOW = "TTP_TEST_SLOW_GROUP"
 _ROOT = Path("/sys/fs/cgroup")
 _UNIFIED = (_ROOT / "cgroup.controllers").exists()
 _LIMIT = 64 << 20
+_GONE_WITHIN_S = 60.0
 # Far more than the limit: a group that does not stop it is a failure of the test.
 _HOARD = 16 * _LIMIT
 
@@ -47,6 +50,30 @@ def slow_writes(device: Path, rate: int) -> Iterator[Path]:
         yield group
 
 
+@contextmanager
+def no_more_threads(process: int) -> Iterator[Path]:
+    """A group with `process`, and what it starts from now on, in which nothing more can be started.
+
+    Raises like the others. In the end the process is back where it was.
+    """
+    with _group("pids", {}) as group:
+        hierarchy = "0" if _UNIFIED else "pids"
+        lines = Path(f"/proc/{process}/cgroup").read_text().splitlines()
+        (home,) = [
+            path
+            for number, names, path in (line.split(":", 2) for line in lines)
+            if hierarchy in (number, *names.split(","))
+        ]
+        join(group, process)
+        try:
+            (group / "pids.max").write_text((group / "pids.current").read_text())
+            yield group
+        finally:
+            root = _ROOT if _UNIFIED else _ROOT / "pids"
+            for each in (group / "cgroup.procs").read_text().split():
+                join(root / home.lstrip("/"), int(each))
+
+
 def killed_in(group: Path) -> int:
     """How many processes the kernel has killed there for want of memory."""
     events = group / ("memory.events" if _UNIFIED else "memory.oom_control")
@@ -74,4 +101,16 @@ def _group(controller: str, limits: dict[str, object]) -> Iterator[Path]:
             (path / name).write_text(str(limit))
         yield path
     finally:
-        path.rmdir()
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Of a process that has just ended the kernel may not have let go yet."""
+    until = time.monotonic() + _GONE_WITHIN_S
+    while True:
+        try:
+            return path.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.05)

@@ -8,7 +8,6 @@ import gc
 import json
 import math
 import os
-import re
 import signal
 import sys
 import threading
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
+from adaptor.protocol.environment import NEWCOMER
 from tests.faults import cgroups, disks, namespaces
 
 # Where a fault strikes in the step that it names.
@@ -34,6 +34,8 @@ PHASES = {
     "update": "when the first parameter has been updated",
     "gather": "after the update, before the parameters are gathered",
     "between": "after the step, before the next",
+    "evaluation": "in an evaluation between two steps",
+    "logging": "between two steps, when their figures are written down",
     "save": "in a regular save, before anything is written",
     "save-write": "in a regular save, in the middle of a file (on a rank that writes)",
     "save-barrier": "in a regular save, when this rank has written",
@@ -49,6 +51,8 @@ PHASES = {
 KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")
 # The kernel kills it for want of memory; where no group with a limit was made, by the same signal.
 KINDS += ("oom",)
+# It is killed when a spare process waits on its node.
+KINDS += ("sigkill-beside-a-spare",)
 # What is done to the agent of the rank.
 KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint", "agent-sigint-twice")
 # SIGTERM to the agent and to every process below it, the children of workers included.
@@ -57,6 +61,8 @@ KINDS += ("tree-sigterm",)
 KINDS += ("deadlock", "sigstop", "holds-the-gil")
 # Data loaders that never return, and a collective that never completes: nobody sends what it waits for.
 KINDS += ("loaders-stopped", "unanswered")
+# A collective of gloo that nothing wakes, as where gloo forgets a send that was half written.
+KINDS += ("forgotten",)
 # The network between the nodes is cut, without a word to anyone or with the link down, and mended where the
 # fault says when.
 KINDS += ("cut", "unplugged")
@@ -116,6 +122,8 @@ class Injector:
     def __init__(self, faults: list[Fault], stamp: Path | None) -> None:
         self._rank = int(os.environ["RANK"])
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if NEWCOMER in os.environ:  # the fault has struck the process whose place this one takes
+            restart = -1
         self._faults = [fault for fault in faults if fault.rank == self._rank and fault.restart == restart]
         self._stamp = stamp
         self.step = 0
@@ -140,6 +148,7 @@ class Injector:
                 "phase": fault.phase,
                 "kind": fault.kind,
                 "restart": fault.restart,
+                "spare": _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else 0,
             }
             descriptor = os.open(self._stamp, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             os.write(descriptor, (json.dumps(line) + "\n").encode())
@@ -148,7 +157,7 @@ class Injector:
             os.kill(_sibling(fault.also), signal.SIGKILL)
         sys.stdout.flush()
         match fault.kind:
-            case "sigkill":
+            case "sigkill" | "sigkill-beside-a-spare":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -181,6 +190,8 @@ class Injector:
                     os.kill(process, signal.SIGSTOP)
             case "unanswered":
                 _wait_for_nobody()
+            case "forgotten":
+                _wait_for_forgotten_work()
             case "cut" | "unplugged":
                 namespaces.cut() if fault.kind == "cut" else namespaces.unplug()
                 if fault.heals is not None:
@@ -214,7 +225,7 @@ class Injector:
             case "sigstop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "holds-the-gil":
-                re.match(r"(a+)+$", "a" * 64 + "b")
+                _hold_the_interpreter_lock()
             case "os._exit":
                 os._exit(fault.code)
             case "sys.exit":
@@ -225,10 +236,28 @@ class Injector:
 
 def _until_it_is_known() -> None:
     """That the job is to end: where the agent is slow, the training might come to its own end before."""
-    from adaptor.control import runtime
+    from adaptor.worker import runtime
 
     while not runtime.get().session.door.closed:
         time.sleep(0.005)
+
+
+def _waiting_spare() -> int:
+    """Return its pid once it has imported everything: then it says by its name what it is."""
+    while True:
+        for process in _tree(os.getppid()):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{process}/comm").read_text() == "ttp-spare\n":
+                    return process
+        time.sleep(0.01)
+
+
+def _hold_the_interpreter_lock() -> None:
+    """Wait in C for a mutex that this thread has, and let no other thread run Python; no signal ends it."""
+    mutex = ctypes.create_string_buffer(256)  # of zeros: PTHREAD_MUTEX_INITIALIZER
+    lock = ctypes.PyDLL(None).pthread_mutex_lock  # a call by PyDLL keeps the interpreter's lock
+    lock(mutex)
+    lock(mutex)
 
 
 def _spoil() -> None:
@@ -244,6 +273,24 @@ def _wait_for_nobody() -> None:
 
     there = (int(os.environ["RANK"]) + 1) % int(os.environ["WORLD_SIZE"])
     torch.distributed.recv(torch.zeros(1), src=there, tag=1)
+
+
+def _wait_for_forgotten_work() -> None:
+    """In gloo, over connections that belong to no group of the framework: nobody shuts them down."""
+    import torch
+    from torch.distributed import HashStore, ProcessGroupGloo
+
+    store, groups = HashStore(), {}
+
+    def make(rank: int) -> None:
+        groups[rank] = ProcessGroupGloo(store, rank, 2, timedelta(hours=1))
+
+    other = threading.Thread(target=make, args=(1,))
+    other.start()
+    make(0)
+    other.join()
+    handle = groups[0].recv([torch.zeros(1)], 1, 0)
+    handle.wait()
 
 
 def _move_the_clock(by: timedelta) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.faults import leftovers
+from tests.faults import leftovers, warm
 from tests.faults.fault import Fault
 from tests.faults.namespaces import Namespaces
 from tests.faults.publishing import VARIABLE as PUBLISHING
@@ -28,7 +29,6 @@ from tests.ports import free_ports
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests/frameworks/record.py"
 INJECT = ROOT / "tests/faults/inject.py"
-WARM = ROOT / "tests/faults/warm.py"
 # Set: every launcher and every worker is an interpreter of its own, as a user starts them.
 COLD = "TTP_TEST_COLD"
 SHARED = ROOT / "tests/device/gpu/shared.py"
@@ -43,7 +43,9 @@ def _index() -> tempfile.TemporaryDirectory[str]:
 
     It is not written in one go: no two jobs that run at the same time may share it.
     """
-    return tempfile.TemporaryDirectory(prefix="ttp-index-")
+    index = tempfile.TemporaryDirectory(prefix="ttp-index-")
+    atexit.register(index.cleanup)
+    return index
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ class Layout:
     @property
     def data_parallel_size(self) -> int:
         return self.processes // (self.tp * self.pp)
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What makes a difference to the framework when it loads a checkpoint, besides names and sizes."""
+        options = "--optimizer", "--num-layers-per-virtual-pipeline-stage", "--num-experts", "--ckpt-format"
+        return self.distributed_optimizer, self.precision, [each for each in options if each in self.extra]
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -159,7 +167,7 @@ class Job:
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
-    cold       start as a user does; else workers are forks that have torch imported (`warm.py`)
+    cold       start as a user does; else launchers and workers are forks that have torch imported (`warm.py`)
     program    of another framework
     publishing what breaks while a checkpoint is published: NODE POINT KIND of `publishing.py`
     device     cpu; cuda: a GPU for each process; shared: one for all
@@ -258,10 +266,9 @@ def run(job: Job) -> Ended:
     for node, log in enumerate(logs):
         with log.open("wb") as sink:
             command = _command(job, node, ports[0])
+            start = subprocess.Popen if _cold(job) else warm.Warm
             agents.append(
-                subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, cwd=ROOT
-                )
+                start(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, cwd=ROOT)
             )
     try:
         codes = _wait(agents, job.timeout_s)
@@ -288,14 +295,17 @@ def run(job: Job) -> Ended:
     return ended
 
 
+def _cold(job: Job) -> bool:
+    """Whether every process is an interpreter of its own; what has used a device cannot be forked."""
+    return job.cold or job.device != "cpu"
+
+
 def _command(job: Job, node: int, port: int) -> list[str]:
     layout = job.layout
     if job.publishing:
         launcher = [sys.executable, str(Path(__file__).with_name("publishing.py"))]
-    elif job.cold or job.device != "cpu":
-        launcher = [str(Path(sys.executable).with_name(job.launcher))]
     else:
-        launcher = [sys.executable, str(WARM), job.launcher]
+        launcher = [str(Path(sys.executable).with_name(job.launcher))]
     command = [
         *launcher,
         *("--nproc-per-node", str(layout.processes // job.nodes)),
@@ -312,7 +322,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         command += ["--ttp-replica", layout.replica]
     command += job.options
     if job.device == "cpu" and job.launcher == "torchrun":
-        command += ["-m", "adaptor.devices.cpu"]
+        command += ["-m", "adaptor.devices", "cpu"]
     if job.device == "shared":
         command += [str(SHARED), *(("--at", *job.breaks) if job.breaks else ())]
     if job.script is None:
@@ -326,6 +336,15 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         return [*command, *job.program(job)]
     framework = job.framework or prepare.megatron_lm()
     return [*command, str(framework / "pretrain_gpt.py"), *_training(job)]
+
+
+def worker_command(job: Job) -> list[str]:
+    """The script of one worker and its arguments, as the launcher would be given them."""
+    command = [str(RECORD), str(job.out / "record")]
+    if job.faults:
+        command += [str(INJECT), "--stamp", str(job.out / "stamps")]
+        command += [f"--fault={Fault.parse(fault)}" for fault in job.faults] + ["--"]
+    return [*command, str((job.framework or prepare.megatron_lm()) / "pretrain_gpt.py"), *_training(job)]
 
 
 def _training(job: Job) -> list[str]:

@@ -78,6 +78,9 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
             _wrap(module, name, strikes_after)
 
     _follow_the_steps(injector)
+    before("evaluation", "megatron.training.training", "evaluate")
+    if injector.expects("logging"):
+        _wrap("record", "Recorder.add", _logging(injector))
     before("start", "megatron.training.training", "setup_model_and_optimizer")
     before("data", "megatron.training.utils", "get_batch_on_this_tp_rank")
     _wrap("megatron.core.transformer.transformer_block", "TransformerBlock.forward", _layers(injector))
@@ -90,15 +93,15 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     _wrap("ascendspeed.model.transformer", "ParallelTransformer.forward", _layers(injector))
     after("overflow", "megatron.core.optimizer.optimizer", "ChainedOptimizer.prepare_grads")
     before("norm", "megatron.core.optimizer.clip_grads", "get_grad_norm_fp32", "clip_grad_norm_fp32")
-    after("door-before", "adaptor.control.board", "Board.ready")
-    _wrap("adaptor.control.door", "Door.enter", _door(injector))
-    before("freeze", "adaptor.control.session", "Session.freeze")
+    after("door-before", "adaptor.protocol.board", "Board.ready")
+    _wrap("adaptor.worker.door", "Door.enter", _door(injector))
+    before("freeze", "adaptor.worker.session", "Session.freeze")
     before("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump")
-    _wrap("adaptor.control.session", "Session.bring_to", _let_through(injector))
+    _wrap("adaptor.worker.session", "Session.bring_to", _let_through(injector))
     for act in ("send", "gather"):
         before("dump-gather", "adaptor.checkpoint.shards", act)
-    after("dump-write", "adaptor.checkpoint.manifest", "HashingFile.write")
-    after("dump-written", "adaptor.checkpoint.megatron", "write_files")
+    after("dump-write", "adaptor.checkpoint.hashing", "HashingFile.write")
+    after("dump-written", "adaptor.checkpoint.state_writer", "write_files")
     if injector.expects("update"):
         _watch_updates(injector)
     if injector.expects("copy"):
@@ -121,7 +124,16 @@ def _follow_the_steps(injector: Injector) -> None:
 
     _wrap("megatron.training.training", "train_step", step_is_known)
     # A script that uses the core as a library has a loop of its own.
-    _wrap("adaptor.control.session", "Session.begin_step", step_is_told)
+    _wrap("adaptor.worker.session", "Session.begin_step", step_is_told)
+
+
+def _logging(injector: Injector) -> Wrapper:
+    def strikes_before_figures_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        injector.step = args[0]  # also where nobody tells the adaptor of steps
+        injector.reach("logging")
+        return wrapped(*args, **kwargs)
+
+    return strikes_before_figures_are_kept
 
 
 def _layers(injector: Injector) -> Wrapper:

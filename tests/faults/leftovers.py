@@ -1,6 +1,7 @@
 """What a job must not leave behind: processes, ports, shared memory, socket files.
 
-Every process of a job carries a mark in its environment, so that none of them can hide after its end.
+Every process of a job carries a mark in its environment, so that none of them can hide after its end, and the
+mark stands in the names of its semaphores. What other jobs of this machine have or leave is not looked at.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-MARK = "TTP_TEST_JOB"
+from tests.faults.warm import MARK
+
 # What a killed process held is given back by the kernel a moment after its parent knows of its death; on a
 # machine with much other work that may be some seconds.
 GONE_WITHIN_S = 60.0
@@ -33,7 +35,7 @@ def assert_nothing_left(mark: str, ports: list[int], scratch: Path, shared_befor
 
 def end(mark: str) -> None:
     """End what a job has left."""
-    for pid in _processes(mark):
+    for pid in processes(mark):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -41,14 +43,15 @@ def end(mark: str) -> None:
 
 
 def shared_memory() -> set[str]:
-    """The names of shared memory on this machine."""
-    return {path.name for path in SHARED.iterdir()} if SHARED.is_dir() else set()
+    """Return the names of torch's shared memory on this machine."""
+    return {path.name for path in SHARED.glob("torch_*")}
 
 
 def _left(mark: str, ports: list[int], scratch: Path, shared_before: set[str]) -> list[str]:
-    left = [f"process {pid}: {_words(pid)}" for pid in _processes(mark)]
+    left = [f"process {pid}: {_words(pid)}" for pid in processes(mark)]
     left += [f"port {port}" for port in sorted(_listening() & set(ports))]
     left += [f"shared memory {name}" for name in sorted(_orphans(shared_memory() - shared_before))]
+    left += [f"semaphore {path.name}" for path in SHARED.glob(f"sem.*{mark}*")]
     left += [f"socket {path}" for path in scratch.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
     return left
 
@@ -57,7 +60,8 @@ def _everyone() -> Iterator[Path]:
     return (path for path in Path("/proc").iterdir() if path.name.isdigit())
 
 
-def _processes(mark: str) -> list[int]:
+def processes(mark: str) -> list[int]:
+    """Return the processes of this machine that have the mark of a job."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for process in _everyone():

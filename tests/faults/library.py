@@ -23,6 +23,8 @@ def train(
     faults: Sequence[str] = (),
     options: Sequence[str] = (),
     engine: str = "builtin",
+    script: Path = SCRIPT,
+    paths: Sequence[str] = (),
 ) -> Ended:
     """Run it to its end.
 
@@ -31,8 +33,10 @@ def train(
         instances: copies of the optimizer state without the adaptor.
         options: of the launcher.
         engine: builtin or mindio; the test is skipped where its SDK is not installed.
+        script: of the same flags as `train_core.py`.
+        paths: for PYTHONPATH, before Megatron-core's.
     """
-    paths = [str(prepare.megatron_core()), os.environ.get("PYTHONPATH", "")]
+    paths = [*paths, str(prepare.megatron_core()), os.environ.get("PYTHONPATH", "")]
     if engine == "mindio":
         options = [*options, "--ttp-engine", engine]
         paths += sdk.require()
@@ -45,7 +49,7 @@ def train(
         restarts=restarts,
         faults=faults,
         options=options,
-        script=SCRIPT,
+        script=script,
         arguments=[*arguments, "--iters", str(ITERATIONS), *copies],
         environment={"PYTHONPATH": path},
         cold=engine == "mindio" or harness.COLD in os.environ,

@@ -20,8 +20,8 @@ import wrapt
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from adaptor.checkpoint import publish
-from adaptor.checkpoint.naming import TRACKER
 from adaptor.launchers import ttprun
+from adaptor.protocol.naming import TRACKER
 
 VARIABLE = "TTP_TEST_PUBLISHING"
 
@@ -41,7 +41,7 @@ def main() -> int:
                 return wrapped(*args, **kwargs)
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-        name = {"name": "_name", "move-in": "_move_in", "announce": "_announce"}[point]
+        name = {"name": "_name", "move-in": "_move_in", "announce": "_tell_tracker"}[point]
         wrapt.wrap_function_wrapper(publish, name, breaks)
     return ttprun.main()
 

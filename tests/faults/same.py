@@ -44,6 +44,8 @@ def _differences(place: str, ours: Any, theirs: Any) -> Iterator[str]:
     elif isinstance(ours, torch.Tensor):
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             yield f"{place}: {ours.dtype} {tuple(ours.shape)} and {theirs.dtype} {tuple(theirs.shape)}"
+        elif ours.stride() != theirs.stride():
+            yield f"{place}: strides {ours.stride()} and {theirs.stride()}"
         elif _bits(ours) != _bits(theirs):
             yield f"{place}: other bits"
     elif isinstance(ours, numpy.ndarray):

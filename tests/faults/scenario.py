@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults import harness, outcome
+from tests.faults import harness, keeping, outcome
 from tests.faults.harness import ITERATIONS, Ended, Job, Layout
 from tests.faults.same import differences
-from tests.frameworks import record
+from tests.frameworks import prepare, record
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,18 @@ def baselines(
     device: str = "cpu",
     environment: Mapping[str, str] | None = None,
 ) -> BaselineOf:
-    """Trains a layout when it is first asked for, and keeps the run below `root`.
+    """Train a layout when it is first asked for, and keep the run below `root`.
 
-    framework  the tree of Megatron-LM; None: the one that the tests train
+    Args:
+        root: for all baselines; several processes, and later runs, may use it (`keeping`).
+        framework: the tree of Megatron-LM; None: the one that the tests train.
+        device: of the jobs.
+        environment: of the jobs, besides what every job has.
     """
+    tree = framework or prepare.megatron_lm()
 
     def baseline(layout: Layout) -> Baseline:
-        out = root / layout.name
-        if not (out / "done").exists():
-            shutil.rmtree(out, ignore_errors=True)
+        def train(out: Path) -> None:
             job = Job(
                 out,
                 layout,
@@ -52,7 +54,9 @@ def baselines(
             )
             ended = harness.run(job)
             assert ended.code == 0, ended.log[-3000:]
-            (out / "done").touch()
+
+        key = keeping.key(tree, layout, device, sorted((environment or {}).items()))
+        out = keeping.once(root / f"{layout.name}-{key[:16]}", train)
         return Baseline(record.read(out / "record"), out / "checkpoints")
 
     return baseline
@@ -80,6 +84,12 @@ def assert_last_words(save: Path, step: int, baseline: Baseline) -> None:
     assert differences(folder, baseline.checkpoints / folder.name) == []
 
 
+def first_of_each(layouts: Sequence[Layout]) -> list[bool]:
+    """Return for each layout whether it is the first of its state: what `survives` takes for `resumed`."""
+    states = [layout.state for layout in layouts]
+    return [state not in states[:number] for number, state in enumerate(states)]
+
+
 def goes_on(job: Job, baseline: Baseline, step: int) -> None:
     """The unmodified framework resumes from what `job` has left and trains as if nothing had happened."""
     resumed = harness.run(
@@ -100,12 +110,27 @@ def goes_on(job: Job, baseline: Baseline, step: int) -> None:
     outcome.assert_same_training(resumed, baseline.records, steps=range(step + 1, ITERATIONS + 1))
 
 
-def survives(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> Ended:
-    """Both: the job ends with its last words, and the unmodified framework goes on from them."""
+def survives(
+    job: Job, baseline: Baseline, *, code: int, saved: Collection[int], resumed: bool = False
+) -> Ended:
+    """The job ends with its last words, and says that nothing is lost.
+
+    The last words are bit for bit the files that the framework saved at that step, so what resumes from one
+    resumes from the other: a second job would show nothing new but once for each kind of state, whatever
+    the layout. The matrix (`tests/integration/matrix.py`) resumes in each of its cells.
+
+    Args:
+        job: what is run.
+        baseline: of its layout.
+        code: with which the job must end.
+        saved: the steps that it may save.
+        resumed: whether the unmodified framework must also train on from the last words.
+    """
     ended, step = ends(job, baseline, code=code, saved=saved)
     assert ended.last_line.startswith("[ttp] "), ended.last_line
     assert f"step {step} is saved, no finished step is lost" in ended.last_line
-    goes_on(job, baseline, step)
+    if resumed:
+        goes_on(job, baseline, step)
     return ended
 
 

@@ -1,69 +1,158 @@
-"""Starts a launcher whose workers are born with torch imported: `warm.py ttprun|torchrun ARGUMENTS`.
+"""Starts processes that are born with torch imported, as forks of a *starter*, in place of new interpreters.
 
-Of the CPU time of a tiny job four fifths are the imports of torch in every worker. Here the launcher
-imports, once, what every framework imports (not the framework, not the adaptor), and each worker is a fork of
-a process that has done so, in place of a new interpreter. The launcher, its workers, and what they run are
-the real ones; a worker is the launcher's own child, in a session of its own, with the environment that it
-was given.
+Most of the CPU time of a tiny job goes into imports of torch. A starter imports, once, what every framework
+imports (not the framework, not the adaptor), and forks itself for each process that is asked for. What runs
+is the real launcher, its real workers and the real scripts; a process is the child of the one that asked for
+it, in a session of its own, with the environment that it was given.
 
-A fork is only safe of a process with one thread, so it is not the launcher that forks, but the *starter*: a
-process that does nothing else. What it forks is handed to the launcher by the kernel, as an orphan to the
-nearest ancestor that takes orphans.
+- `Warm` is a `subprocess.Popen` whose child is a fork of the starter of this process. Tests start launchers
+  (`ttprun`, `torchrun`) and scripts with it. The starter lives as long as the process that uses it.
+- A launcher's fork has a starter of its own, forked before anything else, and its workers come from there.
+- `warm.py ttprun|torchrun ARGUMENTS` does the same for one launcher, without a test.
+
+A fork is only safe of a process with one thread, so it is not the asking process that forks. What a starter
+forks is handed over by the kernel, as an orphan to the nearest ancestor that takes orphans.
+
+What an interpreter reads from its environment when it starts is done again in the fork: PYTHONPATH, the
+random state of Python and MALLOC_PERTURB_. Hash seeds and what torch reads when it is imported are the
+starter's.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
+import inspect
 import json
+import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-# What Megatron-LM imports of torch and of others in its first second.
+# What Megatron-LM imports of torch and of others in its first second, and what launchers import of torch.
 PRELOADED = (
+    "asyncio",
     "einops",
+    "msgspec",
     "numpy",
     "psutil",
     "regex",
     "sentencepiece",
+    "six",
+    "ssl",
     "torch",
     "torch._dynamo",
+    "torch._inductor.compiler_bisector",
     "torch.distributed._tensor",
     "torch.distributed.checkpoint",
+    "torch.distributed.launcher.api",
     "torch.distributed.optim",
+    "torch.distributed.run",
     "torch.utils.cpp_extension",
     "torch.utils.data",
     "torch.utils.tensorboard",
+    "xxhash",
     "yaml",
 )
 LAUNCHERS = {"ttprun": "adaptor.launchers.ttprun", "torchrun": "torch.distributed.run"}
+# In the environment of a process that must not outlive its job. The starter has room for it in what the
+# kernel shows of its environment (/proc/PID/environ); a fork writes its own there.
+MARK = "TTP_TEST_JOB"
+_NO_MARK = "0" * 32
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
+_CLONE_NEWNET = 0x40000000
+_M_PERTURB = -6
+_libc = ctypes.CDLL(None, use_errno=True)
+_prctl = _libc.prctl
 
 
-class _Worker(subprocess.Popen):  # type: ignore[type-arg]
-    """What torch takes for a new interpreter."""
+class _Fork(subprocess.Popen):  # type: ignore[type-arg]
+    """What torch takes for a new interpreter: the child of a starter, and then of this process."""
 
     starter: socket.socket
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        environment = rest[5]  # executable, preexec_fn, close_fds, pass_fds, cwd, env
-        assert args[:2] == (sys.executable, "-u"), args
+        cwd, environment = rest[4:6]  # executable, preexec_fn, close_fds, pass_fds, cwd, env
+        # ..., startupinfo, creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+        pipes = rest[9:15]
+        request = {
+            "command": list(map(str, args)),
+            "environment": dict(os.environ if environment is None else environment),
+            "folder": str(cwd or Path.cwd()),
+        }
+        descriptors = [
+            own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))
+        ]
         _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
-            _send(self.starter, [list(args[2:]), environment])
+            socket.send_fds(self.starter, [b"\0"], descriptors)
+            _send(self.starter, request)
             self.pid = _receive(self.starter)
         finally:
             _prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+class Warm(_Fork):
+    """Runs a command as `Popen` would, in a fork of the starter of this process.
+
+    The command begins with the interpreter (then a script, `-m` and a module, or `-c` and code) or with the
+    path of a launcher; before that may stand `nsenter --net=PATH`.
+    """
+
+    _mother: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+    def __init__(self, command: list[str], **given: Any) -> None:
+        self.starter = self._started()
+        super().__init__(command, **given)
+
+    @classmethod
+    def _started(cls) -> socket.socket:
+        if cls._mother is None or cls._mother[0].poll() is not None:
+            ours, theirs = socket.socketpair()
+            environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            environment.update(
+                {
+                    "OMP_NUM_THREADS": "1",
+                    "TORCHDYNAMO_DISABLE": "1",
+                    "PYTHONWARNINGS": "ignore",
+                    MARK: _NO_MARK,
+                }
+            )
+            process = subprocess.Popen(
+                [sys.executable, "-u", __file__, "--serve", str(theirs.fileno())],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+            theirs.close()
+            cls._mother = process, ours
+        return cls._mother[1]
+
+
+def run(command: list[str], *, timeout: float = 120, **given: Any) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` that captures the output and does not check; in a fork of the starter."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Warm(command, text=True, **{**pipes, **given}) as process:
+        try:
+            out, error = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 
 def _send(connection: socket.socket, what: Any) -> None:
@@ -88,16 +177,17 @@ def _exactly(stream: Any, count: int) -> bytes:
     return parts
 
 
-def _start_workers(connection: socket.socket) -> Callable[[], None]:
-    """The starter's life. Returns in a worker: what it is to do."""
-    launcher = os.getppid()
+def _serve(connection: socket.socket) -> Callable[[], None]:
+    """The starter's life. Returns in a fork: what it is to do."""
+    parent = os.getppid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:
+    if os.getppid() != parent:
         os._exit(0)
     os.setsid()  # Ctrl-C is not for it
     while True:
         try:
-            words, environment = _receive(connection)
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+            request = _receive(connection)
         except (EOFError, ConnectionError):
             os._exit(0)
         told, tell = os.pipe()
@@ -108,18 +198,58 @@ def _start_workers(connection: socket.socket) -> Callable[[], None]:
                 connection.close()
                 os.close(go)
                 os.write(tell, str(os.getpid()).encode())
-                os.read(wait, 1)  # its end: now the launcher is the parent
+                os.read(wait, 1)  # its end: now the one that asked is the parent
                 for end in (told, tell, wait):
                     os.close(end)
-                os.setsid()
-                os.environ.clear()
-                os.environ.update(environment)
-                return lambda: _run(words)
+                return _born(request, descriptors)
             os._exit(0)
         os.waitpid(middle, 0)
         _send(connection, int(os.read(told, 32)))
-        for end in (told, tell, wait, go):
+        for end in (told, tell, wait, go, *descriptors):
             os.close(end)
+
+
+def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], None]:
+    """Become the process that was asked for. Returns what it is to do."""
+    os.setsid()
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.chdir(request["folder"])
+    environment = request["environment"]
+    os.environ.clear()
+    os.environ.update(environment)
+    mark = environment.get(MARK, _NO_MARK)
+    _show(mark)
+    # Named semaphores (/dev/shm/sem.*) then tell whose they are.
+    multiprocessing.current_process()._config["semprefix"] = f"/mp-{mark}"  # type: ignore[attr-defined]
+    sys.path[1:1] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    random.seed()
+    tempfile.tempdir = None
+    if "MALLOC_PERTURB_" in environment:
+        _libc.mallopt(_M_PERTURB, int(environment["MALLOC_PERTURB_"]))
+    command = request["command"]
+    if command[0] == "nsenter":
+        with open(command[1].removeprefix("--net="), "rb") as namespace:  # noqa: PTH123
+            if _libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns to {namespace.name}")
+        command = command[2:]
+    name = Path(command[0]).name
+    if name in LAUNCHERS:
+        return _launcher(name, command)
+    words = command[2:] if command[1] == "-u" else command[1:]
+    if "--nproc-per-node" in words:  # a launcher by another name, or its module
+        return _with_a_starter(lambda: _run(words))
+    return lambda: _run(words)
+
+
+def _show(mark: str) -> None:
+    """Write the mark where the kernel shows the environment of this process."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end
+    at = ctypes.string_at(start, end - start).find(f"{MARK}=".encode())
+    if at >= 0 and len(mark) == len(_NO_MARK):
+        ctypes.memmove(start + at + len(MARK) + 1, mark.encode(), len(mark))
 
 
 def _run(words: list[str]) -> None:
@@ -128,20 +258,41 @@ def _run(words: list[str]) -> None:
         sys.argv = words[1:]
         sys.path[0] = str(Path.cwd())
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path[0] = ""
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = words
         sys.path[0] = str(Path(words[0]).resolve().parent)
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _launch(name: str, starter: socket.socket) -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+def _launcher(name: str, command: list[str]) -> Callable[[], None]:
+    def launch() -> None:
+        sys.path[0] = str(Path(sys.executable).parent)
+        sys.argv = [str(Path(sys.executable).with_name(name)), *command[1:]]
+        sys.exit(importlib.import_module(LAUNCHERS[name]).main())
 
-    _Worker.starter = starter
-    subprocess_handler.Popen = _Worker  # type: ignore[misc]
-    sys.path[0] = str(Path(sys.executable).parent)
-    sys.argv = [str(Path(sys.executable).with_name(name)), *sys.argv[2:]]
-    sys.exit(importlib.import_module(LAUNCHERS[name]).main())
+    return _with_a_starter(launch)
+
+
+def _with_a_starter(act: Callable[[], None]) -> Callable[[], None]:
+    """Fork a starter for the workers of a launcher. Returns in the launcher, and in each worker."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        return _serve(theirs)
+    theirs.close()
+
+    def launch() -> None:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        _Fork.starter = ours
+        subprocess_handler.Popen = _Fork  # type: ignore[misc]
+        act()
+
+    return launch
 
 
 def main() -> Callable[[], None]:
@@ -149,15 +300,38 @@ def main() -> Callable[[], None]:
         importlib.import_module(module)
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads after the imports: a fork is not safe"
+    # The framework asks for the module of a frame in each step, and Python then resolves the paths of all.
+    inspect.getmodule(main.__code__)
     gc.freeze()  # a collection would write to, and so copy, every page that is shared
-    ours, theirs = socket.socketpair()
-    if os.fork() == 0:
-        ours.close()
-        return _start_workers(theirs)
-    theirs.close()
-    return lambda: _launch(sys.argv[1], ours)
+    if sys.argv[1] == "--serve":
+        return _serve(socket.socket(fileno=int(sys.argv[2])))
+    return _launcher(sys.argv[1], sys.argv[1:])
+
+
+def leave(status: object) -> NoReturn:
+    """End this process as the interpreter does after `sys.exit(status)`, without taking itself apart.
+
+    Threads are joined, what was registered for the end is run, and the streams are flushed. What is left
+    out is the removal of every module and object: in a fork it copies every page that is shared, a third of
+    a CPU second for each process. An interpreter of its own does it, which is what tests marked `cold` start.
+    """
+    code = 0 if status is None else status
+    if not isinstance(code, int):
+        print(status, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed by the script, or its reader has gone
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":
     # Nothing of this module is on the stack of what runs, besides this line.
-    main()()
+    act = main()
+    try:
+        act()
+    except SystemExit as end:
+        leave(end.code)
+    leave(None)

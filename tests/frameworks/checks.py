@@ -6,14 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tests.faults import harness, outcome, scenario
-from tests.faults.harness import (
-    DP2,
-    DP3_FP32,
-    TP2_DP2,
-    Ended,
-    Job,
-    Layout,
-)
+from tests.faults.harness import DP2, DP3_FP32, TP2_DP2, Ended, Job, Layout
 from tests.faults.scenario import Baseline
 
 
@@ -42,21 +35,21 @@ def _undisturbed(job: Job, baseline: Baseline) -> Ended:
 
 
 def survives(step: int, code: int = 137) -> Callable[[Job, Baseline], Ended]:
-    return lambda job, baseline: scenario.survives(job, baseline, code=code, saved={step})
+    return lambda job, baseline: scenario.survives(job, baseline, code=code, saved={step}, resumed=True)
 
 
 def saves(step: int) -> Callable[[Job, Baseline], Ended]:
     return lambda job, baseline: scenario.ends(job, baseline, code=137, saved={step})[0]
 
 
-def goes_back(step: int) -> Callable[[Job, Baseline], Ended]:
-    def goes_back(job: Job, baseline: Baseline) -> Ended:
+def has_local_copy(step: int) -> Callable[[Job, Baseline], Ended]:
+    def has_local_copy(job: Job, baseline: Baseline) -> Ended:
         ended, _ = scenario.ends(job, baseline, code=137, saved={step})
         assert f"step {step} is saved, step {step + 1} was not finished on every rank" in ended.last_line
         scenario.goes_on(job, baseline, step)
         return ended
 
-    return goes_back
+    return has_local_copy
 
 
 def restarts(step: int) -> Callable[[Job, Baseline], Ended]:

@@ -21,7 +21,7 @@ from tests.frameworks.checks import (
     REFUSED,
     SAVED,
     Check,
-    goes_back,
+    has_local_copy,
     refused,
     restarts,
     saves,
@@ -55,7 +55,7 @@ def _breaks_off(layout: Layout) -> Check:
     return Check(
         layout,
         "exception of rank 0 in the update of step 6, SIGKILL of rank 1",
-        goes_back(5),
+        has_local_copy(5),
         SAVED.format(5),
         "rank=0,step=6,phase=update,kind=exception,also=1",
         arguments=("--local-copy-os",),

@@ -5,14 +5,18 @@ A tiny GPT under DDP and the distributed optimizer in bf16, on random tokens. Ea
 there, if there is one, and has its last words there, where the adaptor is enabled; it saves nothing itself.
 
 With `--context 2` two ranks share a sequence, half of it each: core's own attention for that is Transformer
-Engine's, so there is a plain one here. With `--freeze` the embedding is not trained.
+Engine's, so there is a plain one here. With `--freeze` the embedding is not trained. `--loop` says how the
+adaptor is told of the steps, or not told. `--give` makes a mistake in what it is given.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +114,30 @@ def resume(root: Path, model: DistributedDataParallel, optimizer: MegatronOptimi
     return step
 
 
+def begun(protection: Any, step: int) -> AbstractContextManager[None]:
+    """The step is told to begin, and nobody tells of its end."""
+    protection.begin_step(step)
+    return contextlib.nullcontext()
+
+
+LOOPS: dict[str, Callable[[Any, int], AbstractContextManager[None]]] = {
+    "step": lambda protection, step: protection.step(step),
+    "begin-step": begun,
+    "one-behind": lambda protection, step: begun(protection, step - 1),
+    "skips": lambda protection, step: protection.step(step + (step > 4)),
+    "no-step": lambda protection, step: contextlib.nullcontext(),
+    "unprotected": lambda protection, step: contextlib.nullcontext(),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="train a tiny GPT with megatron-core as a library")
     parser.add_argument("--iters", type=int, default=8)
     parser.add_argument("--instances", type=int, default=1, help="copies of the optimizer state")
     parser.add_argument("--context", type=int, default=1, help="ranks that share a sequence")
     parser.add_argument("--freeze", action="store_true", help="do not train the embedding")
+    parser.add_argument("--loop", choices=LOOPS, default="step", help="how the adaptor is told of steps")
+    parser.add_argument("--give", choices=["bare-model", "bare-optimizer", "twice"], help="to the adaptor")
     parser.add_argument("--record", type=Path, required=True, help="directory for the record of the run")
     parser.add_argument("--save", type=Path, help="directory of checkpoints")
     args = parser.parse_args()
@@ -135,18 +157,27 @@ def main() -> None:
     config.grad_scale_func = optimizer.scale_loss
     recorder = Recorder(args.record)
     step = resume(args.save, model, optimizer) if args.save else 0
-    protection = adaptor.protect(model=[model], optimizer=optimizer, save=args.save or "", step=step)
+    protection: Any = contextlib.nullcontext()
+    if args.loop != "unprotected":
+        given: dict[str, Any] = {"model": [model], "optimizer": optimizer}
+        if args.give == "bare-model":
+            given["model"] = model.module
+        elif args.give == "bare-optimizer":
+            given["optimizer"] = torch.optim.Adam(model.parameters())
+        for _ in range(2 if args.give == "twice" else 1):
+            protection = adaptor.protect(**given, save=args.save or "", step=step)
     for iteration in range(step + 1, args.iters + 1):
-        protection.begin_step(iteration)
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = model(**batch(iteration, parallel_state.get_data_parallel_rank())).mean()
-        optimizer.scale_loss(loss).backward()
-        finalize_model_grads([model])
-        done, grad_norm, _ = optimizer.step()
-        mean = loss.detach() / torch.distributed.get_world_size()
-        torch.distributed.all_reduce(mean)
-        recorder.add(iteration, {"lm loss": mean}, grad_norm, skipped=not done)
+        with LOOPS[args.loop](protection, iteration):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = model(**batch(iteration, parallel_state.get_data_parallel_rank())).mean()
+            optimizer.scale_loss(loss).backward()
+            finalize_model_grads([model])
+            done, grad_norm, _ = optimizer.step()
+            mean = loss.detach() / torch.distributed.get_world_size()
+            torch.distributed.all_reduce(mean)
+        with protection.phase("logging") if args.loop != "unprotected" else protection:
+            recorder.add(iteration, {"lm loss": mean}, grad_norm, skipped=not done)
     torch.distributed.destroy_process_group()
 
 

@@ -10,13 +10,11 @@ from tests.faults import harness
 
 # One test is two or three jobs, each of which ends itself by `harness.JOB_TIMEOUT_S`.
 TIMEOUT_S = 1200
-# Here every process is started as a user starts it; elsewhere workers are forks (`tests/faults/warm.py`).
-COLD = ("test_undisturbed", "test_refusals")
 
 
 @pytest.fixture(autouse=True)
 def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.path.stem in COLD:
+    if request.node.get_closest_marker("cold"):
         monkeypatch.setenv(harness.COLD, "1")
 
 

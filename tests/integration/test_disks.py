@@ -56,6 +56,24 @@ def test_the_disk_is_full(tmp_path: Path, baseline_of: BaselineOf, stack: ExitSt
     _refused(job, baseline, "No space left on device")
 
 
+@pytest.mark.robustness(
+    "B8",
+    "the disk has no room for last words beside a regular save that a kill has cut short",
+    "the half-written save is removed first, no step is lost",
+)
+def test_a_regular_save_that_was_cut_short_makes_room(
+    tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack
+) -> None:
+    baseline = baseline_of(DP2)
+    one = sum(path.stat().st_size for path in (baseline.checkpoints / "iter_0000004").rglob("*.*"))
+    disk = _enter(stack, disks.memory, tmp_path / "disk", one * 5 // 2)
+    faults = ["rank=0,step=8,phase=save-tracker,kind=sigkill"]
+    job = Job(tmp_path / "job", DP2, save=disk.place, save_interval=4, faults=faults)
+    ended = harness.run(job)
+    assert "step 8 is saved, no finished step is lost" in ended.last_line
+    assert_last_words(disk.place, 8, baseline)
+
+
 @pytest.mark.parametrize(
     ("make", "what", "words"),
     [

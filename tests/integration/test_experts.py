@@ -8,27 +8,37 @@ import pytest
 
 from tests.faults import harness, outcome
 from tests.faults.harness import MOE_DP2, MOE_EP2, MOE_EP2_DP2, MOE_EP2_MIRROR, MOE_TP2_EP2, Job, Layout
-from tests.faults.scenario import BaselineOf, survives
+from tests.faults.scenario import BaselineOf, first_of_each, survives
+
+KILLED = [
+    (MOE_DP2, 1, "backward", {5}),
+    (MOE_EP2, 0, "backward", {5}),
+    (MOE_EP2, 1, "update", {6}),
+    (MOE_EP2, 3, "door-after", {6}),
+    (MOE_EP2, 2, "gather", {6}),
+    (MOE_EP2_MIRROR, 0, "update", {6}),
+    (MOE_EP2_MIRROR, 3, "reduction", {5}),
+    (MOE_TP2_EP2, 1, "norm", {5}),
+]
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "phase", "saved"),
+    ("layout", "rank", "phase", "saved", "resumed"),
     [
-        pytest.param(layout, rank, phase, saved, id=f"{layout.name}-rank{rank}-{phase}")
-        for layout, rank, phase, saved in [
-            (MOE_DP2, 1, "backward", {5}),
-            (MOE_EP2, 0, "backward", {5}),
-            (MOE_EP2, 1, "update", {6}),
-            (MOE_EP2, 3, "door-after", {6}),
-            (MOE_EP2, 2, "gather", {6}),
-            (MOE_EP2_MIRROR, 0, "update", {6}),
-            (MOE_EP2_MIRROR, 3, "reduction", {5}),
-            (MOE_TP2_EP2, 1, "norm", {5}),
-        ]
+        pytest.param(layout, rank, phase, saved, resumed, id=f"{layout.name}-rank{rank}-{phase}")
+        for (layout, rank, phase, saved), resumed in zip(
+            KILLED, first_of_each([layout for layout, *_ in KILLED]), strict=True
+        )
     ],
 )
 def test_a_rank_is_killed(
-    layout: Layout, rank: int, phase: str, saved: set[int], tmp_path: Path, baseline_of: BaselineOf
+    layout: Layout,
+    rank: int,
+    phase: str,
+    saved: set[int],
+    resumed: bool,
+    tmp_path: Path,
+    baseline_of: BaselineOf,
 ) -> None:
     job = Job(
         tmp_path / "job",
@@ -36,7 +46,7 @@ def test_a_rank_is_killed(
         save=tmp_path / "save",
         faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
     )
-    survives(job, baseline_of(layout), code=137, saved=saved)
+    survives(job, baseline_of(layout), code=137, saved=saved, resumed=resumed)
 
 
 def test_experts_that_no_two_ranks_share(tmp_path: Path, baseline_of: BaselineOf) -> None:

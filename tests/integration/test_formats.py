@@ -39,7 +39,7 @@ def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:
 
 
 def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """What the survivors wrote trains on as what the framework wrote, cut as it was and in another way."""
+    """What the survivors wrote trains on, cut in another way, as what the framework wrote."""
     baseline = baseline_of(RESHARDABLE)
     job = Job(
         tmp_path / "job",

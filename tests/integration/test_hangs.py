@@ -12,6 +12,9 @@ from tests.faults.scenario import BaselineOf, restarts, survives
 
 # Steps take a tenth of a second here; a machine with much other work must not make a hang of one.
 HANG = ["--ttp-hang", "8"]
+DP2_EVALUATES = Layout(
+    "dp2-evaluates", 2, extra=("--eval-interval", "2", "--eval-iters", "1", "--split", "90,10,0")
+)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,23 @@ def test_a_job_that_hangs_goes_on(tmp_path: Path, baseline_of: BaselineOf) -> No
         faults=["rank=1,step=6,phase=backward,kind=deadlock"],
     )
     restarts(job, baseline_of(DP2), saved={5})
+
+
+@pytest.mark.robustness(
+    "A2", "a rank hangs in an evaluation or a save, others wait in the next step", "a hang, by its own limit"
+)
+def test_a_rank_hangs_in_an_evaluation(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """In the third one: the first has no limit, and is the measure of the others."""
+    job = Job(
+        tmp_path / "job",
+        DP2_EVALUATES,
+        save=tmp_path / "save",
+        options=HANG,
+        faults=["rank=1,step=6,phase=evaluation,kind=deadlock"],
+    )
+    ended = survives(job, baseline_of(DP2_EVALUATES), code=1, saved={6})
+    assert "rank 1 stands still, others wait; wait (threading.py:" in ended.last_line
+    assert "[ttp] protected from step 1 (split; any 1 rank)" in ended.said
 
 
 def test_what_takes_long_and_is_no_hang(tmp_path: Path, baseline_of: BaselineOf) -> None:

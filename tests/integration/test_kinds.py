@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import cgroups
-from tests.faults.harness import DP4, Job
+from tests.faults.harness import DP2, Job
 from tests.faults.scenario import BaselineOf, ends, survives
 
 
@@ -25,23 +25,23 @@ from tests.faults.scenario import BaselineOf, ends, survives
 def test_the_end_of_a_process(kind: str, code: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
     job = Job(
         tmp_path / "job",
-        DP4,
+        DP2,
         save=tmp_path / "save",
-        faults=[f"rank=2,step=6,phase=backward,kind={kind}"],
+        faults=[f"rank=1,step=6,phase=backward,kind={kind}"],
     )
-    survives(job, baseline_of(DP4), code=code, saved={5})
+    survives(job, baseline_of(DP2), code=code, saved={5})
 
 
 def test_a_process_that_is_told_to_end(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """It lives on as a holder until its agent has decided."""
     job = Job(
         tmp_path / "job",
-        DP4,
+        DP2,
         save=tmp_path / "save",
-        faults=["rank=2,step=5,phase=backward,kind=sigterm"],
+        faults=["rank=1,step=5,phase=backward,kind=sigterm"],
     )
-    ended = survives(job, baseline_of(DP4), code=143, saved={4, 5})
-    assert "rank 2 was told to end by SIGTERM" in ended.last_line
+    ended = survives(job, baseline_of(DP2), code=143, saved={4, 5})
+    assert "rank 1 was told to end by SIGTERM" in ended.last_line
 
 
 def test_the_kernel_kills_a_process_for_want_of_memory(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -49,13 +49,13 @@ def test_the_kernel_kills_a_process_for_want_of_memory(tmp_path: Path, baseline_
         with cgroups.too_little_memory() as group:
             job = Job(
                 tmp_path / "job",
-                DP4,
+                DP2,
                 save=tmp_path / "save",
-                faults=["rank=2,step=6,phase=backward,kind=oom"],
+                faults=["rank=1,step=6,phase=backward,kind=oom"],
                 environment={cgroups.MEMORY: str(group)},
             )
-            ended, _ = ends(job, baseline_of(DP4), code=137, saved={5})
+            ended, _ = ends(job, baseline_of(DP2), code=137, saved={5})
             assert cgroups.killed_in(group) == 1
     except OSError as error:
         pytest.skip(f"not on this machine, or not for this user: {error}")
-    assert "rank 2 was ended by SIGKILL" in ended.last_line
+    assert "rank 1 was ended by SIGKILL" in ended.last_line

@@ -25,42 +25,52 @@ from tests.faults.harness import (
     Job,
     Layout,
 )
-from tests.faults.scenario import BaselineOf, survives
+from tests.faults.scenario import BaselineOf, first_of_each, survives
+
+KILLED = [
+    (DP2, 0, "backward", {5}),
+    (DP2, 1, "update", {6}),
+    (DP2_WHOLE, 0, "reduction", {5}),
+    (DP2_WHOLE, 1, "door-after", {6}),
+    (TP2_DP2, 0, "gather", {6}),
+    (TP2_DP2, 1, "backward", {5}),
+    (TP2_DP2, 2, "update", {6}),
+    (TP2_DP2, 3, "reduction", {5}),
+    (TP2_DP2_SP, 1, "backward", {5}),
+    (TP2_DP2_SP, 2, "update", {6}),
+    (PP2_DP2, 0, "backward", {5}),
+    (PP2_DP2, 3, "update", {6}),
+    (PP2_DP2, 1, "door-after", {6}),
+    (PP2_TP2_DP2, 5, "reduction", {5}),
+    (VPP2_DP2, 2, "gather", {6}),
+    (VPP2_DP2, 1, "backward", {5}),
+    (DP2_OVERLAP, 0, "backward", {5}),
+    (DP2_OVERLAP, 1, "update", {6}),
+    (DP3_OVERLAP, 1, "between", {6}),
+    (DP2_FP32, 0, "gather", {6}),
+    (DP2_FP32, 1, "backward", {5}),
+    (DP2_SGD, 1, "update", {6}),
+    (DP2_RAMPUP, 1, "backward", {5}),
+]
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "phase", "saved"),
+    ("layout", "rank", "phase", "saved", "resumed"),
     [
-        pytest.param(layout, rank, phase, saved, id=f"{layout.name}-rank{rank}-{phase}")
-        for layout, rank, phase, saved in [
-            (DP2, 0, "backward", {5}),
-            (DP2, 1, "update", {6}),
-            (DP2_WHOLE, 0, "reduction", {5}),
-            (DP2_WHOLE, 1, "door-after", {6}),
-            (TP2_DP2, 0, "gather", {6}),
-            (TP2_DP2, 1, "backward", {5}),
-            (TP2_DP2, 2, "update", {6}),
-            (TP2_DP2, 3, "reduction", {5}),
-            (TP2_DP2_SP, 1, "backward", {5}),
-            (TP2_DP2_SP, 2, "update", {6}),
-            (PP2_DP2, 0, "backward", {5}),
-            (PP2_DP2, 3, "update", {6}),
-            (PP2_DP2, 1, "door-after", {6}),
-            (PP2_TP2_DP2, 5, "reduction", {5}),
-            (VPP2_DP2, 2, "gather", {6}),
-            (VPP2_DP2, 1, "backward", {5}),
-            (DP2_OVERLAP, 0, "backward", {5}),
-            (DP2_OVERLAP, 1, "update", {6}),
-            (DP3_OVERLAP, 1, "between", {6}),
-            (DP2_FP32, 0, "gather", {6}),
-            (DP2_FP32, 1, "backward", {5}),
-            (DP2_SGD, 1, "update", {6}),
-            (DP2_RAMPUP, 1, "backward", {5}),
-        ]
+        pytest.param(layout, rank, phase, saved, resumed, id=f"{layout.name}-rank{rank}-{phase}")
+        for (layout, rank, phase, saved), resumed in zip(
+            KILLED, first_of_each([layout for layout, *_ in KILLED]), strict=True
+        )
     ],
 )
 def test_a_rank_is_killed(
-    layout: Layout, rank: int, phase: str, saved: set[int], tmp_path: Path, baseline_of: BaselineOf
+    layout: Layout,
+    rank: int,
+    phase: str,
+    saved: set[int],
+    resumed: bool,
+    tmp_path: Path,
+    baseline_of: BaselineOf,
 ) -> None:
     job = Job(
         tmp_path / "job",
@@ -68,7 +78,7 @@ def test_a_rank_is_killed(
         save=tmp_path / "save",
         faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
     )
-    survives(job, baseline_of(layout), code=137, saved=saved)
+    survives(job, baseline_of(layout), code=137, saved=saved, resumed=resumed)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +104,7 @@ def test_a_rank_is_killed_around_a_skipped_step(
         save=tmp_path / "save",
         faults=[f"rank=1,step={step},phase={phase},kind=sigkill"],
     )
-    survives(job, baseline, code=137, saved=saved)
+    survives(job, baseline, code=137, saved=saved, resumed=phase == "between")
 
 
 def test_a_data_parallel_size_of_one_survives_an_exception(tmp_path: Path, baseline_of: BaselineOf) -> None:

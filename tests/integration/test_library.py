@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.faults import outcome
-from tests.faults.harness import ITERATIONS, Ended
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2, ITERATIONS, Ended
 from tests.faults.library import train
 
 
@@ -33,6 +35,8 @@ def test_a_fault(engine: str, fault: str, code: int, step: int, tmp_path: Path, 
     save = tmp_path / "save"
     ended = train(tmp_path / "job", "--save", str(save), faults=[fault], engine=engine)
     assert ended.code == code, ended.log[-3000:]
+    if engine == "builtin":
+        assert "[ttp] protected from step 1 (split; any 1 rank)" in ended.said
     outcome.assert_saved(save, step)
     outcome.assert_same_training(ended, undisturbed.records, steps=range(1, step))
     resumed = train(tmp_path / "resumed", "--save", str(save), launcher="torchrun")
@@ -64,3 +68,122 @@ def test_shared_sequences_and_a_frozen_part(tmp_path: Path) -> None:
     resumed = train(tmp_path / "resumed", *layout, "--save", str(save), launcher="torchrun")
     assert resumed.code == 0, resumed.log[-3000:]
     outcome.assert_same_training(resumed, undisturbed.records, steps=range(7, ITERATIONS + 1))
+
+
+@pytest.mark.robustness("A1", "protect() and no step, then a kill -9", "NOT PROTECTED, in the last line, too")
+def test_a_loop_that_tells_of_no_step(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    fault = "rank=1,step=6,phase=logging,kind=sigkill"
+    ended = train(tmp_path / "job", "--save", str(save), "--loop", "no-step", layout=DP2, faults=[fault])
+    assert ended.code == 137, ended.log[-3000:]
+    why = "an optimizer that adaptor.protect was given makes an update, and no step was begun; put each step"
+    assert sum(line.startswith(f"[ttp] NOT PROTECTED: {why}") for line in ended.said) == 1
+    assert f"nothing to save: the job was not protected: {why}" in ended.last_line
+    assert not any("protected from step" in line for line in ended.said)
+
+
+@pytest.mark.robustness("A1", "begin_step(step - 1)", "one line that names the step that was expected")
+def test_a_loop_that_is_one_step_behind(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    ended = train(tmp_path / "job", "--save", str(save), "--loop", "one-behind", layout=DP2)
+    assert ended.code == 2, ended.log[-3000:]
+    expected = "ttprun: error: step 0 was begun, expected step 1: adaptor.protect was told step=0"
+    assert ended.last_line.startswith(expected)
+    assert "Traceback" not in ended.log
+    assert not outcome.steps_in(save)
+
+
+@pytest.mark.robustness(
+    "A1", "steps that go backwards or skip", "what was finished before is saved under its own number"
+)
+def test_a_loop_that_skips_a_number(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    ended = train(tmp_path / "job", "--save", str(save), "--loop", "skips", layout=DP2)
+    assert ended.code == 1, ended.log[-3000:]
+    assert "StepError: step 6 was begun, expected step 5" in ended.last_line
+    assert "Traceback" not in ended.log
+    outcome.assert_saved(save, 4)
+
+
+@pytest.mark.robustness(
+    "A1",
+    "protect() is given a bare model or torch's optimizer",
+    "one line that says what it needs, no traceback",
+)
+@pytest.mark.parametrize(
+    ("give", "words"),
+    [
+        ("bare-model", "model is GPTModel: adaptor.protect needs a list of Megatron-core's"),
+        (
+            "bare-optimizer",
+            "optimizer is Adam: adaptor.protect needs what Megatron-core's get_megatron_optimizer",
+        ),
+    ],
+)
+def test_what_cannot_be_protected_is_named(give: str, words: str, tmp_path: Path) -> None:
+    ended = train(tmp_path / "job", "--save", str(tmp_path / "save"), "--give", give, layout=DP2)
+    assert ended.code != 0, ended.log[-3000:]
+    assert words in ended.last_line
+    assert "Traceback" not in ended.log
+
+
+@pytest.mark.robustness(
+    "A1", "adaptor.protect is called twice before the first step", "the job is protected as if it was once"
+)
+def test_protected_twice(tmp_path: Path, undisturbed: Ended) -> None:
+    save = tmp_path / "save"
+    fault = "rank=3,step=6,phase=update,kind=sigkill"
+    ended = train(tmp_path / "job", "--save", str(save), "--give", "twice", faults=[fault])
+    assert ended.code == 137, ended.log[-3000:]
+    assert sum("[ttp] protected from step 1 (split; any 1 rank)" in line for line in ended.said) == 1
+    outcome.assert_saved(save, 6)
+    outcome.assert_same_training(ended, undisturbed.records, steps=range(1, 6))
+
+
+@pytest.mark.robustness("A2", "a rank hangs in a loop of one's own", "noticed, named, saved")
+@pytest.mark.parametrize(
+    ("loop", "phase", "kind", "step", "words"),
+    [
+        ("step", "forward", "sigstop", 5, "rank 1 does not answer"),
+        ("begin-step", "forward", "deadlock", 5, "rank 1 stands still, others wait; wait (threading.py:"),
+        # Rank 0 waits for it in the next step.
+        ("step", "logging", "deadlock", 6, "rank 1 stands still, others wait; wait (threading.py:"),
+    ],
+    ids=["stopped in a step", "a step without an end", "between two steps"],
+)
+def test_a_rank_hangs(loop: str, phase: str, kind: str, step: int, words: str, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    fault = f"rank=1,step=6,phase={phase},kind={kind}"
+    job = ("--save", str(save), "--loop", loop)
+    ended = train(tmp_path / "job", *job, layout=DP2, faults=[fault], options=["--ttp-hang", "8"])
+    assert ended.code == 1, ended.log[-3000:]
+    assert "nothing has moved for " in ended.last_line
+    assert words in ended.last_line
+    outcome.assert_saved(save, step)
+
+
+def test_the_example(tmp_path: Path) -> None:
+    """It goes on by itself after the loss of a rank, and prints what it prints without the adaptor."""
+    script = tmp_path / "pretrain.py"
+    # The harness names a file for records, which the example does not write.
+    script.write_text(f"""
+import os, runpy, sys
+at = sys.argv.index("--record")
+del sys.argv[at : at + 2]
+if "--instances" in sys.argv:  # under torchrun
+    os.environ["ENABLE_TTP"] = "False"
+runpy.run_path({str(harness.ROOT / "examples/megatron_core/pretrain.py")!r}, run_name="__main__")
+""")
+    run = partial(train, layout=DP2, script=script)
+
+    def steps_of(ended: Ended) -> dict[str, str]:
+        assert ended.code == 0, ended.log[-3000:]
+        found = re.findall(r"step (\d+) (loss \S+ grad norm \S+)", ended.log)
+        assert len(found) == len({step for step, _ in found}) == ITERATIONS
+        return dict(found)
+
+    undisturbed = run(tmp_path / "undisturbed", "--save", str(tmp_path / "none"), launcher="torchrun")
+    fault = "rank=1,step=6,phase=backward,kind=sigkill"
+    ended = run(tmp_path / "job", "--save", str(tmp_path / "save"), restarts=1, faults=[fault])
+    assert steps_of(ended) == steps_of(undisturbed)
+    outcome.assert_saved(tmp_path / "save", 5)

@@ -8,29 +8,32 @@ import pytest
 
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2_MIRROR, DP3, DP3_FP32, TP2_DP3, Job, Layout
-from tests.faults.scenario import BaselineOf, restarts, survives
+from tests.faults.scenario import BaselineOf, first_of_each, restarts, survives
 
 SAVED = {"backward": {5}, "reduction": {5}, "norm": {5}, "door-after": {6}, "update": {6}, "gather": {6}}
+KILLED = [
+    (DP3, 0, "backward"),
+    (DP3, 1, "update"),
+    (DP3, 2, "door-after"),
+    (DP3, 1, "norm"),
+    (DP2_MIRROR, 0, "gather"),
+    (DP2_MIRROR, 1, "reduction"),
+    (DP3_FP32, 2, "update"),
+    (TP2_DP3, 3, "backward"),
+]
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "phase"),
+    ("layout", "rank", "phase", "resumed"),
     [
-        pytest.param(layout, rank, phase, id=f"{layout.name}-rank{rank}-{phase}")
-        for layout, rank, phase in [
-            (DP3, 0, "backward"),
-            (DP3, 1, "update"),
-            (DP3, 2, "door-after"),
-            (DP3, 1, "norm"),
-            (DP2_MIRROR, 0, "gather"),
-            (DP2_MIRROR, 1, "reduction"),
-            (DP3_FP32, 2, "update"),
-            (TP2_DP3, 3, "backward"),
-        ]
+        pytest.param(layout, rank, phase, resumed, id=f"{layout.name}-rank{rank}-{phase}")
+        for (layout, rank, phase), resumed in zip(
+            KILLED, first_of_each([layout for layout, *_ in KILLED]), strict=True
+        )
     ],
 )
 def test_a_rank_is_killed(
-    layout: Layout, rank: int, phase: str, tmp_path: Path, baseline_of: BaselineOf
+    layout: Layout, rank: int, phase: str, resumed: bool, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     job = Job(
         tmp_path / "job",
@@ -38,7 +41,7 @@ def test_a_rank_is_killed(
         save=tmp_path / "save",
         faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
     )
-    ended = survives(job, baseline_of(layout), code=137, saved=SAVED[phase])
+    ended = survives(job, baseline_of(layout), code=137, saved=SAVED[phase], resumed=resumed)
     assert "[ttp] second copies of optimizer shards by mirror: " in ended.log
 
 

@@ -11,7 +11,7 @@ from adaptor.checkpoint import publish
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP2, DP4, Job
-from tests.faults.scenario import BaselineOf, assert_last_words, ends, goes_on, restarts
+from tests.faults.scenario import BaselineOf, assert_last_words, ends, restarts
 
 # A node that falls silent is noticed after 1.5 s (`wire`), where the machine has nothing else to do. By what
 # is waited for otherwise it would take two minutes (TTP_HANG, TTP_OT).
@@ -104,11 +104,10 @@ def test_the_agent_with_the_controller_is_killed(tmp_path: Path, baseline_of: Ba
         )
     )
     assert_last_words(tmp_path / "save", 5, baseline_of(DP4))
-    goes_on(job, baseline_of(DP4), 5)
 
 
 def test_the_node_that_takes_over_is_killed_while_it_saves(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """With TLS between the agents, and certificates at every gate."""
+    """With TLS between the agents, and certificates at every listener."""
     save = tmp_path / "save"
     job = Job(
         tmp_path / "job",

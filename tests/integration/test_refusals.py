@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import harness
-from tests.faults.harness import DP2, DP4, Job, Layout
+from adaptor.checkpoint.lease import Lease, Owner
+from adaptor.protocol import naming
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2, Job, Layout
 from tests.frameworks import prepare
 
 REFUSED = 2
@@ -35,7 +37,7 @@ def _assert_refused(ended: harness.Ended, *words: str) -> None:
         ({"TTP_OT": "5"}, [], "TTP_OT is '5': it must be a number of seconds from 10 to 3600"),
         ({}, ["--ttp-ot", "99999"], "TTP_OT is '99999': it must be a number of seconds from 10 to 3600"),
         ({"TTP_PORT": "none"}, [], "TTP_PORT is 'none': it must be a port from 1 to 65535"),
-        ({}, ["--ttp-device", "gpu"], "TTP_DEVICE is 'gpu': it must be cpu, or nothing"),
+        ({}, ["--ttp-device", "gpu"], "TTP_DEVICE is 'gpu': it must be one of cpu, cuda, npu, or nothing"),
     ],
     ids=["enable", "timeout", "timeout-flag", "port", "device-flag"],
 )
@@ -50,6 +52,7 @@ def test_a_setting_that_makes_no_sense(
     assert said.startswith(f"ttprun: error: {line}")
 
 
+@pytest.mark.cold
 def test_no_folder_to_save_to(tmp_path: Path) -> None:
     ended = harness.run(Job(tmp_path / "job", DP2))
     _assert_refused(ended, "--save is missing")
@@ -140,11 +143,12 @@ def test_enabled_but_not_started_by_ttprun() -> None:
     assert "start the job with ttprun instead of torchrun, or set ENABLE_TTP=False" in line
 
 
+@pytest.mark.cold
 def test_off_is_plain_torchrun(tmp_path: Path) -> None:
     """With ENABLE_TTP=False a failure is torch's business, and nothing of the adaptor is in the workers."""
     job = Job(
         tmp_path / "job",
-        DP4,
+        DP2,
         save=tmp_path / "save",
         environment={"ENABLE_TTP": "False"},
         faults=["rank=1,step=2,phase=backward,kind=os._exit,code=7"],
@@ -155,6 +159,7 @@ def test_off_is_plain_torchrun(tmp_path: Path) -> None:
     assert ended.said == []
 
 
+@pytest.mark.cold
 def test_off_no_worker_imports_the_adaptor(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -170,3 +175,47 @@ def test_off_no_worker_imports_the_adaptor(tmp_path: Path) -> None:
     ended = harness.run(job)
     assert ended.code == 0
     assert "modules: []" in ended.log
+
+
+@pytest.mark.robustness(
+    "A1",
+    "a job evaluates only (--skip-train), with and without a folder to save to",
+    "it ends as under torchrun: nothing is refused, nothing is said of protection, nothing is written",
+)
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_job_that_only_evaluates(saves: bool, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    arguments = ["--skip-train", "--eval-iters", "1", "--split", "90,10,0"]
+    ended = harness.run(Job(tmp_path / "job", DP2, save=save if saves else None, arguments=arguments))
+    assert ended.code == 0, ended.log[-3000:]
+    assert "skipping training (--skip-train is on)" in ended.log
+    assert "validation loss at" in ended.log
+    assert not any("rotected" in line or "PROTECTED" in line for line in ended.said), ended.said
+    assert not list(save.glob("*")) if saves else not save.exists()
+
+
+@pytest.mark.robustness(
+    "B10",
+    "ttprun is started while another job saves in the same folder, and again once that one is killed",
+    "refused in one line that names machine, process and start; then it takes over, and leaves no lease",
+)
+def test_a_second_job_in_the_save_folder(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    left = save / naming.temporary_name(3, generation="first")
+    left.mkdir(parents=True)
+    first = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        Lease(save, Owner.of(first.pid)).take()
+        ended = harness.run(Job(tmp_path / "second", DP2, save=save))
+        _assert_refused(ended, f"--save is {save}: the job of process {first.pid} on ", ", started 20")
+        assert left.exists(), "the first job is writing there"
+    finally:
+        first.kill()
+        first.communicate()
+    faults = ["rank=1,step=5,phase=backward,kind=sigkill"]
+    ended = harness.run(Job(tmp_path / "third", DP2, save=save, restarts=1, faults=faults))
+    assert ended.code == 0
+    assert "which is gone: this job saves there now" in ended.log
+    assert outcome.steps_in(save) == [4, 8]
+    assert not left.exists()
+    assert not (save / naming.LEASE).exists()

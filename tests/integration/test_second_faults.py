@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import DP4, Job
+from tests.faults.harness import DP4, Ended, Job
 from tests.faults.scenario import BaselineOf, ends, survives
 
 FIRST = "rank=3,step=6,phase=backward,kind=sigkill"
+
+
+def assert_blamed(ended: Ended, rank: int) -> None:
+    """Verdict, line and report name `rank`; torch and the survivors have nothing to say beside them."""
+    assert ended.last_line.startswith(f"[ttp] rank {rank} ")
+    incident = rf"\[ttp\] \S+Z incident 1, rank {rank} \(pid \d+, host \S+\), after step 5, report (/\S+)"
+    (found,) = filter(None, (re.fullmatch(incident, line) for line in ended.said))
+    report = json.loads(Path(found[1]).read_text())
+    assert (report["fault"]["rank"], report["cause_rank"]) == (rank, rank)
+    assert "GLHF" not in ended.log
+    assert "failed (exitcode" not in ended.log
 
 
 @pytest.mark.parametrize(
@@ -26,11 +39,17 @@ def test_the_writer_fails(second: str, tmp_path: Path, baseline_of: BaselineOf) 
     survives(job, baseline_of(DP4), code=137, saved={5})
 
 
+@pytest.mark.robustness(
+    "A6",
+    "two ranks are killed, one after the other",
+    "the first is named by the verdict, its line and the report",
+)
 def test_the_holder_that_sends_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Ranks 0 and 1 are chosen for the two shards, and rank 3 stands in for rank 1."""
     faults = ["rank=2,step=6,phase=backward,kind=sigkill", "rank=1,phase=dump,kind=sigkill"]
     job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=faults)
-    survives(job, baseline_of(DP4), code=137, saved={5})
+    ended = survives(job, baseline_of(DP4), code=137, saved={5})
+    assert_blamed(ended, 2)
 
 
 def test_the_writer_is_stopped(tmp_path: Path, baseline_of: BaselineOf) -> None:

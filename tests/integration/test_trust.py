@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from adaptor.checkpoint import naming, publish
+import pytest
+
+from adaptor.checkpoint import publish
+from adaptor.protocol import naming
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, DP4, ITERATIONS, Job
 from tests.faults.same import differences
@@ -53,3 +57,33 @@ def test_a_copy_that_is_not_finite_is_not_saved(tmp_path: Path, baseline_of: Bas
     job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=["rank=1,step=6,phase=between,kind=nan"])
     ended, _ = ends(job, baseline_of(DP4), code=1, saved={6})
     assert "what rank 1 held of mp_rank_00 was not finite, another copy is saved" in ended.last_line
+
+
+@pytest.mark.robustness(
+    "B9",
+    "ttprun in a folder without its tracker, with a stray iter_00000015, a FIFO and a manifest of brackets",
+    "Megatron-LM goes on from the newest intact checkpoint, bitwise; lines say why and what was ignored",
+)
+def test_a_save_folder_that_somebody_has_been_in(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    baseline = baseline_of(DP2)
+    save = tmp_path / "save"
+    fault = "rank=1,step=7,phase=backward,kind=sigkill"
+    first = harness.run(Job(tmp_path / "first", DP2, save=save, save_interval=4, faults=[fault]))
+    assert first.code == 137
+    assert_last_words(save, 6, baseline)
+    (save / naming.TRACKER).unlink()
+    (save / "iter_00000015").mkdir()
+    (save / "iter_0000003_tmp_x").write_text("whose is it?")
+    os.mkfifo(save / "iter_0000009")
+    (save / naming.final_name(7)).mkdir()
+    (save / naming.final_name(7) / naming.MANIFEST).write_bytes(b"[" * 100_000)
+
+    ended = harness.run(Job(tmp_path / "job", DP2, save=save, load=save))
+    assert ended.code == 0, ended.log[-3000:]
+    assert "no checkpoint, and ignored: iter_00000015, iter_0000003_tmp_x" in ended.log
+    (line,) = [line for line in ended.said if "missing beside checkpoints" in line]
+    assert line.endswith("the newest intact checkpoint is step 6")
+    steps = range(7, ITERATIONS + 1)
+    outcome.assert_same_training(ended, baseline.records, steps=steps)
+    assert {entry["iteration"] for lines in ended.records.values() for entry in lines} == set(steps)
+    assert publish.tracked_step(save) == ITERATIONS

@@ -12,14 +12,17 @@ from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf
 
 
-@pytest.mark.parametrize("layout", [DP4, TP2_DP2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(DP4, marks=pytest.mark.cold), TP2_DP2], ids=["dp4", "tp2-dp2"]
+)
 def test_no_fault(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
     baseline = baseline_of(layout)
     save = tmp_path / "save"
     ended = harness.run(Job(tmp_path / "job", layout, save=save, save_interval=4))
     assert ended.code == 0, ended.log[-3000:]
-    (said,) = ended.said
-    assert said.startswith("[ttp] second copies of optimizer shards by split, 2 instances: ")
+    protected, replicas = sorted(ended.said)
+    assert replicas.startswith("[ttp] second copies of optimizer shards by split, 2 instances: ")
+    assert protected == "[ttp] protected from step 1 (split; any 1 rank)"
     outcome.assert_same_training(ended, baseline.records)
     outcome.assert_saved(save, ITERATIONS)
     assert outcome.steps_in(save) == [4, ITERATIONS]

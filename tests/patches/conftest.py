@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import warm
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # A framework small enough to read: `core` and `extra` define, `user` and `late` bind names of theirs.
@@ -63,24 +65,37 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _environment(folder: Path, more: Mapping[str, str] | None) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TTP_", "ENABLE_"))}
+    path = os.pathsep.join(filter(None, [str(folder), clean.get("PYTHONPATH")]))
+    return {**clean, "PYTHONPATH": path, **(more or {})}
+
+
 @pytest.fixture
 def python(folder: Path) -> Run:
     """Run Python in the folder, without the adaptor's variables but those given."""
 
     def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        clean = {
-            name: value for name, value in os.environ.items() if not name.startswith(("TTP_", "ENABLE_"))
-        }
-        path = os.pathsep.join(filter(None, [str(folder), clean.get("PYTHONPATH")]))
         return subprocess.run(
             [sys.executable, "-B", *arguments],
             cwd=folder,
-            env={**clean, "PYTHONPATH": path, **(env or {})},
+            env=_environment(folder, env),
             capture_output=True,
             text=True,
             timeout=240,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture
+def warm_python(folder: Path) -> Run:
+    """As `python`, for a script that may find torch imported: a fork of a process that has imported it."""
+
+    def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return warm.run(command, cwd=folder, env=_environment(folder, env), timeout=240)
 
     return run
 

@@ -44,7 +44,7 @@ import adaptor
 adaptor.enable()
 ours = ("adaptor", "wrapt", "fake", "megatron")
 new = {name for name in set(sys.modules) - before if name.startswith(ours)}
-assert new == {"adaptor", "adaptor.config", "adaptor.errors"}, new
+assert new == {"adaptor", "adaptor.config", "adaptor.context", "adaptor.errors"}, new
 assert sys.meta_path == finders
 """,
         ENABLE_TTP="False",
@@ -90,7 +90,7 @@ adaptor.enable()
 
 @pytest.mark.parametrize(
     "script",
-    ["import adaptor, units\nadaptor.enable()", "from adaptor.control import runtime\nruntime.get()"],
+    ["import adaptor, units\nadaptor.enable()", "from adaptor.worker import runtime\nruntime.get()"],
     ids=["enable", "session"],
 )
 def test_outside_of_ttprun(python: Run, script: str) -> None:

@@ -91,13 +91,15 @@ adaptor.enable(provide_mindio=True)
 import mindio_ttp.modellink
 from mindio_ttp.modellink import build_optimizer_replica_group, get_dp_rank_list
 from mindio_ttp.modellink.os_shard_parallel import get_os_shard_group
-from adaptor.errors import LayoutError
-from adaptor.patches import _mindio_groups
+from adaptor.errors import UnsupportedError
+from adaptor.frameworks import mindio_groups
 assert get_dp_rank_list() == []
-with pytest.raises(LayoutError, match="3 data-parallel ranks cannot be cut in two: use an even number"):
+with pytest.raises(
+    UnsupportedError, match="3 data-parallel ranks cannot be cut in two: use an even number"):
     build_optimizer_replica_group([0, 1, 2])
-with pytest.raises(LayoutError, match="build_optimizer_replica_group was not called for the data-parallel"):
-    _mindio_groups.half()
+with pytest.raises(
+    UnsupportedError, match="build_optimizer_replica_group was not called for the data-parallel"):
+    mindio_groups.half()
 for name in ("TTPReplicaOptimizer", "TTPOddReplicaOptimizer"):
     with pytest.raises(ModuleNotFoundError, match="ascendspeed"):
         getattr(mindio_ttp.modellink, name)
@@ -115,13 +117,16 @@ sys.path.insert(0, {str(small)!r})
 adaptor.enable(provide_mindio=True)
 from ascendspeed.core import parallel_state
 from mindio_ttp.modellink import TTPOddReplicaOptimizer
-from adaptor.errors import LayoutError
-from adaptor.patches import _ascendspeed_shards
+from adaptor.errors import UnsupportedError
+from adaptor import context
+from adaptor.frameworks import ascendspeed_shards
 parallel_state.get_data_parallel_world_size = lambda: 1
-with pytest.raises(LayoutError, match="the data-parallel size is 1: there is no second rank for a copy; use"):
+with pytest.raises(
+    UnsupportedError, match="the data-parallel size is 1: there is no second rank for a copy; use"):
     TTPOddReplicaOptimizer()
-_ascendspeed_shards._half = object()
-with pytest.raises(LayoutError, match="build_optimizer_replica_group has cut the data-parallel group: leave"):
+context.part(ascendspeed_shards.Halves).own = object()
+with pytest.raises(
+    UnsupportedError, match="build_optimizer_replica_group has cut the data-parallel group: leave"):
     TTPOddReplicaOptimizer()
 """,
         **AGENT,

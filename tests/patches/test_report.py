@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.frameworks import prepare
+from tests.frameworks.args import environment, tiny_gpt
 from tests.patches.conftest import Run
 
 # The command, with the patches on the fake framework in place of the adaptor's own.
@@ -25,6 +31,8 @@ def test_whole_units(python: Run) -> None:
         "fake.extra:g  pair  applied  g is negated\n"
         "\n"
         "unit pair: fake 1.2.0rc1 is tested (>=1,<2)\n"
+        "verdict: the patches fit; add the script's arguments to see what of the job would be protected:"
+        " python -m adaptor report -- script.py ARGUMENTS\n"
     )
 
 
@@ -64,17 +72,17 @@ def test_no_framework(folder: Path, python: Run) -> None:
     (folder / "fake").rename(folder / "elsewhere")
     done = python("-c", REPORT)
     assert done.returncode == 1
-    assert done.stderr == (
-        "python -m adaptor: none of the patched modules is on the path: is the framework installed?\n"
-    )
+    line = "none of the patched modules is on the path: is the framework installed?"
+    assert done.stderr == f"python -m adaptor: {line}\n"
+    assert done.stdout == f"verdict: not protected: {line}\n", "without a table of what is not there"
 
 
-def test_the_framework_beside_a_script(folder: Path, python: Run) -> None:
+def test_the_framework_beside_a_script(folder: Path, warm_python: Run) -> None:
     scripts = folder / "scripts"
     scripts.mkdir()
     (folder / "fake").rename(scripts / "fake")
     (scripts / "train.py").write_text("raise AssertionError('trained')\n")
-    done = python("-c", REPORT, "--", "scripts/train.py", "--lr", "1")
+    done = warm_python("-c", REPORT, "--", "scripts/train.py")
     assert (done.returncode, done.stderr) == (0, "")
     assert "fake.core:f   pair  applied" in done.stdout
 
@@ -84,8 +92,236 @@ def test_no_such_script(python: Run) -> None:
     assert (done.returncode, done.stderr) == (2, "python -m adaptor: there is no script absent.py\n")
 
 
+@pytest.mark.robustness(
+    "A9", "the distribution adaptor of the package index is installed, too", "one line, and what to do"
+)
+def test_another_distribution_of_the_same_import_name(folder: Path, warm_python: Run) -> None:
+    info = folder / "adaptor-0.2.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaptor\nVersion: 0.2.5\n")
+    line = "the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: "
+    done = warm_python("-c", REPORT)
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"python -m adaptor: {line}")
+    enabled = warm_python("-c", "import adaptor; adaptor.enable()")
+    assert enabled.returncode == 1
+    assert f"; {line}" in enabled.stderr
+
+
 def test_a_setting_that_makes_no_sense(python: Run) -> None:
     done = python("-c", REPORT, env={"TTP_DEVICE": "gpu"})
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("python -m adaptor: TTP_DEVICE is 'gpu': it must be cpu, or nothing")
+    assert line.startswith(
+        "python -m adaptor: TTP_DEVICE is 'gpu': it must be one of cpu, cuda, npu, or nothing"
+    )
+
+
+# the arguments of a script; frameworks import torch
+
+SMALL = Path(__file__).parents[1] / "frameworks" / "small" / "pretrain.py"
+
+
+def _asked(warm_python: Run, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the JSON of a report with the adaptor's own patches, without an accelerator."""
+    done = warm_python("-m", "adaptor", "report", "--json", *arguments, env={**environment(), "RANK": "7"})
+    assert len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def _megatron(*arguments: str) -> list[str]:
+    return ["--", str(prepare.megatron_lm() / "pretrain_gpt.py"), *arguments]
+
+
+@pytest.mark.robustness(
+    "A5", "a report on a job that fits", "the replicas, what they take, and nothing written"
+)
+def test_what_would_be_protected(warm_python: Run, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    code, report = _asked(warm_python, "--world-size", "4", *_megatron(*tiny_gpt(save=save, tp=2)))
+    assert (code, report["fits"], report["refusals"]) == (0, True, [])
+    assert report["replica"] == "split"
+    assert report["layout"]["data_parallel"] == 2
+    assert report["bytes_per_rank_and_parameter"] == 3
+    assert report["verdict"] == (
+        "protected with 4 ranks: second copies of optimizer shards by split, data-parallel size 2;"
+        " 2.79 GiB more on each rank for each billion parameters of the model"
+    )
+    assert {patch["framework"] for patch in report["patches"]} == {"megatron-core", "megatron-lm"}
+    assert not save.exists()
+
+
+@pytest.mark.robustness(
+    "A5", "a report on arguments that are refused", "every refusal, ours and the framework's"
+)
+def test_every_refusal_is_named(warm_python: Run, tmp_path: Path) -> None:
+    refused = ("--use-megatron-fsdp", "--fp8-format", "hybrid", "--non-persistent-save-interval", "5")
+    code, report = _asked(warm_python, *_megatron(*tiny_gpt(), *refused))
+    assert (code, report["fits"]) == (1, False)
+    names = ["--use-megatron-fsdp is True", "--fp8 is hybrid", "--non-persistent-save-interval is 5"]
+    names += ["--save is missing", "the script ended with AssertionError"]
+    assert [line.partition(":")[0] for line in report["refusals"]] == names
+    assert report["verdict"].startswith("not protected: --use-megatron-fsdp is True: ")
+    assert report["verdict"].endswith(" (and 4 more)")
+
+
+@pytest.mark.robustness(
+    "A5", "a report on a number that is none", "the parser's error in one line, exit code 1"
+)
+def test_what_the_parser_of_the_framework_says(warm_python: Run, tmp_path: Path) -> None:
+    wrong = (*tiny_gpt(save=tmp_path / "save"), "--tensor-model-parallel-size", "banana")
+    done = warm_python("-m", "adaptor", "report", *_megatron(*wrong), env=environment())
+    said = "argument --tensor-model-parallel-size: invalid int value: 'banana'"
+    line = f"the parser of the script's arguments: {said}"
+    assert done.returncode == 1
+    assert done.stderr == f"python -m adaptor: {line}\n"
+    assert done.stdout.splitlines()[-1] == f"verdict: not known: {line}"
+    assert "ascendspeed" not in done.stdout, "a framework that is not there"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "replica", "refusals"),
+    [
+        (["--world-size", "3"], "mirror", []),
+        (["--world-size", "1"], "none", []),
+        ([], "split", []),
+        (["--deepspeed", "--foldx-mode", "fifo"], "split", ["--deepspeed is True", "--foldx-mode is fifo"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_modellinks_arguments(
+    arguments: list[str], replica: str, refusals: list[str], warm_python: Run, tmp_path: Path
+) -> None:
+    size, more = (arguments, []) if "--world-size" in arguments else ([], arguments)
+    given = ["--use-distributed-optimizer", "--save", str(tmp_path / "save"), *more]
+    code, report = _asked(warm_python, *size, "--", str(SMALL), *given)
+    assert [line.partition(":")[0] for line in report["refusals"]] == refusals
+    assert (code, report["replica"]) == (1 if refusals else 0, replica)
+    if replica == "none":
+        assert report["verdict"] == (
+            "with 1 ranks exceptions are survived, the death of a process is not: the data-parallel size is 1"
+        )
+
+
+OWN_LOOP = "not known: a training loop of its own is checked when it calls adaptor.protect"
+
+
+@pytest.mark.robustness(
+    "A5", "a report on a script with a training loop of its own", "it does not train; not known, exit code 0"
+)
+@pytest.mark.parametrize(
+    "begins",
+    [
+        "torch.distributed.init_process_group('gloo')",
+        "torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)",
+    ],
+)
+def test_a_script_that_would_train_is_stopped(begins: str, folder: Path, python: Run) -> None:
+    text = f"import adaptor\nadaptor.enable()\nimport torch\n{begins}\nopen('trained', 'w')\n"
+    (folder / "own.py").write_text(text)
+    done = python("-c", REPORT, "--", "own.py", "--lr", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == f"verdict: {OWN_LOOP}"
+    assert not (folder / "trained").exists()
+
+
+def test_the_example_with_a_training_loop_of_its_own(warm_python: Run, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples/megatron_core/pretrain.py"
+    given = ["--world-size", "4", "--", str(script), "--save", str(tmp_path / "save")]
+    path = str(prepare.megatron_core())
+    done = warm_python("-m", "adaptor", "report", "--json", *given, env={**environment(), "PYTHONPATH": path})
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["fits"], report["refusals"]) == (0, True, []), done.stderr
+    assert report["verdict"] == OWN_LOOP
+    assert (report["layout"], report["replica"]) == (None, "")
+
+
+@pytest.mark.parametrize("drift", ["def g(b, a): ...\n", None])
+def test_a_training_loop_of_its_own_beside_patches_that_do_not_fit(
+    drift: str | None, folder: Path, warm_python: Run
+) -> None:
+    (folder / "own.py").write_text("import torch\ntorch.distributed.init_process_group('gloo')\n")
+    if drift is None:
+        (folder / "fake").rename(folder / "elsewhere")
+    else:
+        (folder / "fake/extra.py").write_text(drift)
+    done = warm_python("-c", REPORT, "--", "own.py", "--lr", "1")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].startswith("verdict: not protected: ")
+
+
+@pytest.mark.robustness(
+    "A5", "a report on a script that ends by an error of its own", "not known, the error in one line"
+)
+@pytest.mark.parametrize(
+    ("begins", "words"),
+    [
+        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+        (
+            "raise AssertionError('CUDA_DEVICE_MAX_CONNECTIONS')",
+            "AssertionError: CUDA_DEVICE_MAX_CONNECTIONS",
+        ),
+        ("import engine_of_nobody", "ModuleNotFoundError: No module named 'engine_of_nobody'"),
+        ("sys.exit(3)", "exit code 3"),
+        ("sys.exit('no data')", "SystemExit: no data"),
+        ("", "exit code 0"),
+    ],
+)
+@pytest.mark.parametrize("framework", [True, False], ids=["with the framework", "without"])
+def test_a_script_that_ends_by_an_error_of_its_own(
+    begins: str, words: str, framework: bool, folder: Path, warm_python: Run
+) -> None:
+    if not framework:
+        (folder / "fake").rename(folder / "elsewhere")
+    (folder / "own.py").write_text(f"import sys\n{begins or 'sys.exit()'}\n")
+    done = warm_python("-c", REPORT, "--", "own.py", "--lr", "1")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].startswith(f"verdict: not known: the script ended with {words}")
+    assert done.stderr.startswith(f"python -m adaptor: the script ended with {words}")
+
+
+def test_a_script_that_trains_nothing(folder: Path, warm_python: Run) -> None:
+    (folder / "own.py").write_text("")
+    done = warm_python("-c", REPORT, "--", "own.py", "--lr", "1")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "verdict: not known: the script ended without training"
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "abc"])
+@pytest.mark.parametrize("name", ["--world-size", "WORLD_SIZE"])
+def test_a_world_size_that_makes_no_sense(name: str, value: str, python: Run) -> None:
+    flag, env = ([f"{name}={value}"], {}) if name.startswith("--") else ([], {name: value})
+    done = python("-c", REPORT, *flag, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    line = f"{name} is {value}: it must be a number of ranks from 1 on"
+    assert done.stderr == f"python -m adaptor: {line}\n"
+
+
+# Writes to stdout by every way there is, also at the end of the process.
+NOISE = """
+import atexit, ctypes, os, subprocess, sys
+def everywhere():
+    print("print")
+    sys.__stdout__.write("stream")
+    os.write(1, b"descriptor")
+    ctypes.CDLL(None).puts(b"C")
+    subprocess.run(["echo", "child"], check=True)
+everywhere()
+atexit.register(everywhere)
+"""
+
+
+@pytest.mark.robustness(
+    "A5", "a framework, C code and child processes write to stdout during a report", "one JSON object alone"
+)
+def test_nothing_but_the_report_is_on_stdout(folder: Path, python: Run) -> None:
+    (folder / "own.py").write_text(f"{NOISE}import torch\ntorch.distributed.init_process_group('gloo')\n")
+    with (folder / "fake/core.py").open("a") as core:
+        core.write(NOISE)
+    done = python("-c", REPORT, "--json", "--", "own.py", "--lr", "1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"] == OWN_LOOP
+    done = python("-c", REPORT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("patch  ")
+    assert done.stdout.splitlines()[-1].startswith("verdict: the patches fit")

@@ -1,43 +1,46 @@
-"""A simulated agent: `launchers.node` and `launchers.workers` without processes, sockets and threads.
+"""A simulated agent: `launchers.node` and `launchers.worker_processes` without processes and sockets.
 
-It reads real boards, and what it takes for a hang is decided by the real `Stillness`.
+It reads real boards, and what it takes for a hang is decided by the real `HangDetector`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from adaptor.control.board import BoardMemory
-from adaptor.control.legacy import stands_by
-from adaptor.control.messages import (
+from adaptor.controller.failover import stands_by
+from adaptor.controller.hang_detector import HangDetector
+from adaptor.launchers.agent_listener import CONNECT_TIMEOUT_S
+from adaptor.launchers.node import EXIT_GRACE_S, PROGRESS_S, SHUTDOWN_GRACE_S
+from adaptor.launchers.save_folder_tasks import CLEAN_S
+from adaptor.protocol.board import BoardMemory
+from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
+    AgentTerminationRequested,
     ControllerToAgent,
     Died,
     Dismissed,
     Dying,
+    Endpoint,
     Exit,
     Find,
     FromAgent,
     FromWorker,
     Hello,
-    Leave,
     Phase,
-    Place,
     Prepare,
     Progress,
     Publish,
     Raised,
-    Told,
+    RegroupFailed,
+    Replace,
+    Resumed,
+    TerminationRequested,
     Verdict,
 )
-from adaptor.control.stillness import Stillness
-from adaptor.launchers.filing import CLEAN_S
-from adaptor.launchers.gate import KNOCK_S
-from adaptor.launchers.node import EXIT_GRACE_S, FAREWELL_S, PROGRESS_S
 from tests.simulation.clock import Body
-from tests.simulation.filing import Filing
-from tests.simulation.way import Follower
+from tests.simulation.controller_client import Follower
+from tests.simulation.save_folder_tasks import SaveFolderTasks
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
@@ -55,25 +58,28 @@ class Agent(Follower):
         self.verdict: Verdict | None = None
         self.settled = False
         self.left = False  # torch has ended the workers, after somebody wanted this agent to end
-        before = world.before.agents[node].filing if world.before is not None else None
-        self.filing = Filing(world, node, before if before is not None and before.alive else None)
+        before = world.before.agents[node].folder_tasks if world.before is not None else None
+        self.folder_tasks = SaveFolderTasks(
+            world, node, before if before is not None and before.alive else None
+        )
         self.controlled = True  # it has not been left to itself
         self._met = False
         self._early: list[Worker] = []  # they wait to be started
         self._dismissed = False
         self._silent = False
+        self._started = 0  # processes in the place of others
 
     def begin(self) -> None:
         if self.node:
             self.connection = self.world.network.join(self, 0)
-        gate = Place("here", 1) if stands_by(self.node) else None
-        self.say_first(AgentHello(self.node, self.ranks, gate))
+        endpoint = Endpoint("here", 1) if stands_by(self.node) else None
+        self.say_first(AgentHello(self.node, self.ranks, endpoint))
         for rank in self.ranks:
             worker = self.world.workers[rank]
             worker.later(self.world.random.uniform(0.05, 0.5), self._start, worker)
-        if self.hub is not None:
+        if self.controller_host is not None:
             self.meet()
-        self.later(KNOCK_S, self.meet)
+        self.later(CONNECT_TIMEOUT_S, self.meet)
         self.thread(self._watch_boards())
 
     def meet(self) -> None:
@@ -90,7 +96,7 @@ class Agent(Follower):
 
     def _up(self, message: FromAgent) -> None:
         if self._silent:
-            self._let_go(message)
+            self._release_worker(message)
         elif self._dismissed:
             self._judge_alone(message)
         else:
@@ -99,7 +105,7 @@ class Agent(Follower):
     # workers
 
     def hear(self, worker: Worker, message: FromWorker) -> None:
-        if not self.alive:
+        if not self.alive or self.world.workers[worker.rank] is not worker:
             return
         if isinstance(message, Hello):
             worker.hellos = message.rank in self.living
@@ -119,14 +125,14 @@ class Agent(Follower):
 
     def _watch_boards(self) -> Body[None]:
         last = 0
-        stillness = Stillness(self.node, self.world.hang_s)
+        stillness = HangDetector(self.node, self.world.hang_s)
         while True:  # its node stands still when all of its workers have ended, and others may hang
             yield PROGRESS_S
             boards = [self.boards.read(rank) for rank in sorted(self.living)]
             said = stillness.look(boards, self.clock.now)
             if said is not None:
                 self._up(said)
-            total = sum(board.progress for board in boards) + self.filing.moved
+            total = sum(board.progress for board in boards) + self.folder_tasks.moved
             if total != last:
                 last = total
                 self._up(Progress(self.node, total))
@@ -139,16 +145,37 @@ class Agent(Follower):
                 worker = self.world.workers[rank]
                 if worker.hellos:
                     worker.hears.send(message)
+            case Replace():
+                self.thread(self._replace(order))
+            case Resumed():
+                self.world.invariants.resumed(self, order)
             case Prepare():
-                self.filing.prepare(order, self._answer)
+                self.folder_tasks.prepare(order, self._answer)
             case Publish() | Find():
-                self.filing.publish(order, self._answer)
+                self.folder_tasks.publish(order, self._answer)
             case Dismissed():
                 self._dismissed = True
             case Verdict():
                 self.world.invariants.verdict(self, order)
                 self.verdict = order
-                self.thread(self._see_them_off())
+                self.thread(self._reap_workers())
+
+    def _replace(self, order: Replace) -> Body[None]:
+        self.world.end(self.world.workers[order.rank], -9)
+        while order.rank in self.living:
+            yield 0.01
+        if self.verdict is not None or self._silent:
+            return
+        draw = self.world.random
+        if draw.random() < 0.02:
+            reason = "no process can be started in its place"
+            self._up(RegroupFailed(order.rank, order.incident, order.attempt, reason))
+            return
+        self._started += 1
+        worker = self.world.replace(order.rank, 1000 * self._started + order.rank)
+        self.living.add(order.rank)
+        yield draw.uniform(1.0, 3.0) if order.cold else draw.uniform(0.01, 0.2)
+        worker.do(worker.start)
 
     def _answer(self, message: FromAgent) -> None:
         self.do(self._up, message)
@@ -157,7 +184,7 @@ class Agent(Follower):
     def resting(self) -> bool:
         return self._dismissed or self._silent
 
-    def despair(self) -> None:
+    def on_controller_unreachable(self) -> None:
         self._judge("the controller's node is lost")
 
     def _judge(self, what: str) -> None:
@@ -166,26 +193,37 @@ class Agent(Follower):
             self.obey(Verdict(0, "lost", -1, what, -1, 1, ""))
 
     def _judge_alone(self, message: FromAgent) -> None:
-        if (isinstance(message, Died) and message.status) or isinstance(message, Leave | Told | Raised):
+        if (isinstance(message, Died) and message.status) or isinstance(
+            message, AgentTerminationRequested | TerminationRequested | Raised
+        ):
             self._judge(f"{type(message).__name__} after node 0 had finished")
 
-    def _let_go(self, message: FromAgent) -> None:
-        if isinstance(message, Raised | Told):
+    def _release_worker(self, message: FromAgent) -> None:
+        if isinstance(message, Raised | TerminationRequested):
             self.obey(Addressed(message.rank, Exit(0)))
 
-    def _see_them_off(self) -> Body[None]:
+    def _reap_workers(self) -> Body[None]:
         yield from self._until_gone(EXIT_GRACE_S)
         for rank in sorted(self.living):
             self.world.end(self.world.workers[rank], -9)
-        over = self.clock.now + FAREWELL_S
+        over = self.clock.now + SHUTDOWN_GRACE_S
         while self.clock.now < over and (
-            self.living or (self.hub is not None and not self.hub.controller.roster.everyone_is_dead)
+            self.living
+            or (
+                self.controller_host is not None
+                and not self.controller_host.controller.membership.everyone_is_dead
+            )
         ):
             yield 0.1
-        if self.hub is not None and not self.filing.busy and self.verdict is not None and self.verdict.save:
-            self.filing.clean(self.node)
+        if (
+            self.controller_host is not None
+            and not self.folder_tasks.busy
+            and self.verdict is not None
+            and self.verdict.save
+        ):
+            self.folder_tasks.clean(self.node)
             over = self.clock.now + CLEAN_S
-            while self.filing.busy and self.clock.now < over:
+            while self.folder_tasks.busy and self.clock.now < over:
                 yield 0.1
         self.settled = True
 
@@ -198,7 +236,7 @@ class Agent(Follower):
 
     def leave(self, grace_s: float) -> None:
         """SIGTERM to `ttprun`."""
-        self._up(Leave(self.node, "SIGTERM"))
+        self._up(AgentTerminationRequested(self.node, "SIGTERM"))
         self.thread(self._leave(grace_s))
 
     def _leave(self, grace_s: float) -> Body[None]:
@@ -215,7 +253,7 @@ class Agent(Follower):
             self.world.end(self.world.workers[rank], -9)
         yield from self._until_gone(30.0)
         self.left = self.settled = True
-        self.filing.end()
-        if self.hub is not None:
-            self.hub.leave()
+        self.folder_tasks.end()
+        if self.controller_host is not None:
+            self.controller_host.leave()
         self.world.network.close(self.node)

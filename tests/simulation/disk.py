@@ -5,13 +5,13 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from adaptor.checkpoint import naming
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control.messages import Find, Prepare, Publish
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import Find, Prepare, Publish
 from tests.simulation.clock import Body, Clock, Process
 
 if TYPE_CHECKING:
-    from tests.simulation.filing import Filing
+    from tests.simulation.save_folder_tasks import SaveFolderTasks
 
 # What the framework's own save has written: right by definition.
 REGULAR = "regular"
@@ -69,7 +69,7 @@ class Disk:
     def has_turn(self, by: Process) -> bool:
         return self._turn is not None and self._turn[0] is by
 
-    def _hangs_in_turn(self, by: Filing, node: int) -> None:
+    def _hangs_in_turn(self, by: SaveFolderTasks, node: int) -> None:
         if self._hangs(node):  # by design, all others wait
             by.world.faults.disk_fails = True
 
@@ -89,7 +89,7 @@ class Disk:
         self.folders[name] = {}
         return name
 
-    def publish(self, order: Publish, by: Filing, node: int) -> Body[int]:
+    def publish(self, order: Publish, by: SaveFolderTasks, node: int) -> Body[int]:
         """The step that the tracker names then."""
         step, generation = order.step, by.world.generation
         temporary = naming.temporary_name(step, order.term, order.number, generation)
@@ -111,7 +111,7 @@ class Disk:
                 yield from self._move_in(step, temporary, by, node)
             self._hangs_in_turn(by, node)
             yield from self.wait(node)
-            self._announce(step, generation)
+            self._tell_tracker(step, generation)
         finally:
             if self._turn is mine:
                 self._turn = None
@@ -126,7 +126,7 @@ class Disk:
         if not found:
             raise DiskError(f"no step {order.step}")
         yield from self.wait(node)
-        self._announce(max(found), generation)
+        self._tell_tracker(max(found), generation)
         return max(found)
 
     def is_ahead(self, step: int, generation: str) -> bool:
@@ -136,7 +136,7 @@ class Disk:
     def _is_of(self, step: int, generation: str) -> bool:
         return self.made_by.get(naming.final_name(step)) == generation
 
-    def _make_ready(self, order: Publish, temporary: str, by: Filing, node: int) -> Body[None]:
+    def _make_ready(self, order: Publish, temporary: str, by: SaveFolderTasks, node: int) -> Body[None]:
         if not order.files:
             raise DiskError("nothing to publish")
         for entry in order.files:
@@ -150,7 +150,7 @@ class Disk:
         yield from self.wait(node)
         self._folder(temporary)  # the manifest
 
-    def _move_in(self, step: int, temporary: str, by: Filing, node: int) -> Body[None]:
+    def _move_in(self, step: int, temporary: str, by: SaveFolderTasks, node: int) -> Body[None]:
         yield from self.wait(node)
         self._may_fail()
         final = naming.final_name(step)
@@ -195,7 +195,7 @@ class Disk:
             raise DiskError(f"{name}: no such folder")
         return self.folders[name]
 
-    def _announce(self, step: int, generation: str) -> None:
+    def _tell_tracker(self, step: int, generation: str) -> None:
         if self.tracker is not None and self.tracker > step and not self._is_of(self.tracker, generation):
             raise DiskError(f"the tracker names step {self.tracker}")
         self.replace_tracker(step)

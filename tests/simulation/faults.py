@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 _PHASES = ("RUNNING", "READY", "READY", "UPDATING")
 _STATES = (
+    *("REGROUPING", "REGROUPING", "REGROUPING", "REGROUPING"),
     *("FREEZING", "PREPARING", "DUMPING", "DUMPING", "PUBLISHING", "PUBLISHING"),
     *("FINDING", "TAKING OVER", "ENDED"),
 )
-_POINTS = ("frozen", "let through", "let through", "written")
+_POINTS = ("frozen", "let through", "let through", "written", "unwound", "joined")
 
 
 class Faults:
@@ -42,6 +43,7 @@ class Faults:
         # (phase of a worker, state of the controller, or a point that a worker passes; how many are let by)
         self._at_phase: dict[str, list[int]] = {}
         self._at_state: dict[str, int] = {}
+        self._after: list[int] = []  # so many messages of an online recovery are let by before a second fault
         for number in range(self.count):
             self._plan(first=number == 0)
         if draw.random() < 0.15:
@@ -61,6 +63,9 @@ class Faults:
             self._at_phase.setdefault(draw.choice(_POINTS), []).append(draw.randrange(4))
         else:
             state = draw.choice(_STATES)
+            if state == "REGROUPING":
+                self._after = sorted([*self._after, draw.randrange(4 * len(self._world.job.nodes) + 4)])
+                return
             self._at_state[state] = self._at_state.get(state, 0) + 1
 
     def on_phase(self, worker: Worker, phase: str) -> None:
@@ -72,6 +77,13 @@ class Faults:
         if min(waiting) < 0:
             waiting.remove(min(waiting))
             self._world.clock.after(self._soon(), self._strike, worker)
+
+    def on_regrouping(self) -> None:
+        """A message of an online recovery was heard: a second fault may come after any."""
+        while self._after and self._after[0] <= 0:
+            self._after.pop(0)
+            self._world.clock.after(self._soon(), self._strike_any)
+        self._after = [left - 1 for left in self._after]
 
     def on_state(self, state: str) -> None:
         while self._at_state.get(state):
@@ -95,18 +107,18 @@ class Faults:
     def _strike_publisher(self) -> None:
         incident = self._world.newest.controller.incident
         assert incident is not None
-        publisher = incident.place.publisher
+        publisher = incident.target.publisher
         if publisher < 0 or not self._world.agents[publisher].alive:
             return
         how = self._draw.random()
-        if self._world.agents[publisher].hub is None and how < 0.4:
+        if self._world.agents[publisher].controller_host is None and how < 0.4:
             self._stop_agent(publisher)
         elif how < 0.6 and not self._world.disk.troubled:
             self._tell(f"the disk is stuck on node {publisher}")
             self._world.disk.hang(self._world.clock.now, {publisher}, float("inf"))
             self.disk_hangs_on = {publisher}
             self.disk_fails = self.disk_fails or self._world.disk.has_turn(
-                self._world.agents[publisher].filing
+                self._world.agents[publisher].folder_tasks
             )
         else:
             self._strike_node(publisher)
@@ -236,12 +248,12 @@ class Faults:
         self._tell(f"ttprun of node {node} is stopped")
         self.unexplained = True
         # All others wait for one that is stopped while it gives the checkpoint its name.
-        self.disk_fails = self.disk_fails or self._world.disk.has_turn(agent.filing)
+        self.disk_fails = self.disk_fails or self._world.disk.has_turn(agent.folder_tasks)
         for rank in agent.ranks:
             self.hurt.setdefault(rank, "its agent is stopped")
-        agent.stopped = agent.filing.stopped = self._world.network.mended = True
+        agent.stopped = agent.folder_tasks.stopped = self._world.network.mended = True
         seconds = self._draw.choice([300.0, self._world.timeout_s * self._draw.random()])
-        for process in (agent, agent.filing):
+        for process in (agent, agent.folder_tasks):
             self._world.clock.after(seconds, process.go_on)
 
     def _lose_loudly(self, worker: Worker) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from adaptor.control.messages import (
+from adaptor.controller.incident import Incident
+from adaptor.controller.incident_state import Stage
+from adaptor.protocol.messages import (
     Addressed,
     AgentLost,
     BoardRecord,
@@ -13,9 +15,12 @@ from adaptor.control.messages import (
     Dump,
     Exit,
     Frozen,
+    Hello,
     Phase,
     Progress,
     Publish,
+    Resume,
+    Resumed,
     ToController,
     Verdict,
     Written,
@@ -24,7 +29,7 @@ from tests.simulation.disk import REGULAR
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Agent
-    from tests.simulation.hub import Hub
+    from tests.simulation.controller_host import ControllerHost
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
@@ -48,25 +53,76 @@ class Invariants:
         self._tracker = -1 if world.disk.tracker is None else world.disk.tracker
         self.latest_fault = world.clock.now
         self._verdicts: dict[int, Verdict] = {}
+        self.resumptions: set[int] = set()  # incidents that were recovered online
 
     # boards and faults
 
     def board(self, worker: Worker) -> None:
-        board, goes_back = worker.session.board, self._world.job.goes_back
-        if board.phase == Phase.READY and goes_back and not worker.session.door.closed:
+        board, has_local_copy = worker.session.board, self._world.job.has_local_copy
+        if board.phase == Phase.READY and has_local_copy and not worker.session.door.closed:
             self._come[worker.rank] = board.ahead
             self.begun = max(self.begun, min(self._come.values()))
-        elif board.phase == Phase.UPDATING and not goes_back and not worker.session.door.closed:
+        elif board.phase == Phase.UPDATING and not has_local_copy and not worker.session.door.closed:
             self.begun = max(self.begun, board.ahead)
-        elif board.phase == Phase.ENDED:  # what it held goes with it
+        step = self.regrouped_step
+        if step is not None and board.phase == Phase.UPDATING:
+            assert board.ahead <= step, "an update is begun before all ranks have joined"
+        if board.phase == Phase.ENDED:  # what it held goes with it
             self._world.faults.hurt[worker.rank] = "ended"
+
+    @property
+    def regrouped_step(self) -> int | None:
+        """The step that ranks come back to, in an online recovery that has not ended."""
+        for controller_host in self._world.hubs.values():
+            incident = controller_host.controller.incident
+            if incident is not None and incident.state.stage is Stage.REGROUPING:
+                return incident.step
+        return None
+
+    def can_be_saved(self, incident: Incident) -> None:
+        """During an online recovery: what the controller believes of survivors is true of each that lives."""
+        job, faults = self._world.job, self._world.faults
+        for rank in incident.state.nodes:
+            worker = self._world.workers[rank]
+            if not worker.alive or rank in faults.hurt:
+                continue
+            board = worker.session.board.record()
+            assert board.provides(incident.step), f"rank {rank} has not step {incident.step} any more"
+            if board.phase == Phase.RUNNING and board.finished == incident.step:
+                self._holds(worker, incident.step)
+                assert worker.session.record_of(incident.step) == job.record(incident.step)
+
+    def _holds(self, worker: Worker, step: int) -> None:
+        job = self._world.job
+        tensors = worker.trainee.before if worker.session.from_local_copy(step) else worker.trainee.tensors
+        for share in job.shares[worker.rank]:
+            assert tensors[share.group, share.index] == job.tensors(step), (
+                f"rank {worker.rank} does not hold step {step}"
+            )
+
+    def resume(self, order: Resume) -> None:
+        """The controller lets all go on."""
+        if self.has_sound_holders(0):  # else an exception may have left the update of a later one
+            assert order.step >= self.begun, f"step {self.begun} is lost by going on from step {order.step}"
+        self.begun = order.step
+        self._come = dict.fromkeys(self._come, order.step)
+        for worker in self._world.workers.values():
+            if worker.alive:
+                self._holds(worker, order.step)
+                assert worker.trainee.updates == self._world.job.updates(order.step)
+                if not (worker.stopped or worker.main_hangs or worker.agent.stopped):
+                    self._world.faults.hurt.pop(worker.rank, None)  # it holds the step, as was just seen
+
+    def resumed(self, agent: Agent, order: Resumed) -> None:
+        assert agent.node not in self._verdicts, "an incident is resumed after the verdict"
+        self.resumptions.add(order.incident)
 
     def fault(self, rank: int, what: str) -> None:
         self.latest_fault = self._world.clock.now
         if what in ("death", "node"):
-            self._world.clock.after(NOTICED_S, self._noticed, rank)
+            self._world.clock.after(NOTICED_S, self._noticed, rank, self._world.workers[rank])
 
-    def _noticed(self, rank: int) -> None:
+    def _noticed(self, rank: int, lost: Worker) -> None:
         world = self._world
         if world.job.nodes[rank] not in world.network.heard:
             return  # by design, a node that never came is waited for as long as the framework does
@@ -74,6 +130,7 @@ class Invariants:
             return
         hubs = world.hubs.values()
         known = any(h.left or h.controller.incident or h.controller.verdict for h in hubs)
+        known = known or world.workers[rank] is not lost  # it has been replaced
         assert known, f"the loss of rank {rank} has not been noticed"
 
     def verdict(self, agent: Agent, verdict: Verdict) -> None:
@@ -121,6 +178,10 @@ class Invariants:
 
     def always(self) -> None:
         tracker = self._world.disk.tracker
+        for controller_host in self._world.hubs.values():
+            incident = controller_host.controller.incident
+            if incident is not None and incident.state.stage is Stage.REGROUPING and not controller_host.left:
+                self.can_be_saved(incident)
         if tracker is not None and tracker != self._tracker:
             assert tracker > self._tracker, "the tracker goes backwards"
             assert f"iter_{tracker:07d}" in self._world.disk.folders, "the tracker names what is not there"
@@ -143,15 +204,19 @@ class Invariants:
             assert len(set(lines.values())) <= 1, f"nodes have been told different verdicts: {told}"
         if not world.faults.by:
             assert not self._verdicts, "a verdict without a fault"
-            assert world.newest.controller.roster.everyone_is_dead, (
+            assert world.newest.controller.membership.everyone_is_dead, (
                 "it ended, and the controller does not know"
             )
         # Else one side may save what the other has not seen yet.
-        hubs = [hub for hub in world.hubs.values() if hub.agent.alive]
+        hubs = [controller_host for controller_host in world.hubs.values() if controller_host.agent.alive]
         if not (world.network.parted or world.network.mended or world.network.islands):
             # One whose disk hangs cannot look; and a tracker that is ahead is named in the verdict.
-            able = [hub for hub in hubs if hub.term not in world.faults.disk_hangs_on]
-            ends = [hub.controller.verdict for hub in able]
+            able = [
+                controller_host
+                for controller_host in hubs
+                if controller_host.term not in world.faults.disk_hangs_on
+            ]
+            ends = [controller_host.controller.verdict for controller_host in able]
             newest = max(a.boards.read(rank).finished for a in world.agents.values() for rank in a.ranks)
             kept = (
                 self.saved
@@ -166,33 +231,42 @@ class Invariants:
 class Watch:
     """What must hold of one controller."""
 
-    def __init__(self, world: World, hub: Hub) -> None:
+    def __init__(self, world: World, controller_host: ControllerHost) -> None:
         self._world = world
-        self._hub = hub
+        self._controller_host = controller_host
         self._frozen: dict[int, BoardRecord] = {}
         self._dead: set[int] = set()
         self._lost: set[int] = set()
         self._reported: dict[str, int] = {}
         self._moved_at = 0.0
         self._verdict: Verdict | None = None
+        self._number = 0  # of the incident
+        self._resumed = 0
 
     def heard(self, message: ToController) -> None:
-        incident = self._hub.controller.incident
+        incident = self._controller_host.controller.incident
         match message:
             case Died(rank=rank):
                 self._dead.add(rank)
             case AgentLost(node=node):
                 self._lost.add(node)
                 self._dead.update(self._world.agents[node].ranks)
+            case Hello(rank=rank):
+                self._dead.discard(rank)  # another process
             case Progress():
                 self._moved_at = self._world.clock.now
             case Frozen(rank=rank, incident=number, board=board):
                 if incident is not None and incident.number == number:
+                    self._begin(number)
                     self._frozen.setdefault(rank, board)
             case Written(group=group, incident=number, attempt=attempt):
                 if incident is not None and (incident.number, incident.writing.attempt) == (number, attempt):
                     self._reported[group] = incident.step
                     self._moved_at = self._world.clock.now
+
+    def _begin(self, number: int) -> None:
+        if number != self._number:
+            self._number, self._frozen, self._reported = number, {}, {}
 
     def ordered(self, node: int, order: ControllerToAgent) -> None:
         late = node in self._lost and isinstance(order, Verdict)  # it has come after all
@@ -201,6 +275,9 @@ class Watch:
             assert order.rank not in self._dead, "an order to a rank that is known to be dead"
             assert self._world.job.nodes[order.rank] == node, "an order to another node than the rank's"
             assert isinstance(order.message, Exit) or self._verdict is None, "an order after the verdict"
+            if isinstance(order.message, Resume) and order.message.incident != self._resumed:
+                self._resumed = order.message.incident
+                self._world.invariants.resume(order.message)
             if isinstance(order.message, Dump):
                 self._dump(order.rank, order.message)
         elif not isinstance(order, Verdict):
@@ -223,13 +300,13 @@ class Watch:
 
     def decided(self) -> None:
         """After each thing that the controller has heard."""
-        controller, now = self._hub.controller, self._world.clock.now
+        controller, now = self._controller_host.controller, self._world.clock.now
         verdict, incident = controller.verdict, controller.incident
         assert self._verdict is None or verdict is self._verdict, "two verdicts"
         if incident is not None and not self._world.faults.by:
             raise AssertionError("an incident without a fault")
         if incident is not None and verdict is None:
-            latest = max(incident.opened_at, self._moved_at) + self._world.timeout_s
+            latest = max(incident.state.opened_at, self._moved_at) + self._world.timeout_s
             assert now < latest + 1.0, "an incident that lasts too long"
         if verdict is not None and self._verdict is None:
             self._verdict = verdict
@@ -242,15 +319,15 @@ class Watch:
             assert world.disk.tracker is not None
             assert world.disk.tracker >= verdict.step, "saved, and the tracker names an earlier step"
             assert verdict.step > job.origin
-        if self._hub.term in world.network.cut:
+        if self._controller_host.term in world.network.cut:
             return  # it knows of nothing but its own node, and others may save better
-        if self._hub.term and world.network.mended:
+        if self._controller_host.term and world.network.mended:
             return  # not all whom it could reach may have come to it
         if not world.faults.unexplained and world.clock.now > known.latest_fault + EXPLAINED_S:
             assert verdict.cause_rank in world.faults.by or verdict.cause_rank == -1, (
                 f"rank {verdict.cause_rank} is blamed, and nothing happened to it"
             )
-        if world.faults.disk_fails or not known.has_sound_holders(self._hub.term):
+        if world.faults.disk_fails or not known.has_sound_holders(self._controller_host.term):
             return
         if "held is not known" in verdict.line:
             assert self._lost, "what was told is not known"
@@ -258,7 +335,9 @@ class Watch:
         if world.disk.is_ahead(max(known.begun, job.origin + 1), world.generation):
             return  # what hung in the generation before has ended, and the next one starts from that
         if known.begun <= job.origin:
-            assert verdict.outcome in ("nothing", "saved"), verdict.line
+            # A step that not all have come to may be tried, and its only holder be where the disk hangs.
+            hangs = verdict.outcome == "lost" and bool(world.faults.disk_hangs_on)
+            assert hangs or verdict.outcome in ("nothing", "saved"), verdict.line
         else:
             assert verdict.outcome == "saved", f"step {known.begun} is lost: {verdict.line}"
             assert verdict.step >= known.begun, f"step {known.begun} is lost: {verdict.line}"

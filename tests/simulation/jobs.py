@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from adaptor.control.messages import Share
+from adaptor.protocol.messages import Share
 
 # Nodes, and ranks on each.
 SIZES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 4), (4, 1), (4, 2), (4, 3)]
@@ -25,7 +25,7 @@ class Job:
     steps      the steps that training makes, some are left out as a whole
     skipped    steps without an update
     late       who has ended a step waits for the others between it and the next one, not at its end
-    goes_back  there is no barrier, each rank keeps a local copy of the state before an update
+    has_local_copy  there is no barrier, each rank keeps a local copy of the state before an update
     """
 
     nodes: tuple[int, ...]
@@ -39,7 +39,7 @@ class Job:
     steps: tuple[int, ...]
     skipped: frozenset[int]
     late: bool
-    goes_back: bool
+    has_local_copy: bool
 
     @property
     def ranks(self) -> range:
@@ -63,7 +63,7 @@ class Job:
     def __str__(self) -> str:
         made = ",".join(f"{step}{'s' * (step in self.skipped)}" for step in self.steps)
         held = ["+".join(f"{s.group}.{s.index}{'f' * s.foreign}" for s in shares) for shares in self.shares]
-        kind = f"{self.kind}{' with local copies' * self.goes_back}"
+        kind = f"{self.kind}{' with local copies' * self.has_local_copy}"
         return f"{kind}, ranks on nodes {self.nodes}, shards {held}, from step {self.origin}: {made}"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control.messages import Dump, GroupOrder
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import Dump, GroupOrder
 from tests.simulation.clock import Body
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Meetings:
         self._arrived: defaultdict[Any, set[int]] = defaultdict(set)
         self._waiting: defaultdict[Any, set[int]] = defaultdict(set)
         self._gone: set[int] = set()  # their ends of all connections are closed
+        self.given: dict[Any, Any] = {}  # what newcomers get, by the name under which they meet who gives it
 
     def arrive(self, worker: Worker, name: Any, *, waits: bool = True) -> None:
         """`waits`: for whom it needs; else others may need it."""
@@ -41,6 +42,10 @@ class Meetings:
                 other.later(self._last_part(), other.met, name, True)
         if waits and any(self._breaks(workers[r], name) for r in self._gone & worker.waits_for[name]):
             self._may_break(worker, name)
+
+    def comes_new(self, rank: int) -> None:
+        """Another process is `rank` now."""
+        self._gone.discard(rank)
 
     def _last_part(self) -> float:
         """Some are done while others still wait for their last message."""
@@ -61,7 +66,7 @@ class Meetings:
     def shut(self, worker: Worker) -> None:
         """A worker shuts down its own connections."""
         for name, ranks in list(self._waiting.items()):
-            if worker.rank in ranks and not _is_dump(name):
+            if worker.rank in ranks and not is_apart(name):
                 worker.later(0.0, worker.met, name, False)
         self._break_for(worker, collectives=True)
 
@@ -75,7 +80,7 @@ class Meetings:
             for rank in sorted(ranks):
                 other = self._world.workers[rank]
                 needed = worker.rank in other.waits_for[name] and self._breaks(worker, name)
-                if needed and not (collectives and _is_dump(name)):
+                if needed and not (collectives and is_apart(name)):
                     self._may_break(other, name)
 
     def _breaks(self, worker: Worker, name: Any) -> bool:
@@ -84,19 +89,21 @@ class Meetings:
         Who is done has sent all that others need of it, and the kernel delivers that. Who has never come to
         a new group is waited for.
         """
-        if _is_dump(name) and name[-1] == "connect" and worker.rank not in self._arrived[name]:
+        joins = name[-1] == "connect" or name[1] in ("groups", "line")
+        if is_apart(name) and joins and worker.rank not in self._arrived[name]:
             return False
         return not worker.has_done(name)
 
     def _may_break(self, worker: Worker, name: Any) -> None:
         draw = self._world.random
-        if draw.random() < (0.9 if _is_dump(name) else 0.6):
+        if draw.random() < (0.9 if is_apart(name) else 0.6):
             worker.later(draw.uniform(0.0, 0.01), worker.met, name, False)
         else:
             worker.hangs_in(name)
 
 
-def _is_dump(name: Any) -> bool:
+def is_apart(name: Any) -> bool:
+    """Return whether this is over connections of its own: a dump, or an online recovery."""
     return name[0] == "dump"
 
 
@@ -159,7 +166,7 @@ class Dumping:
         entry = FileEntry(f"{group.group}/model.pt", 1, "00", order.attempt)
         yield from disk.wait(worker.node)
         self._check(worker, order)
-        disk.write(order.folder, entry.draft, (group.group, dict(given), record))
+        disk.write(order.folder.rpartition("/")[2], entry.draft, (group.group, dict(given), record))
         for _ in range(disk.slices):
             yield from disk.wait(worker.node, disk.slow_s)
             self._check(worker, order)

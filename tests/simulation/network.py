@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from adaptor.control import wire
-from adaptor.control.messages import AgentHello, ControllerToAgent, FromAgent
-from adaptor.control.take_over import REACH_S
+from adaptor.controller.failover import TRY_CONNECT_TIMEOUT_S
+from adaptor.protocol import wire
+from adaptor.protocol.messages import AgentHello, ControllerToAgent, FromAgent
 from tests.simulation.clock import Body, Link
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Network:
     def reach(self, agent: Agent, to: int) -> Body[Connection | None]:
         """A connection to the gate of `to`; None where nobody lets it in."""
         if self.apart(agent.node, to):
-            yield REACH_S
+            yield TRY_CONNECT_TIMEOUT_S
             return None
         yield self.delay()
         if to in self.closed or self.apart(agent.node, to):

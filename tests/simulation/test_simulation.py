@@ -61,7 +61,7 @@ def test_a_node_whose_workers_have_ended_stands_still() -> None:
         while world.clock.now < ended + world.hang_s + 1.0:
             world.clock.step()
     world.close()
-    still = re.compile(r"heard Still\(node=(\d), .*inside=-1, between=-1\)")
+    still = re.compile(r"heard NodeStalled\(node=(\d), .*inside=-1, between=-1, ")
     assert {int(said[1]) for said in map(still.search, log) if said} == set(world.agents)
 
 

@@ -1,31 +1,38 @@
 """A simulated worker: a real session, door and board, around a script and a processor that have no threads.
 
 The script is Megatron's loop as far as the session and other ranks see it. The processor answers like
-`adaptor.control.processor`, its threads are generators.
+`adaptor.worker.processor`, its threads are generators.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from adaptor.control.board import Board
-from adaptor.control.messages import (
+from adaptor.devices.device import HOST
+from adaptor.protocol.board import Board
+from adaptor.protocol.messages import (
     Dump,
     Exit,
     Freeze,
     FromWorker,
     Frozen,
     Hello,
+    Joined,
     Layout,
     Raised,
+    Regroup,
+    RegroupFailed,
+    Replacement,
+    Resume,
     Standing,
-    Told,
+    TerminationRequested,
     ToWorker,
     WriteFailed,
     Written,
 )
-from adaptor.control.session import Session
-from adaptor.devices.device import HOST
+from adaptor.worker.door import Unwind
+from adaptor.worker.session import Session
+from tests.simulation import meetings
 from tests.simulation.clock import Body, Link, Parked, Process
 
 if TYPE_CHECKING:
@@ -34,6 +41,8 @@ if TYPE_CHECKING:
 
 # The framework's own time-out for what ranks do together.
 FRAMEWORK_S = 60.0
+# A main thread that has not left the framework's loop by then will not.
+UNWIND_S = 3.0
 # A shard in the middle of its update is of no step.
 TORN = -1
 
@@ -42,17 +51,22 @@ class ScriptError(Exception):
     """An exception that leaves the script."""
 
 
+class ReplacedError(Exception):
+    """A newer order has taken the place of the one that is being followed."""
+
+
 class Trainee:
     """What a session asks; dumps are in `meetings`. A shard's content is the step of its last update."""
 
     save = "/save"
     device = HOST
+    survives = ""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.job = job = worker.world.job
         self.shares = job.shares[worker.rank]
-        self.goes_back = job.goes_back
+        self.has_local_copy = job.has_local_copy
         self.tensors = {(s.group, s.index): job.origin for s in self.shares}
         self.before = dict(self.tensors)  # the local copy
         self.updates = 0
@@ -61,7 +75,7 @@ class Trainee:
     def take_record(self, step: int) -> tuple[int, int]:
         return step, self.updates
 
-    def take_door(self) -> int:
+    def snapshot_before_update(self) -> int:
         return self.step
 
     def derive(self, record: tuple[int, int], door: int, updated: bool) -> tuple[int, int]:
@@ -73,10 +87,12 @@ class Trainee:
 
     def exchange(self) -> None:
         if self.job.copies[self._worker.rank]:
-            self._worker.meet(("exchange", self.step), self.job.partners[self._worker.rank])
+            self._worker.meet(
+                ("exchange", self.step, self._worker.epoch), self.job.partners[self._worker.rank]
+            )
 
     def barrier(self) -> None:
-        self._worker.meet(("barrier", self.step), frozenset(self.job.ranks))
+        self._worker.meet(("barrier", self.step, self._worker.epoch), frozenset(self.job.ranks))
 
     def copy_state(self) -> None:
         self.before.update(self.tensors)
@@ -90,13 +106,24 @@ class Trainee:
             self.tensors[shard] = self.step
 
 
-class Worker(Process):
-    """One process; `died` is called at its end."""
+def _line(order: Regroup, newcomer: int, *what: Any) -> Any:
+    return ("dump", "line", order.incident, order.attempt, newcomer, *what)
 
-    def __init__(self, world: World, rank: int) -> None:
+
+class Worker(Process):
+    """One process; `died` is called at its end.
+
+    epoch     the incident from which it went on last; connections are those of then
+    newcomer  it takes the place of another, and has not joined the others yet
+    """
+
+    def __init__(self, world: World, rank: int, pid: int = 0, *, newcomer: bool = False) -> None:
         super().__init__(world.clock)
         self.world = world
         self.rank = rank
+        self.pid = pid or rank
+        self.newcomer = newcomer
+        self.epoch = 0
         self.node = world.job.nodes[rank]
         self.agent = world.agents[self.node]
         self.says = Link(
@@ -113,13 +140,17 @@ class Worker(Process):
         self.waits_for: dict[Any, frozenset[int]] = {}
         self._hanging: set[Any] = set()
         self._broken_told: set[str] = set()
+        self._shut_epoch = -1  # the connections of which it has shut
+        self._order: Regroup | None = None  # the newest
+        self._ready: Regroup | None = None  # for the main thread
+        self._left = False  # the main thread has left the loop
 
     # the main thread
 
     def start(self) -> None:
         boards = self.agent.boards
         self.session = Session(
-            Board(self.rank, boards.path, boards.slots), self._say_layout, self._say_broken
+            Board(self.rank, boards.path, boards.slots), self._send_layout, self._send_broken_barrier
         )
         self.session.door._changed = self.condition  # type: ignore[assignment]
         write = self.session.board.write
@@ -129,7 +160,7 @@ class Worker(Process):
             self.world.on_board(self)
 
         self.session.board.write = written  # type: ignore[method-assign]
-        self.say(Hello(self.rank, self.rank))
+        self.say(Hello(self.rank, self.pid))
         self.thread(self._main())
 
     def _main(self) -> Body[None]:
@@ -151,18 +182,41 @@ class Worker(Process):
         job, draw = self.world.job, self.world.random
         session = self.session
         yield from self._busy(draw.uniform(0.05, 0.5))
-        if self.rank == 0:
-            self.world.disk.clean_all()  # a disk that hangs then lets nobody begin
-        yield from self.through(lambda: self.meet("start", frozenset(job.ranks)))
-        self.trainee = trainee = Trainee(self)
-        inner = [object() for _ in job.inner[self.rank]]
-        session.begin_training(trainee, inner, job.origin)
-        for step in job.steps:
+        if self.newcomer:  # alone in its world
+            self.trainee = Trainee(self)
+            self._inner = [object() for _ in job.inner[self.rank]]
+            yield from self._rejoin()
+        else:
+            if self.rank == 0:
+                self.world.disk.clean_all()  # a disk that hangs then lets nobody begin
+            yield from self.through(lambda: self.meet("start", frozenset(job.ranks)))
+            self.trainee = Trainee(self)
+            self._inner = [object() for _ in job.inner[self.rank]]
+            session.begin_training(self.trainee, self._inner, job.origin)
+        while True:
+            try:
+                yield from self._train()
+                return
+            except Unwind:
+                pass
+            except Exception as error:
+                if not self.world.online_s:
+                    raise
+                session.give_up()
+                self.say(Raised(self.rank, f"{type(error).__name__}: {error}", 1))
+            yield from self._rejoin()
+
+    def _train(self) -> Body[None]:
+        job, draw = self.world.job, self.world.random
+        session, trainee, inner = self.session, self.trainee, self._inner
+        for step in [step for step in job.steps if step > trainee.step]:
             yield from self._busy(self.world.pause_before(step))
             trainee.step = step
             session.begin_step(step, watched=True)
             yield from self._busy(draw.uniform(0.5, 1.5) * self.world.step_s)
-            yield from self.through(lambda step=step: self.meet(("reduce", step), frozenset(job.ranks)))
+            yield from self.through(
+                lambda step=step: self.meet(("reduce", step, self.epoch), frozenset(job.ranks))
+            )
             if step in job.skipped:
                 session.end_update(False, None)
             else:
@@ -182,17 +236,23 @@ class Worker(Process):
             if job.late and step not in job.skipped:
                 yield from self._gather(step)
             if self.world.saves_after(step):
-                yield from self._save(step)
+                session._pace.begin_phase("save")  # not by `phase`: a generator that is closed would end it
+                try:
+                    yield from self._save(step)
+                except (Exception, Unwind):
+                    session._pace.end_phase()
+                    raise
+                session._pace.end_phase()
 
     def _gather(self, step: int) -> Body[None]:
         everyone = frozenset(self.world.job.ranks)
-        yield from self.through(lambda: self.meet(("gather", step), everyone))
+        yield from self.through(lambda: self.meet(("gather", step, self.epoch), everyone))
 
     def _save(self, step: int) -> Body[None]:
         """A regular save of the framework; rank 0 gives it its name when every rank has written."""
         everyone = frozenset(self.world.job.ranks)
         yield from self._busy(self.world.random.uniform(0.01, 0.2))
-        yield from self.through(lambda: self.meet(("written", step), everyone))
+        yield from self.through(lambda: self.meet(("written", step, self.epoch), everyone))
         if self.rank == 0:
             door = self.session.door
             yield from self.through(lambda: door.enter(-1))  # as Session.publishing, which cannot take time
@@ -202,7 +262,7 @@ class Worker(Process):
                 self.world.disk.replace_tracker(step)
             finally:
                 door.leave()
-        yield from self.through(lambda: self.meet(("saved", step), everyone))
+        yield from self.through(lambda: self.meet(("saved", step, self.epoch), everyone))
 
     def _busy(self, seconds: float) -> Body[None]:
         yield seconds
@@ -217,6 +277,8 @@ class Worker(Process):
 
     def meet(self, name: Any, others: frozenset[int]) -> None:
         """Do something with `others`; the real code is parked until it is done, or broken."""
+        if self._shut_epoch == self.epoch and not meetings.is_apart(name):
+            raise RuntimeError("connection shut")
         if name not in self._outcomes:
             if name not in self.waits_for:
                 self.waits_for[name] = others
@@ -242,11 +304,12 @@ class Worker(Process):
     def has_done(self, name: Any) -> bool:
         return bool(self._outcomes.get(name))
 
-    def _say_layout(self, trainee: Any, origin: int) -> None:
-        what = (trainee.shares, trainee.save, origin, "same", trainee.goes_back)
+    def _send_layout(self, trainee: Any, origin: int) -> None:
+        online = "" if self.world.online_s else "off"
+        what = (trainee.shares, trainee.save, origin, "same", trainee.has_local_copy, online)
         self.say(Layout(self.rank, *what))
 
-    def _say_broken(self, error: str) -> None:
+    def _send_broken_barrier(self, error: str) -> None:
         if error not in self._broken_told:  # the door is tried again, see `clock`
             self._broken_told.add(error)
             self.say(Raised(self.rank, error, 1))
@@ -257,7 +320,7 @@ class Worker(Process):
         self.says.send(message)
 
     def sigterm(self) -> None:
-        self.say(Told(self.rank, "SIGTERM"))
+        self.say(TerminationRequested(self.rank, "SIGTERM"))
 
     def _obey(self, order: ToWorker) -> None:
         match order:
@@ -270,6 +333,16 @@ class Worker(Process):
                 self._current = (order.incident, order.attempt)
                 self.session.let_through(order.step)
                 self.thread(self._dump(order))
+            case Regroup():
+                self._current = (order.incident, order.attempt)
+                self._order = order
+                self.session.let_through(order.step)
+                self.thread(self._regroup(order))
+                self.changed()
+            case Resume():
+                self.epoch = order.incident
+                self.session.door.open()
+                self.changed()
             case Exit():
                 self.world.end(self, self._exit_code)
 
@@ -290,7 +363,7 @@ class Worker(Process):
                 self.world.at_point(self, "let through")
             yield from self.through(lambda: session.bring_to(order.step, self._wake, order.timeout_s))
             trainee = self.trainee
-            tensors = trainee.before if session.is_past(order.step) else trainee.tensors
+            tensors = trainee.before if session.from_local_copy(order.step) else trainee.tensors
             record = session.record_of(order.step)
             for group in order.groups:
                 files = yield from self.world.dumping.take_part(self, order, group, tensors, record)
@@ -303,7 +376,105 @@ class Worker(Process):
                 where = (order.incident, order.attempt, group.group)
                 self.say(WriteFailed(self.rank, *where, reason, session.board.record()))
 
-    def cancelled(self, order: Dump) -> bool:
+    # online recovery
+
+    def _regroup(self, order: Regroup) -> Body[None]:
+        """On a thread of the processor."""
+        try:
+            if not self.newcomer:
+                if self.session.trainee is None:
+                    raise RuntimeError("it is not in its training loop")
+                yield from self.through(
+                    lambda: self.session.bring_to(order.step, self._wake, order.timeout_s)
+                )
+                self.session.door.turn_away()
+                self._shut_epoch = self.epoch
+                self._wake()
+                until = self.clock.now + UNWIND_S
+                while not self._left and not self.cancelled(order):
+                    if self.clock.now >= until:
+                        raise TimeoutError("its main thread has not left the training loop")
+                    yield 0.05
+            if self.cancelled(order):
+                return
+            self._ready = order
+            self.changed()
+            for one in order.replaced if not self.newcomer else ():
+                self._give(order, one)
+        except Exception as error:
+            self._cannot(order, error)
+
+    def _give(self, order: Regroup, one: Replacement) -> None:
+        """What a newcomer needs of this rank: shards, and the record of the step."""
+        session, trainee, meetings = self.session, self.trainee, self.world.meetings
+        tensors = trainee.before if session.from_local_copy(order.step) else trainee.tensors
+        if one.twin == self.rank:
+            name = _line(order, one.rank, "record")
+            meetings.given[name] = session.record_of(order.step)
+            meetings.arrive(self, name, waits=False)
+        for source in one.sources:
+            if source.source == self.rank:
+                name = _line(order, one.rank, source.group, source.index)
+                meetings.given[name] = tensors[source.group, source.index]
+                meetings.arrive(self, name, waits=False)
+
+    def _rejoin(self) -> Body[None]:
+        """On the main thread, until all go on."""
+        self._left, done = True, None
+        self.world.at_point(self, "unwound")
+        while True:
+            while self._ready is done and not (done is not None and self.epoch == done.incident):
+                yield None
+            if self._ready is done:
+                break
+            done = self._ready
+            assert done is not None
+            try:
+                yield from self._join(done)
+            except Exception as error:
+                self._cannot(done, error)
+        self._left, self._ready, self.newcomer = False, None, False
+
+    def _join(self, order: Regroup) -> Body[None]:
+        trainee, job, session = self.trainee, self.world.job, self.session
+        if self.newcomer:
+            one = next(one for one in order.replaced if one.rank == self.rank)
+            record = yield from self._ask(order, one.twin, _line(order, self.rank, "record"))
+            for source in one.sources:
+                line = _line(order, self.rank, source.group, source.index)
+                shard = yield from self._ask(order, source.source, line)
+                trainee.tensors[source.group, source.index] = shard
+        else:
+            record = session.record_of(order.step)
+            if session.from_local_copy(order.step):
+                trainee.tensors.update(trainee.before)
+        name = ("dump", "groups", order.incident, order.attempt)
+        # Each takes its own time to come there.
+        yield self.world.random.uniform(0.0, 0.05)
+        yield from self.through(lambda: self._unless_new(order, name, set(job.ranks)))
+        yield self.world.random.uniform(0.0, 0.05)
+        if self.main_hangs or self.cancelled(order):
+            return
+        trainee.step, trainee.updates = order.step, record[1]
+        session.begin_again(trainee, self._inner, record, order.step, order.origin)
+        self.say(Joined(self.rank, order.incident, order.attempt, order.step, "same"))
+        self.world.at_point(self, "joined")
+
+    def _ask(self, order: Regroup, giver: int, name: Any) -> Body[Any]:
+        yield from self.through(lambda: self._unless_new(order, name, {giver}))
+        return self.world.meetings.given[name]
+
+    def _unless_new(self, order: Regroup, name: Any, others: set[int]) -> None:
+        if self.cancelled(order):
+            raise ReplacedError("a newer order has replaced this one")
+        self.meet(name, frozenset({*others, self.rank}))
+
+    def _cannot(self, order: Regroup, error: Exception) -> None:
+        if not self.cancelled(order):
+            reason = f"{type(error).__name__}: {error}"
+            self.say(RegroupFailed(self.rank, order.incident, order.attempt, reason))
+
+    def cancelled(self, order: Dump | Regroup) -> bool:
         return self._current != (order.incident, order.attempt)
 
     def _wake(self) -> int:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 
-from adaptor.control import session
+from adaptor.worker import pace, session
 from tests.simulation import jobs
 from tests.simulation.agent import Agent
 from tests.simulation.clock import Clock
+from tests.simulation.controller_host import ControllerHost
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
-from tests.simulation.hub import Hub
 from tests.simulation.invariants import Invariants
 from tests.simulation.meetings import Dumping, Meetings
 from tests.simulation.network import Network
@@ -62,11 +62,12 @@ class World:
         self._begun_at = self.clock.now
         self.timeout_s = draw.choice([10.0, 30.0])
         self.hang_s = 3.0
+        self.online_s = draw.choice([0.0, 2.0, 60.0, 60.0])
         self.step_s = draw.choice([0.02, 0.1, 0.3])
         self.update_s = draw.choice([0.001, 0.05])
         self._save_interval = draw.choice([0, 0, 0, 2])
         self._pause_before = draw.choice(self.job.steps) if draw.random() < 0.1 else -1
-        self.hubs: dict[int, Hub] = {}
+        self.hubs: dict[int, ControllerHost] = {}
         self.invariants = Invariants(self)
         self.meetings = Meetings(self)
         self.dumping = Dumping(self)
@@ -101,7 +102,7 @@ class World:
         return self.network.apart(one.node, other.node)
 
     @property
-    def newest(self) -> Hub:
+    def newest(self) -> ControllerHost:
         """With the controller of the latest term."""
         return self.hubs[max(self.hubs)]
 
@@ -111,6 +112,13 @@ class World:
 
     def at_point(self, worker: Worker, point: str) -> None:
         self.faults.on_phase(worker, point)
+
+    def replace(self, rank: int, pid: int) -> Worker:
+        """Another process is `rank` now; the one before has ended."""
+        assert not self.workers[rank].alive, "two processes of one rank"
+        self.meetings.comes_new(rank)
+        self.workers[rank] = Worker(self, rank, pid, newcomer=True)
+        return self.workers[rank]
 
     # ends
 
@@ -137,13 +145,13 @@ class World:
             if worker.node == node:
                 self.end(worker, -9, told=told)
         self.agents[node].alive = False
-        self.agents[node].filing.end()
+        self.agents[node].folder_tasks.end()
         self.network.close(node)
 
     def over(self) -> bool:
         """Every agent has seen its workers off, or the script has come to its end on every rank."""
         controller = self.newest.controller
-        ended = controller.incident is None and (self.newest.left or controller.roster.everyone_is_dead)
+        ended = controller.incident is None and (self.newest.left or controller.membership.everyone_is_dead)
         return all(
             agent.settled or (ended and agent.verdict is None and not agent.living)
             for agent in self.agents.values()
@@ -183,11 +191,15 @@ class World:
     @contextmanager
     def by_its_clock(self) -> Iterator[None]:
         """The session measures steps by the clock of this world."""
-        real, session.time = session.time, self  # type: ignore[attr-defined, assignment]
+        clocks = (session, pace)
+        real = [module.time for module in clocks]  # type: ignore[attr-defined]
+        for module in clocks:
+            module.time = self  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            session.time = real  # type: ignore[attr-defined]
+            for module, its in zip(clocks, real, strict=True):
+                module.time = its  # type: ignore[attr-defined]
 
     def monotonic(self) -> float:
         return self.clock.now

@@ -7,9 +7,8 @@ import contextlib
 import ssl
 from typing import Any
 
-from adaptor.control import wire
-from adaptor.control.messages import Beat, ControllerToAgent, Legacy
-from adaptor.launchers import proof
+from adaptor.protocol import authentication, wire
+from adaptor.protocol.messages import Beat, ControllerToAgent, StandbyState
 
 
 class Agent:
@@ -23,7 +22,7 @@ class Agent:
         return cls(*await asyncio.open_connection("127.0.0.1", port, ssl=tls))
 
     async def prove(self, secret: str) -> None:
-        await proof.give(self.reader, self.writer, bytes.fromhex(secret))
+        await authentication.give(self.reader, self.writer, bytes.fromhex(secret))
 
     def say(self, *messages: Any) -> None:
         self.writer.write(b"".join(wire.frame(message) for message in messages))
@@ -32,7 +31,7 @@ class Agent:
         """The next order; what is passed on for later is none."""
         while True:
             message = await wire.read(self.reader, wire.to_agent)
-            if not isinstance(message, Beat | Legacy):
+            if not isinstance(message, Beat | StandbyState):
                 return message
 
     async def is_shut_out(self) -> bool:

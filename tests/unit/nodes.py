@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from adaptor import config
 from adaptor.checkpoint import publish
-from adaptor.control.messages import Verdict
 from adaptor.launchers import node as node_module
-from adaptor.launchers.hub import Hub
+from adaptor.launchers.controller_host import ControllerHost
 from adaptor.launchers.node import Node
+from adaptor.launchers.programs import SPARE, WORKER
+from adaptor.launchers.spare_pool import Spare
+from adaptor.protocol.messages import Verdict
 from tests.unit.threads import LONG_S
 
 SCRIPT = Path(__file__).with_name("worker_script.py")
@@ -57,22 +59,34 @@ def open_descriptors(pid: int) -> dict[str, str]:
     return found
 
 
-def hub_of(node: Node) -> Hub:
+def controller_host_of(node: Node) -> ControllerHost:
     """Where a node has the controller."""
-    assert node._way is not None
-    assert node._way.hub is not None
-    return node._way.hub
+    assert node._client is not None
+    assert node._client.controller_host is not None
+    return node._client.controller_host
 
 
 class Worker:
-    """A child process with the script, started as torch elastic starts it."""
+    """A child process with the script, started as torch elastic starts it; or a spare that becomes one.
 
-    def __init__(self, rank: int, save: Path, index: int, count: int) -> None:
+    Args:
+        added: to its environment.
+        program: runs the script.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        save: Path,
+        index: int,
+        count: int,
+        added: Mapping[str, str] | None = None,
+        program: Path = WORKER,
+    ) -> None:
         self.rank = rank
-        command = [sys.executable, "-u", "-m", "adaptor.launchers.worker", str(SCRIPT), str(save)]
         self.process = subprocess.Popen(
-            [*command, str(index), str(count)],
-            env={**os.environ, "RANK": str(rank), "MASTER_PORT": "0", "PYTHONPATH": str(ROOT)},
+            command(program, save, index, count),
+            env=environment(RANK=str(rank), **added or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -105,6 +119,38 @@ class Worker:
         return self.process.wait(LONG_S)
 
 
+def command(program: Path, save: Path, index: int, count: int) -> list[str]:
+    """Start `program` with the script and its arguments."""
+    return [sys.executable, "-u", str(program), str(SCRIPT), str(save), str(index), str(count)]
+
+
+def environment(**added: str) -> dict[str, str]:
+    """Return that of a worker."""
+    return {**os.environ, "MASTER_PORT": "0", "PYTHONPATH": str(ROOT), **added}
+
+
+class Starter:
+    """Starts workers in the place of those of a job, as `starter.Starter` does for torch's."""
+
+    of_a_rank = ("RANK",)
+    may_spare = True
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def start(self, rank: int, added: Mapping[str, str], spare: Spare | None) -> subprocess.Popen[bytes]:
+        if self._job.broken:
+            raise OSError(11, "Resource temporarily unavailable")
+        shards = self._job.shards
+        worker = Worker(rank, self._job.save, rank % shards, shards, added, self._job.program)
+        self._job.former.append(self._job.workers[rank])
+        self._job.workers[rank] = worker
+        return worker.process  # type: ignore[return-value]  # text streams, which nobody here reads
+
+    def spare(self) -> Spare:
+        return Spare(command(SPARE, self._job.save, 0, 1), environment())
+
+
 class Job:
     """Nodes and workers of one job, with the last two arguments of the script for each rank."""
 
@@ -113,7 +159,10 @@ class Job:
         self.save.mkdir()
         self.logs.mkdir()
         self.shards = shards
+        self.program = WORKER
+        self.broken = False  # no process can be started any more
         self.workers: dict[int, Worker] = {}
+        self.former: list[Worker] = []  # others took their places
         self.nodes: list[Node] = []
 
     def node(self, **settings: str) -> Node:
@@ -121,17 +170,20 @@ class Job:
         self.nodes.append(made)
         return made
 
-    def begin(self, world_size: int, nodes: Sequence[Node] = ()) -> None:
+    def begin(self, world_size: int, nodes: Sequence[Node] = (), *, may_restart: bool = True) -> None:
         """A generation of workers, the same number on each node, which have all come to the start."""
         chosen = list(nodes) or self.nodes or [self.node()]
         store = dist.HashStore()
         each = world_size // len(chosen)
         for number, node in enumerate(chosen):
             ranks = range(number * each, (number + 1) * each)
-            node.begin(ranks, number, len(chosen), world_size, store, "127.0.0.1")
-            started = {r: Worker(r, self.save, r % self.shards, self.shards) for r in ranks}
+            node.begin(*(ranks, number, len(chosen), world_size, store, "127.0.0.1"), may_restart=may_restart)
+            started = {
+                r: Worker(r, self.save, r % self.shards, self.shards, program=self.program) for r in ranks
+            }
             self.workers.update(started)
-            node.watch({rank: worker.process for rank, worker in started.items()})
+            processes: Any = {rank: worker.process for rank, worker in started.items()}
+            node.watch(processes, Starter(self))
         for node in chosen:
             node.meet()
         for worker in self.workers.values():
@@ -144,8 +196,11 @@ class Job:
         """All of them."""
         for worker in self.workers.values():
             worker.does("begin", *lines)
-        hub = hub_of(self.nodes[0])
-        wait_until(lambda: len(hub.controller.roster.layouts) == len(self.workers), "the layouts are known")
+        controller_host = controller_host_of(self.nodes[0])
+        wait_until(
+            lambda: len(controller_host.controller.membership.layouts) == len(self.workers),
+            "the layouts are known",
+        )
 
     def verdict(self, node: int = 0) -> Verdict:
         """Once it is out and every worker has been seen off."""
@@ -168,10 +223,12 @@ class Job:
 
     def end(self) -> None:
         """As torch's agent does before it starts the workers again."""
-        for worker in self.workers.values():
+        for node in self.nodes:
+            node.dismiss()
+        for worker in (*self.former, *self.workers.values()):
             worker.process.kill()
             worker.process.communicate(timeout=LONG_S)
-        self.workers = {}
+        self.workers, self.former = {}, []
         for node in self.nodes:
             node.end()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.control import runtime
-from adaptor.errors import LayoutError
-from adaptor.patches import _ascendspeed, _megatron, _mindspeed, megatron_training
+from adaptor import context
+from adaptor.errors import UnsupportedError
+from adaptor.frameworks import ascendspeed, megatron_lm, mindspeed_wrappers
+from adaptor.patches import megatron_training
+from adaptor.protocol import environment
 
 
 def _args(**more: Any) -> Namespace:
     usual = {"optimizer": "adam", "use_distributed_optimizer": True, "local_copy_os": False}
     return Namespace(**{**usual, **more})
+
+
+def _require_protected(args: Namespace) -> None:
+    for check in ascendspeed.checks(args):
+        check()
 
 
 REFUSED = (
@@ -40,8 +46,8 @@ REFUSED = (
 
 @pytest.mark.parametrize(("given", "line"), REFUSED)
 def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -> None:
-    with pytest.raises(LayoutError, match=line):
-        _ascendspeed.require_protected(_args(**given))
+    with pytest.raises(UnsupportedError, match=line):
+        _require_protected(_args(**given))
 
 
 @pytest.mark.parametrize(
@@ -74,30 +80,30 @@ def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -
 )
 def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
     """They add these options to Megatron-LM's own."""
-    usual: dict[str, Any] = dict.fromkeys(name for name, _, _ in _mindspeed.PROTECTED)
+    usual: dict[str, Any] = dict.fromkeys(name for name, _, _ in mindspeed_wrappers.ALLOWED_VALUES)
     usual |= {"lora_target_modules": [], "reuse_fp32_param": False, "optimizer_selection": "fused_adamw"}
     megatron_training._require_protected(Namespace(**usual))
-    with pytest.raises(LayoutError, match=line):
+    with pytest.raises(UnsupportedError, match=line):
         megatron_training._require_protected(Namespace(**given))
 
 
 def test_what_is_protected_is_not() -> None:
-    _ascendspeed.require_protected(_args(local_copy_os=True))
-    _ascendspeed.require_protected(_args(use_distributed_optimizer=False, optimizer="sgd"))
+    _require_protected(_args(local_copy_os=True))
+    _require_protected(_args(use_distributed_optimizer=False, optimizer="sgd"))
 
 
 def test_a_copy_of_shards_is_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """On every framework; TTP_LOCAL_COPY copies whatever an update changes."""
-    monkeypatch.setenv("TTP_LOCAL_COPY", "False")
+    monkeypatch.delenv("TTP_LOCAL_COPY", raising=False)
     with pytest.raises(
-        LayoutError, match="--local-copy-os is given without --use-distributed-optimizer: add"
+        UnsupportedError, match="--local-copy-os is given without --use-distributed-optimizer: add"
     ):
-        _megatron.take_local_copy(_args(use_distributed_optimizer=False, local_copy_os=True))
-    assert os.environ["TTP_LOCAL_COPY"] == "False"
-    _megatron.take_local_copy(_args(use_distributed_optimizer=False))
+        megatron_lm.take_local_copy(_args(use_distributed_optimizer=False, local_copy_os=True))
+    assert not context.get().settings.local_copy
+    megatron_lm.take_local_copy(_args(use_distributed_optimizer=False))
     given = _args(local_copy_os=True)
-    _megatron.take_local_copy(given)
-    assert os.environ["TTP_LOCAL_COPY"] == "True"
+    megatron_lm.take_local_copy(given)
+    assert context.get().settings.local_copy
     assert "local_copy_os" not in given, "the framework would save it"
 
 
@@ -116,8 +122,8 @@ def test_a_restart_loads_all_that_was_saved(
     args = Namespace(rank=0, save=str(tmp_path), load="/weights", finetune=False, **began)
     if tracked:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    monkeypatch.setenv(runtime.RESUME, "1")
-    _megatron.resume_after_restart(args)
+    monkeypatch.setenv(environment.RESUME, "1")
+    megatron_lm.resume_after_restart(args)
     given = {name: getattr(args, name) for name in began}
     said = capsys.readouterr().out
     if not tracked:  # it has saved nothing, and begins once more
@@ -127,6 +133,35 @@ def test_a_restart_loads_all_that_was_saved(
     assert not any(given.values())
     assert f"--load is /weights: the restarted job loads from --save {tmp_path}" in said
     assert "--no-load-optim, --no-load-rng, --load-main-params-from-ckpt, --no-load-lr-state, --reset" in said
+
+
+@pytest.mark.robustness(
+    "B9", "a job is restarted that was given no option of its beginning", "no line says that one is left out"
+)
+@pytest.mark.parametrize("same", ["{}", "{}/", "{}/../save"])
+def test_a_restart_says_nothing_of_what_nobody_gave(
+    same: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron's default of --load-main-params-from-ckpt is None; a folder may be spelt in two ways."""
+    save = tmp_path / "save"
+    save.mkdir()
+    (save / "latest_checkpointed_iteration.txt").write_text("3")
+    none = dict.fromkeys(("no_load_optim", "no_load_rng", "load_main_params_from_ckpt", "ckpt_step"))
+    args = Namespace(rank=0, save=str(save), load=same.format(save), finetune=False, **none)
+    monkeypatch.setenv(environment.RESUME, "1")
+    megatron_lm.resume_after_restart(args)
+    assert (args.load, capsys.readouterr().out) == (str(save), "")
+
+
+def test_a_restart_loads_the_optimizer_from_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the folder is spelt, and also before it has saved anything later."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    args = Namespace(rank=0, save=str(tmp_path), load=f"{tmp_path}/", finetune=False, no_load_optim=True)
+    monkeypatch.setenv(environment.RESUME, "1")
+    megatron_lm.resume_after_restart(args)
+    assert not args.no_load_optim
 
 
 @pytest.mark.parametrize(
@@ -150,8 +185,8 @@ def test_a_restart_goes_back_to_no_earlier_run(
     args = Namespace(
         rank=0, save=str(save), load=str(load), **{"finetune": False, "ckpt_step": None, **given}
     )
-    monkeypatch.setenv(runtime.RESUME, "1")
-    _megatron.resume_after_restart(args)
+    monkeypatch.setenv(environment.RESUME, "1")
+    megatron_lm.resume_after_restart(args)
     assert args.load == str(save if loads == "--save" else load)
     if loads != "--save":
         assert args.ckpt_step == given.get("ckpt_step")
@@ -159,22 +194,22 @@ def test_a_restart_goes_back_to_no_earlier_run(
 
 def test_a_model_that_modelopt_has_converted() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    _megatron.require_unconverted([model])
-    setattr(model[0], _megatron.MODELOPT, [])
-    with pytest.raises(LayoutError, match="the model was converted by ModelOpt"):
-        _megatron.require_unconverted([model])
+    megatron_lm.require_unconverted([model])
+    setattr(model[0], megatron_lm.MODELOPT, [])
+    with pytest.raises(UnsupportedError, match="the model was converted by ModelOpt"):
+        megatron_lm.require_unconverted([model])
 
 
 def test_samples_of_an_evaluation() -> None:
     """With --full-validation a rank that reads no data has no number, and gets rank 0's."""
     args = Namespace(global_batch_size=8, do_valid=True, eval_interval=5)
-    assert [_megatron.evaluated(args, 2, step) for step in (4, 5, 6, 10)] == [0, 16, 0, 16]
-    assert _megatron.evaluated(args, [2, 3], 5) == 40
+    assert [megatron_lm.evaluated(args, 2, step) for step in (4, 5, 6, 10)] == [0, 16, 0, 16]
+    assert megatron_lm.evaluated(args, [2, 3], 5) == 40
     args.eval_global_batch_size, args.start_eval_at_iter = 4, 10
-    assert [_megatron.evaluated(args, 2, step) for step in (5, 10)] == [0, 8]
+    assert [megatron_lm.evaluated(args, 2, step) for step in (5, 10)] == [0, 8]
     args.do_valid = False
-    assert _megatron.evaluated(args, 2, 10) == 0
-    assert _megatron.evaluated(Namespace(eval_interval=1000), 2, 10) == 0
+    assert megatron_lm.evaluated(args, 2, 10) == 0
+    assert megatron_lm.evaluated(Namespace(eval_interval=1000), 2, 10) == 0
 
 
 @pytest.mark.parametrize(
@@ -185,4 +220,4 @@ def test_the_data_parallel_size(world: int, tensor: int, pipeline: int, size: in
     args = Namespace(
         world_size=world, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
     )
-    assert _ascendspeed.data_parallel_size(args) == size
+    assert ascendspeed.data_parallel_size(args) == size

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.control import board
-from adaptor.control.board import Board, BoardMemory
-from adaptor.control.messages import BoardRecord, Phase
+from adaptor.protocol import board
+from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.messages import BoardRecord, Phase
 from tests.unit.threads import Thread
 
 # Every field of a record says the same number, and the next record says the next one.
 FAST_WRITER = """
 import os, sys
-from adaptor.control.board import Board
+from adaptor.protocol.board import Board
 board = Board(1, *sys.argv[1:])
 print("writing", flush=True)
 n = 0
@@ -39,7 +39,7 @@ while True:
 # Dies when the record is half written.
 DYING_WRITER = """
 import os, signal, sys
-from adaptor.control import board
+from adaptor.protocol import board
 
 class Dying:
     size = board._RECORD.size
@@ -99,6 +99,12 @@ def test_what_the_worker_writes_is_what_the_agent_reads() -> None:
         one.leave(1.5)
         read = memory.read(1)
         assert (read.inside, read.slowest) == (-1, 1.5)
+        assert (read.usual, read.turns) == (-1.0, 0)
+        one.turn(2.5)
+        assert (memory.read(1).usual, memory.read(1).turns) == (2.5, 1)
+        one.turn(-1.0)
+        read = memory.read(1)
+        assert (read.usual, read.turns) == (-1.0, 2)
         other = Board(3, memory.path, memory.slots)
         other.advance(24)
         assert memory.read(3).progress == 24
@@ -264,3 +270,12 @@ def test_the_memory_is_the_users_alone() -> None:
         assert stat.S_IMODE(Path(memory.path).stat().st_mode) == 0o600
     finally:
         memory.close()
+
+
+def test_memory_that_a_thread_still_waits_in_can_be_let_go_of() -> None:
+    """A thread that waits for a lifeline says that it is through before it has let go of the lock."""
+    memory = BoardMemory([0])
+    lifeline = memory.lifelines[0]
+    memory.close()
+    assert not lifeline.wait(lambda: False)
+    lifeline.hold()  # the page is there until the last one lets go

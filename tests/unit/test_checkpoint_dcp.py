@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from adaptor.checkpoint import manifest, publish
 from adaptor.checkpoint.dcp import METADATA, Part
-from adaptor.checkpoint.manifest import FileEntry, HashingFile
+from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
+from adaptor.protocol.file_entry import FileEntry
 from tests.faults import sharded
 
 WHOLE = torch.arange(12, dtype=torch.float32).reshape(4, 3)
@@ -121,7 +122,7 @@ def test_only_what_was_reported_is_read(tmp_path: Path) -> None:
         publish.publish(tmp_path, 3, entries, {}, 2)
 
 
-@pytest.mark.parametrize("last", ["_drop_others", "_move_in", "_announce"])
+@pytest.mark.parametrize("last", ["_drop_others", "_move_in", "_tell_tracker"])
 def test_publishing_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     """The parts are gone then, and what they were joined to is not made again."""
     entries = write(publish.prepare(tmp_path, 3), HALVES)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from adaptor.checkpoint import manifest, megatron, publish, shards
-from adaptor.checkpoint.megatron import TrainingState
-from adaptor.checkpoint.records import StepRecord
+from adaptor.checkpoint import manifest, publish, shards, state_writer, training_state
 from adaptor.checkpoint.shards import DumpCancelled, Exchange
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import CheckpointError
 from tests.unit.threads import LONG_S
 
@@ -119,7 +119,7 @@ def without_padding(whole: torch.Tensor) -> torch.Tensor:
 
 RECORD = StepRecord(
     step=12,
-    counters={"consumed_train_samples": 96, megatron.FLOPS: 2.5},
+    counters={"consumed_train_samples": 96, training_state.FLOPS: 2.5},
     scheduler={"num_steps": 96},
     groups=(({"lr": 0.5},),),
     scalers=({"scale": torch.tensor([8.0])},),
@@ -159,8 +159,8 @@ def dump(tmp_path: Path, count: int, writer: int, **options: Any) -> tuple[list[
             exchange = Exchange(group, rank, sources, tag=5, **options)
             state = Rank(count - 1 - rank, count).state
             if rank == writer:
-                return megatron.write_files(state, RECORD, exchange, root, 3)
-            return megatron.send_shards(state, writer, exchange)
+                return state_writer.write_files(state, RECORD, exchange, root, 3)
+            return state_writer.send_shards(state, writer, exchange)
 
         return act
 
@@ -238,8 +238,8 @@ def test_a_rank_gives_its_own_shard_and_the_copy_of_another(tmp_path: Path) -> N
             mirror: Any = types.SimpleNamespace(index=(0, 3)[rank], shard=shard)
             exchange = Exchange(group, rank, [[0, 0, 1, 1]], (mirror,), tag=5)
             if rank == 0:
-                return megatron.write_files(own.state, RECORD, exchange, root, 3)
-            return megatron.send_shards(own.state, 0, exchange)
+                return state_writer.write_files(own.state, RECORD, exchange, root, 3)
+            return state_writer.send_shards(own.state, 0, exchange)
 
         return act
 
@@ -278,8 +278,8 @@ def test_what_belongs_to_the_step_comes_from_the_record(tmp_path: Path) -> None:
     ]
     args = body["args"]
     assert (args.consumed_train_samples, args.curr_iteration, args.rank) == (96, 11, 0)
-    assert not hasattr(args, megatron.FLOPS)
-    assert (body["checkpoint_version"], body["iteration"], body[megatron.FLOPS]) == (3.0, 12, 2.5)
+    assert not hasattr(args, training_state.FLOPS)
+    assert (body["checkpoint_version"], body["iteration"], body[training_state.FLOPS]) == (3.0, 12, 2.5)
     assert body["optimizer"]["optimizer"]["param_groups"] == [{"lr": 0.5, "step": 3}]
     assert body["optimizer"]["grad_scaler"]["scale"].item() == 8.0
     assert body["opt_param_scheduler"] == {"num_steps": 96}
@@ -288,7 +288,7 @@ def test_what_belongs_to_the_step_comes_from_the_record(tmp_path: Path) -> None:
 
 def _alone(rank: Rank, tmp_path: Path, **changes: Any) -> Any:
     state = TrainingState(**{**vars(rank.state), **changes})
-    written = megatron.write_files(state, RECORD, Exchange(None, 0, [[0]]), tmp_path, 1)
+    written = state_writer.write_files(state, RECORD, Exchange(None, 0, [[0]]), tmp_path, 1)
     for entry in written.files:
         (tmp_path / entry.draft).rename(tmp_path / entry.path)
     return written
@@ -315,7 +315,7 @@ def test_the_rerun_state_of_a_version_that_saves_it_stands_before_the_random_sta
     rerun: dict[str, str], saved: dict[str, str] | None, tmp_path: Path
 ) -> None:
     record = dataclasses.replace(RECORD, rerun=rerun)
-    megatron.write_files(Rank(0, 1).state, record, Exchange(None, 0, [[0]]), tmp_path, 1)
+    state_writer.write_files(Rank(0, 1).state, record, Exchange(None, 0, [[0]]), tmp_path, 1)
     body = load(tmp_path / "mp_rank_00/model_optim_rng.pt.1")
     assert body["rerun_state_machine"] == saved
     assert list(body)[-3:] == ["rerun_state_machine", "rng_state", "num_floating_point_operations_so_far"]
@@ -389,7 +389,7 @@ def test_an_abandoned_attempt_leaves_nothing_and_touches_no_other(tmp_path: Path
         allowed, asked = allowed + 1, 0
         exchange = Exchange(None, 0, [[0]], cancelled=cancelled)
         try:
-            written = megatron.write_files(Rank(0, 1).state, RECORD, exchange, tmp_path, 1)
+            written = state_writer.write_files(Rank(0, 1).state, RECORD, exchange, tmp_path, 1)
         except DumpCancelled:
             assert sorted(path.name for path in folder.iterdir()) == sorted(others)
         else:
@@ -405,7 +405,7 @@ def test_an_abandoned_attempt_leaves_nothing_and_touches_no_other(tmp_path: Path
 def test_a_holder_that_sends_nothing_ends_the_dump(tmp_path: Path) -> None:
     def writer(group: Any) -> Any:
         state = Rank(0, 2).state
-        return megatron.write_files(state, RECORD, Exchange(group, 0, [[0, 1]]), tmp_path / "out", 1)
+        return state_writer.write_files(state, RECORD, Exchange(group, 0, [[0, 1]]), tmp_path / "out", 1)
 
     results = together(tmp_path, [writer, lambda group: None], seconds=2)
     assert isinstance(results[0], RuntimeError)
@@ -421,13 +421,14 @@ def test_a_sender_may_drop_its_group_once_it_returns(tmp_path: Path, monkeypatch
         acknowledge(*args)
 
     monkeypatch.setattr(shards, "acknowledge", late)
+    (tmp_path / "out").mkdir()
 
     def sender(group: Any) -> bool:
-        megatron.send_shards(Rank(0, 2).state, 1, Exchange(group, 0, [[0, 1]]))
+        state_writer.send_shards(Rank(0, 2).state, 1, Exchange(group, 0, [[0, 1]]))
         return gathered.is_set()
 
     def writer(group: Any) -> Any:
-        return megatron.write_files(
+        return state_writer.write_files(
             Rank(1, 2).state, RECORD, Exchange(group, 1, [[0, 1]]), tmp_path / "out", 1
         )
 
@@ -440,9 +441,9 @@ def test_a_sender_may_drop_its_group_once_it_returns(tmp_path: Path, monkeypatch
 def test_sources_that_would_leave_a_hole_are_refused(tmp_path: Path, sources: list[int]) -> None:
     exchange = Exchange(None, 0, [sources])
     with pytest.raises(CheckpointError, match="rank 0 of the dump holds shard 0 of 2"):
-        megatron.write_files(Rank(0, 2).state, RECORD, exchange, tmp_path, 1)
+        state_writer.write_files(Rank(0, 2).state, RECORD, exchange, tmp_path, 1)
     with pytest.raises(CheckpointError, match="rank 0 of the dump holds shard 0 of 2"):
-        megatron.send_shards(Rank(0, 2).state, 1, exchange)
+        state_writer.send_shards(Rank(0, 2).state, 1, exchange)
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
@@ -469,7 +470,7 @@ def test_plain_data_parallel_weights_come_from_float32_copies(tmp_path: Path) ->
         },
     )
     state = TrainingState([model], optimizer, None, "mp_rank_00")
-    written = megatron.write_files(state, RECORD, Exchange(None, 0, [[0]]), tmp_path, 1)
+    written = state_writer.write_files(state, RECORD, Exchange(None, 0, [[0]]), tmp_path, 1)
     assert [entry.path for entry in written.files] == ["mp_rank_00/model_optim_rng.pt"]
     body = load(tmp_path / "mp_rank_00/model_optim_rng.pt.1")
     for name, main in zip(("a", "b", "c", "tied"), [*mains, mains[0]], strict=True):

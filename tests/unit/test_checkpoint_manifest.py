@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
-from adaptor.checkpoint import manifest, naming
-from adaptor.checkpoint.manifest import FileEntry, HashingFile, Manifest
+from adaptor.checkpoint import hashing, manifest
+from adaptor.checkpoint.hashing import HashingFile
+from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
 
 
 def _folder(path: Path, **files: bytes) -> Manifest:
@@ -77,7 +81,7 @@ def test_torch_saves_the_same_bytes_through_it(tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == plain.getvalue()
     assert file.bytes == sum(counts) == len(plain.getvalue())
     assert len(counts) > 5, "progress within one large tensor"
-    assert file.entry("x") == FileEntry("x", file.bytes, manifest.hash_file(tmp_path / "ours"))
+    assert file.entry("x") == FileEntry("x", file.bytes, hashing.hash_file(tmp_path / "ours"))
 
 
 def test_what_progress_raises_ends_the_write(tmp_path: Path) -> None:
@@ -125,10 +129,10 @@ def test_a_slow_disk_is_asked_more_often(
     seconds: float, synced: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bytes, four a slice and at most sixteen: the stretches between two syncs."""
-    monkeypatch.setattr(manifest, "_SLICE", 4)
-    monkeypatch.setattr(manifest, "_LONGEST", 16)
+    monkeypatch.setattr(hashing, "_SLICE", 4)
+    monkeypatch.setattr(hashing, "_LONGEST", 16)
     now, at = [0.0], []
-    monkeypatch.setattr(manifest.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hashing.time, "monotonic", lambda: now[0])
 
     def sync(descriptor: int) -> None:
         at.append(os.fstat(descriptor).st_size)
@@ -139,3 +143,18 @@ def test_a_slow_disk_is_asked_more_often(
         for _ in range(15):
             file.write(b"four")
     assert at[:4] == synced
+
+
+def test_what_this_process_cannot_open_is_not_called_wrong(tmp_path: Path) -> None:
+    """It has no descriptor left; the file may be intact."""
+    (tmp_path / "shard.pt").write_bytes(b"x")
+    entries = [FileEntry("shard.pt", 1, "0"), FileEntry("gone.pt", 1, "0")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        unreadable, missing = manifest.compare(tmp_path, entries)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert isinstance(unreadable, manifest.Unreadable)
+    assert "shard.pt: cannot be read (Too many open files)" in unreadable
+    assert not isinstance(missing, manifest.Unreadable)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaptor.checkpoint import naming
+from adaptor.protocol import naming
 
 
 def test_names_are_those_of_megatron() -> None:
@@ -73,3 +73,18 @@ def test_what_is_moved_aside_does_not_look_like_a_checkpoint() -> None:
 def test_a_negative_step_is_refused() -> None:
     with pytest.raises(ValueError, match="-1"):
         naming.final_name(-1)
+
+
+@pytest.mark.parametrize("generation", ["", "0f3a"])
+def test_a_folder_that_is_being_removed_is_no_other_s(generation: str) -> None:
+    made = [
+        naming.temporary_name(12, 2, 1, generation),
+        naming.temporary_name(12, generation=generation),
+        naming.regular_name(12, generation),
+    ]
+    names = {*made, *(naming.abandoned_name(name, number) for name in made for number in (1, 2))}
+    assert len(names) == 9
+    assert all(naming.is_temporary(name) and naming.is_of(name, generation) for name in names)
+    assert [name for name in names if naming.is_regular(name, generation)] == [made[2]]
+    assert [name for name in names if naming.is_temporary_of(name, 12, 2, 1)] == [made[0]]
+    assert naming.term_of(naming.abandoned_name(made[0])) == 2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -12,11 +13,14 @@ from typing import Any
 
 import pytest
 
-from adaptor.checkpoint import disk, manifest, naming, publish
-from adaptor.checkpoint.manifest import FileEntry, HashingFile, Manifest
-from adaptor.checkpoint.turn import turn
+from adaptor.checkpoint import disk, manifest, publish
+from adaptor.checkpoint.hashing import HashingFile
+from adaptor.checkpoint.manifest import Manifest
+from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
-from tests.unit.threads import Thread
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from tests.unit.threads import LONG_S, Thread
 
 STEP = 20
 OLDER = 10
@@ -491,7 +495,7 @@ def test_an_agent_that_stopped_while_it_published_comes_back_late(root: Path) ->
         assert publish.publish(root, STEP, entries, {}, 2, "ours", number=2, written=0)
         file.write(b"late")
     with pytest.raises(FileNotFoundError):
-        disk.write(late / naming.MANIFEST, b"late")
+        disk.write(late, naming.MANIFEST, b"late")
     check_promises(root)
     assert left_over(root) == []
     assert manifest.verify(root / naming.final_name(STEP)) == []
@@ -536,22 +540,30 @@ def test_a_step_of_this_run_that_is_newer_than_ours_stays(root: Path) -> None:
     assert content_of(root, STEP).startswith(b"ours")
 
 
-def test_a_draft_that_a_dead_process_has_left_is_nobody_s(root: Path) -> None:
-    draft = root / f"{naming.TRACKER}.tmp"
+def _leftovers_of_a_turn(root: Path) -> list[Path]:
+    draft, lock = root / f"{naming.TRACKER}.0badf00d.tmp", root / naming.LOCK
     draft.write_text("99")
+    lock.touch(0o600)
+    return [draft, lock]
+
+
+def test_what_a_process_has_left_that_died_in_its_turn_is_removed(root: Path) -> None:
+    left = _leftovers_of_a_turn(root)
     assert dump(root)
     assert tracker(root) == str(STEP)
-    draft.write_text("99")
+    assert not any(path.exists() for path in left)
+    left = _leftovers_of_a_turn(root)
     publish.clean(root, 1)
-    assert not draft.exists()
+    assert not any(path.exists() for path in left)
 
 
-def test_a_draft_that_somebody_holds_is_not_removed(root: Path) -> None:
-    draft = root / f"{naming.TRACKER}.tmp"
-    with turn(draft):
+def test_nothing_is_removed_in_the_turn_of_another(root: Path) -> None:
+    with locked(root):
+        (draft, lock) = _leftovers_of_a_turn(root)
         publish.clean(root, 1)
         assert draft.exists()
-    assert not draft.exists()
+        assert lock.exists()
+    assert not lock.exists()
 
 
 def test_one_side_does_not_clean_up_after_the_other(root: Path) -> None:
@@ -574,6 +586,45 @@ def test_a_disk_that_hung_wakes_in_a_later_generation(root: Path) -> None:
         publish.publish(root, 21, (), {}, 2, "old")
     assert publish.clean(root, 0, "old") == [naming.temporary_name(21, generation="old")]
     assert all((root / name / "shard.pt").exists() for name in mine)
+
+
+def _regular(root: Path, step: int, generation: str) -> Path:
+    publish.prepare_regular(root, step, generation)
+    folder = root / naming.regular_name(step, generation)
+    (folder / "shard.pt").write_bytes(b"half")
+    return folder
+
+
+@pytest.mark.robustness(
+    "B8",
+    "a regular save is half written when last words are to be",
+    "it is removed first, its room is free at once",
+)
+def test_regular_saves_that_cannot_be_completed_make_room(root: Path) -> None:
+    """A worker may go on writing: what it has open takes no room that it has not taken since."""
+    folder = _regular(root, STEP, "mine")
+    with (folder / "shard.pt").open("r+b") as still_open:
+        made = publish.prepare(root, STEP, generation="mine")
+        assert still_open.seek(0, os.SEEK_END) == 0
+    assert left_over(root) == [made.name]
+    with pytest.raises(CheckpointError, match="missing, so the save of step 20 cannot be completed"):
+        publish.publish_regular(root, STEP, "mine")
+
+
+def test_regular_saves_of_others_stay(root: Path) -> None:
+    """Of another generation; and where another controller may have rank 0, which completes them."""
+    folders = [_regular(root, STEP, generation) for generation in ("mine", "another")]
+    publish.prepare(root, STEP, term=1, generation="mine")
+    publish.prepare(root, STEP, number=1, generation="mine")
+    publish.prepare(root, STEP, generation="third")
+    assert all((folder / "shard.pt").exists() for folder in folders)
+
+
+def test_a_regular_save_that_is_being_published_is_left_to_its_publisher(root: Path) -> None:
+    folder = _regular(root, STEP, "mine")
+    with locked(root):
+        publish.prepare(root, STEP, generation="mine")
+    assert (folder / "shard.pt").exists()
 
 
 def test_what_is_there_is_found(root: Path) -> None:
@@ -623,3 +674,163 @@ def test_a_regular_save_knows_that_it_is_complete_before_the_tracker_says_so(roo
         "mp_rank_00/model.pt", 26, None
     )
     assert isinstance(manifest.read(root / naming.final_name(STEP)), Manifest)
+
+
+def test_last_words_do_not_wait_for_a_disk_that_removes_slowly(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _regular(root, STEP, "mine")
+    discard, answers, done = disk.discard, threading.Event(), threading.Event()
+
+    def slow(path: Path) -> None:
+        answers.wait()
+        discard(path)
+        done.set()
+
+    monkeypatch.setattr(disk, "discard", slow)
+    monkeypatch.setattr(publish, "_ROOM_S", 0.01)
+    made = publish.prepare(root, STEP, generation="mine")
+    assert not folder.exists(), "whoever would publish it finds nothing"
+    assert len(left_over(root)) == 2, "it is still there"
+    answers.set()
+    done.wait()
+    assert left_over(root) == [made.name]
+
+
+class SlowDisk:
+    """A disk that does not remove anything until `answers` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = threading.Event()
+        remove = os.unlink
+
+        def unlink(*args: Any, **kwargs: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                self.answers.wait(LONG_S)
+            elif Path(args[0]).name.startswith("shard"):
+                pytest.fail(f"somebody waits until {args[0]} is removed")
+            remove(*args, **kwargs)
+
+        monkeypatch.setattr(os, "unlink", unlink)
+        for patience in ("_ROOM_S", "_LEFT_OVER_S"):
+            monkeypatch.setattr(publish, patience, 0.01)
+
+    def answer(self) -> None:
+        """Return when everything has been removed that is to be."""
+        self.answers.set()
+        for thread in threading.enumerate():
+            if thread.name == "ttp-remove":
+                thread.join(LONG_S)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    return SlowDisk(monkeypatch)
+
+
+def _large(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "shard.pt").write_bytes(b"of a terabyte")
+    return folder
+
+
+SLOW = ("a folder of a terabyte is to be removed, on a slow disk", "nobody waits for it: the save is made")
+
+
+@pytest.mark.robustness("B8", *SLOW)
+@pytest.mark.parametrize("times", [1, 2])
+def test_last_words_do_not_wait_until_a_stale_folder_is_removed(
+    root: Path, slow_disk: SlowDisk, times: int
+) -> None:
+    for _ in range(times):
+        _large(root / naming.temporary_name(STEP, generation="mine"))
+        made = publish.prepare(root, STEP, generation="mine")
+        assert list(made.iterdir()) == []
+    slow_disk.answer()
+    assert left_over(root) == [made.name]
+
+
+@pytest.mark.robustness("B8", *SLOW)
+def test_last_words_that_are_there_already_are_published_at_once(root: Path, slow_disk: SlowDisk) -> None:
+    dump(root, generation="mine")
+    made = publish.prepare(root, STEP, generation="mine")
+    entries = write(_large(made), b"again")
+    assert not publish.publish(root, STEP, entries, {}, 2, "mine")
+    slow_disk.answer()
+    assert left_over(root) == []
+
+
+@pytest.mark.robustness("B8", *SLOW)
+@pytest.mark.parametrize("exchanges", [True, False], ids=["renameat2", "as NFS"])
+def test_a_regular_save_does_not_wait_until_an_older_version_is_removed(
+    root: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+    for content in (b"older", b"newer"):
+        folder = _large(root / naming.regular_name(STEP))
+        (folder / "other.pt").write_bytes(content)
+        _large(root / naming.replaced_name(STEP))
+        publish.publish_regular(root, STEP)
+    assert (root / naming.final_name(STEP) / "other.pt").read_bytes() == b"newer"
+    slow_disk.answer()
+    if not exchanges:
+        assert left_over(root) == []
+
+
+@pytest.mark.robustness("B8", *SLOW)
+def test_a_start_does_not_wait_for_ever_until_an_earlier_job_s_folders_are_removed(
+    root: Path, slow_disk: SlowDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _large(root / naming.temporary_name(STEP, generation="earlier"))
+    assert publish.clean(root) == []
+    assert f"[ttp] {root}: what earlier jobs left over is still being removed" in capsys.readouterr().out
+    made = publish.prepare(root, STEP, generation="mine")
+    slow_disk.answer()
+    assert left_over(root) == [made.name]
+
+
+def test_a_regular_save_without_a_file_is_none(root: Path) -> None:
+    publish.prepare_regular(root, STEP)
+    with pytest.raises(CheckpointError, match="nothing was written"):
+        publish.publish_regular(root, STEP)
+    (root / naming.final_name(STEP)).mkdir()
+    disk.write(root / naming.final_name(STEP), naming.MANIFEST, Manifest.now(STEP, [], {}, 0).encode())
+    assert not publish.is_complete(root, STEP)
+
+
+def test_what_a_server_keeps_for_a_moment_is_no_part_of_a_regular_save(root: Path) -> None:
+    folder = _regular(root, STEP, "mine")
+    (folder / ".nfs0001").touch()
+    publish.sync_regular(root, STEP, "mine")
+    publish.publish_regular(root, STEP, "mine")
+    entries = manifest.read(root / naming.final_name(STEP)).files
+    assert [entry.path for entry in entries] == ["shard.pt"]
+
+
+def test_an_older_version_is_removed_after_the_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _regular(root, STEP, "")
+    publish.publish_regular(root, STEP)
+    _regular(root, STEP, "")
+    remove = disk.remove
+
+    def without_the_turn(path: Path) -> None:
+        with locked(root, patience_s=0):
+            remove(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "remove", without_the_turn)
+        publish.publish_regular(root, STEP)
+    assert left_over(root) == []
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM])
+def test_no_save_is_lost_for_its_rights(root: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    entries = write(publish.prepare(root, STEP), b"new")
+    monkeypatch.setattr(Path, "chmod", refuse)
+    monkeypatch.setattr(os, "chmod", refuse)
+    assert publish.publish(root, STEP, entries, {}, 2)
+    assert publish.is_complete(root, STEP)

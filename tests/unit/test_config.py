@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,15 @@ from adaptor import config
 from adaptor.config import SETTINGS, Config, Setting
 from adaptor.errors import ConfigError
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 DEFAULTS = Config(
     enabled=True,
     timeout_s=120.0,
     grace_s=25.0,
     hang_s=120.0,
+    online_s=0.0,
+    spares=1,
+    no_progress=3,
     port=8000,
     tls="mutual",
     tls_cert="",
@@ -26,6 +32,7 @@ DEFAULTS = Config(
     engine="builtin",
     replica="auto",
     local_copy=False,
+    require_protection="auto",
     provide_mindio=False,
     log_path="logs",
     log_level="INFO",
@@ -38,6 +45,7 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("ENABLE_TTP", "true", "enabled", True),
     ("ENABLE_TTP", "1", "enabled", True),
     ("TTP_OT", "10", "timeout_s", 10.0),
+    ("TTP_NO_PROGRESS", "0", "no_progress", 0),
     ("TTP_OT", "3600", "timeout_s", 3600.0),
     ("TTP_OT", "12.5", "timeout_s", 12.5),
     ("TTP_PORT", "1", "port", 1),
@@ -52,9 +60,16 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_REPLICA", "mirror", "replica", "mirror"),
     ("TTP_LOCAL_COPY", "True", "local_copy", True),
     ("TTP_LOCAL_COPY", "0", "local_copy", False),
+    ("TTP_REQUIRE_PROTECTION", "AUTO", "require_protection", "auto"),
+    ("TTP_REQUIRE_PROTECTION", "1", "require_protection", "True"),
+    ("TTP_REQUIRE_PROTECTION", "false", "require_protection", "False"),
     ("TTP_GRACE", "1", "grace_s", 1.0),
     ("TTP_HANG", "0", "hang_s", 0.0),
     ("TTP_HANG", "1.5", "hang_s", 1.5),
+    ("TTP_ONLINE", "0", "online_s", 0.0),
+    ("TTP_ONLINE", "60", "online_s", 60.0),
+    ("TTP_SPARES", "0", "spares", 0),
+    ("TTP_SPARES", "64", "spares", 64),
     ("TTP_PROVIDE_MINDIO", "1", "provide_mindio", True),
     ("TTP_PROVIDE_MINDIO", "False", "provide_mindio", False),
     ("TTP_LOG_PATH", "/var/log/job", "log_path", "/var/log/job"),
@@ -64,6 +79,7 @@ GOOD: list[tuple[str, str, str, Any]] = [
 ]
 
 BAD = [
+    ("TTP_REQUIRE_PROTECTION", "yes"),
     ("ENABLE_TTP", "yes"),
     ("ENABLE_TTP", ""),
     ("ENABLE_TTP", "2"),
@@ -78,11 +94,14 @@ BAD = [
     ("TTP_PORT", "65536"),
     ("TTP_PORT", "80.5"),
     ("TTP_TLS", "none"),
-    ("TTP_DEVICE", "gpu"),
     ("TTP_REPLICA", "copy"),
     ("TTP_LOCAL_COPY", "os"),
     ("TTP_GRACE", "0"),
     ("TTP_HANG", "0.5"),
+    ("TTP_ONLINE", "0.5"),
+    ("TTP_ONLINE", "3601"),
+    ("TTP_SPARES", "-1"),
+    ("TTP_SPARES", "65"),
     ("TTP_HANG", "-1"),
     ("TTP_HANG", "never"),
     ("TTP_LOG_PATH", ""),
@@ -123,7 +142,7 @@ def test_any_text_is_a_value_or_one_line(setting: Setting, text: str) -> None:
         line = str(error)
     else:
         return
-    assert line.startswith(f"{setting.variable} is ")
+    assert line.startswith((f"{setting.variable} is ", f"{setting.variable} holds a text (not shown): "))
     assert len(line.splitlines()) == 1
 
 
@@ -142,7 +161,20 @@ def test_any_text_is_a_value_or_one_line(setting: Setting, text: str) -> None:
 def test_a_misspelt_variable_is_not_ignored(name: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.refuse_misspelt({"TTP_GRACE": "9", name: "20"})
-    assert str(caught.value) == f"{name} is '20': there is no such setting; {meant} is one"
+    assert str(caught.value) == f"{name} is set: there is no such setting; {meant} is one"
+
+
+@pytest.mark.robustness(
+    "C4", "a variable that holds a key is misspelt, or takes a path", "it is named, its value is not shown"
+)
+@pytest.mark.parametrize("name", ["TTP_TLS_KYE", "TTP_TLS_KEY", "TTP_TLS_CERT", "TTP_TLS_CA"])
+def test_no_secret_is_shown(name: str) -> None:
+    key = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADAN\n-----END PRIVATE KEY-----\n"
+    read = config.refuse_misspelt if name == "TTP_TLS_KYE" else config.load
+    with pytest.raises(ConfigError, match=name) as caught:
+        read({**FILES, name: key})
+    assert "MII" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_other_variables_are_not_ours() -> None:
@@ -172,18 +204,6 @@ def test_certificates_and_plain_contradict_each_other() -> None:
         config.load({**FILES, "TTP_TLS": "plain"})
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"TTP_PROVIDE_MINDIO": "1"}, "but TTP_PROVIDE_MINDIO is True: one of them is for an installed"),
-        (FILES, "but TTP_TLS_CERT is 'c.pem': connections of mindio_ttp are not encrypted"),
-    ],
-)
-def test_what_the_other_engine_does_not_do(more: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError, match=f"TTP_ENGINE is 'mindio', {words}"):
-        config.load({"TTP_ENGINE": "mindio", **more})
-
-
 def test_the_environment_is_read_when_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_OT", "77")
     assert config.load().timeout_s == 77.0
@@ -195,6 +215,9 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_OT": "--ttp-ot",
         "TTP_GRACE": "--ttp-grace",
         "TTP_HANG": "--ttp-hang",
+        "TTP_ONLINE": "--ttp-online",
+        "TTP_SPARES": "--ttp-spares",
+        "TTP_NO_PROGRESS": "--ttp-no-progress",
         "TTP_PORT": "--ttp-port",
         "TTP_TLS": "--ttp-tls",
         "TTP_TLS_CERT": "--ttp-tls-cert",
@@ -204,8 +227,29 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_ENGINE": "--ttp-engine",
         "TTP_REPLICA": "--ttp-replica",
         "TTP_LOCAL_COPY": "--ttp-local-copy",
+        "TTP_REQUIRE_PROTECTION": "--ttp-require-protection",
         "TTP_PROVIDE_MINDIO": "--ttp-provide-mindio",
         "TTP_LOG_PATH": "--ttp-log-path",
         "TTP_LOG_LEVEL": "--ttp-log-level",
         "TTP_LOG_STDOUT": "--ttp-log-stdout",
     }
+
+
+@pytest.mark.parametrize("name", ["TTP_HANG", "TTP_ONLINE", "TTP_NO_PROGRESS"])
+def test_the_page_says_of_limits_what_the_help_says(name: str) -> None:
+    words = next(setting.help for setting in SETTINGS if setting.variable == name)
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}`")]
+    readme = PAGE.parents[1] / "README.md"
+    rows += [line for line in readme.read_text().splitlines() if line.startswith(f"| `{name}`")]
+    assert rows
+    for row in rows:
+        assert words in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", row), "links aside"
+
+
+def test_the_page_has_every_setting_with_its_flag_and_default() -> None:
+    rows = [
+        [cell.strip().strip("`") for cell in line.split("|")[1:4]]
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    assert sorted(rows) == sorted([one.variable, one.flag, one.default] for one in config.SETTINGS)

@@ -15,17 +15,20 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control import messages, wire
-from adaptor.control.controller import Controller, Orders
-from adaptor.control.messages import (
+from adaptor.controller.controller import Controller, Orders
+from adaptor.launchers.agent_registry import AgentRegistry
+from adaptor.launchers.timeline import IncidentTimeline
+from adaptor.protocol import messages, wire
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import (
     AgentHello,
     BoardRecord,
     Died,
     Frozen,
     Hello,
     Layout,
-    Moving,
+    NodeResumed,
+    NodeStalled,
     Phase,
     Prepared,
     Progress,
@@ -33,14 +36,11 @@ from adaptor.control.messages import (
     PublishFailed,
     Raised,
     Share,
-    Still,
-    Told,
+    TerminationRequested,
     Verdict,
     WriteFailed,
     Written,
 )
-from adaptor.launchers.chronicle import Chronicle
-from adaptor.launchers.roll import Roll
 from tests.unit.any_message import any_of
 
 EXAMPLES = int(os.environ.get("TTP_FUZZ_EXAMPLES", "100"))
@@ -58,21 +58,22 @@ BOARDS = st.builds(
 )
 FILES = st.lists(st.builds(FileEntry, TEXT, SMALL, TEXT, SMALL), max_size=2).map(tuple)
 RANKS = st.integers(0, 4)
+FOLDERS = st.builds("{}/iter_000000{}_tmp".format, st.sampled_from(["/save", "/home"]), st.integers(0, 2))
 NEARLY = st.one_of(
     st.builds(AgentHello, st.integers(0, 2), st.lists(RANKS, max_size=3).map(tuple)),
     st.builds(Hello, RANKS, SMALL),
     st.builds(Layout, RANKS, SHARES.map(tuple), TEXT, SMALL, st.just("same")),
     st.builds(Raised, RANKS, TEXT, SMALL),
-    st.builds(Told, RANKS, TEXT),
+    st.builds(TerminationRequested, RANKS, TEXT),
     st.builds(Frozen, RANKS, SMALL, BOARDS),
     st.builds(Written, RANKS, SMALL, SMALL, TEXT, FILES),
     st.builds(WriteFailed, RANKS, SMALL, SMALL, TEXT, TEXT, BOARDS),
     st.builds(Died, RANKS, st.sampled_from([-64, -9, 0, 3]), st.floats(), BOARDS),
-    st.builds(Prepared, SMALL, TEXT, TEXT),
-    st.builds(Published, SMALL, SMALL, TEXT),
-    st.builds(PublishFailed, SMALL, TEXT),
-    st.builds(Still, st.integers(0, 2), st.floats(), st.integers(-1, 8), st.integers(-1, 8)),
-    st.builds(Moving, st.integers(0, 2)),
+    st.builds(Prepared, st.integers(0, 2), SMALL, TEXT | FOLDERS, TEXT, SMALL),
+    st.builds(Published, st.integers(0, 2), SMALL, SMALL, TEXT, SMALL),
+    st.builds(PublishFailed, st.integers(0, 2), SMALL, TEXT, SMALL),
+    st.builds(NodeStalled, st.integers(0, 2), st.floats(), st.integers(-1, 8), st.integers(-1, 8)),
+    st.builds(NodeResumed, st.integers(0, 2)),
     st.builds(Progress, st.integers(0, 2), SMALL),
 )
 ANY: st.SearchStrategy[Any] = st.one_of(NEARLY, NEARLY, any_of(messages.FromAgent))
@@ -82,9 +83,9 @@ class Job:
     """Two nodes with two ranks each; every shard of group `g` is on both. Node 1 is the confused one."""
 
     def __init__(self, folder: Path) -> None:
-        self.roll = Roll(4, 2)
-        self.chronicle = Chronicle(str(folder))
-        self.controller = Controller(4, 120.0, ("store", 1))
+        self.roll = AgentRegistry(4, 2)
+        self.timeline = IncidentTimeline(str(folder))
+        self.controller = Controller(4, 120.0, ("store", 1, b""))
         self.now = 0.0
         for node in (0, 1):
             self.take(node, AgentHello(node, (2 * node, 2 * node + 1)))
@@ -98,8 +99,8 @@ class Job:
             heard = wire.from_agent(wire.frame(message)[4:])
         except (msgspec.DecodeError, OverflowError):  # it could not have come over one
             return
-        if not self.roll.objection(node, heard):
-            self.chronicle.heard(node, heard)
+        if not self.roll.rejection_reason(node, heard):
+            self.timeline.record_message(node, heard)
             self._deliver(self.controller.handle(heard, self.now))
 
     def tick(self, seconds: float) -> None:
@@ -112,6 +113,7 @@ class Job:
             self.take(0, Died(rank, -9, 0.0, BoardRecord(rank)))
         for _ in range(4):
             self.tick(130.0)
+        self.timeline.close()  # its report is written by a thread
         assert self.controller.verdict is not None
         return self.controller.verdict
 
@@ -119,7 +121,7 @@ class Job:
         for node, order in orders:
             assert node in (0, 1)
             wire.frame(order)
-            self.chronicle.ordered(node, getattr(order, "rank", None), getattr(order, "message", order))
+            self.timeline.record_order(node, getattr(order, "rank", None), getattr(order, "message", order))
 
 
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
@@ -130,8 +132,8 @@ def test_nonsense_of_a_node(said: list[tuple[Any, float]]) -> None:
         for message, seconds in said:
             job.take(1, message)
             job.tick(seconds)
-        assert not {0, 1} & job.controller.roster.dead.keys()
-        assert [job.controller.roster.node_of[rank] for rank in (0, 1)] == [0, 0]
+        assert not {0, 1} & job.controller.membership.dead.keys()
+        assert [job.controller.membership.node_of[rank] for rank in (0, 1)] == [0, 0]
         job.end()
 
 

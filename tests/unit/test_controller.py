@@ -8,26 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control import controller
-from adaptor.control.controller import Controller
-from adaptor.control.messages import (
+from adaptor.controller import controller
+from adaptor.controller.controller import Controller, Orders
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
+    AgentTerminationRequested,
     BoardRecord,
     Died,
     Dump,
+    Exit,
     Freeze,
     Frozen,
     Hello,
     Layout,
+    NodeStalled,
     Phase,
     Prepare,
     Prepared,
     Publish,
     Published,
+    Raised,
     Share,
-    Still,
     Written,
 )
 from tests.unit.traces import replay
@@ -47,7 +50,7 @@ def test_trace(path: Path) -> None:
 def test_twenty_thousand_ranks() -> None:
     """One kill in a job of 2,500 nodes: the work grows with the ranks, not with their square."""
     ranks, each, shards = 20_000, 8, 50
-    job = Controller(ranks, 120.0, ("store", 1))
+    job = Controller(ranks, 120.0, ("store", 1, b""))
     for node in range(ranks // each):
         job.handle(AgentHello(node, tuple(range(node * each, (node + 1) * each))), 0.0)
     for rank in range(ranks):  # two copies of each shard, half of the job apart
@@ -61,8 +64,9 @@ def test_twenty_thousand_ranks() -> None:
     for rank in range(ranks):
         if rank != 7:
             orders = job.handle(Frozen(rank, 1, BoardRecord(rank, 1, Phase.RUNNING, 5, 5, 5)), 2.0)
-    assert [type(order) for _, order in orders] == [Prepare]
-    orders = job.handle(Prepared(1, "/save/tmp", ""), 3.0)
+    ((node, order),) = orders
+    assert isinstance(order, Prepare)
+    orders = job.handle(Prepared(node, 1, "/save/iter_0000005_tmp", ""), 3.0)
     dumps = {order.rank: order.message for _, order in orders if isinstance(order, Addressed)}
     assert len(dumps) == ranks // 2
     assert 7 not in dumps
@@ -72,8 +76,9 @@ def test_twenty_thousand_ranks() -> None:
         (group,) = dump.groups
         if group.writer == rank:
             orders = job.handle(Written(rank, 1, 1, group.group, (FileEntry(group.group, 1, None),)), 4.0)
-    assert [type(order) for _, order in orders] == [Publish]
-    job.handle(Published(1, 5, "/save"), 5.0)
+    ((node, published),) = orders
+    assert isinstance(published, Publish)
+    job.handle(Published(node, 1, 5, "/save"), 5.0)
     assert job.verdict is not None
     assert (job.verdict.outcome, job.verdict.step) == ("saved", 5)
 
@@ -84,13 +89,44 @@ def test_nodes_that_stand_still_for_long_cost_nothing(monkeypatch: pytest.Monkey
     hang = controller.hang
     monkeypatch.setattr(controller, "hang", lambda nodes: looks.append(1) or hang(nodes))
     nodes = range(100)
-    job = Controller(len(nodes), 120.0, ("store", 1))
+    job = Controller(len(nodes), 120.0, ("store", 1, b""))
     for node in nodes:
         job.handle(AgentHello(node, (node,)), 0.0)
         job.handle(Hello(node, 1), 0.0)
     for seconds in (120.0, 128.0, 136.0):
         for node in nodes:
-            assert job.handle(Still(node, seconds, -1, 5), seconds) == []
+            assert job.handle(NodeStalled(node, seconds, -1, 5), seconds) == []
     assert len(looks) == 1
-    job.handle(Still(7, 144.0, 5, -1), 144.0)
+    job.handle(NodeStalled(7, 144.0, 5, -1), 144.0)
     assert job.incident is not None
+
+
+def _who_shows(orders: Orders) -> list[int]:
+    """The ranks that are to show the traceback which they hold."""
+    told = [order for _, order in orders if isinstance(order, Addressed)]
+    return [order.rank for order in told if isinstance(order.message, Exit) and order.message.blamed]
+
+
+def _job(world_size: int) -> Controller:
+    job = Controller(world_size, 120.0, ("store", 1, b""))
+    job.handle(AgentHello(0, tuple(range(world_size))), 0.0)
+    for rank in range(world_size):
+        job.handle(Hello(rank, 1000 + rank), 0.0)
+    return job
+
+
+def test_where_nobody_is_blamed_the_first_that_raised_shows_it() -> None:
+    """Else nobody would, and the traceback of the only error that is known would be lost."""
+    job = _job(3)
+    job.handle(Raised(2, "RuntimeError: Connection closed by peer", 1), 1.0)
+    job.handle(Raised(1, "RuntimeError: Connection closed by peer", 1), 1.0)
+    assert _who_shows(job.give_up("KeyError: 'a mistake'")) == [2]
+    assert _who_shows(job.handle(Hello(2, 2002), 2.0)) == [2], "its hello was late"
+    assert _who_shows(job.handle(Hello(1, 2001), 2.0)) == []
+
+
+def test_what_is_raised_after_a_job_was_told_to_end_is_not_shown() -> None:
+    job = _job(2)
+    job.handle(AgentTerminationRequested(0, "SIGTERM"), 1.0)
+    job.handle(Raised(1, "RuntimeError: Connection closed by peer", 1), 1.0)
+    assert _who_shows(job.give_up("KeyError: 'a mistake'")) == []

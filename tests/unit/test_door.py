@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from adaptor.control.door import PUBLISH, Door
+from adaptor.worker.door import PUBLISH, Door
 from tests.unit.threads import LONG_S, Thread, wait_for_waiter, watched
 
 

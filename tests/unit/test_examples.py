@@ -83,7 +83,16 @@ def test_several_nodes(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed, settings = _parsed(arguments, environ, monkeypatch)
     assert (parsed.nnodes, parsed.node_rank, parsed.rdzv_backend) == ("2", 1, "static")
     assert (parsed.master_addr, parsed.master_port) == ("10.0.0.1", 29400)
-    assert (environ["GLOO_SOCKET_IFNAME"], settings.tls, settings.timeout_s) == ("ib0", "plain", 120)
+    assert (environ["GLOO_SOCKET_IFNAME"], settings.timeout_s) == ("ib0", 120)
+
+
+@pytest.mark.parametrize(("chosen", "tls"), [({}, "mutual"), ({"TTP_TLS": "plain"}, "plain")])
+def test_only_the_user_trusts_the_network(
+    chosen: dict[str, str], tls: str, shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without certificates and without TTP_TLS ttprun refuses to start; no example decides that."""
+    _, settings = _parsed(*shell("several_nodes.sh", **SEVERAL, **chosen), monkeypatch)
+    assert (settings.tls, settings.tls_cert) == (tls, "")
 
 
 def test_certificates_are_used_where_there_are_some(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +175,7 @@ def test_kubernetes_starts_all_pods_again_or_none(manifest: tuple[dict[str, Any]
     assert failure["maxRestarts"] > 0
     # Exit code 2 is a refusal, which no new start would change.
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2])
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2, 79])
     assert failure["rules"][0]["action"] == "FailJobSet"
 
 

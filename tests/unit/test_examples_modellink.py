@@ -96,7 +96,7 @@ def test_several_nodes_with_what_can_be_chosen(shell: Shell, monkeypatch: pytest
     launched, training, settings = _parsed(given, monkeypatch)
     assert (launched.nproc_per_node, launched.nnodes, launched.node_rank) == ("7", "2", 1)
     assert (launched.master_addr, given[1]["GLOO_SOCKET_IFNAME"]) == ("10.0.0.1", "enp189s0f0")
-    assert (settings.timeout_s, settings.tls) == (120, "plain")
+    assert settings.timeout_s == 120
     assert training.local_copy_os
     assert training.use_flash_attn
     assert (training.load, training.no_load_optim) == ("/weights", True)
@@ -110,6 +110,15 @@ def test_started_again_it_goes_on(shell: Shell, tmp_path: Path, monkeypatch: pyt
     _, training, _ = _parsed(given, monkeypatch)
     assert training.load == training.save == str(tmp_path)
     assert (training.no_load_optim, training.no_load_rng) == (False, False)
+
+
+@pytest.mark.parametrize(("chosen", "tls"), [({}, "mutual"), ({"TTP_TLS": "plain"}, "plain")])
+def test_only_the_user_trusts_the_network(
+    chosen: dict[str, str], tls: str, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "enp189s0f0"}
+    _, _, settings = _parsed(shell(**several, **chosen), monkeypatch)
+    assert (settings.tls, settings.tls_cert) == (tls, "")
 
 
 def test_certificates_are_used_where_there_are_some(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.checkpoint import finite, megatron, shards
+from adaptor.checkpoint import finite, shards, state_writer, training_state
 from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.trainee import MegatronTrainee
-from adaptor.control.messages import GroupOrder
-from adaptor.control.session import DumpRun, NotFiniteError
+from adaptor.errors import CheckpointError
+from adaptor.protocol.messages import GroupOrder
+from adaptor.protocol.state_provider import DumpRun, NotFiniteError
 from tests.unit.test_checkpoint_dump import RECORD, Rank, load, together
 
 NOT_FINITE = [math.nan, math.inf, -math.inf]
@@ -63,11 +64,11 @@ def _dump(tmp_path: Path, spoilt: int, key: str, value: float, doubt: Callable[.
         )
 
     def sender(group: Any) -> None:
-        megatron.send_shards(part(1).state, 1, Exchange(group, 0, [[1, 0]]))
+        state_writer.send_shards(part(1).state, 1, Exchange(group, 0, [[1, 0]]))
 
     def writer(group: Any) -> Any:
         exchange = Exchange(group, 1, [[1, 0]], doubt=doubt)
-        return megatron.write_files(part(0).state, RECORD, exchange, tmp_path, 1)
+        return state_writer.write_files(part(0).state, RECORD, exchange, tmp_path, 1)
 
     return together(tmp_path, [sender, writer])
 
@@ -106,8 +107,8 @@ def test_an_optimizer_without_shards(tmp_path: Path) -> None:
     )
     heard: list[Any] = []
     exchange = Exchange(None, 0, [[0]], doubt=lambda *what: heard.append(what))
-    state = megatron.TrainingState([model], optimizer, None, "mp_rank_00")
-    written = megatron.write_files(state, replace(RECORD, buffers=()), exchange, tmp_path, 1)
+    state = training_state.TrainingState([model], optimizer, None, "mp_rank_00")
+    written = state_writer.write_files(state, replace(RECORD, buffers=()), exchange, tmp_path, 1)
     assert heard == [("the optimizer state is not finite", [0])]
     assert written.not_finite == "the optimizer state is not finite"
 
@@ -115,15 +116,16 @@ def test_an_optimizer_without_shards(tmp_path: Path) -> None:
 def test_who_is_doubted_is_told_by_its_rank_in_the_job(tmp_path: Path) -> None:
     rank = _spoil(_spoil(Rank(0, 1), "a", "param"), "b", "exp_avg")
     trainee = MegatronTrainee(
-        rank.state, "", (), None, counters=dict, growth=dict, increment=int, barrier=lambda: None
+        rank.state, str(tmp_path), (), None, counters=dict, growth=dict, increment=int, barrier=lambda: None
     )
     order = GroupOrder("mp_rank_00", (5,), 5)
     remarks: list[str] = []
+    (tmp_path / "iter_0000005_tmp").mkdir()
 
     def dump(as_is: bool) -> None:
         run = DumpRun(
             rank=5,
-            folder=str(tmp_path),
+            folder=str(tmp_path / "iter_0000005_tmp"),
             attempt=1,
             connect=lambda ranks: None,
             progress=lambda count: None,
@@ -140,3 +142,34 @@ def test_who_is_doubted_is_told_by_its_rank_in_the_job(tmp_path: Path) -> None:
     assert str(caught.value) == "shard 0 of 1 (param, exp_avg) is not finite"
     dump(as_is=True)
     assert remarks == [str(caught.value)]
+
+
+@pytest.mark.robustness(
+    "C1",
+    "a forged order to write last words elsewhere",
+    "the worker refuses it in one line, nothing is written",
+)
+@pytest.mark.parametrize(
+    "folder",
+    ["precious", "save", "save/iter_0000005", "save/../iter_0000005_tmp", "precious/iter_0000005_tmp", ""],
+)
+def test_no_worker_writes_outside_of_the_save_folder(tmp_path: Path, folder: str) -> None:
+    for name in ("save/iter_0000005", "precious/iter_0000005_tmp", "iter_0000005_tmp"):
+        (tmp_path / name).mkdir(parents=True)
+    save = str(tmp_path / "save")
+    state = Rank(0, 1).state
+    trainee = MegatronTrainee(
+        state, save, (), None, counters=dict, growth=dict, increment=int, barrier=lambda: None
+    )
+    run = DumpRun(
+        rank=5,
+        folder=str(tmp_path / folder) if folder else "",
+        attempt=1,
+        connect=lambda ranks: None,
+        progress=lambda count: None,
+        cancelled=lambda: False,
+        past=False,
+    )
+    with pytest.raises(CheckpointError, match=f"is no folder for last words in {save}, where this job saves"):
+        trainee.dump(RECORD, GroupOrder("mp_rank_00", (5,), 5), run)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import folder
+from adaptor import output
+from adaptor.checkpoint import folder, publish
+from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import ConfigError
+from adaptor.protocol import naming
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """What has been told until now."""
+    output.drain()
+    return capsys.readouterr().out
 
 
 def test_a_folder_is_made(tmp_path: Path) -> None:
@@ -25,3 +34,23 @@ def test_an_object_store_is_no_folder(
     with pytest.raises(ConfigError, match=r"--save is .*: last words need a folder of a file system"):
         folder.require_writable(save)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.robustness(
+    "B9", "training begins anew in a folder whose tracker is gone", "one line names the newest checkpoint"
+)
+def test_checkpoints_that_no_tracker_names_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = publish.prepare(tmp_path, 30)
+    with HashingFile(written / "model.pt") as file:
+        file.write(b"x")
+    publish.publish(tmp_path, 30, [file.entry("model.pt")], {}, 1)
+    with pytest.raises(ConfigError, match="holds step 30, but training begins at step 0"):
+        folder.require_newest(tmp_path, 0)
+    assert said(capsys) == ""
+    (tmp_path / naming.TRACKER).unlink()
+    folder.require_newest(tmp_path, 0)
+    assert "holds checkpoints up to step 30 that no tracker names" in said(capsys)
+    folder.require_newest(tmp_path, 30)
+    assert said(capsys) == ""

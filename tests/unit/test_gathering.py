@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from adaptor.control import runtime
 from adaptor.patches import megatron_core
+from adaptor.worker import runtime
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

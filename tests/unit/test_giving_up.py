@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from adaptor.control.board import Board, BoardMemory
-from adaptor.control.messages import Phase
-from adaptor.control.session import Session
 from adaptor.devices.device import HOST
+from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.messages import Phase
+from adaptor.worker.session import Session
 
 INNER = SimpleNamespace()
 
 
-def _session(barrier: Any = lambda: None, goes_back: bool = False) -> Session:
+def _session(barrier: Any = lambda: None, has_local_copy: bool = False) -> Session:
     memory = BoardMemory([0])
     trainee: Any = SimpleNamespace(
         save="",
         shares=(),
         device=HOST,
         take_record=lambda step: None,
-        take_door=lambda: None,
-        goes_back=goes_back,
+        snapshot_before_update=lambda: None,
+        has_local_copy=has_local_copy,
         copy_state=lambda: None,
         barrier=barrier,
         exchange=lambda: None,
@@ -68,7 +68,7 @@ def test_inside_the_update_the_state_is_that_of_no_step() -> None:
 
 
 def test_inside_the_update_a_local_copy_has_the_step_before() -> None:
-    session = _session(goes_back=True)
+    session = _session(has_local_copy=True)
     session.before_update(INNER)
     session.give_up()
     board = session.freeze(1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from adaptor.control.messages import Phase
+from adaptor.protocol.messages import Phase
 from tests.unit.test_session import Worker, make, record
 from tests.unit.threads import LONG_S, Thread, wait_for_waiter
 
@@ -17,7 +17,7 @@ from tests.unit.threads import LONG_S, Thread, wait_for_waiter
 def copying() -> Iterator[Worker]:
     """It has no barrier, and has finished step 5."""
     for worker in make():
-        worker.trainee.goes_back = True
+        worker.trainee.has_local_copy = True
         worker.trainee.barrier = lambda: pytest.fail("a barrier")
         worker.loop.begin(4)
         worker.loop.step(5)
@@ -27,7 +27,7 @@ def copying() -> Iterator[Worker]:
 def test_a_rank_that_has_finished_an_update_gives_the_step_before_it(copying: Worker) -> None:
     assert copying.gives == [4, 5]
     assert (copying.trainee.before, copying.trainee.weights) == (4, 5)
-    assert [copying.session.is_past(step) for step in (4, 5)] == [True, False]
+    assert [copying.session.from_local_copy(step) for step in (4, 5)] == [True, False]
     copying.session.begin_step(6)
     assert copying.gives == [4, 5]
     assert [copying.session.record_of(step) for step in (4, 5)] == [record(4), record(5)]
@@ -46,7 +46,7 @@ def test_the_copy_is_taken_inside_the_window(copying: Worker) -> None:
     assert seen == [("READY", [5, 6], None)]
     assert copying.stands == ("UPDATING", 5, 5)
     assert copying.gives == [5, 6]
-    assert copying.session.is_past(5)
+    assert copying.session.from_local_copy(5)
     assert copying.session.record_of(5) == record(5)
     copying.session.after_update(copying.loop.inner[0])
     assert copying.gives == [5, 6]
@@ -60,7 +60,7 @@ def test_a_frozen_rank_takes_no_copy(copying: Worker) -> None:
         assert main.running
         assert copying.gives == [4, 5, 6]
         copying.bring_to(4, lambda: 0, LONG_S)
-        assert copying.session.is_past(4)
+        assert copying.session.from_local_copy(4)
         assert (copying.trainee.before, copying.session.record_of(4)) == (4, record(4))
         copying.trainee.on_copy = lambda: None
         copying.bring_to(6, lambda: 0, LONG_S)
@@ -88,7 +88,7 @@ def test_a_rank_that_was_let_through_goes_back(copying: Worker) -> None:
         go_on.set()
         copying.session.bring_to(5, lambda: 0, LONG_S)
         main.result()
-    assert copying.session.is_past(5)
+    assert copying.session.from_local_copy(5)
     assert (copying.trainee.before, copying.trainee.weights) == (5, 6)
 
 
@@ -99,7 +99,7 @@ def test_a_permission_that_was_not_used_is_taken_back(copying: Worker) -> None:
     with Thread(copying.loop.step, 6) as main:
         wait_for_waiter(copying.changed)
         assert main.running
-        assert not copying.session.is_past(5)
+        assert not copying.session.from_local_copy(5)
         assert copying.trainee.weights == 5
         copying.session.let_through(6)
 
@@ -112,7 +112,7 @@ def test_an_exception_in_the_update_leaves_the_copy(copying: Worker) -> None:
     assert board.phase is Phase.BROKEN
     assert copying.gives == [5]
     copying.bring_to(5, lambda: pytest.fail("woken"), 0.0)
-    assert copying.session.is_past(5)
+    assert copying.session.from_local_copy(5)
     assert copying.session.record_of(5) == record(5)
 
 
@@ -127,17 +127,17 @@ def test_an_exception_in_the_copy_leaves_the_state(copying: Worker) -> None:
     copying.session.give_up()
     assert copying.frozen().phase is Phase.RUNNING
     assert copying.gives == [5]
-    assert not copying.session.is_past(5)
+    assert not copying.session.from_local_copy(5)
     assert copying.session.record_of(5) == record(5)
 
 
 def test_skipped_steps_and_the_copy(copying: Worker) -> None:
     copying.loop.skip(6)
     assert copying.gives == [4, 5, 6]
-    assert [copying.session.is_past(step) for step in (4, 5, 6)] == [True, False, False]
+    assert [copying.session.from_local_copy(step) for step in (4, 5, 6)] == [True, False, False]
     copying.loop.step(7)
     assert copying.gives == [5, 6, 7]
-    assert [copying.session.is_past(step) for step in (5, 6, 7)] == [True, True, False]
+    assert [copying.session.from_local_copy(step) for step in (5, 6, 7)] == [True, True, False]
     copying.session.begin_step(8)
     expected = {5: record(5), 6: record(6, 1023.0), 7: record(7, 1023.0)}
     assert {step: copying.session.record_of(step) for step in expected} == expected
@@ -150,9 +150,11 @@ def test_every_step_that_a_frozen_rank_gives_is_there_in_any_race() -> None:
     for _ in range(200):
         jobs = make()
         worker = next(jobs)
-        worker.trainee.goes_back = True
+        worker.trainee.has_local_copy = True
         stop = threading.Event()
         worker.loop.begin(1)
+        # From here on step 1 can be asked for: before that, nothing is new that could be saved.
+        worker.session.begin_step(2)
 
         def train(worker: Worker = worker, stop: threading.Event = stop) -> None:
             step = 1
@@ -163,7 +165,7 @@ def test_every_step_that_a_frozen_rank_gives_is_there_in_any_race() -> None:
         def check(step: int, worker: Worker = worker) -> None:
             worker.bring_to(step, lambda: 0, LONG_S)
             trainee = worker.trainee
-            tensors = trainee.before if worker.session.is_past(step) else trainee.weights
+            tensors = trainee.before if worker.session.from_local_copy(step) else trainee.weights
             assert tensors == (step - 1 if step % 5 == 0 else step)
             assert worker.session.record_of(step) == record(step, 1024.0 - step // 5)
 

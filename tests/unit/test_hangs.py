@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptor.control import controller, stacks
-from adaptor.control.messages import Freeze, Looked, Still
+from adaptor.controller import controller
 from adaptor.launchers import node as node_module
-from adaptor.launchers import witness
-from adaptor.launchers import workers as workers_module
-from adaptor.launchers.witness import Witness
-from adaptor.launchers.workers import Workers
+from adaptor.launchers import stack_collector
+from adaptor.launchers import worker_processes as workers_module
+from adaptor.launchers.stack_collector import StackCollector
+from adaptor.launchers.worker_processes import Workers
+from adaptor.protocol.messages import BusyReport, Freeze, NodeStalled
+from adaptor.worker import stacks
 from tests.unit.nodes import Job, job, state_of, wait_until
 from tests.unit.threads import LONG_S
 
@@ -32,7 +33,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     """Rank 0 stands in a collective, rank 1 holds the interpreter lock, rank 2 is stopped: the stacks that
     there are when the first of them is ended, and the ranks that live then."""
     # All of it is spent, for two ranks do not answer and do not go; a slow machine needs most of it.
-    monkeypatch.setattr(witness, "LOOK_S", 5.0)
+    monkeypatch.setattr(stack_collector, "LOOK_S", 5.0)
     monkeypatch.setattr(controller, "ANSWER_S", 8.0)
     monkeypatch.setattr(node_module, "EXIT_GRACE_S", 3.0)
     stacks_then: dict[str, str] = {}
@@ -54,7 +55,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     stopped.send_signal(signal.SIGSTOP)
     wait_until(lambda: state_of(stopped.pid) == "T", "the worker is stopped")
     node = job.nodes[0]
-    node._loop.call_soon_threadsafe(node._up, Still(0, 60.0, FIRST, -1))
+    node._loop.call_soon_threadsafe(node._up, NodeStalled(0, 60.0, FIRST, -1))
     verdict = job.verdict()
     assert (verdict.outcome, verdict.step, verdict.cause_rank) == ("saved", FIRST + 1, 1)
     assert verdict.line.startswith("nothing has moved for 60 s: rank 1, 2 does not answer; ")
@@ -65,7 +66,7 @@ def test_everyone_s_stacks_are_written_before_anyone_is_ended(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing helps from outside: by itself, or by a signal, or it is said why not."""
-    monkeypatch.setattr(witness, "_py_spy", lambda: None)
+    monkeypatch.setattr(stack_collector, "_py_spy", lambda: None)
     texts, alive = _hang(job, monkeypatch)
     assert alive == [1, 2], "who has answered has left by itself"
     assert sorted(texts) == ["rank0.txt", "rank1.txt", "rank2.txt"]
@@ -75,17 +76,17 @@ def test_everyone_s_stacks_are_written_before_anyone_is_ended(
     assert texts["rank2.txt"] == "Nothing was written. State: T (stopped)\n"
 
 
-@pytest.mark.skipif(witness._py_spy() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(stack_collector._py_spy() is None, reason="py-spy is not installed")
 def test_native_frames_where_py_spy_is_installed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the moment of the hang, before anyone is asked: the incident wakes who hangs in a collective."""
     written_before: list[Path] = []
-    look = Witness.look
+    look = StackCollector.look
 
-    async def looks(watching: Witness, processes: dict[int, int]) -> None:
+    async def looks(watching: StackCollector, processes: dict[int, int]) -> None:
         await look(watching, processes)
         written_before.extend(job.logs.glob("stacks-*/rank?.txt"))
 
-    monkeypatch.setattr(Witness, "look", looks)
+    monkeypatch.setattr(StackCollector, "look", looks)
     texts, _ = _hang(job, monkeypatch)
     assert written_before == [], "a worker writes as soon as it is asked"
     native = {rank: texts[f"rank{rank}.native.txt"] for rank in range(3)}
@@ -101,13 +102,13 @@ def test_native_frames_where_py_spy_is_installed(job: Job, monkeypatch: pytest.M
 def test_a_debugger_in_a_worker_takes_its_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """pdb, in the middle of a step; when it is left and nothing goes on, that is a hang."""
     answers: list[bool] = []
-    asks = Workers.take_their_time
+    asks = Workers.are_busy
 
     async def asks_and_tells(workers: Workers) -> bool:
         answers.append(await asks(workers))
         return answers[-1]
 
-    monkeypatch.setattr(Workers, "take_their_time", asks_and_tells)
+    monkeypatch.setattr(Workers, "are_busy", asks_and_tells)
     monkeypatch.setattr(workers_module, "LOOKED_S", LONG_S)
     job.begin(1, [job.node(TTP_HANG="1")])
     job.train("step")
@@ -139,7 +140,7 @@ def test_a_compiler_takes_its_time() -> None:
     seen: list[bool] = []
 
     def look(*_: object) -> None:
-        seen.append(stacks.takes_its_time())
+        seen.append(stacks.busy())
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
         look()
@@ -161,11 +162,11 @@ def test_one_that_dies_while_it_is_asked_leaves_the_others_to_answer() -> None:
     async def ask() -> bool:
         workers = Workers(asyncio.get_running_loop(), lambda message: None)
         workers.alive = {0, 1, 2}
-        asked = asyncio.ensure_future(workers.take_their_time())
+        asked = asyncio.ensure_future(workers.are_busy())
         await asyncio.sleep(0)
         workers.alive.discard(2)
         for rank in (0, 1):
-            workers._looked.put_nowait(Looked(rank, rank == 1))
+            workers._looked.put_nowait(BusyReport(rank, rank == 1))
         return await asked
 
     assert asyncio.run(ask())
@@ -180,11 +181,11 @@ def test_nobody_is_looked_at_once_a_generation_has_ended(
     async def end() -> Workers:
         over = asyncio.Event()
 
-        async def look(_: Witness, processes: dict[int, int]) -> None:
+        async def look(_: StackCollector, processes: dict[int, int]) -> None:
             looked.append(processes)
             await over.wait()
 
-        monkeypatch.setattr(Witness, "look", look)
+        monkeypatch.setattr(StackCollector, "look", look)
         workers = Workers(asyncio.get_running_loop(), lambda message: None)
         workers.watch({}, tmp_path, tmp_path)
         for rank in range(2):

@@ -11,7 +11,7 @@ import torch
 
 from adaptor.checkpoint.local_copy import LocalCopy
 from adaptor.checkpoint.trainee import replicas_of
-from adaptor.errors import LayoutError
+from adaptor.errors import UnsupportedError
 from adaptor.replica import kinds, twin
 
 
@@ -121,7 +121,7 @@ def test_what_is_kept_otherwise_is_refused_when_training_begins(
     option: str, value: Any, meaning: str
 ) -> None:
     chain = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=made(**{option: value}))])
-    with pytest.raises(LayoutError) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         replicas_of(chain, 1, 1)
     assert str(refused.value).startswith(f"tests's FusedAdam has {option}={value}: {meaning}")
     assert "\n" not in str(refused.value)
@@ -130,7 +130,7 @@ def test_what_is_kept_otherwise_is_refused_when_training_begins(
 def test_a_capturable_one_of_torch_is_refused() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     optimizer.param_groups[0]["capturable"] = True
-    with pytest.raises(LayoutError, match="torch's AdamW has capturable=True"):
+    with pytest.raises(UnsupportedError, match="torch's AdamW has capturable=True"):
         kinds.require_protected(optimizer)
 
 
@@ -144,5 +144,5 @@ def test_a_count_that_is_a_tensor_is_protected() -> None:
 def test_a_rate_that_is_a_tensor_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    with pytest.raises(LayoutError, match="torch's SGD has a tensor as lr of a param group"):
+    with pytest.raises(UnsupportedError, match="torch's SGD has a tensor as lr of a param group"):
         kinds.require_protected(optimizer)

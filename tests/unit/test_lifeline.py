@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from adaptor.control.board import BoardMemory
+from adaptor.protocol.board import BoardMemory
 
 HOLDER = """
 import sys, threading
-from adaptor.control.board import Board
+from adaptor.protocol.board import Board
 threading.Thread(target=threading.Event().wait, daemon=True).start()  # another thread, which outlives none
 Board(1, *sys.argv[1:]).hold_lifeline()
 print("held", flush=True)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.checkpoint import megatron
+from adaptor.checkpoint import state_writer
 from adaptor.checkpoint.local_copy import LocalCopy
-from adaptor.checkpoint.megatron import TrainingState
-from adaptor.checkpoint.records import StepRecord
 from adaptor.checkpoint.shards import Exchange
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.training_state import TrainingState
 from adaptor.devices.cpu.fused_adam import FusedAdam
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -126,13 +126,13 @@ def test_a_dump_of_it_is_the_dump_of_then(dtype: torch.dtype, tmp_path: Path) ->
     for _ in range(3):
         kept.take()
         live.update()
-    megatron.write_files(state, record, Exchange(None, 0, [[0]]), tmp_path, 1)
+    state_writer.write_files(state, record, Exchange(None, 0, [[0]]), tmp_path, 1)
     kept.take()
     live.update()
     for param, main in zip(state.model[0].parameters(), live.get_parameters(), strict=True):
         param.data.copy_(main.data)
     past = TrainingState(state.model, kept.optimizer, None, "mp_rank_00", live=state.optimizer)
-    megatron.write_files(past, record, Exchange(None, 0, [[0]]), tmp_path, 2)
+    state_writer.write_files(past, record, Exchange(None, 0, [[0]]), tmp_path, 2)
     then, now = (
         torch.load(tmp_path / f"mp_rank_00/model_optim_rng.pt.{attempt}", weights_only=False)
         for attempt in (1, 2)

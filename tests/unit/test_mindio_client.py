@@ -10,16 +10,35 @@ from typing import NoReturn
 
 import pytest
 
-from adaptor.control.board import Board, BoardMemory
-from adaptor.control.messages import GroupOrder, Share
-from adaptor.control.runtime import GENERATION, RESUME
-from adaptor.control.session import Trainee
-from adaptor.errors import ConfigError, LayoutError
+from adaptor import config
+from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.mindio import NAME, replicas
 from adaptor.mindio.client import copies, sdk
+from adaptor.mindio.client.engine import MindioEngine
 from adaptor.mindio.client.runtime import MindioRuntime
-from adaptor.mindio.client.session import MindioSession
+from adaptor.mindio.client.sdk_session import MindioSession
+from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.messages import GroupOrder, Share
+from adaptor.protocol.state_provider import Trainee
 from tests.unit.trainee import BATCH, CountingTrainee, Loop
+
+# the settings
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"TTP_PROVIDE_MINDIO": "1"}, "but TTP_PROVIDE_MINDIO is True: one of them is for an installed"),
+        (
+            {"TTP_TLS_CERT": "c.pem", "TTP_TLS_KEY": "k.pem", "TTP_TLS_CA": "ca.pem"},
+            "but TTP_TLS_CERT is 'c.pem': connections of mindio_ttp are not encrypted",
+        ),
+    ],
+)
+def test_what_the_other_engine_does_not_do(more: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"TTP_ENGINE is 'mindio', {words}"):
+        MindioEngine().require(config.load({"TTP_ENGINE": "mindio", **more}))
+
 
 # the installed SDK
 
@@ -93,10 +112,12 @@ def test_the_words_mean_what_each_rank_holds(told: list[tuple[Share, ...]]) -> N
 
 def test_layouts_without_words() -> None:
     mirrored = [(Share("a", 0, 2), Share("a", 1, 2))] * 2
-    with pytest.raises(LayoutError, match="but rank 0 holds 2 shards: mindio_ttp knows of one per rank; use"):
+    with pytest.raises(
+        UnsupportedError, match="but rank 0 holds 2 shards: mindio_ttp knows of one per rank; use"
+    ):
         copies.replica_info(1, mirrored)
     uneven = shares(("a", 0, 2), ("a", 1, 2), ("a", 0, 2))
-    with pytest.raises(LayoutError, match="the shards of a have 2, 1 holders: mindio_ttp needs"):
+    with pytest.raises(UnsupportedError, match="the shards of a have 2, 1 holders: mindio_ttp needs"):
         copies.replica_info(0, uneven)
 
 
@@ -135,9 +156,9 @@ class Told:
         self.calls.append(("end", step, self.trainee.weights))
 
 
-def begun(origin: int, *, goes_back: bool) -> Iterator[Told]:
+def begun(origin: int, *, has_local_copy: bool) -> Iterator[Told]:
     memory = BoardMemory([0])
-    trainee = CountingTrainee(goes_back=goes_back)
+    trainee = CountingTrainee(has_local_copy=has_local_copy)
 
     def connect(trainee: Trainee, origin: int) -> None:
         session.sdk = told
@@ -154,12 +175,12 @@ def begun(origin: int, *, goes_back: bool) -> Iterator[Told]:
 
 @pytest.fixture
 def told() -> Iterator[Told]:
-    yield from begun(0, goes_back=False)
+    yield from begun(0, has_local_copy=False)
 
 
 @pytest.fixture
 def with_a_copy() -> Iterator[Told]:
-    yield from begun(4, goes_back=True)
+    yield from begun(4, has_local_copy=True)
 
 
 def test_an_update_is_between_what_the_sdk_is_told(told: Told) -> None:
@@ -218,10 +239,8 @@ def test_an_sdk_whose_controller_is_gone(
     def gone(state: int) -> NoReturn:
         raise Exception("report status: 8 failed")
 
-    for name in (GENERATION, RESUME):
-        monkeypatch.setenv(name, "")  # so that it is what it was afterwards
     monkeypatch.setattr("adaptor.mindio.client.runtime.os._exit", leave)
-    worker = MindioRuntime({"RANK": "2", "WORLD_SIZE": "4"})
+    worker = MindioRuntime(config.load({}), {"RANK": "2", "WORLD_SIZE": "4"})
     worker._known = True
     state = SimpleNamespace(RS_UNKNOWN=SimpleNamespace(value=8))
     worker.session.sdk = SimpleNamespace(tft_report_error=gone, ReportState=state)

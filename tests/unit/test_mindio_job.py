@@ -12,10 +12,16 @@ from typing import Any
 
 import pytest
 
-from adaptor.control import processor as processor_module
-from adaptor.control import runtime, wire
-from adaptor.control.board import BoardMemory
-from adaptor.control.messages import (
+from adaptor import config
+from adaptor.errors import ConfigError, StartError
+from adaptor.mindio import job as job_module
+from adaptor.mindio import newer, older
+from adaptor.mindio.enums import ReportState
+from adaptor.mindio.job import Job
+from adaptor.mindio.optimizer import ReplicaOptimizer
+from adaptor.protocol import environment, wire
+from adaptor.protocol.board import BoardMemory
+from adaptor.protocol.messages import (
     BoardRecord,
     Dump,
     Exit,
@@ -32,12 +38,8 @@ from adaptor.control.messages import (
     WriteFailed,
     Written,
 )
-from adaptor.errors import ConfigError, StartError
-from adaptor.mindio import job as job_module
-from adaptor.mindio import newer, older
-from adaptor.mindio.enums import ReportState
-from adaptor.mindio.job import Job
-from adaptor.mindio.optimizer import ReplicaOptimizer
+from adaptor.worker import processor as processor_module
+from adaptor.worker import runtime
 from tests.unit.threads import LONG_S
 
 GROUP = "attention-of-rank-0"
@@ -74,8 +76,8 @@ class Agent:
             message = wire.receive(self.connection, wire.from_worker)
         return message
 
-    def join(self, *, goes_back: bool = False, save: Callable[..., Any] = lambda *args: None) -> None:
-        newer.tft_init_processor(0, 1, goes_back)
+    def join(self, *, has_local_copy: bool = False, save: Callable[..., Any] = lambda *args: None) -> None:
+        newer.tft_init_processor(0, 1, has_local_copy)
         newer.tft_set_optimizer_replica(0, [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}])
         newer.tft_register_save_ckpt_handler(save, "ctx")
 
@@ -91,11 +93,10 @@ class Agent:
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     left = threading.Event()
     monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
-    monkeypatch.setattr(processor_module.wake, "shut_collectives", lambda keep: 0)
+    monkeypatch.setattr(processor_module.abort_gloo, "shut_collectives", lambda keep: 0)
     monkeypatch.setattr(runtime.Board, "hold_lifeline", lambda board: None)  # for as long as the thread lives
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "0")  # so that it is what it was afterwards
-    monkeypatch.setattr(newer, "_exported", "")
     monkeypatch.setattr(job_module, "REST_S", 0.0)  # the main thread is the test's, and orders the dump
     job = Job()
     for module in (job_module, newer, older):
@@ -107,13 +108,13 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
         listener.bind("\0" + address)
         listener.listen()
         worker = runtime.Runtime(
+            config.load({"TTP_LOG_PATH": str(tmp_path)}),
             {
-                runtime.AGENT: address,
-                runtime.BOARD: memory.path,
-                runtime.BOARD_RANKS: memory.slots,
+                environment.AGENT: address,
+                environment.BOARD: memory.path,
+                environment.BOARD_RANKS: memory.slots,
                 "RANK": "0",
-                "TTP_LOG_PATH": str(tmp_path),
-            }
+            },
         )
         connection, _ = listener.accept()
     connection.settimeout(LONG_S)
@@ -141,7 +142,7 @@ def test_training_begins_when_the_first_update_has_ended(agent: Agent) -> None:
     assert agent.board.phase_name == "STARTING"
     newer.tft_end_updating_os(7)
     layout = agent.hears(Layout)
-    assert (layout.save, layout.origin, layout.goes_back) == ("", 6, False)
+    assert (layout.save, layout.origin, layout.has_local_copy) == ("", 6, False)
     assert layout.shares == (Share(GROUP, 0, 1),)
     assert agent.gives == [7]
     newer.tft_start_updating_os()
@@ -162,7 +163,7 @@ def test_who_says_what_was_loaded_is_protected_from_the_first_update_on(agent: A
 
 @pytest.mark.parametrize("told", ["pause", "args", "backup", "end"])
 def test_a_step_without_an_update(agent: Agent, told: str) -> None:
-    agent.join(goes_back=told == "backup")
+    agent.join(has_local_copy=told == "backup")
     agent.step(4)
     match told:
         case "pause":
@@ -184,7 +185,7 @@ def test_a_step_without_an_update(agent: Agent, told: str) -> None:
 
 
 def test_a_local_copy(agent: Agent) -> None:
-    agent.join(goes_back=True)
+    agent.join(has_local_copy=True)
     agent.step(4)
     newer.tft_start_copy_os()
     assert agent.gives == [4, 5]
@@ -198,14 +199,14 @@ def test_a_local_copy(agent: Agent) -> None:
 
 @pytest.mark.parametrize("backup", [-1, 3], ids=["none", "an-older-one"])
 def test_an_update_of_which_there_is_no_copy(agent: Agent, backup: int) -> None:
-    agent.join(goes_back=True)
+    agent.join(has_local_copy=True)
     agent.step(4)
     newer.tft_start_updating_os(backup)
     assert agent.gives == [5]
 
 
 def test_an_exception_while_copying_leaves_the_state_intact(agent: Agent) -> None:
-    agent.join(goes_back=True)
+    agent.join(has_local_copy=True)
     agent.step(4)
     newer.tft_start_copy_os()
     agent.worker.raised("no memory", 1)
@@ -230,7 +231,7 @@ def test_the_optimizer_of_the_older_form(agent: Agent) -> None:
             assert agent.gives[-2:] == [self.current_step, self.current_step + 1]
 
     optimizer = Optimizer()
-    agent.join(goes_back=True)
+    agent.join(has_local_copy=True)
     for iteration in (4, 5):
         optimizer.begin_to_update(iteration)
         optimizer.end_to_update()
@@ -384,7 +385,9 @@ def test_an_exception_of_the_training_is_told_and_the_process_stays(agent: Agent
 
     with pytest.raises(Held):
         newer.tft_exception_handler(train)("model", "optimizer")
-    assert agent.hears(Raised) == Raised(0, "ValueError: no such token", 1)
+    raised = agent.hears(Raised)
+    assert (raised.rank, raised.error, raised.exit_code) == (0, "ValueError: no such token", 1)
+    assert (raised.origin.kind, raised.origin.finished) == ("ValueError", 4)
     assert agent.gives == [4]
 
 
@@ -433,7 +436,7 @@ def test_damaged_memory_is_not_saved(agent: Agent, reported: bool, monkeypatch: 
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr("adaptor.mindio.device.os._exit", leave)
+    monkeypatch.setattr("adaptor.output.os._exit", leave)
     agent.join()
 
     def train() -> None:
@@ -479,7 +482,7 @@ def test_handlers_are_called_when_the_main_thread_stands_still(
     """It is past its update, on its way to a collective, and changes counters that handlers read."""
     monkeypatch.setattr(job_module, "REST_S", LONG_S)
     woken = threading.Event()
-    monkeypatch.setattr(processor_module.wake, "shut_collectives", lambda keep: woken.set())
+    monkeypatch.setattr(processor_module.abort_gloo, "shut_collectives", lambda keep: woken.set())
     order: list[str] = []
     agent.join(save=lambda *args: order.append("save"))
     agent.step(4)
@@ -530,7 +533,7 @@ def test_one_call_of_the_handler_at_a_time(agent: Agent, monkeypatch: pytest.Mon
     agent.join(save=save)
     agent.step(4)
     monkeypatch.setattr(
-        processor_module.wake, "shut_collectives", lambda keep: entered.is_set() and woken.set()
+        processor_module.abort_gloo, "shut_collectives", lambda keep: entered.is_set() and woken.set()
     )
     agent.order(Freeze(1))
     agent.order(agent.dump(4))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from adaptor.control.messages import GroupOrder, Share
 from adaptor.errors import ConfigError
 from adaptor.mindio import replicas
 from adaptor.mindio.handlers import Handler, Handlers
+from adaptor.protocol.messages import GroupOrder, Share
 
 
 def info(ranks: Any, count: Any, shift: Any = 0) -> dict[str, Any]:

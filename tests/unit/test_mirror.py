@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptor.replica.ring import stride
+from tests.faults.warm import Warm
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("mirror_script.py")
@@ -31,7 +32,7 @@ SCRIPT = Path(__file__).with_name("mirror_script.py")
 )
 def test_the_copy_is_what_its_owner_has(size: int, kind: str, step: int, tmp_path: Path) -> None:
     ranks = [
-        subprocess.Popen(
+        Warm(
             [sys.executable, str(SCRIPT), str(tmp_path / "store"), str(rank), str(size), kind, str(step)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

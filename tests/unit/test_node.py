@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from adaptor.checkpoint import publish
-from adaptor.checkpoint.naming import temporary_name
-from adaptor.control import wire
-from adaptor.control.lifeline import Lifeline
-from adaptor.control.messages import Hello, Raised, Verdict
-from adaptor.control.processor import EXIT_SURVIVOR
-from adaptor.control.runtime import GENERATION
 from adaptor.launchers import node as node_module
-from tests.unit.nodes import Job, hub_of, is_gone, job, open_descriptors, state_of, wait_until
+from adaptor.protocol import wire
+from adaptor.protocol.environment import GENERATION
+from adaptor.protocol.lifeline import Lifeline
+from adaptor.protocol.messages import Hello, Raised, Verdict
+from adaptor.protocol.naming import temporary_name
+from adaptor.worker.processor import EXIT_SURVIVOR
+from tests.unit.nodes import Job, controller_host_of, is_gone, job, open_descriptors, state_of, wait_until
 from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
@@ -34,6 +34,7 @@ def content(step: int, scale: float = 1024.0) -> dict[str, str]:
 
 
 def report(job: Job) -> dict[str, Any]:
+    wait_until(lambda: list(job.logs.glob("incident-*.json")), "the report is written")
     (path,) = job.logs.glob("incident-*.json")
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
@@ -92,7 +93,7 @@ def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
     """Its lifeline is cut all the same; when the new program ends, that is seen by the operating system."""
     job.begin(2)
     job.workers[0].does("begin")
-    held = job.nodes[0]._workers._held
+    held = job.nodes[0]._workers._lifelines_held
     wait_until(lambda: 1 in held, "its lifeline is watched")
     job.workers[1].send("replace")
     assert job.workers[1].hears() == "replaced"
@@ -266,7 +267,7 @@ def test_strangers_on_the_workers_socket(job: Job) -> None:
             assert stranger.recv(1) == b"", "it is not listened to"
         except ConnectionResetError:  # it had not read all that was sent to it
             pass
-    counted = job.nodes[0]._workers._strangers.counted
+    counted = job.nodes[0]._workers._rejected.counted
     wait_until(lambda: counted["were no worker of this node"] == 3, "they are counted")
     job.workers[0].does("step")
     assert job.nodes[0].verdict is None
@@ -289,7 +290,7 @@ def test_another_user_is_not_heard(job: Job) -> None:
         finally:
             os.seteuid(0)
         assert stranger.recv(1) == b""
-    counted = job.nodes[0]._workers._strangers.counted
+    counted = job.nodes[0]._workers._rejected.counted
     assert counted == {"were of another user": 1}
 
 
@@ -318,12 +319,12 @@ def test_a_second_generation(job: Job) -> None:
 def test_a_publish_that_fails_is_said(job: Job) -> None:
     job.begin(2)
     job.train("step")
-    folder = temporary_name(FIRST, generation=os.environ[GENERATION])
-    (job.save / folder).write_text("a file where a folder has to be")
+    job.save.rmdir()
+    job.save.write_text("a file where a folder has to be")
     job.workers[0].process.kill()
     verdict = job.verdict()
     assert verdict.outcome == "lost"
-    assert f"{folder}: " in verdict.line
+    assert f"{job.save}: File exists" in verdict.line
 
 
 def test_an_error_of_the_publisher_s_own_is_an_answer(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,13 +366,13 @@ def test_an_error_of_the_controller_s_own_ends_the_job(
 ) -> None:
     job.begin(2)
     job.train("step")
-    hub = hub_of(job.nodes[0])
+    controller_host = controller_host_of(job.nodes[0])
 
     def broken(*_: object) -> None:
         raise KeyError("a mistake")
 
-    monkeypatch.setattr(hub.controller, "_on_deaths", broken)
-    monkeypatch.setattr(node_module, "FAREWELL_S", 0.1)  # it will not hear of the other deaths either
+    monkeypatch.setattr(controller_host.controller, "_on_deaths", broken)
+    monkeypatch.setattr(node_module, "SHUTDOWN_GRACE_S", 0.1)  # it will not hear of the other deaths either
     job.workers[0].process.kill()
     verdict = job.verdict()
     assert (verdict.outcome, verdict.exit_code) == ("lost", 1)
@@ -387,21 +388,19 @@ def test_nothing_is_left_behind(job: Job) -> None:
     before, threads = open_descriptors(os.getpid()), set(threading.enumerate())
     job.begin(2)
     address = os.environ["TTP_AGENT"]
-    hub = hub_of(job.nodes[0])
-    store = hub.controller._store
+    controller_host = controller_host_of(job.nodes[0])
+    store = controller_host.store.host
     assert address in Path("/proc/net/unix").read_text()
-    with socket.create_connection(store, LONG_S):
-        pass
+    assert store in Path("/proc/net/unix").read_text()
     job.train("step")
     job.workers[0].process.kill()
     job.verdict()
     pids = [worker.process.pid for worker in job.workers.values()]
-    del hub
+    del controller_host
     job.close()
     job.nodes = []
     assert all(is_gone(pid) for pid in pids)
     wait_until(lambda: set(threading.enumerate()) <= threads, "the threads have ended")
     assert set(open_descriptors(os.getpid()).items()) - set(before.items()) == set()
     assert address not in Path("/proc/net/unix").read_text()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(store, LONG_S)
+    assert store not in Path("/proc/net/unix").read_text()

@@ -13,8 +13,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptor.control.messages import BoardRecord, Phase, Share
-from adaptor.control.plan import NoPlan, Plan, groups_of, plan
+from adaptor.controller.plan import NoPlan, Plan, groups_of, plan
+from adaptor.protocol.messages import BoardRecord, Phase, Share
 
 LAST_STEP = 8
 

@@ -9,12 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.control import processor as processor_module
-from adaptor.control import wire
-from adaptor.control.board import Board, BoardMemory
-from adaptor.control.messages import Dump, Freeze, Frozen, GroupOrder, Hello, Noted, Phase, ToWorker, Written
-from adaptor.control.processor import Processor
-from adaptor.control.session import Session
+from adaptor.protocol import wire
+from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.messages import (
+    Dump,
+    Freeze,
+    Frozen,
+    GroupOrder,
+    Hello,
+    Phase,
+    TimelineEvent,
+    ToWorker,
+    Written,
+)
+from adaptor.worker import processor as processor_module
+from adaptor.worker.processor import Processor
+from adaptor.worker.session import Session
 from tests.unit.threads import LONG_S, Thread, wait_for_waiter, watched
 from tests.unit.trainee import CountingTrainee, Loop
 
@@ -23,7 +33,7 @@ def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch:
     """The lost one had let the main thread through to step 5, not begun yet; the new one wants step 4."""
     left = threading.Event()
     monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
-    monkeypatch.setattr(processor_module.wake, "shut_collectives", lambda keep: 0)
+    monkeypatch.setattr(processor_module.abort_gloo, "shut_collectives", lambda keep: 0)
     memory = BoardMemory([0])
     board = Board(0, memory.path, memory.slots)
     session = Session(board, lambda *heard: None, lambda error: None)
@@ -44,7 +54,10 @@ def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch:
         agent.sendall(wire.frame(message))
 
     def hears(kind: type) -> object:
-        while isinstance(message := wire.receive(agent, wire.from_worker), Noted) and kind is not Noted:
+        while (
+            isinstance(message := wire.receive(agent, wire.from_worker), TimelineEvent)
+            and kind is not TimelineEvent
+        ):
             pass
         assert isinstance(message, kind)
         return message

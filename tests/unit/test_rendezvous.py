@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
 
-from adaptor.launchers.agent import _Rendezvous
+from adaptor.launchers.rendezvous import Rendezvous
 
 
 class Handler:
@@ -16,6 +16,9 @@ class Handler:
     def __init__(self, answer: int | Exception) -> None:
         self._answer = answer
 
+    def get_backend(self) -> str:
+        return "c10d"
+
     def num_nodes_waiting(self) -> int:
         if isinstance(self._answer, Exception):
             raise self._answer
@@ -24,12 +27,12 @@ class Handler:
 
 def test_a_rendezvous_that_is_gone_with_its_node() -> None:
     """The agent goes on watching its workers, which are asked for their state."""
-    assert _Rendezvous(Handler(RendezvousConnectionError())).num_nodes_waiting() == 0
+    assert Rendezvous(Handler(RendezvousConnectionError())).num_nodes_waiting() == 0
 
 
 def test_all_else_is_torch_s() -> None:
-    assert _Rendezvous(Handler(2)).num_nodes_waiting() == 2
-    assert _Rendezvous(Handler(0)).settings == "as they are"
-    assert not hasattr(_Rendezvous(Handler(0)), "nothing")
+    assert Rendezvous(Handler(2)).num_nodes_waiting() == 2
+    assert Rendezvous(Handler(0)).settings == "as they are"
+    assert not hasattr(Rendezvous(Handler(0)), "nothing")
     with pytest.raises(RendezvousClosedError):
-        _Rendezvous(Handler(RendezvousClosedError())).num_nodes_waiting()
+        Rendezvous(Handler(RendezvousClosedError())).num_nodes_waiting()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
-from adaptor.control.board import Board, BoardMemory
-from adaptor.control.messages import BoardRecord, Phase
-from adaptor.control.session import Session
+from adaptor.errors import StepError
+from adaptor.library import Protection
+from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.messages import BoardRecord, Phase
+from adaptor.worker.session import Session
 from tests.unit.threads import LONG_S, Thread, Watched, wait_for_waiter, watched
 from tests.unit.trainee import BATCH, CountingTrainee, Loop, Record
 
@@ -26,6 +30,7 @@ class Worker:
     changed: Watched
     said: list[tuple[object, int]] = field(default_factory=list)
     broke: list[str] = field(default_factory=list)
+    protected: list[int] = field(default_factory=list)
 
     @property
     def board(self) -> BoardRecord:
@@ -57,15 +62,16 @@ def make(optimizers: int = 1) -> Iterator[Worker]:
     memory = BoardMemory([0])
     said: list[tuple[object, int]] = []
     broke: list[str] = []
+    protected: list[int] = []
     session = Session(
         Board(0, memory.path, memory.slots),
         lambda *heard: said.append(heard),
         lambda error: broke.append(error),
+        lambda trainee, step: protected.append(step),
     )
     trainee = CountingTrainee()
-    yield Worker(
-        session, memory, trainee, Loop(session, trainee, optimizers), watched(session.door), said, broke
-    )
+    loop = Loop(session, trainee, optimizers)
+    yield Worker(session, memory, trainee, loop, watched(session.door), said, broke, protected)
     memory.close()
 
 
@@ -168,6 +174,18 @@ def test_an_optimizer_of_someone_else_is_no_update(worker: Worker) -> None:
     worker.session.before_update(worker.loop.inner[0])
     worker.session.after_update(object())
     assert worker.stands == ("UPDATING", 5, 4)
+
+
+def test_the_step_of_someone_else_s_optimizer_ends_nothing(worker: Worker, frozen: Worker) -> None:
+    """As that of a discriminator, before the optimizer that is trained has made its update."""
+    for one in (worker, frozen):
+        one.loop.begin(4)
+        one.session.begin_step(5, ends_with_update=True)
+        one.session.end_update(False, 7.0, [object()])
+        assert (one.board.finished, one.board.inside, one.board.grad_norm) == (4, 5, 0.0)
+    worker.session.end_update(False, 1.5, worker.loop.inner)
+    frozen.session.end_update(False, 1.5, [])
+    assert worker.board.inside == frozen.board.inside == -1
 
 
 def test_a_skipped_step_leaves_the_state_of_the_one_before(worker: Worker) -> None:
@@ -504,3 +522,518 @@ def test_an_update_that_raises_is_not_waited_for(worker: Worker) -> None:
         wait_for_waiter(worker.changed)
         with pytest.raises(RuntimeError, match="an exception left the update of step 5"):
             worker.bring_to(5, lambda: 0, LONG_S)
+
+
+# numbers of steps
+
+
+def test_the_first_finished_step_is_told_once(worker: Worker) -> None:
+    worker.loop.begin(4)
+    assert worker.protected == []
+    for step in (5, 6):
+        worker.loop.step(step)
+        assert worker.protected == [5]
+
+
+def test_a_step_that_cannot_be_saved_yet_is_not_told(worker: Worker) -> None:
+    worker.trainee.updated_once = False
+    worker.loop.begin(0)
+    worker.loop.skip(1)
+    assert worker.protected == []
+    worker.loop.step(2)
+    assert worker.protected == [2]
+
+
+@pytest.mark.robustness("A1", "begin_step(step - 1)", "one line that names the step that was expected")
+@pytest.mark.parametrize("first", [0, 4, 6])
+def test_the_first_step_follows_the_state(worker: Worker, first: int) -> None:
+    worker.session.require_next(first)  # nothing is protected yet
+    worker.loop.begin(4)
+    expected = rf"step {first} was begun, expected step 5: adaptor.protect was told step=4"
+    with pytest.raises(StepError, match=expected):
+        worker.session.require_next(first)
+    worker.session.require_next(5)
+
+
+@pytest.mark.robustness(
+    "A1", "steps that go backwards or skip", "one line that names the step that was expected"
+)
+@pytest.mark.parametrize("step", [4, 5, 7])
+def test_steps_follow_each_other(worker: Worker, step: int) -> None:
+    worker.loop.begin(4)
+    worker.loop.step(5)
+    with pytest.raises(StepError, match=rf"step {step} was begun, expected step 6"):
+        worker.session.require_next(step)
+    worker.session.require_next(6)
+
+
+def test_a_step_that_was_left_without_an_update_can_be_begun_again(worker: Worker) -> None:
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    worker.session.require_next(5)
+    worker.session.require_next(6)  # or counts as done, like one that the framework skips
+    worker.loop.step(5)
+    with pytest.raises(StepError):
+        worker.session.require_next(5)
+
+
+@pytest.mark.robustness(
+    "A1", "two updates in one step", "one line, before the second; the step before is kept"
+)
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_second_update_in_a_step(optimizers: int) -> None:
+    making = make(optimizers)
+    worker = next(making)
+    worker.loop.begin(4)
+    worker.loop.step(5)
+    with pytest.raises(StepError, match=r"step 5 has a second update .* expected step 6 to be begun"):
+        worker.loop.update(5)
+    assert worker.session.board.record().provides(5)
+    worker.loop.step(6)
+
+
+# hangs
+
+
+def test_a_step_without_an_end_ends_with_its_update(worker: Worker) -> None:
+    worker.loop.begin(4)
+    for step in (5, 6, 7):
+        worker.session.begin_step(step, ends_with_update=True)
+        assert (worker.board.inside, worker.board.slowest) == (step, 0.0)
+        worker.loop.update(step)
+        assert worker.board.inside == -1
+    assert worker.board.slowest > 0
+
+
+def test_an_optimizer_that_tells_no_end_is_not_watched(worker: Worker) -> None:
+    worker.loop.begin(4)
+    for step in (5, 6, 7):
+        worker.session.begin_step(step, ends_with_update=True)
+        assert worker.board.inside == (5 if step == 5 else -1)
+        worker.session.before_update(worker.loop.inner[0])
+        worker.session.after_update(worker.loop.inner[0])
+
+
+def test_a_phase_has_a_measure_once_one_of_its_name_has_ended(worker: Worker) -> None:
+    with worker.session.phase("evaluation"):
+        assert worker.board.turns == 0, "nothing is protected yet"
+    worker.loop.begin(4)
+    seen: dict[str, list[float]] = {"evaluation": [], "save": []}
+    for _ in range(2):
+        for name in seen:
+            with worker.session.phase(name):
+                seen[name].append(worker.board.usual)
+            assert worker.board.usual == -1
+    for first, second in seen.values():
+        assert first == 0
+        assert second > 0
+    assert worker.board.turns == 8
+
+
+def test_phases_in_each_other_and_after_the_loop(worker: Worker) -> None:
+    worker.loop.begin(4)
+    with worker.session.phase("save"):
+        pass
+    with worker.session.phase("evaluation"):
+        with worker.session.phase("save"):
+            assert worker.board.usual > 0
+        assert worker.board.usual == 0
+    with pytest.raises(KeyError), worker.session.phase("save"):
+        raise KeyError
+    assert worker.board.usual == -1
+    worker.session.end_training()
+    with worker.session.phase("save"):
+        assert worker.board.usual == 0
+    worker.loop.begin(4)
+    with worker.session.phase("save"):
+        assert worker.board.usual > 0, "it trains again"
+
+
+@pytest.mark.robustness(
+    "A1", "an exception leaves a step, and the script catches it", "the step is left: no hang is said later"
+)
+@pytest.mark.parametrize("error", [StopIteration, KeyError, KeyboardInterrupt])
+def test_a_step_that_an_exception_leaves_runs_no_longer(worker: Worker, error: type[BaseException]) -> None:
+    worker.loop.begin(4)
+    protection = Protection(worker.session)
+    with pytest.raises(error), protection.step(5):
+        raise error
+    assert worker.board.inside == -1
+    with protection.step(5):
+        assert worker.board.inside == 5
+    assert worker.board.slowest == 0, "what was left in the middle is no measure"
+
+
+def test_the_training_is_over_at_the_end_of_its_loop(worker: Worker) -> None:
+    assert not worker.session.is_training
+    worker.loop.begin(4)
+    assert worker.session.is_training
+    worker.loop.step(5)
+    worker.session.end_training()
+    assert not worker.session.is_training
+
+
+@pytest.mark.robustness(
+    "A2",
+    "a loop is left by break in a step without an end",
+    "end_step leaves the step: no hang is said later",
+)
+def test_a_step_without_an_end_can_be_left(worker: Worker) -> None:
+    protection = Protection(worker.session)
+    protection.end_step()  # nothing is protected yet
+    worker.loop.begin(4)
+    protection.begin_step(5)
+    assert worker.board.inside == 5
+    protection.end_step()
+    protection.end_step()
+    assert (worker.board.inside, worker.board.finished) == (-1, 4)
+    protection.begin_step(5)
+    worker.loop.update(5)
+    protection.end_step()  # its update has ended it
+    assert (worker.board.inside, worker.board.finished) == (-1, 5)
+
+
+@pytest.mark.parametrize("leave", ["with", "begin_step"])
+def test_a_step_that_is_left_without_an_update_is_no_measure(worker: Worker, leave: str) -> None:
+    """The first two steps of a process are none, and this is not one of them."""
+    protection = Protection(worker.session)
+    worker.loop.begin(4)
+    for step in (5, 5, 5, 5):
+        if leave == "with":
+            for _ in range(2):
+                with protection.step(step):
+                    break
+        else:
+            protection.begin_step(step)
+            protection.end_step()
+        assert (worker.board.inside, worker.board.slowest) == (-1, 0.0)
+
+
+@pytest.mark.robustness(
+    "A1",
+    "a training loop of one's own counts each part of a batch as a step, and updates after the last part",
+    "protected from the first update on; the step of the last update is saved, no gradients are lost",
+)
+@pytest.mark.parametrize("begin", ["step", "begin_step"])
+def test_steps_that_only_accumulate_gradients_are_not_finished(worker: Worker, begin: str) -> None:
+    protection = Protection(worker.session)
+    worker.loop.begin(0)
+    for step in range(1, 12):
+        with protection.step(step) if begin == "step" else contextlib.nullcontext():
+            if begin == "begin_step":
+                protection.begin_step(step)
+            if step % 4 == 0:
+                worker.loop.update(step)
+        worker.trainee.samples += BATCH
+        assert worker.protected == ([4] if step >= 4 else [])
+        assert worker.board.finished == step - step % 4
+        assert worker.session.record_of(step - step % 4) == record(step - step % 4)
+    assert worker.gives == [8]
+    protection.begin_step(12)
+    worker.session.before_update(worker.loop.inner[0])
+    assert worker.session.record_of(12) == record(12)
+
+
+@pytest.mark.robustness(
+    "A1", "the first steps of a job are evaluation only", "no step is said to be protected before an update"
+)
+def test_steps_of_evaluation_are_not_finished(worker: Worker) -> None:
+    protection = Protection(worker.session)
+    worker.loop.begin(0)
+    for step in range(1, 2000):
+        with protection.step(step):
+            pass
+    assert (worker.board.finished, worker.protected) == (0, [])
+    assert worker.session.record_of(0) == record(0)
+    with pytest.raises(LookupError):
+        worker.session.record_of(1997)
+    with protection.step(2000):
+        worker.loop.update(2000)
+    protection.begin_step(2001)
+    assert worker.protected == [2000]
+
+
+@pytest.mark.robustness(
+    "A1",
+    "fp16: the first steps are skipped, the loss scale is too large",
+    "protected from the first step with an update: there is nothing to save before",
+)
+@pytest.mark.parametrize("own", [True, False], ids=["a loop of one's own", "the framework's"])
+def test_the_line_after_steps_that_were_skipped_at_the_start(worker: Worker, own: bool) -> None:
+    protection = Protection(worker.session)
+    worker.trainee.updated_once = False
+    worker.loop.begin(0)
+    for step in (1, 2, 3):
+        with protection.step(step) if own else worker.session.step(step):
+            worker.loop.overflow()
+        worker.trainee.samples += BATCH
+        assert (worker.board.finished, worker.protected, worker.gives) == (0, [], [0])
+    with protection.step(4) if own else worker.session.step(4):
+        worker.loop.update(4)
+        assert worker.protected == [4]
+    with protection.step(5) if own else worker.session.step(5):
+        worker.loop.overflow()
+    assert worker.protected == [4]
+    assert worker.gives == [4, 5]
+
+
+def test_skipped_steps_of_a_job_that_was_loaded_can_be_saved(worker: Worker) -> None:
+    worker.loop.begin(7)
+    with Protection(worker.session).step(8):
+        worker.loop.overflow()
+    assert (worker.protected, worker.gives) == ([8], [7, 8])
+
+
+@pytest.mark.robustness(
+    "A1",
+    "an exception leaves an optimizer in the middle of its update, the script catches it and goes on",
+    "nothing is saved of that state; the next update is protected again",
+)
+@pytest.mark.parametrize("begin", ["step", "begin_step"])
+def test_an_update_that_an_exception_leaves_is_over(chain_of_two: Worker, begin: str) -> None:
+    worker, (first, _) = chain_of_two, chain_of_two.loop.inner
+    protection = Protection(worker.session)
+    worker.loop.begin(4)
+
+    def update_raises() -> None:
+        if begin == "begin_step":
+            protection.begin_step(5)
+        worker.session.before_update(first)
+        worker.session.after_update(first)
+        raise FloatingPointError
+
+    step = protection.step(5) if begin == "step" else contextlib.nullcontext()
+    with pytest.raises(FloatingPointError), step:
+        update_raises()
+    if begin == "begin_step":
+        protection.begin_step(5)
+    assert worker.gives == []
+    with protection.step(5):
+        assert worker.board.inside == 5
+        worker.loop.update(5)
+    board = worker.frozen()
+    assert [step for step in range(10) if board.provides(step)] == [5]
+
+
+@pytest.mark.robustness(
+    "A1",
+    "adaptor.protect is called again, in the middle of a step",
+    "training goes on from what it was given; nothing is left of the step",
+)
+def test_training_begins_again_in_the_middle_of_a_step(worker: Worker) -> None:
+    protection = Protection(worker.session)
+    worker.loop.begin(8)
+    protection.begin_step(9)
+    worker.session.before_update(worker.loop.inner[0])
+    worker.loop.begin(2)
+    board = worker.frozen()
+    assert (board.phase_name, board.finished, board.ahead, board.inside) == ("RUNNING", 2, 2, -1)
+    worker.session.door.let_through(3)
+    with pytest.raises(
+        StepError, match=r"step 9 was begun, expected step 3: adaptor.protect was told step=2"
+    ):
+        protection.begin_step(9)
+    with protection.step(3):
+        worker.loop.update(3)
+    assert worker.said == [(worker.trainee, 8), (worker.trainee, 2)]
+    assert worker.stands == ("RUNNING", 3, 3)
+
+
+@pytest.mark.robustness(
+    "A2",
+    "a thread of the script saves beside the training, in a phase of its own",
+    "a hang of the training is noticed as ever",
+)
+def test_phases_of_other_threads_say_nothing_of_the_training(worker: Worker) -> None:
+    protection = Protection(worker.session)
+    worker.loop.begin(4)
+    with protection.step(5):
+        saving, go_on = threading.Event(), threading.Event()
+
+        def save() -> None:
+            with protection.phase("save"):
+                saving.set()
+                assert go_on.wait(LONG_S)
+
+        with Thread(save) as other:
+            assert saving.wait(LONG_S)
+            assert (worker.board.inside, worker.board.usual) == (5, -1.0)
+            with protection.phase("evaluation"):
+                go_on.set()
+                other.result()
+                assert worker.board.usual == 0
+        assert (worker.board.inside, worker.board.usual, worker.board.turns) == (5, -1.0, 2)
+
+
+def test_a_loop_may_run_in_a_thread_of_its_own(worker: Worker) -> None:
+    protection = Protection(worker.session)
+    worker.loop.begin(4)
+
+    def train() -> float:
+        with protection.step(5), protection.phase("evaluation"):
+            return worker.board.usual
+
+    with Thread(train) as other:
+        assert other.result() == 0
+
+
+@pytest.mark.robustness("A1", "a step has no number", "one line that names it, not a traceback")
+@pytest.mark.parametrize("step", [5.0, "5", None, -5, [5]])
+def test_what_is_no_number_of_a_step(worker: Worker, step: object) -> None:
+    worker.loop.begin(4)
+    protection = Protection(worker.session)
+    with pytest.raises(StepError, match="must be a whole number, 0 or more"):
+        protection.begin_step(step)  # type: ignore[arg-type]
+    with pytest.raises(StepError, match="must be a whole number"), protection.step(step):  # type: ignore[arg-type]
+        pass
+    with protection.step(torch.tensor(5)):  # type: ignore[arg-type]
+        assert worker.board.inside == 5
+
+
+@pytest.mark.robustness(
+    "A1", "an optimizer under torch.compile", "each of its updates is known, as without the compiler"
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+def test_updates_of_a_compiled_optimizer(worker: Worker) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.register_step_pre_hook(lambda which, *_: worker.session.before_update(which))
+    optimizer.register_step_post_hook(lambda which, *_: worker.session.after_update(which))
+    seen = []
+    worker.trainee.barrier = lambda: seen.append(worker.stands)
+    worker.session.begin_training(worker.trainee, [optimizer], 0)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(1, 13):
+        with Protection(worker.session).step(number):
+            weight.grad = torch.ones(2)
+            step()
+            assert worker.stands == ("RUNNING", number, number)
+    assert seen == [("READY", number, number) for number in range(12)]
+    worker.frozen()
+    with Protection(worker.session).step(13), Thread(step) as main:
+        wait_for_waiter(worker.changed)
+        assert main.running
+        before = weight.detach().clone()
+        worker.session.door.let_through(13)
+        main.result()
+    assert not torch.equal(before, weight)
+
+
+@pytest.mark.robustness(
+    "A1", "one of two optimizers makes its update in every second step only", "one line that says so"
+)
+def test_an_optimizer_that_makes_no_update_in_a_step(chain_of_two: Worker) -> None:
+    worker, (first, _) = chain_of_two, chain_of_two.loop.inner
+    worker.loop.begin(4)
+
+    def train() -> None:
+        with Protection(worker.session).step(5):
+            worker.session.before_update(first)
+            worker.session.after_update(first)
+
+    with pytest.raises(StepError, match=r"step 5 has ended, and 1 of 2 optimizers .* made no update in it"):
+        train()
+    assert worker.board.inside == -1
+    assert not any(worker.frozen().provides(step) for step in range(10)), "it is of no step"
+
+
+@pytest.mark.robustness(
+    "A2", "the last evaluation of a loop of one's own takes longer than those in it", "no hang is said"
+)
+def test_the_loop_of_a_library_ends(worker: Worker) -> None:
+    protection = Protection(worker.session)
+    protection.end_training()  # nothing is protected yet
+    worker.loop.begin(4)
+    with protection.phase("evaluation"):
+        pass
+    protection.begin_step(5)
+    protection.end_training()
+    assert (worker.board.inside, worker.session.is_training) == (-1, False)
+    with protection.phase("evaluation"):
+        assert worker.board.usual == 0, "it may take any time"
+
+
+class Looping:
+    """A loop of one's own that `begin_step` is called in; it stands still where it is told to."""
+
+    def __init__(self, worker: Worker, stands: str) -> None:
+        self.worker = worker
+        self.protection = Protection(worker.session)
+        self._stands = stands
+        self.there, self.go_on = threading.Event(), threading.Event()
+
+    def passes(self, place: str) -> None:
+        if place == self._stands:
+            self.there.set()
+            assert self.go_on.wait(LONG_S)
+
+    def update(self, step: int) -> None:
+        self.worker.loop.update(step)
+
+    def epoch(self, steps: range, leave: str = "") -> None:
+        for step in steps:
+            self.protection.begin_step(step)
+            self.passes(f"data {step}")
+            if step == 9 and leave == "break":
+                break
+            if step == 9 and leave == "return":
+                return
+            self.passes(f"forward {step}")
+            self.update(step)
+        self.passes(f"after step {step}")
+
+    def train(self, leave: str = "") -> None:
+        self.epoch(range(5, 7))
+        self.epoch(range(7, 10), leave)
+        self.passes("after the epoch")
+
+    @contextlib.contextmanager
+    def stood_still(self, leave: str = "") -> Iterator[None]:
+        with Thread(self.train, leave):
+            try:
+                assert self.there.wait(LONG_S)
+                yield
+            finally:
+                self.go_on.set()
+
+
+@pytest.mark.robustness(
+    "A2",
+    "a loop is left by break or return in a step without an end, and nobody says so",
+    "the step is found to be left before a hang is said",
+)
+@pytest.mark.parametrize(
+    ("leave", "stands"),
+    [("break", "after step 9"), ("break", "after the epoch"), ("return", "after the epoch")],
+)
+def test_a_step_without_an_end_that_was_left(worker: Worker, leave: str, stands: str) -> None:
+    worker.loop.begin(4)
+    with Looping(worker, stands).stood_still(leave):
+        assert (worker.board.inside, worker.board.finished) == (9, 8)
+        assert worker.session.ends_left_step()
+        assert worker.board.inside == -1
+        assert not worker.session.ends_left_step(), "it is said once"
+
+
+@pytest.mark.parametrize("stands", ["data 8", "forward 8", "data 5"])
+def test_a_step_without_an_end_that_hangs(worker: Worker, stands: str) -> None:
+    worker.loop.begin(4)
+    with Looping(worker, stands).stood_still():
+        assert not worker.session.ends_left_step()
+        assert worker.board.inside == int(stands[-1])
+
+
+def test_a_loop_that_begins_its_steps_in_a_callback(worker: Worker) -> None:
+    """The function that calls begin_step has returned: the loop is where both calls come from."""
+    looping = Looping(worker, "forward 8")
+    begin = looping.protection.begin_step
+
+    class Callbacks:
+        def begin_step(self, step: int) -> None:
+            begin(step)
+
+    looping.protection = Callbacks()  # type: ignore[assignment]
+    worker.loop.begin(4)
+    with looping.stood_still():
+        assert not worker.session.ends_left_step()
+        assert worker.board.inside == 8

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from adaptor.control.messages import Phase
 from adaptor.devices.device import Host
+from adaptor.protocol.messages import Phase
 from tests.unit.test_session import Worker, make, record
 from tests.unit.threads import LONG_S, Thread, wait_for_waiter
 
@@ -132,7 +132,7 @@ def test_a_record_that_is_not_there_yet_is_not_read(
     worker: Worker, device: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is behind a collective that never ends has not been copied."""
-    monkeypatch.setattr("adaptor.control.session.RECORD_S", SHORT_S)
+    monkeypatch.setattr("adaptor.worker.session.RECORD_S", SHORT_S)
     device.standing = True
     worker.loop.begin(4)
     worker.session.begin_step(5)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -81,3 +88,88 @@ def test_another_signer(authority: Authority, tmp_path: Path) -> None:
     other = str(Authority(tmp_path / "other").path)
     line = _refusal({**authority.settings(), "TTP_TLS_CA": other})
     assert f"it is not accepted with TTP_TLS_CA {other!r}: certificate " in line
+
+
+# while a job trains
+
+
+@pytest.fixture
+def files(authority: Authority, tmp_path: Path) -> dict[str, str]:
+    """Certificates of this node, in a folder of its own."""
+    made = authority.settings("first")
+    return {name: str(shutil.copy(path, tmp_path / name)) for name, path in made.items()}
+
+
+def test_files_that_have_not_changed_are_not_read_again(files: dict[str, str]) -> None:
+    made = tls.load(config.load(files))
+    assert made is not None
+    before = made.contexts
+    assert asyncio.run(made.newest()) is before
+
+
+@pytest.mark.robustness(
+    "B4",
+    "a renewed certificate is there and its key is not yet",
+    "the pair before is used, and one line says so",
+)
+def test_a_half_written_pair(
+    authority: Authority, files: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "adaptor")
+    made = tls.load(config.load(files))
+    assert made is not None
+    before, renewed = made.contexts, authority.settings("second")
+    shutil.copy(renewed["TTP_TLS_CERT"], files["TTP_TLS_CERT"])
+    for _ in range(3):
+        assert asyncio.run(made.newest()) is before
+    (line,) = caplog.messages
+    assert line.startswith("changed certificates cannot be used, those read before are: TTP_TLS_KEY is ")
+    assert line.endswith(": it is not the key of the certificate")
+    shutil.copy(renewed["TTP_TLS_KEY"], files["TTP_TLS_KEY"])
+    after = asyncio.run(made.newest())
+    assert after is not before
+    assert asyncio.run(made.newest()) is after
+    assert caplog.messages[1:] == [f"TTP_TLS_CERT {files['TTP_TLS_CERT']} has changed and was read again"]
+
+
+@pytest.mark.parametrize("what", ["noise", "nothing", "gone", "expired"])
+def test_a_renewal_that_cannot_be_used(
+    what: str, authority: Authority, files: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = tls.load(config.load(files))
+    assert made is not None
+    before, path = made.contexts, Path(files["TTP_TLS_CERT"])
+    if what == "expired":
+        for name, expired in authority.settings("past", days=-1).items():
+            shutil.copy(expired, files[name])
+    elif what == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(b"noise" if what == "noise" else b"")
+    for _ in range(2):
+        assert asyncio.run(made.newest()) is before
+    (line,) = caplog.messages
+    assert line.startswith("changed certificates cannot be used, those read before are: TTP_TLS_")
+
+
+def test_a_file_system_that_hangs(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it longer than `READ_S`, and no second thread waits with the first."""
+    monkeypatch.setattr(tls, "READ_S", 0.05)
+    made = tls.load(config.load(files))
+    assert made is not None
+    path = Path(files["TTP_TLS_KEY"])
+    path.unlink()
+    os.mkfifo(path)  # who opens it waits for who writes
+
+    async def twice() -> None:
+        for _ in range(2):
+            assert await made.newest() is before
+
+    before = made.contexts
+    asyncio.run(twice())
+    waiting = [thread for thread in threading.enumerate() if thread.name == "ttp-tls"]
+    assert len(waiting) == 1
+    while waiting[0].is_alive():  # it opens the file more than once
+        with contextlib.suppress(OSError):  # not at this moment
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        time.sleep(0.001)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from adaptor import config
 from adaptor.errors import ConfigError
 from adaptor.launchers import flags, ttprun
+from adaptor.launchers.invitation import Invitation
 from adaptor.mindio.client import sdk
 from tests.certificates import Authority
 from tests.ports import free_port, free_ports
@@ -39,6 +42,10 @@ seen = {
     "argv": sys.argv,
     "name": __name__,
     "file": globals().get("__file__"),
+    "spec": getattr(__spec__, "name", None),
+    "package": __package__,
+    "loader": type(__loader__).__name__,
+    "code": sys._getframe().f_code.co_filename,
     "path": sys.path[0],
     "paths": sys.path,
     "modules": [name for name in sys.modules if name.partition(".")[0] in ("adaptor", "torch", "wrapt")],
@@ -62,7 +69,7 @@ class Ended:
 class Launcher:
     """Runs ttprun in a folder, with nothing of ours in its environment."""
 
-    def __init__(self, zygote: subprocess.Popen[str], folder: Path) -> None:
+    def __init__(self, zygote: subprocess.Popen[str] | None, folder: Path) -> None:
         self.folder = folder
         self._zygote = zygote
         self._log = folder / "log"
@@ -71,6 +78,7 @@ class Launcher:
         self._env.update(PYTHONPATH=str(ROOT), SEEN=str(folder / "seen"), OMP_NUM_THREADS="1")
 
     def _ask(self, **line: Any) -> int:
+        assert self._zygote is not None
         assert self._zygote.stdin is not None
         assert self._zygote.stdout is not None
         self._zygote.stdin.write(json.dumps(line) + "\n")
@@ -78,6 +86,7 @@ class Launcher:
         return int(self._zygote.stdout.readline())
 
     def start(self, *argv: str, before: str = "", **env: str) -> int:
+        self._log.touch()  # who reads it may be faster than ttprun
         return self._ask(
             argv=argv,
             cwd=str(self.folder),
@@ -104,21 +113,27 @@ class Launcher:
         return json.loads((self.folder / f"seen{rank}").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(Path(__file__).with_name("zygote.py"))]
-    with subprocess.Popen(
-        command,
+@functools.cache
+def _started_zygote() -> subprocess.Popen[str]:
+    """One for every file that imports the fixture."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("zygote.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-        process.stdin.close()
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    process = _started_zygote()
+    yield process
+    if process.poll() is None:
+        process.communicate()
 
 
 @pytest.fixture
@@ -205,7 +220,11 @@ def test_two_nodes_with_certificates(same: bool, zygote: subprocess.Popen[str], 
     assert ": certificate " in ended.last_line
 
 
-def test_the_secret_of_a_job_is_seen_nowhere(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+@pytest.mark.robustness(
+    "C1", "another user reads all of the rendezvous store of two ttprun on one machine", "no secret is in it"
+)
+@pytest.mark.parametrize("way", ["unix", "plain"])
+def test_the_secret_of_a_job_is_seen_nowhere(way: str, zygote: subprocess.Popen[str], tmp_path: Path) -> None:
     """Neither on a command line, nor in an environment, nor in a log, however much is logged."""
     ports = [str(port) for port in free_ports(2)]
     nodes, started = [], []
@@ -217,14 +236,21 @@ def test_the_secret_of_a_job_is_seen_nowhere(zygote: subprocess.Popen[str], tmp_
             "import os, time\nfrom pathlib import Path\nPath('here').write_text(f'{os.getpid()} ')\n"
             "while not Path('../go').exists():\n    time.sleep(0.01)\n"
         )
-        options = ("--ttp-port", ports[1], "--ttp-log-level", "DEBUG", "--ttp-log-stdout", "1")
+        plain = ("--ttp-tls", "plain") if way == "plain" else ()
+        options = (*plain, "--ttp-port", ports[1], "--ttp-log-level", "DEBUG", "--ttp-log-stdout", "1")
         started.append(node.start(*where, "--monitor-interval", "0.05", *options, script))
     wait_until(lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run")
     store = dist.TCPStore("127.0.0.1", int(ports[0]), is_master=False)
-    secret = store.get("none/ttp/1/ttp/controller").decode().split()[-1]
-    assert len(secret) == 64, "it goes through the store"
-    # Knocks without it are told in the log.
-    socket.create_connection(("127.0.0.1", int(ports[1])), LONG_S).close()
+    told = Invitation.decode(store.get("none/ttp/1/ttp/controller"), way)
+    secret = told.name
+    if way == "plain":
+        assert len(secret) == 64, "it goes through the store"
+        # Knocks without it are told in the log.
+        socket.create_connection(("127.0.0.1", int(ports[1])), LONG_S).close()
+    else:
+        assert told.port == 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(ports[1])), LONG_S)
     workers = [int((node.folder / "here").read_text()) for node in nodes]
     seen = [
         Path(f"/proc/{pid}/{name}").read_bytes()
@@ -232,9 +258,13 @@ def test_the_secret_of_a_job_is_seen_nowhere(zygote: subprocess.Popen[str], tmp_
         for name in ("environ", "cmdline")
     ]
     (tmp_path / "go").touch()
-    assert [node.wait(pid).code for node, pid in zip(nodes, started, strict=True)] == [0, 0]
+    ended = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
+    assert [each.code for each in ended] == [0, 0]
+    assert [ttprun.TRUSTED in each.log for each in ended] == [way == "plain"] * 2
+    if way == "unix":
+        return
     logs = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert any(b"1 strangers at the controller's port so far" in log for log in logs)
+    assert any(b"1 rejected connections at the controller's port so far" in log for log in logs)
     assert not any(
         form in text for form in (secret.encode(), bytes.fromhex(secret)) for text in (*seen, *logs)
     )
@@ -356,6 +386,9 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "77",
         "9",
         "0",
+        "30",
+        "4",
+        "5",
         "9001",
         "mutual",
         "a.pem",
@@ -364,6 +397,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "cpu",
         "builtin",
         "none",
+        "1",
         "1",
         "1",
         "here",
@@ -398,6 +432,9 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--max-restarts", "-1"], "--max-restarts is -1: it must be a number from 0 on"),
         (["--tee", "9"], "--tee is '9': it must be 0, 1, 2 or 3, or that for some"),
         (["-r", "all"], "--redirects is 'all': it must be 0, 1, 2 or 3, or that for some"),
+        (["--monitor-interval", "nan"], "--monitor-interval is nan: it must be a number of seconds above 0"),
+        (["--monitor-interval", "-5"], "--monitor-interval is -5.0: it must be a number of seconds above 0"),
+        (["--monitor-interval", "inf"], "--monitor-interval is inf: it must be a number of seconds above 0"),
         ([], "the script absent.py cannot be run (No such file or directory)"),
         (["--ttp-device", "cpu", "--ttp-enable", "0"], "the script absent.py cannot be run"),
         (["--no-python"], "--no-python: only a Python script that ttprun starts itself can be protected"),
@@ -422,7 +459,7 @@ def test_what_makes_no_sense_starts_nothing(
 
 def test_a_misspelt_variable_starts_nothing(launcher: Launcher) -> None:
     ended = launcher.run(*ONE, launcher.script("print('started')"), TTP_HNAG="0")
-    line = "ttprun: error: TTP_HNAG is '0': there is no such setting; TTP_HANG is one\n"
+    line = "ttprun: error: TTP_HNAG is set: there is no such setting; TTP_HANG is one\n"
     assert (ended.code, ended.log) == (2, line)
 
 
@@ -458,6 +495,10 @@ def test_a_port_that_another_job_has(launcher: Launcher) -> None:
     [
         (["--node-rank", "1", "--rdzv-conf", "timeout=1"], "no rendezvous answers at 127.0.0.1:{port}: "),
         (
+            ["--node-rank", "0", "--rdzv-conf", "timeout=1"],
+            "node 1 of 2 did not come to 127.0.0.1:{port} in time; ",
+        ),
+        (
             [
                 "--rdzv-backend",
                 "c10d",
@@ -469,7 +510,7 @@ def test_a_port_that_another_job_has(launcher: Launcher) -> None:
             "--nnodes is 2: fewer nodes came to the rendezvous at localhost:{port} in time; ",
         ),
     ],
-    ids=["nobody is there", "one stays away"],
+    ids=["nobody is there", "one with a number stays away", "one stays away"],
 )
 def test_nodes_that_do_not_meet(arguments: list[str], line: str, launcher: Launcher) -> None:
     port = free_port()
@@ -478,6 +519,73 @@ def test_nodes_that_do_not_meet(arguments: list[str], line: str, launcher: Launc
     assert ended.code == 2, ended.log
     assert ended.last_line.startswith(f"ttprun: error: {line.format(port=port)}")
     assert "Traceback" not in ended.log
+
+
+# A shell may have had it ignored.
+HEARS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+
+
+@pytest.mark.robustness(
+    "A4",
+    "the other node of two never comes, or is still to start; Ctrl-C or SIGTERM",
+    "a line names who is awaited, and where, at once and every 10 s; a signal ends it at once, in one line",
+)
+@pytest.mark.parametrize(
+    ("arguments", "awaited"),
+    [
+        (["--nnodes", "2", "--node-rank", "0", "--master-port", "{port}"], "node 1 of 2 at 127.0.0.1:{port}"),
+        (["--nnodes", "2", "--node-rank", "1", "--master-port", "{port}"], "node 0 of 2 at 127.0.0.1:{port}"),
+        (
+            ["--nnodes", "6", "--node-rank", "0", "--master-port", "{port}"],
+            "nodes 1, 2, 3, 4 and 1 more of 6 at 127.0.0.1:{port}",
+        ),
+        (
+            ["--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{port}"],
+            "1 more of 2 to 3 nodes at localhost:{port}",
+        ),
+        (
+            [
+                *("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{port}"),
+                *("--rdzv-conf", "is_host=0"),
+            ],
+            "the rendezvous at localhost:{port}",
+        ),
+    ],
+    ids=["node 1", "node 0", "many", "c10d", "the store of c10d"],
+)
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_nodes_that_are_awaited(
+    by: signal.Signals, arguments: list[str], awaited: str, launcher: Launcher
+) -> None:
+    port = free_port()
+    options = [text.format(port=port) for text in arguments]
+    pid = launcher.start(*options, launcher.script("print('started')"), before=HEARS_CTRL_C)
+    waits = f"[ttp] waiting for {awaited.format(port=port)}\n"
+    wait_until(lambda: launcher.log.endswith(waits), "it says for whom it waits")
+    os.kill(pid, by)
+    ended = launcher.wait(pid)
+    assert ended.code == 128 + by, ended.log
+    said = f"[ttp] ended by {by.name} while it waited for {awaited.format(port=port)}; nothing was started\n"
+    assert ended.log.replace(waits, "") == said
+
+
+@pytest.mark.robustness(
+    "A4", "a node comes late", "the job trains; the line that named the node is the only trace of it"
+)
+def test_a_node_that_comes_late(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+    port, gate = free_ports(2)
+    nodes, started = [], []
+    for number in (0, 1):
+        (tmp_path / f"node{number}").mkdir()
+        nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
+        where = ("--nnodes", "2", "--node-rank", str(number), "--master-port", str(port))
+        options = ("--ttp-port", str(gate), "--monitor-interval", "0.05")
+        started.append(node.start(*where, *options, node.script("print('trained')")))
+        if number == 0:
+            wait_until(lambda: "waiting for node 1 of 2 at " in nodes[0].log, "node 0 waits")
+    for node, pid in zip(nodes, started, strict=True):
+        ended = node.wait(pid)
+        assert (ended.code, ended.last_line) == (0, "trained"), ended.log
 
 
 def test_ctrl_c_before_anything_was_started(launcher: Launcher) -> None:
@@ -529,13 +637,39 @@ def test_a_script_sees_what_python_would_show_it(launcher: Launcher) -> None:
         assert seen["argv"] == ["deep/look.py", *arguments]
         assert seen["name"] == "__main__"
         assert seen["main"]
-        assert seen["file"] == "deep/look.py"
+        assert seen["file"] == str(launcher.folder / "deep/look.py")
         assert seen["path"] == str(launcher.folder / "deep")
         assert seen["env"]["TTP_OT"] == "33"
         assert seen["env"]["WORLD_SIZE"] == "2"
-        assert "adaptor.control.runtime" in seen["modules"]
+        assert "adaptor.worker.runtime" in seen["modules"]
         assert "torch" not in seen["modules"], "that is for the script to import"
     assert not (launcher.folder / "logs").exists() or list((launcher.folder / "logs").iterdir()) == []
+
+
+@pytest.mark.robustness("A7", "a script asks where it is, and what it was called", "as under torchrun")
+@pytest.mark.parametrize("how", ["relative", "absolute", "a link", "a module", "a package"])
+def test_a_script_is_what_it_is_under_torchrun(how: str, launcher: Launcher) -> None:
+    (launcher.folder / "pack").mkdir()
+    launcher.script("", "pack/__init__.py")
+    launcher.script(LOOK, "pack/__main__.py")
+    launcher.script(LOOK, "pack/look.py")
+    (launcher.folder / "link.py").symlink_to("pack/look.py")
+    command = {
+        "relative": ["pack/../pack/look.py"],
+        "absolute": [str(launcher.folder / "pack/look.py")],
+        "a link": ["link.py"],
+        "a module": ["-m", "pack.look"],
+        "a package": ["-m", "pack"],
+    }[how]
+    seen = []
+    for enabled in ("True", "False"):
+        ended = launcher.run(*ONE, "--ttp-enable", enabled, *command, "-x")
+        assert ended.code == 0, ended.log
+        seen.append({name: what for name, what in launcher.seen().items() if name in LIKE_TORCHRUN})
+    assert seen[0] == seen[1]
+
+
+LIKE_TORCHRUN = ("argv", "name", "file", "spec", "package", "loader", "code", "path", "main")
 
 
 @pytest.mark.parametrize(
@@ -553,6 +687,187 @@ def test_a_module_as_the_script(launcher: Launcher, env: dict[str, str]) -> None
     assert seen["path"] == str(launcher.folder)
 
 
+# Files of the working directory with the names of modules: of Python, of what the adaptor uses, and its own.
+# None that `python script.py` itself takes from there when it spawns a process (multiprocessing, runpy).
+FOREIGN = (
+    "adaptor/__init__.py",
+    "ctypes.py",
+    "msgspec.py",
+    "packaging.py",
+    "queue.py",
+    "wrapt/__init__.py",
+    "xxhash.py",
+)
+# What a script and a process that it spawns see. The framework's own data loaders and managers are spawned.
+HELPER = """
+import sys
+
+def look():
+    names = ("adaptor", "msgspec", "multiprocessing", "queue", "wrapt", "xxhash")
+    return [sys.path, {name: sys.modules[name].__file__ for name in names if name in sys.modules}]
+
+def put(seen):
+    seen.put(look())
+"""
+SPAWN = """
+if __name__ == "__main__":
+    import json, multiprocessing, os, queue
+    TORCH
+    from pathlib import Path
+    from HELPER import look, put
+    context = multiprocessing.get_context("spawn")
+    seen = context.Queue()
+    child = context.Process(target=put, args=(seen,))
+    child.start()
+    both = {"here": look(), "child": seen.get(timeout=60)}
+    child.join()
+    with context.Manager() as manager:
+        assert list(manager.list([1])) == [1]
+    Path(os.environ["SEEN"]).write_text(json.dumps(both))
+"""
+
+
+def _foreign(folder: Path, names: tuple[str, ...] = FOREIGN) -> None:
+    """Modules that leave a line when they are imported, and end who imports them."""
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        note = f"open({str(folder / 'imported')!r}, 'a').write('{name} ')"
+        (folder / name).write_text(f"{note}\nraise SystemExit('imported {name}')\n")
+
+
+def _run_here(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    mine = ("TTP", "TORCHELASTIC", "PYTHONPATH")
+    clean = {name: value for name, value in os.environ.items() if not any(word in name for word in mine)}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**clean, "OMP_NUM_THREADS": "1", "SEEN": str(folder / "seen"), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.robustness(
+    "A7",
+    "modules of the working directory have the names of ours, of Python's and of what we use",
+    "none is imported by ttprun, its workers and what these spawn; the script's path is that of python",
+)
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"TTP_DEVICE": "cpu"},
+        {"ENABLE_TTP": "False", "TTP_DEVICE": "cpu"},
+        pytest.param(
+            {"PYTHONSAFEPATH": "1"},
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of 3.11"),
+        ),
+    ],
+    ids=lambda env: " ".join(map("=".join, env.items())) or "as ever",
+)
+def test_no_file_of_the_working_directory_is_imported(tmp_path: Path, env: dict[str, str]) -> None:
+    _foreign(tmp_path)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "helper.py").write_text(HELPER)
+    script = tmp_path / "deep" / "script.py"
+    script.write_text(SPAWN.replace("HELPER", "helper").replace("TORCH", ""))
+    safe = {}
+    if "PYTHONSAFEPATH" in env:
+        safe = {**env, "PYTHONPATH": str(tmp_path / "deep")}  # else nothing finds the helper
+    plain = _run_here(tmp_path, sys.executable, "deep/script.py", **safe)
+    assert plain.returncode == 0, plain.stderr
+    expected = json.loads((tmp_path / "seen").read_text())
+    (tmp_path / "seen").unlink()
+    script.write_text(SPAWN.replace("HELPER", "helper").replace("TORCH", "import torch"))
+    ttprun_script = str(Path(sys.executable).with_name("ttprun"))
+    done = _run_here(tmp_path, ttprun_script, *ONE, "deep/script.py", **{**env, **safe})
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert [seen[where][0] for where in expected] == [expected[where][0] for where in expected]
+    files = {**seen["here"][1], **seen["child"][1]}.values()
+    assert not [file for file in files if Path(file).is_relative_to(tmp_path)]
+
+
+@pytest.mark.robustness(
+    "A7",
+    "--module, and modules of the working directory have the names of ours",
+    "the adaptor imports none of them; the script's path is that of python -m",
+)
+def test_a_module_finds_the_working_directory_and_the_adaptor_does_not(tmp_path: Path) -> None:
+    _foreign(tmp_path, ("adaptor/__init__.py", "msgspec.py", "wrapt.py", "xxhash.py"))
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "helper.py").write_text(HELPER)
+    script = tmp_path / "package" / "script.py"
+    script.write_text(SPAWN.replace("HELPER", "package.helper").replace("TORCH", ""))
+    plain = _run_here(tmp_path, sys.executable, "-m", "package.script")
+    assert plain.returncode == 0, plain.stderr
+    expected = json.loads((tmp_path / "seen").read_text())
+    (tmp_path / "seen").unlink()
+    script.write_text(SPAWN.replace("HELPER", "package.helper").replace("TORCH", "import torch"))
+    ttprun_script = str(Path(sys.executable).with_name("ttprun"))
+    done = _run_here(tmp_path, ttprun_script, *ONE, "-m", "package.script")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert (seen["here"][0], seen["child"]) == (expected["here"][0], expected["child"])
+
+
+@pytest.mark.robustness(
+    "A7",
+    "beside the script lies a module with the name of one that the adaptor uses",
+    "the script imports its own, the adaptor goes on with the installed one",
+)
+def test_a_script_imports_its_own_modules(launcher: Launcher) -> None:
+    launcher.script("mine = 'of the script'\n", "xxhash.py")
+    launcher.script("mine = 'of the script'\n", "secrets.py")
+    text = (
+        "import adaptor, secrets, sys, xxhash\n"
+        "from adaptor.checkpoint import hashing\n"
+        "print(secrets.mine, xxhash.mine, hasattr(hashing.xxhash, 'xxh3_128'))\n"
+    )
+    ended = launcher.run(*ONE, launcher.script(text))
+    assert ended.code == 0, ended.log
+    assert "of the script of the script True" in ended.log
+
+
+@pytest.mark.robustness(
+    "A9", "the distribution adaptor of the package index is installed, too", "one line, and what to do"
+)
+def test_another_distribution_of_the_same_import_name(launcher: Launcher) -> None:
+    script = launcher.script("import sys\nprint('trained')\n")
+    before = "import sys; sys.path.append('others')"
+    assert "distribution" not in launcher.run(*TWO, script, before=before).log
+    info = launcher.folder / "others" / "adaptor-0.2.5.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaptor\nVersion: 0.2.5\n")
+    ended = launcher.run(*TWO, script, before=before)
+    assert ended.code == 0, ended.log
+    (line,) = (line for line in ended.log.splitlines() if "distribution" in line)
+    assert line == (
+        "[ttp] the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: each"
+        " overwrites files of the other; uninstall both, then install ttp-adaptor again"
+    )
+    replaced = launcher.run(*TWO, script, before=f"{before}; import adaptor; del adaptor.enable")
+    assert (replaced.code, len(replaced.log.splitlines())) == (2, 1)
+    assert replaced.last_line.startswith(
+        "ttprun: error: adaptor/__init__.py is not that of ttp-adaptor, the distribution adaptor 0.2.5 has"
+        " replaced it: uninstall both"
+    )
+
+
+def test_a_folder_as_the_script(launcher: Launcher) -> None:
+    (launcher.folder / "job").mkdir()
+    launcher.script(LOOK, "job/__main__.py")
+    ended = launcher.run(*ONE, "job", "-x")
+    assert ended.code == 0, ended.log
+    seen = launcher.seen()
+    assert (seen["argv"], seen["path"]) == (["job", "-x"], "job")
+    assert str(launcher.folder) not in seen["paths"], "as under python itself"
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of 3.11")
 def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
     """What stands first on it then is PYTHONPATH's, not the folder that `python -m` puts there."""
@@ -561,17 +876,6 @@ def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
     seen = launcher.seen()
     assert str(launcher.folder) not in seen["paths"], "as under python itself"
     assert str(ROOT) in seen["paths"]
-
-
-def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher) -> None:
-    names = tuple(f"TORCH_{name}" for name in ("NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING"))
-    names += ("TORCH_NCCL_ENABLE_MONITORING",)
-    script = launcher.script(f"import os\nprint(*map(os.environ.get, {names}))\n")
-    ended = launcher.run(*ONE, script, **{names[0]: "1"})
-    assert ended.code == 0, ended.log
-    assert "\n0 0 0\n" in f"\n{ended.log}"
-    assert f"[ttp] {names[0]} is 1: 0 is used" in ended.log
-    assert names[1] not in ended.log
 
 
 # off
@@ -611,7 +915,14 @@ def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> Non
     assert ended.code == 0, ended.log
     seen = launcher.seen()
     assert "adaptor.devices.cpu" in seen["modules"]
-    others = ("adaptor.control", "adaptor.checkpoint", "adaptor.launchers", "adaptor.patches.megatron")
+    others = (
+        "adaptor.protocol",
+        "adaptor.controller",
+        "adaptor.worker",
+        "adaptor.checkpoint",
+        "adaptor.launchers",
+        "adaptor.patches.megatron",
+    )
     assert [name for name in seen["modules"] if name.startswith(others)] == []
     assert seen["argv"] == ["script.py", "-x"]
 
@@ -631,7 +942,7 @@ WAIT = "import time\ntime.sleep(600)"
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 was ended by SIGSEGV"),
         ("sys.exit('two\\nlines')", 1, "rank 1 raised SystemExit: two"),
         ("raise ValueError('two\\nlines')", 1, "rank 1 raised ValueError: two"),
-        ("raise ValueError", 1, "rank 1 raised ValueError (script.py, line 3)"),
+        ("raise ValueError", 1, "rank 1 raised ValueError ({script}, line 3)"),
     ],
 )
 def test_a_job_ends_with_the_code_of_the_worker_that_failed(
@@ -641,7 +952,7 @@ def test_a_job_ends_with_the_code_of_the_worker_that_failed(
     ended = launcher.run(*TWO, script)
     assert ended.code == code, ended.log
     told = "nothing to save: no step has finished: training had not begun on every rank"
-    assert ended.last_line == f"[ttp] {words}; {told}"
+    assert ended.last_line == f"[ttp] {words.format(script=launcher.folder / script)}; {told}"
     if "two" in what:
         assert "lines" in ended.log, "all of it is said before"
 
@@ -665,6 +976,190 @@ def test_a_restart(launcher: Launcher) -> None:
     assert [line.split()[1] for line in starts] == ["0", "1", "2"]
     assert len({line.split()[3] for line in starts}) == 3, "each generation has keys of its own"
     assert ended.log.count("[ttp] rank 0 raised SystemExit: 5") == 2
+
+
+def starts(ended: Ended) -> int:
+    """How often the script has run, which says so."""
+    return ended.log.splitlines().count("start")
+
+
+TRAINS = """
+import os
+from adaptor.worker import runtime
+from adaptor.protocol.messages import Share
+from tests.unit.trainee import CountingTrainee, Loop
+from adaptor.checkpoint import publish
+from pathlib import Path
+print("start", flush=True)
+here = Path.cwd()
+step = publish.tracked_step(here) or 0
+loop = Loop(runtime.get().session, CountingTrainee(str(here), (Share("g", 0, 1),)))
+loop.begin(step)
+while step < 9:
+    step += 1
+    {what}
+    loop.step(step)
+"""
+
+
+@pytest.mark.robustness(
+    "A3",
+    "the same ValueError in the same step at each start, ten restarts",
+    "the third time ends the job, with exit code 79, and the last line says so",
+)
+def test_a_fault_that_comes_again_and_again(launcher: Launcher) -> None:
+    script = launcher.script(TRAINS.format(what="if step == 8: raise ValueError('bad sample')"))
+    ended = launcher.run(*ONE, "--max-restarts", "10", script)
+    assert (ended.code, starts(ended)) == (79, 3), ended.log
+    stop = "ValueError at script.py:15 came 3 times after step 7 without a newer checkpoint (TTP_NO_PROGRESS)"
+    assert f"; not started again: {stop}; the newest checkpoint in " in ended.last_line
+    assert ended.last_line.startswith("[ttp] rank 0 raised ValueError: bad sample; nothing to save: ")
+
+
+@pytest.mark.robustness("A3", "the same signal in the same step at each start", "the third time ends the job")
+def test_a_signal_that_comes_again_and_again(launcher: Launcher) -> None:
+    script = launcher.script(TRAINS.format(what="if step == 8: os.kill(os.getpid(), 11)"))
+    ended = launcher.run(*ONE, "--max-restarts", "10", script)
+    assert (ended.code, starts(ended)) == (79, 3), ended.log
+    assert "; not started again: SIGSEGV came 3 times after step 7 without a newer " in ended.last_line
+
+
+@pytest.mark.robustness("A3", "a fault in a later step at each start", "every restart that there is, is used")
+def test_a_job_that_makes_progress_uses_its_restarts(launcher: Launcher) -> None:
+    again = "if step == 2 * (1 + int(os.environ['TORCHELASTIC_RESTART_COUNT'])): raise ValueError"
+    ended = launcher.run(*ONE, "--max-restarts", "5", launcher.script(TRAINS.format(what=again)))
+    assert (ended.code, starts(ended)) == (0, 5), ended.log
+
+
+def test_as_often_as_one_likes(launcher: Launcher) -> None:
+    script = launcher.script("print('start', flush=True)\nraise ValueError\n")
+    ended = launcher.run(*ONE, "--max-restarts", "4", "--ttp-no-progress", "0", script)
+    assert (ended.code, starts(ended)) == (1, 5), ended.log
+
+
+@pytest.mark.robustness(
+    "A3",
+    "arguments that argparse refuses, a module that is missing, a syntax error, no NVIDIA driver",
+    "no second start; one last line",
+)
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("import argparse; argparse.ArgumentParser().parse_args(['--wings'])", 2),
+        ("import no_such_module", 1),
+        ("from os import no_such_name", 1),
+        ("exec('x =')", 1),
+        ("raise RuntimeError('Found no NVIDIA driver on your system. Please check')", 1),
+    ],
+    ids=["arguments", "import", "name", "syntax", "driver"],
+)
+def test_a_mistake_is_not_tried_again(what: str, code: int, launcher: Launcher) -> None:
+    ended = launcher.run(
+        *TWO, "--max-restarts", "3", launcher.script(f"print('start', flush=True)\n{what}\n")
+    )
+    assert ended.code == code, ended.log
+    assert starts(ended) == 2, "once on each rank"
+    assert ended.last_line.endswith("; not started again: another start would fail in the same way"), (
+        ended.log
+    )
+
+
+def test_what_worked_once_is_no_mistake(launcher: Launcher) -> None:
+    """A file system that is away for a moment looks like a missing module."""
+    script = launcher.script(
+        "import os, sys\n"
+        "print('start', flush=True)\n"
+        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "if count == '0': os._exit(3)\n"
+        "if count == '1': import no_such_module\n"
+    )
+    ended = launcher.run(*ONE, "--max-restarts", "3", script)
+    assert (ended.code, starts(ended)) == (0, 3), ended.log
+
+
+@pytest.mark.robustness(
+    "A6",
+    "an operator reads the log of a job that has failed twice",
+    "time with its zone, host, rank, pid and report of each fault; what each restart and all of it cost",
+)
+def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
+    count = "int(os.environ['TORCHELASTIC_RESTART_COUNT'])"
+    fails = f"if step == 3 * (1 + {count}) < 9: raise ValueError(os.getpid())"
+    ended = launcher.run(*ONE, "--max-restarts", "3", launcher.script(TRAINS.format(what=fails)))
+    assert ended.code == 0, ended.log
+    said = [line for line in ended.log.splitlines() if line.startswith("[ttp] ")]
+    # The line of the first finished step comes from a worker, before or after that of the restart.
+    said = [line for line in said if not line.startswith("[ttp] protected from step ")]
+    utc = r"\[ttp\] \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ "
+    expected = []
+    for number, step in ((1, 2), (2, 5)):
+        pid = re.findall(r"raised ValueError: (\d+);", ended.log)[number - 1]
+        report = re.escape(f"{launcher.folder}/logs/incident-") + rf"[\d-]+-{number}\.json"
+        who = rf"rank 0 \(pid {pid}, host {socket.gethostname()}\)"
+        expected += [
+            rf"{utc}incident {number}, {who}, after step {step}, report {report}",
+            rf"\[ttp\] rank 0 raised ValueError: {pid}; step {step} is saved, no finished step is lost",
+            rf"{utc}restart {number} of 3: from step {step}, 0 steps lost, \d+\.\d s after the fault",
+        ]
+        (path,) = launcher.folder.glob(f"logs/incident-*-{number}.json")
+        assert json.loads(path.read_text())["fault"]["rank"] == 0
+    sums = f"2 incidents, 0 steps lost; reports in {launcher.folder}/logs"
+    expected.append(rf"{utc}the job has come to its end, {re.escape(sums)}")
+    assert len(said) == len(expected), ended.log
+    assert all(map(re.fullmatch, expected, said)), ended.log
+    assert ended.last_line == said[-1]
+
+
+# A survivor whose collective breaks, in the words of gloo, and another rank that is killed.
+ECHO = """
+import os, signal, time
+from pathlib import Path
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+while not Path("logs").is_dir() or not list(Path("logs").glob("*.log")):
+    time.sleep(0.01)  # the agent writes its log at the first fault
+raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. GLHF!")
+"""
+SHOWS_TORCHS_SUMMARY = """
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+original = run.run
+def shown(parsed):
+    try:
+        original(parsed)
+    except ChildFailedError as error:
+        print(error, flush=True)
+        raise
+run.run = shown
+"""
+
+
+@pytest.mark.robustness(
+    "A6",
+    "rank 1 is killed, rank 0 survives and raises because of it",
+    "torch's summary names rank 1 alone; nothing of rank 0 stands before the verdict",
+)
+def test_a_survivor_is_no_failure(launcher: Launcher) -> None:
+    ended = launcher.run(*TWO, launcher.script(ECHO), before=SHOWS_TORCHS_SUMMARY)
+    assert ended.code == 137, ended.log
+    summary = ended.log[ended.log.index("Failures:") :]
+    assert "<NO_OTHER_FAILURES>" in summary
+    root = summary[summary.index("Root Cause (first observed failure):") :]
+    assert "rank      : 1 (local_rank: 1)" in root
+    assert "exitcode  : -9 (pid: " in root
+    assert "GLHF" not in ended.log, "the report has it"
+    assert "failed (exitcode" not in ended.log
+    assert ended.last_line.startswith("[ttp] rank 1 was ended by SIGKILL; ")
+    (report,) = launcher.folder.glob("logs/incident-*.json")
+    assert json.loads(report.read_text())["fault"]["rank"] == 1
+
+
+def test_a_broken_collective_that_nothing_else_explains_is_shown(launcher: Launcher) -> None:
+    what = "raise RuntimeError('[gloo/transport/tcp/pair.cc:537] no route')"
+    ended = launcher.run(*ONE, launcher.script(what))
+    assert ended.code == 1, ended.log
+    assert "Traceback (most recent call last):" in ended.log
+    assert ended.last_line.startswith("[ttp] rank 0 raised RuntimeError: [gloo/")
 
 
 def test_a_death_while_torch_looks_at_its_workers(launcher: Launcher) -> None:
@@ -720,8 +1215,8 @@ def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
     script = launcher.script(
         "import os\n"
         "from pathlib import Path\n"
-        "from adaptor.control import runtime\n"
-        "from adaptor.control.messages import Share\n"
+        "from adaptor.worker import runtime\n"
+        "from adaptor.protocol.messages import Share\n"
         "from tests.unit.trainee import CountingTrainee, Loop\n"
         "loop = Loop(runtime.get().session, CountingTrainee(os.getcwd(), (Share('g', 0, 1),)))\n"
         "loop.begin(10)\n"
@@ -789,6 +1284,65 @@ def test_both_start_again_together(zygote: subprocess.Popen[str], tmp_path: Path
         ended = node.wait(pid)
         assert ended.code == 0, ended.log
         assert ended.log.count("raised SystemExit: 5; nothing to save") == 1
+
+
+@pytest.mark.robustness(
+    "A3",
+    "on two nodes: a fault that comes again, a module that is missing",
+    "both nodes end, with the same code",
+)
+@pytest.mark.parametrize(
+    ("what", "code", "count", "words"),
+    [
+        (
+            "raise ValueError",
+            79,
+            3,
+            (
+                "; not started again: ValueError at script.py:2 came 3 times before training without a newer "
+                "checkpoint (TTP_NO_PROGRESS)"
+            ),
+        ),
+        ("import no_such_module", 1, 1, "; not started again: another start would fail in the same way"),
+    ],
+    ids=["again", "mistake"],
+)
+def test_no_node_starts_again(
+    what: str, code: int, count: int, words: str, zygote: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    nodes, started = start_two(zygote, tmp_path, f"print('start', flush=True)\n{what}\n")
+    for node, pid in zip(nodes, started, strict=True):
+        ended = node.wait(pid)
+        assert (ended.code, starts(ended)) == (code, count), ended.log
+        assert ended.last_line.endswith(words), ended.log
+    # c10d says which of them has the controller.
+    assert sum(", before training, report on node 0" in node.log for node in nodes) == 1
+    assert sum(f", before training, report {node.folder}/logs/incident-" in node.log for node in nodes) == 1
+
+
+@pytest.mark.robustness(
+    "A4",
+    "a node is lost, and nobody comes in its place; Ctrl-C",
+    "a line names what is missing; the last line has the verdict, and what it waited for",
+)
+def test_a_node_whose_place_stays_empty(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+    text = "import os\nfrom pathlib import Path\nPath('here').write_text(os.environ['RANK'] + ' ')\n" + WAIT
+    nodes, started = start_two(zygote, tmp_path, text)
+    wait_until(lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run")
+    lost = int((nodes[1].folder / "here").read_text())
+    os.kill(started[1], signal.SIGKILL)
+    nodes[1].wait(started[1])
+    if lost == 0:  # c10d has given it the controller, and no job goes on without that node
+        assert "waiting for" not in nodes[0].wait(started[0]).log
+        return
+    where = "1 more of 2 nodes at localhost:"
+    wait_until(lambda: f"[ttp] waiting for {where}" in nodes[0].log, "it says for whom it waits")
+    os.kill(started[0], signal.SIGINT)
+    ended = nodes[0].wait(started[0])
+    assert ended.code == 128 + signal.SIGINT, ended.log
+    assert ended.last_line.startswith(f"[ttp] node {lost} is lost; nothing to save: "), ended.log
+    assert f"; ended by SIGINT while it waited for {where}" in ended.last_line
+    assert "Traceback" not in ended.log
 
 
 @pytest.mark.parametrize("host", [0, 1])

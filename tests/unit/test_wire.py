@@ -18,9 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control import messages, wire
-from adaptor.control.messages import (
+from adaptor.protocol import messages, wire
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import (
     BoardRecord,
     Died,
     Exit,
@@ -78,7 +78,8 @@ def receive(stream_bytes: bytes, decode: wire.Decoder[Any]) -> Any:
 def test_nothing_that_reads_messages_can_unpickle() -> None:
     """Not by itself, and not by those functions of torch's that send objects."""
     root = Path(wire.__file__).parents[2]
-    sources = [*(root / "adaptor/control").glob("*.py"), *(root / "launchers").glob("*.py")]
+    folders = ("adaptor/protocol", "adaptor/controller", "adaptor/worker", "launchers")
+    sources = [source for folder in folders for source in (root / folder).glob("*.py")]
     assert len(sources) > 40
     for source in sources:
         names = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from adaptor.control.door import Door
+from adaptor.worker.door import Door
 
 LONG_S = 60.0  # a test that waits this long has failed
 

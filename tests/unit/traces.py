@@ -6,6 +6,11 @@ what the controller then orders. The first line says what the job is like:
     > job nodes=2 shards=2 origin=0   two nodes with two ranks each; rank r holds shard r % 2 of group `g`
     > job ... copies=1                each rank keeps a local copy of the state before its update
     > job ... handled=1               handlers of the script write what is saved, and name it
+    > job ... online=60               failed ranks are replaced (TTP_ONLINE)
+    > hello 3 pid=7                   the process of rank 3 says hello; 1003 is its first one
+    > joined 3                        rank 3 has joined; step=4, attempt=1 or digest=b to say something else;
+                                      regroup-failed 3 reason... it cannot; with `hangs`
+                                      in the reason, its main thread will not come any more
     > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again;
                                       inside=6, the step that one there is in, between=6, what one that is
                                       between two steps has finished; -1: there is none
@@ -37,12 +42,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control.controller import Controller, Orders
-from adaptor.control.messages import (
+from adaptor.controller.controller import Controller
+from adaptor.controller.incident_state import Stage
+from adaptor.controller.outcome import Orders
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
     AgentLost,
+    AgentTerminationRequested,
     BoardRecord,
     Died,
     Dump,
@@ -53,10 +62,11 @@ from adaptor.control.messages import (
     FromAgent,
     Frozen,
     Hello,
+    Joined,
     Layout,
-    Leave,
     Message,
-    Moving,
+    NodeResumed,
+    NodeStalled,
     Phase,
     Prepare,
     Prepared,
@@ -65,14 +75,18 @@ from adaptor.control.messages import (
     Published,
     PublishFailed,
     Raised,
-    Recalled,
     Refused,
+    Regroup,
+    RegroupFailed,
     Rename,
     Renamed,
+    Replace,
+    ReplayComplete,
+    Resume,
+    Resumed,
     Share,
     Standing,
-    Still,
-    Told,
+    TerminationRequested,
     Verdict,
     WriteFailed,
     Written,
@@ -98,7 +112,7 @@ class Trace:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.controller = Controller(0, 120.0, ("store", 1))
+        self.controller = Controller(0, 120.0, ("store", 1, b""))
 
     def say(self, line: str) -> Iterator[str]:
         """Do what a line says; yields the orders as lines."""
@@ -123,6 +137,13 @@ class Trace:
             orders = self.controller.handle(heard, self.now)
         yield from _lines(orders)
 
+    def _asked(self, settings: dict[str, str]) -> int:
+        """Return the node that an answer about the folder comes from: the one that was asked last."""
+        incident = self.controller.incident
+        finding = incident is not None and incident.state.stage is Stage.FINDING
+        asked = self.controller.term if finding or incident is None else incident.target.publisher
+        return int(settings.get("node", asked))
+
     def _begin(
         self,
         nodes: int = 1,
@@ -131,13 +152,15 @@ class Trace:
         started: int = 1,
         copies: int = 0,
         handled: int = 0,
+        online: int = 0,
     ) -> None:
         """`started` is 0 for a job of which no rank has told its layout yet."""
         self._shards, self._origin, self._copies = shards, origin, bool(copies)
         self._nodes, self._started = nodes, bool(started)
         self._save = "" if handled else SAVE
+        self._online = online
         world = nodes * RANKS_PER_NODE
-        self.controller = Controller(world, 120.0, ("store", 1))
+        self.controller = Controller(world, 120.0, ("store", 1, b""), online_s=float(online))
         for node in range(nodes):
             ranks = tuple(range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE))
             assert not self.controller.handle(AgentHello(node, ranks), 0.0)
@@ -147,7 +170,13 @@ class Trace:
             assert not self.controller.handle(self._layout(rank, "same"), 0.0)
 
     def _succeed(self, term: int) -> None:
-        self.controller = Controller(self._nodes * RANKS_PER_NODE, 120.0, ("store", term), term=term)
+        self.controller = Controller(
+            self._nodes * RANKS_PER_NODE,
+            120.0,
+            ("store", term, b""),
+            term=term,
+            online_s=float(self._online),
+        )
         legacy = [m for node in range(self._nodes) for m in self._known_of(node)]
         known = [m for m in legacy if isinstance(m, AgentHello | Layout)]
         self.controller.succeed(known, range(term, self._nodes), self.now)
@@ -159,7 +188,8 @@ class Trace:
 
     def _layout(self, rank: int, fingerprint: str) -> Layout:
         share = Share(GROUP, rank % self._shards, self._shards)
-        return Layout(rank, (share,), self._save, self._origin, fingerprint, self._copies)
+        online = "" if self._online else "off"
+        return Layout(rank, (share,), self._save, self._origin, fingerprint, self._copies, online)
 
     def _message(self, name: str, words: list[str], settings: dict[str, str]) -> FromAgent:
         incident = self.controller.incident
@@ -172,9 +202,9 @@ class Trace:
                 phase = Phase.ENDED if "ended" in words else Phase.STARTING
                 return Died(rank, int(words[1]), 0.0, BoardRecord(rank, phase=phase))
             case "told":
-                return Told(rank, "SIGTERM")
+                return TerminationRequested(rank, "SIGTERM")
             case "leave":
-                return Leave(rank, "SIGTERM")
+                return AgentTerminationRequested(rank, "SIGTERM")
             case "dying":
                 return Dying(rank, 0.0, BoardRecord(rank))
             case "raised":
@@ -185,12 +215,17 @@ class Trace:
                 self._copies = settings.get("copies", str(int(self._copies))) == "1"
                 return self._layout(rank, words[1])
             case "hello":
-                return Hello(rank, 1000 + rank)
+                return Hello(rank, int(settings.get("pid", 1000 + rank)))
+            case "joined":
+                step = int(settings.get("step", incident.step if incident else -1))
+                return Joined(rank, number, attempt, step, settings.get("digest", "a"))
+            case "regroup-failed":
+                return RegroupFailed(rank, number, attempt, text, hangs="hangs" in text)
             case "agent-hello":
                 return AgentHello(rank, tuple(range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)))
             case "recalled":
                 verdict = Verdict(1, words[1], 5, "as it was", 0, 3, SAVE) if words[1:] else None
-                return Recalled(rank, verdict)
+                return ReplayComplete(rank, verdict)
             case "agent-lost":
                 return AgentLost(rank)
             case "progress":
@@ -202,12 +237,15 @@ class Trace:
                 return Frozen(rank, number, board(rank, words[1], int(words[2]), self._copies), standing)
             case "still":
                 inside, between = int(settings.get("inside", 6)), int(settings.get("between", -1))
-                return Still(rank, float(words[1]), inside, between)
+                return NodeStalled(rank, float(words[1]), inside, between)
             case "moving":
-                return Moving(rank)
+                return NodeResumed(rank)
             case "prepared":
-                folder = int(settings.get("folder", incident.place.number if incident else 0))
-                return Prepared(number, "" if words else "/save/tmp", " ".join(words), folder)
+                folder = int(settings.get("folder", incident.target.number if incident else 0))
+                step = incident.step if incident else 0
+                name = naming.temporary_name(max(step, 0), self.controller.term, folder, "0f3a")
+                path = "" if words else f"{SAVE}/{name}"
+                return Prepared(self._asked(settings), number, path, " ".join(words), folder)
             case "written":
                 entry = FileEntry(f"{GROUP}/{rank}.pt", 10, "00", attempt)
                 return Written(rank, number, attempt, GROUP, (entry,), text)
@@ -221,10 +259,11 @@ class Trace:
                 return WriteFailed(rank, number, attempt, GROUP, text, there, doubted)
             case "published":
                 step = int(settings.get("step", incident.step if incident else -1))
-                return Published(number, step, SAVE)
+                which = int(settings.get("number", incident.target.number if incident else 0))
+                return Published(self._asked(settings), number, step, SAVE, which)
             case "publish-failed":
-                which = int(settings.get("number", incident.place.number if incident else 0))
-                return PublishFailed(number, " ".join(words), which)
+                which = int(settings.get("number", incident.target.number if incident else 0))
+                return PublishFailed(self._asked(settings), number, " ".join(words), which)
         raise ValueError(f"no such line: {name}")
 
 
@@ -244,6 +283,24 @@ def _words(order: Message) -> str:
             parts = [f"{g.group} from {','.join(map(str, g.holders))} by {g.writer}" for g in groups]
             as_is = ", as it is" if order.as_is else ""
             return f"dump step {step}, attempt {attempt}: {'; '.join(parts)}{as_is}"
+        case Replace(rank=rank, attempt=attempt, cold=cold):
+            return f"replace rank {rank}, attempt {attempt}" + (", not by a spare" if cold else "")
+        case Regroup(attempt=attempt, step=step, replaced=replaced):
+            given = [
+                f"rank {one.rank} like {one.twin}, "
+                + ", ".join(f"{s.group}.{s.index} from {s.source}" for s in one.sources)
+                for one in replaced
+            ]
+            return f"regroup at step {step}, attempt {attempt}: {'; '.join(given) or 'nobody is replaced'}"
+        case Resume(step=step):
+            return f"resume from step {step}"
+        case Resumed(step=step, line=line, replaced=replaced, retried=retried):
+            who = [
+                f"{word} {list(ranks)}"
+                for word, ranks in (("replaced", replaced), ("retried", retried))
+                if ranks
+            ]
+            return f"resumed, step {step}, {', '.join(who)}\n        {line}"
         case Rename(step=step):
             return f"rename step {step}"
         case Exit():

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control.messages import GroupOrder, Share
-from adaptor.control.session import DumpRun, Session
 from adaptor.devices.device import HOST, Device
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import GroupOrder, Share
+from adaptor.protocol.state_provider import DumpRun
+from adaptor.worker.session import Session
 
 BATCH = 4
 
@@ -40,13 +41,14 @@ class CountingTrainee:
 
     save: str = ""
     shares: tuple[Share, ...] = ()
+    survives: str = "split; any 1 rank"
     device: Device = HOST
     barrier: Callable[[], None] = nothing
     weights: int = 0
     samples: int = 0
     scale: float = 1024.0
     updated_once: bool = True
-    goes_back: bool = False
+    has_local_copy: bool = False
     before: int = -1
     on_copy: Callable[[], Any] = nothing
     on_record: Callable[[], Any] = nothing
@@ -67,7 +69,7 @@ class CountingTrainee:
         self.on_record()
         return Record(step, self.samples, self.scale)
 
-    def take_door(self) -> float:
+    def snapshot_before_update(self) -> float:
         return self.scale
 
     def derive(self, record: Record, door: float, updated: bool) -> Record:

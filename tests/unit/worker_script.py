@@ -20,9 +20,9 @@ import subprocess
 import sys
 import threading
 
-from adaptor.control import runtime
-from adaptor.control.messages import Share
-from adaptor.errors import LayoutError
+from adaptor.errors import UnsupportedError
+from adaptor.protocol.messages import Share
+from adaptor.worker import runtime
 from tests.unit.trainee import CountingTrainee, Loop
 
 ORIGIN = 10
@@ -66,7 +66,7 @@ def main() -> None:
                 loop.session.before_update(loop.inner[0])
                 raise ValueError("told to raise inside")
             case ["refuse"]:
-                raise LayoutError("--optimizer is sgd: it cannot be protected yet")
+                raise UnsupportedError("--optimizer is sgd: it cannot be protected yet")
             case ["exit", code]:
                 sys.exit(int(code))
             case ["leave", code]:

@@ -17,6 +17,7 @@ import torch.distributed.launcher.api
 import torch.distributed.run  # noqa: F401
 
 import adaptor.launchers.ttprun as ttprun
+from tests.faults.warm import leave
 
 
 def run(job: dict[str, Any]) -> NoReturn:
@@ -29,7 +30,11 @@ def run(job: dict[str, Any]) -> NoReturn:
         os.dup2(target, descriptor)
     exec(job["before"], {})
     sys.argv = ["ttprun", *job["argv"]]
-    sys.exit(ttprun.main())
+    try:
+        status = ttprun.main()
+    except SystemExit as end:
+        leave(end.code)
+    leave(status)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Runs a framework written for CUDA and nccl on the CPU and gloo, by stand-ins installed before its import.
 
-    torchrun --nproc_per_node 4 -m adaptor.devices.cpu pretrain_gpt.py ...
+    torchrun --nproc_per_node 4 -m adaptor.devices cpu pretrain_gpt.py ...
 
 trains an unmodified script with these stand-ins alone: nothing else of the adaptor takes part. The parts:
 
@@ -22,11 +22,33 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
+from adaptor.devices.device import Host
 from adaptor.errors import StartError
+
+if TYPE_CHECKING:
+    import torch
 
 _FRAMEWORKS = ("megatron", "ascendspeed")
 _active = False
+
+
+class Cpu(Host):
+    """The `DeviceKind` of a CPU on which a framework for CUDA runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        """There is one."""
+
+    @staticmethod
+    def activate() -> None:
+        activate()
+
+    @staticmethod
+    def leave() -> None:
+        from adaptor.devices.cpu import leaving
+
+        leaving.leave()
 
 
 def activate() -> None:

@@ -8,7 +8,7 @@ import torch
 
 
 class FusedLayerNormAffineFunction:
-    """What callers use of apex's autograd function: `apply`, and the signature of `forward`."""
+    """The part of apex's autograd function that callers use: `apply`, and the signature of `forward`."""
 
     @staticmethod
     def apply(

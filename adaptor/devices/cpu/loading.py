@@ -1,4 +1,4 @@
-"""What is read: checkpoints, data loaders, and helper processes that import the script again."""
+"""Patches for reading: checkpoints, data loaders, and helper processes that import the script again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _load_to_cpu(original: Any, f: Any, map_location: Any = None, *args: Any, **
 
 
 def _loader_with_its_own_generator(original: Any, *args: Any, **kwargs: Any) -> None:
-    """A loader draws its base seed from the CPU generator, which would move the dropout of a resumed run."""
+    """Give a loader a generator of its own: it draws a base seed from the CPU's, which also makes dropout."""
     call = _LOADER.bind(*args, **kwargs)
     if call.arguments.get("generator") is None:
         call.arguments["generator"] = torch.Generator().manual_seed(torch.initial_seed())
@@ -29,7 +29,7 @@ def _loader_with_its_own_generator(original: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _preparation_without_main(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A spawned process would import the training script again, without the stand-ins."""
+    """Keep a spawned process from importing the training script again, where there are no stand-ins."""
     data = original(*args, **kwargs)
     return {key: value for key, value in data.items() if not key.startswith("init_main")}
 

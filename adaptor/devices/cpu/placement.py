@@ -1,4 +1,4 @@
-"""Where a tensor goes (every cuda device means the CPU, and npu), and how a function of torch is replaced."""
+"""Placement of tensors (every cuda and npu device means the CPU) and replacement of torch's functions."""
 
 from __future__ import annotations
 

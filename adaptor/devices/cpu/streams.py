@@ -27,10 +27,10 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Return at once: no work is pending."""
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing is pending."""
+        """Return at once: no work is pending."""
 
 
 class Stream:
@@ -51,20 +51,20 @@ class Stream:
         return True
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Return at once: no work is pending."""
 
     def wait_event(self, event: Event) -> None:
-        """Nothing is pending."""
+        """Return at once: no work is pending."""
 
     def wait_stream(self, stream: Stream) -> None:
-        """Nothing is pending."""
+        """Return at once: no work is pending."""
 
 
 class Context:
-    """In place of `torch.cuda.stream(...)` and `torch.cuda.device(...)`: can be entered again and again."""
+    """A stand-in for `torch.cuda.stream(...)` and `torch.cuda.device(...)` that can be entered repeatedly."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Whatever stream or device was named, it is the only one."""
+        """Ignore the named stream or device: there is only one."""
 
     def __enter__(self) -> None:
         return None

@@ -1,6 +1,6 @@
-"""An installed `mindio_ttp` (the SDK) in the place of the controller and the processor: TTP_ENGINE=mindio.
+"""Lets an installed `mindio_ttp` (the SDK) replace the controller and the processor: TTP_ENGINE=mindio.
 
-`sdk` finds it and asks whether it has what is needed, `copies` says who holds what in its words, `session`
-tells it of each step, `saving` does what its handlers are to do, `runtime` is this worker's one of all that.
-What the SDK does not do for the job, and so is not promised with it: docs/mindio.md.
+`sdk` finds it and checks that it has the needed functions, `copies` describes in its terms which rank holds
+what, `session` reports each step to it, `saving` has the handlers that it calls, `runtime` joins them in a
+worker. docs/mindio.md says which promises do not hold with it.
 """

@@ -1,4 +1,4 @@
-"""Who holds what, in the words of the SDK; pure.
+"""The holders of shards, in the words of the SDK; pure.
 
 It knows lists of ranks: those of `rank_list` are cut into `replica_cnt` runs of the same length, and the i-th
 ranks of all runs hold the same shard. A rank has a place in one such list (two with experts), so it can hold
@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from adaptor.control.messages import GroupOrder, Share
-from adaptor.errors import LayoutError
+from adaptor.errors import UnsupportedError
+from adaptor.protocol.messages import GroupOrder, Share
 
 
 def replica_info(rank: int, told: Sequence[Sequence[Share]]) -> list[dict[str, Any]]:
-    """What `rank` says to tft_set_optimizer_replica.
+    """Return the argument that `rank` gives to tft_set_optimizer_replica.
 
     Args:
         told: per rank of the job what it holds.
 
     Raises:
-        LayoutError: the SDK has no words for it.
+        UnsupportedError: the SDK has no words for it.
     """
     for who, shares in enumerate(told):
         if len(shares) != 1:
-            raise LayoutError(
+            raise UnsupportedError(
                 f"TTP_ENGINE is 'mindio', but rank {who} holds {len(shares)} shards: mindio_ttp knows of one "
                 "per rank; use TTP_REPLICA=split, and no experts, or leave TTP_ENGINE out"
             )
@@ -37,7 +37,7 @@ def replica_info(rank: int, told: Sequence[Sequence[Share]]) -> list[dict[str, A
     count = len(holders[0])
     if not all(len(ranks) == count for ranks in holders):
         sizes = ", ".join(str(len(ranks)) for ranks in holders)
-        raise LayoutError(
+        raise UnsupportedError(
             f"TTP_ENGINE is 'mindio', but the shards of {own.group} have {sizes} holders: mindio_ttp needs "
             "as many for each"
         )
@@ -46,7 +46,7 @@ def replica_info(rank: int, told: Sequence[Sequence[Share]]) -> list[dict[str, A
 
 
 def order(group: str, infos: Sequence[dict[str, Any]]) -> GroupOrder:
-    """What a save handler of the SDK is called with, for a rank of `group`: the i-th rank gives shard i."""
+    """Return the order for a rank of `group` from a save handler's arguments: the i-th rank gives shard i."""
     (info,) = infos
     ranks = tuple(info["ranks"])
     return GroupOrder(group, ranks, ranks[0])

@@ -1,25 +1,26 @@
-"""This worker's one session where the SDK drives, and how it learns of what goes wrong."""
+"""The runtime of a worker that the SDK drives: its session, and the reports of failures to the SDK."""
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
-import traceback
 import uuid
 from collections.abc import Mapping
 from typing import NoReturn
 
-from adaptor import config
-from adaptor.control.board import Board, BoardMemory
-from adaptor.control.messages import Share
-from adaptor.control.runtime import GENERATION, RESUME, summarize
-from adaptor.control.session import Trainee
+from adaptor import context, output, text
+from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.mindio.client import copies, sdk
 from adaptor.mindio.client.saving import Saving, store_of_the_job
-from adaptor.mindio.client.session import MindioSession
+from adaptor.mindio.client.sdk_session import MindioSession
+from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.environment import Generation
+from adaptor.protocol.messages import Share
+from adaptor.protocol.state_provider import Trainee
+from adaptor.worker.runtime import summarize
+from adaptor.worker.unprotected import UnprotectedTraining
 
 # After the SDK has had a rank saved it ends the process itself, ten seconds later.
 _ENDS_AFTER_S = 30.0
@@ -31,16 +32,18 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 
 class MindioRuntime:
-    """In the place of `control.runtime.Runtime`: the same methods, and no agent of ours."""
+    """The worker's runtime if the SDK drives: the methods of `worker.runtime.Runtime`, without our agent."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, settings: Config, environ: Mapping[str, str]) -> None:
         self.rank = int(environ["RANK"])
+        self.pid = os.getpid()
         self._world_size = int(environ["WORLD_SIZE"])
-        self._settings = config.load(environ)
+        self._settings = settings
         self._restarts = restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         # Until the ranks have met and agree on another one.
-        os.environ[GENERATION] = f"{environ.get('TORCHELASTIC_RUN_ID', '')}-{restarts}"
-        os.environ[RESUME] = str(int(restarts > 0))
+        self._generation = context.part(Generation)
+        self._generation.name = f"{environ.get('TORCHELASTIC_RUN_ID', '')}-{restarts}"
+        self._generation.resumes = restarts > 0
         self._known = False  # to the SDK
         self._memory = BoardMemory([self.rank])  # nobody else reads it
         board = Board(self.rank, self._memory.path, self._memory.slots)
@@ -52,8 +55,8 @@ class MindioRuntime:
     def refuse(self, reason: str) -> NoReturn:
         """The job is refused, in one line: that of the first rank which does."""
         if self._is_first_to_refuse():
-            print(f"ttprun: error: {reason}", file=sys.stderr, flush=True)
-        os._exit(sdk.REFUSED)
+            output.tell(f"ttprun: error: {reason}")
+        output.leave(sdk.REFUSED)
 
     def _is_first_to_refuse(self) -> bool:
         from torch.distributed import DistError
@@ -63,20 +66,25 @@ class MindioRuntime:
         except DistError:  # whoever cannot ask says it
             return True
 
-    def raised(self, error: str, exit_code: int) -> None:
-        """An exception left the script: the SDK has the others saved, and this rank's state stays."""
+    def not_protected(self, why: str) -> None:
+        """Report that nothing of what the script trains can be saved; it goes on."""
+        if self.rank == 0:
+            output.tell(f"[ttp] NOT PROTECTED: {why}")
+
+    def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
+        """Report an exception that left the script: the SDK lets the others save, and this process waits."""
         self.session.give_up()
         if not self._known:
-            os._exit(exit_code)
+            output.leave(exit_code)
         try:
             self.session.sdk.tft_report_error(self.session.sdk.ReportState.RS_UNKNOWN.value)
         except Exception as gone:  # it raises what has no type of its own
-            print(f"[ttp] rank {self.rank}: mindio_ttp cannot be told: {gone}", file=sys.stderr, flush=True)
-            os._exit(exit_code)
+            output.tell(f"[ttp] rank {self.rank}: mindio_ttp cannot be told: {gone}")
+            output.leave(exit_code)
         threading.Event().wait(_ENDS_AFTER_S)
-        os._exit(exit_code)
+        output.leave(exit_code)
 
-    def stand_by(self, error: BaseException) -> None:
+    def hold_after(self, error: BaseException) -> None:
         """Keep the process, whose state may be saved.
 
         What is raised because another rank is gone is no fault of this one. The SDK would take it for one, so
@@ -86,11 +94,12 @@ class MindioRuntime:
         if self._known and any(words in str(error) for words in _GONE):
             self.session.give_up()
             self._wait_for_the_sdk(said)
-        traceback.print_exception(error)
+        output.tell(text.trace(error))
         self.raised(said, _EXIT_FAILED)
 
     def finish(self) -> None:
         """The script has come to its end."""
+        context.part(UnprotectedTraining).end_of_script()
         if not self._known:
             return
         if self.rank == 0:
@@ -98,8 +107,8 @@ class MindioRuntime:
         self.session.sdk.tft_destroy_processor()
 
     def _wait_for_the_sdk(self, said: str) -> NoReturn:
-        """It ends this process, once the job is saved; where it has noticed nothing for long, it is told."""
-        print(f"[ttp] rank {self.rank}, waiting for mindio_ttp: {said}", file=sys.stderr, flush=True)
+        """Wait until the SDK ends this process after the save; report the failure if it does not notice."""
+        output.tell(f"[ttp] rank {self.rank}, waiting for mindio_ttp: {said}")
         threading.Event().wait(self._settings.timeout_s)
         self.raised(said, _EXIT_FAILED)
         raise AssertionError("the process has ended")
@@ -121,14 +130,14 @@ class MindioRuntime:
         dist.all_gather_object(told, (trainee.shares, uuid.uuid4().hex), group=everyone)
         shares = [of_one for of_one, _ in told]
         info = copies.replica_info(self.rank, shares)
-        generation = os.environ[GENERATION] = told[0][1]
+        generation = self._generation.name = told[0][1]
         where = (_address(os.environ["MASTER_ADDR"]), self._settings.port)
         if self.rank == 0:
-            loaded.tft_init_controller(self.rank, self._world_size, trainee.goes_back)
+            loaded.tft_init_controller(self.rank, self._world_size, trainee.has_local_copy)
             loaded.tft_start_controller(*where, False, "")
         dist.barrier(group=everyone)
         repairs = {"enable_uce": False, "enable_arf": False, "enable_zit": False}
-        loaded.tft_init_processor(self.rank, self._world_size, trainee.goes_back, False, "", **repairs)
+        loaded.tft_init_processor(self.rank, self._world_size, trainee.has_local_copy, False, "", **repairs)
         groups = frozenset(share.group for of_one in shares for share in of_one)
         saving = Saving(
             self.rank, self._world_size, self.session, groups, generation, self._settings.timeout_s
@@ -142,5 +151,5 @@ class MindioRuntime:
 
 
 def _address(host: str) -> str:
-    """As the SDK takes it: a number."""
+    """Resolve `host`: the SDK takes numeric addresses only."""
     return socket.gethostbyname(host)

@@ -1,7 +1,7 @@
-"""What the SDK's handlers do: a rank's part of a dump, and the name of what all have written.
+"""The SDK's handlers: they write a rank's part of a dump, and publish what all have written.
 
-Whoever gives the name knows of the files by what their writers leave beside them, in the folder that all
-write to; it goes when the checkpoint is published.
+The rank that publishes knows the files from reports that their writers leave in the same folder; the reports
+are removed when the checkpoint is published.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any
 
 import msgspec
 
-from adaptor.checkpoint import naming, publish
-from adaptor.checkpoint.manifest import FileEntry
-from adaptor.control.session import DumpRun
+from adaptor import output
+from adaptor.checkpoint import disk, manifest, publish
 from adaptor.errors import CheckpointError
 from adaptor.mindio.client import copies
-from adaptor.mindio.client.session import MindioSession
+from adaptor.mindio.client.sdk_session import MindioSession
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.state_provider import DumpRun
 
 _LEFT = ".written"
 
 
 class _Left(msgspec.Struct):
-    """What the writer of a group leaves for whoever publishes."""
+    """The report that the writer of a group leaves for the rank that publishes."""
 
     files: tuple[FileEntry, ...]
     holders: tuple[int, ...]
@@ -35,7 +37,7 @@ class _Left(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Saving:
-    """Of one worker, once training has begun.
+    """The save handlers of one worker, once training has begun.
 
     groups      all of the job, by name
     generation  of the workers, the same on every rank and never again
@@ -50,14 +52,15 @@ class Saving:
     timeout_s: float
 
     def save(self, step: int, infos: Sequence[dict[str, Any]], args: Any, ctx: Any) -> None:
-        """This rank's part of `step`. In a thread of the SDK's, where what it raises is a failure."""
+        """Write this rank's part of `step`, in a thread of the SDK, for which an exception is a failure."""
         trainee = self.session.trainee
         assert trainee is not None
         self.session.wait_for_the_device(self.timeout_s)
         (share,) = trainee.shares
         order = copies.order(share.group, infos)
         folder = Path(trainee.save) / naming.temporary_name(step, generation=self.generation)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        disk.ensure_private(folder)
         run = DumpRun(
             rank=self.rank,
             folder=str(folder),
@@ -72,20 +75,20 @@ class Saving:
         files = trainee.dump(self.session.record_of(step), order, run)
         if order.writer == self.rank:
             left = msgspec.json.encode(_Left(files, order.holders, order.writer))
-            (folder / f"{order.group}{_LEFT}").write_bytes(left)
+            disk.write(folder, f"{order.group}{_LEFT}", left)
 
     def _remark(self, of: str, what: str) -> None:
         if what:
-            print(f"[ttp] {of}: {what}", flush=True)
+            output.tell(f"[ttp] {of}: {what}", to="stdout")
 
     def rename(self, step: int, args: Any) -> None:
-        """On one rank, when all have saved: what was written becomes a checkpoint."""
+        """Publish what was written as a checkpoint; called on one rank, when all have saved."""
         trainee = self.session.trainee
         assert trainee is not None
         root = Path(trainee.save)
         folder = root / naming.temporary_name(step, generation=self.generation)
         left = {
-            path.name.removesuffix(_LEFT): msgspec.json.decode(path.read_bytes(), type=_Left)
+            path.name.removesuffix(_LEFT): msgspec.json.decode(disk.read(path, manifest.LARGEST), type=_Left)
             for path in folder.glob(f"*{_LEFT}")
         }
         missing = sorted(self.groups - left.keys())
@@ -94,11 +97,11 @@ class Saving:
         files = [entry for group in sorted(left) for entry in left[group].files]
         groups = {name: {"writer": one.writer, "holders": one.holders} for name, one in left.items()}
         publish.publish(root, step, files, groups, self.world_size, self.generation)
-        print(f"[ttp] mindio_ttp has had step {step} saved", flush=True)
+        output.tell(f"[ttp] mindio_ttp has had step {step} saved", to="stdout")
 
     def _connect(self, name: str, ranks: tuple[int, ...]) -> Any:
-        """A gloo group of `ranks`, which owes nothing to those of the framework."""
-        from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+        """Make a gloo group of `ranks` that is independent of the framework's groups."""
+        from torch.distributed import PrefixStore, ProcessGroupGloo
 
         store = PrefixStore(f"ttp/{self.generation}/{name}", store_of_the_job(self.timeout_s))
         timeout = timedelta(seconds=self.timeout_s)
@@ -106,8 +109,8 @@ class Saving:
 
 
 def store_of_the_job(timeout_s: float) -> Any:
-    """A connection of its own to the store that the workers have met at, which is in an agent."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    """Connect to the store at which the workers have met; it lives in an agent."""
+    from torch.distributed import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from adaptor.checkpoint.manifest import HashingFile
+from adaptor.checkpoint.hashing import HashingFile
 from adaptor.devices.cuda import Cuda
 from tests.device.gpu.shared import break_device
 

@@ -109,7 +109,7 @@ def test_a_rank_is_killed(
     fault = f"rank=1,step=7,phase={phase},kind=sigkill"
     job = job_of(layout, device, tmp_path, faults=[fault])
     saved = {6} if phase == "backward" else {7}
-    survives(job, trained[device](on(layout, device)), code=137, saved=saved)
+    survives(job, trained[device](on(layout, device)), code=137, saved=saved, resumed=True)
 
 
 @pytest.mark.parametrize("layout", [DP2, DP2_MIRROR], ids=lambda layout: layout.name)
@@ -131,7 +131,7 @@ def test_the_step_before_comes_from_a_local_copy(
         faults=["rank=1,step=7,phase=update,kind=exception"],
         options=["--ttp-local-copy", "True"],
     )
-    survives(job, trained[device](on(DP2_MIRROR, device)), code=1, saved={6})
+    survives(job, trained[device](on(DP2_MIRROR, device)), code=1, saved={6}, resumed=True)
 
 
 @pytest.mark.parametrize("what", ["blocked", "failed"])

@@ -1,4 +1,4 @@
-"""Where the newer form is defined in the original; some frameworks import from here."""
+"""The module that defines the newer form in the original; some frameworks import from here."""
 
 from adaptor.mindio.enums import Action, OptimizerType, RepairType, ReportState
 from adaptor.mindio.newer import (

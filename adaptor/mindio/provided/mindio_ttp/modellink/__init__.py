@@ -1,6 +1,6 @@
-"""What the guide imports for ModelLink besides the engine: its optimizers with replicas, and their groups.
+"""The names that the guide imports for ModelLink: optimizers with replicas, and their groups.
 
-Looked up when they are asked for: the framework imports the groups before its optimizer is there.
+They are looked up on demand: the framework imports the groups before its optimizer is there.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import importlib
 from typing import Any
 
 _PLACES = {
-    "TTPReplicaOptimizer": "_mindio_modellink",
-    "TTPOddReplicaOptimizer": "_mindio_modellink",
-    "build_optimizer_replica_group": "_mindio_groups",
-    "get_dp_rank_list": "_mindio_groups",
+    "TTPReplicaOptimizer": "mindio_modellink",
+    "TTPOddReplicaOptimizer": "mindio_modellink",
+    "build_optimizer_replica_group": "mindio_groups",
+    "get_dp_rank_list": "mindio_groups",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
-        return getattr(importlib.import_module(f"adaptor.patches.{_PLACES[name]}"), name)
+        return getattr(importlib.import_module(f"adaptor.frameworks.{_PLACES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

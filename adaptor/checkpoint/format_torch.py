@@ -1,0 +1,90 @@
+"""Megatron's legacy format `torch`: two archives of each model-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from adaptor.checkpoint import shards
+from adaptor.checkpoint.hashing import HashingFile
+from adaptor.checkpoint.training_state import Files, TrainingState
+from adaptor.checkpoint.weights import TensorSlot
+
+MODEL_FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+
+
+class TorchFormat:
+    """The `Form` with `model_optim_rng.pt` and, with a distributed optimizer, `distrib_optim.pt`."""
+
+    def model(self, chunks: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: chunk.state_dict_for_save_checkpoint() for key, chunk in chunks.items()}
+
+    def places(self, saved: Any) -> list[TensorSlot]:
+        return list(_places("", saved))
+
+    def optimizer(
+        self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], worlds: Sequence[Any]
+    ) -> Any:
+        return states[0] if len(states) == 1 else list(states)
+
+    def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
+        return states
+
+    def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files:
+        stored = [
+            _as_saved(world, optimizer) if saved and world is not None else None
+            for world, (optimizer, _, saved) in zip(worlds, state.chained, strict=True)
+        ]
+        files: Files = {}
+        if any(world is not None for world in stored) and state.saves("optim"):
+            files[f"{state.folder}/{OPTIMIZER_FILE}"] = partial(
+                save, stored[0] if len(stored) == 1 else stored
+            )
+        files[f"{state.folder}/{MODEL_FILE}"] = partial(save, body)
+        return files
+
+
+def make(state: TrainingState, first: int) -> TorchFormat:
+    """See `training_state.FormatFactory`."""
+    return TorchFormat()
+
+
+def _as_saved(world: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+    """World tensors as the optimizer saves them: up to Megatron-core 0.6 by bucket, with its padding."""
+    if all(hasattr(buffer, "numel_unpadded") for buffer in optimizer.buffers):
+        return world
+    saved: dict[Any, Any] = {
+        name: getattr(optimizer, name) for name in ("per_bucket_numel", "per_bucket_numel_unpadded")
+    }
+    for number, buffer in enumerate(optimizer.buffers):
+        buckets = shards.buckets_of(optimizer, buffer)
+        saved[number] = {
+            dtypes: {
+                key: [_padded(tensors[key], bucket, buffer) for bucket in buckets] for key in shards.KEYS
+            }
+            for dtypes, tensors in world[number].items()
+        }
+    return saved
+
+
+def _padded(tensor: torch.Tensor, bucket: shards.Bucket, buffer: Any) -> torch.Tensor:
+    padded = tensor.new_zeros(buffer.buckets[bucket.index].grad_data.numel())
+    padded[: bucket.unpadded] = tensor[bucket.world : bucket.world + bucket.unpadded]
+    return padded
+
+
+def _places(before: str, saved: dict[str, Any]) -> Iterator[TensorSlot]:
+    """Models from before Megatron-core save a dict of dicts, by their parts."""
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{before}{name}", value, partial(saved.__setitem__, name)
+        elif isinstance(value, dict):
+            yield from _places(f"{before}{name}.", value)
+
+
+def save(value: Any, file: HashingFile) -> None:
+    torch.save(value, cast(Any, file))

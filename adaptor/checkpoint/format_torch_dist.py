@@ -1,0 +1,319 @@
+"""Megatron's sharded format `torch_dist`, written by one rank of each group, without a collective.
+
+What is saved is built by the framework's own `sharded_state_dict`s. They are asked in the place of the first
+rank of the group, which the framework would have let write: only its replica ids differ, which the ranks told
+each other when training began. And stand-ins for the distributed optimizers are asked: with the whole state,
+in a data-parallel group of one rank, an optimizer gathers nothing. How a checkpoint is cut does not matter to
+who loads it, so whatever layout could load the framework's can load ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptor.checkpoint import dcp, shards
+from adaptor.checkpoint.format_torch import TorchFormat, save
+from adaptor.checkpoint.training_state import Files, Form, TrainingState
+from adaptor.checkpoint.weights import TensorSlot
+from adaptor.errors import CheckpointError, UnsupportedError
+
+# The kinds of optimizer state that stand-ins can build; None without the distributed optimizer.
+ONE_INSTANCE = "dp_zero_gather_scatter"
+KINDS = (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space", ONE_INSTANCE)
+
+# The attributes that a stand-in replaces; a version that lacks one would gather in another way.
+_CHANGED = (
+    "_build_gbuf_range_map",
+    "_get_main_param_and_optimizer_states",
+    "distributed_optimizer_instance_id",
+    "gbuf_ranges",
+    "get_parameter_state_dp_zero",
+)
+
+# Where a version of Megatron-LM says how its checkpoints are sharded (since 0.13).
+_METADATA = "_build_sharded_state_dict_metadata"
+
+# A data-parallel group of the writer alone.
+_ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A `Form`.
+
+    first     the rank in whose place its group is written
+    metadata  what the framework tells all its `sharded_state_dict`s
+    marks     key and replica id of whatever `first` saves of its model, in order
+    random    ShardedObjects without data: where the random states of the group are saved
+    """
+
+    first: int
+    metadata: Mapping[str, Any]
+    marks: tuple[tuple[str, Any], ...]
+    random: tuple[Any, ...]
+
+    def model(self, chunks: Mapping[str, Any]) -> dict[str, Any]:
+        tree = _model(chunks, self.metadata)
+        bases = list(_bases(tree))
+        if [base.key for base in bases] != [key for key, _ in self.marks]:
+            raise CheckpointError("the model is not the one that it was when training began")
+        for base, (_, replica) in zip(bases, self.marks, strict=True):
+            base.replica_id = replica
+        return tree
+
+    def places(self, saved: Any) -> list[TensorSlot]:
+        return [
+            (base.key, base.data, partial(setattr, base, "data"))
+            for base in _bases(saved)
+            if isinstance(base.data, torch.Tensor)
+        ]
+
+    def optimizer(
+        self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], worlds: Sequence[Any]
+    ) -> Any:
+        made = [
+            _with_state(optimizer, live, plain)
+            if world is None
+            else _with_everything(optimizer, plain, world, stored)
+            for (optimizer, live, stored), plain, world in zip(state.chained, states, worlds, strict=True)
+        ]
+        whole = made[0]
+        if hasattr(state.optimizer, "chained_optimizers"):
+            whole = copy.copy(state.optimizer)
+            whole.chained_optimizers = made
+        return whole.sharded_state_dict(dict(model), metadata=dict(self.metadata))
+
+    def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
+        return [dataclasses.replace(place, data=list(states)) for place in self.random]
+
+    def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files:
+        from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+        from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+        from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+        # As far as it can be written: later versions put a process group there.
+        body["content_metadata"] = {
+            name: value for name, value in self.metadata.items() if name != "dp_cp_group"
+        }
+        sharded, common = save_preprocess(body, False)
+        config = dataclasses.asdict(CheckpointingConfig("torch_dist"))
+        files: Files = {}
+        if "common_backend" not in config:  # later versions know one more object, in the place of a file
+            sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=self.first)
+        elif self.first == 0:
+            files[COMMON_STATE_FNAME] = partial(save, common)
+        if self.first == 0:
+            files[CONFIG_FNAME] = lambda file: file.write(json.dumps(config).encode())
+        part = dcp.Part(self.first, _planner(sharded))
+        if part.has_data:
+            files[part.data_file] = part.write_data
+        files[part.part_file] = part.write_part
+        return files
+
+
+def _planner(sharded: Any) -> Any:
+    """The framework's own, set up with what this rank saves."""
+    from megatron.core.dist_checkpointing.strategies import torch as strategy
+
+    by_key, _, _ = strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    planner = strategy.MCoreSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(strategy.mcore_to_pyt_state_dict(by_key), is_coordinator=True)
+    return planner
+
+
+def _model(chunks: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: chunk.sharded_state_dict(metadata=dict(metadata)) for key, chunk in chunks.items()}
+
+
+def _bases(tree: Any) -> Iterator[Any]:
+    """Yield the sharded entries of a state dict: tensors, factories of tensors, objects."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    return (value for value in nested_values(tree) if isinstance(value, ShardedBase))
+
+
+def _with_state(optimizer: Any, live: Any, plain: Any) -> Any:
+    """Return a stand-in for an optimizer without shards: it saves `plain`, under the params of `live`."""
+    made = copy.copy(optimizer)
+    made.state_dict = lambda *_, **__: plain
+    made.get_parameters = live.get_parameters
+    return made
+
+
+def _with_everything(optimizer: Any, plain: Any, world: Mapping[Any, Any], stored: bool) -> Any:
+    """Return a stand-in for a distributed optimizer that has the state of all its shards.
+
+    Its buffers are those of `world`, which has no padding at the end of buckets.
+
+    Args:
+        plain: what it saves besides the shards.
+        world: the gathered state of its shards, as `shards.gather` returns it.
+        stored: False: another group saves all of it, as the first optimizer instance saves it for the second.
+    """
+    made = copy.copy(optimizer)
+    made.buffers = [_without_padding(optimizer, buffer) for buffer in optimizer.buffers]
+    made.gbuf_ranges = [made._build_gbuf_range_map(buffer) for buffer in made.buffers]
+    made.data_parallel_group = made.data_parallel_group_gloo = _ALONE
+    made.distributed_optimizer_instance_id = 0 if stored else 1
+    made.state_dict = lambda *_, **__: dict(plain)
+    made.get_parameter_state_dp_zero = lambda *_, **__: world
+    whole = {
+        param: {key: tensor[start:end] for key, tensor in tensors.items() if key in shards.KEYS}
+        for number, buffer in enumerate(made.buffers)
+        for tensors in world[number].values()
+        for param, (start, end, _) in buffer.param_index_map.items()
+    }
+    made._get_main_param_and_optimizer_states = lambda param: dict(whole[param])
+    return made
+
+
+def _without_padding(optimizer: Any, buffer: Any) -> SimpleNamespace:
+    """Return what the framework reads of a buffer when it saves, with places as in the gathered state.
+
+    Places in a live buffer count the padding at the end of buckets, which the gathered state does not have:
+    Megatron-core 0.15 and 0.16 save params behind such padding from a wrong place (fully_reshardable).
+    """
+    buckets = shards.buckets_of(optimizer, buffer)
+    return SimpleNamespace(
+        param_dtype=buffer.param_dtype,
+        grad_dtype=buffer.grad_dtype,
+        numel_unpadded=buffer.numel_unpadded,
+        data_parallel_group=_ALONE,
+        num_optimizer_shards=1,
+        buckets=[
+            SimpleNamespace(
+                offset=bucket.world,
+                numel_unpadded=bucket.unpadded,
+                grad_data=torch.empty(bucket.unpadded, device="meta"),
+            )
+            for bucket in buckets
+        ],
+        param_index_map={
+            param: (start - shift, end - shift, number)
+            for param, (start, end, number) in buffer.param_index_map.items()
+            for shift in (buckets[number].offset - buckets[number].world,)
+        },
+    )
+
+
+def make(state: TrainingState, first: int) -> Form:
+    """See `training_state.FormatFactory`.
+
+    Versions that do not say how state is sharded get the format `torch`, which they load as well.
+    """
+    if state.args is None:
+        raise UnsupportedError(
+            "format is 'torch_dist': only Megatron-LM's own training loop says how state is sharded;"
+            " leave format out, or set ENABLE_TTP=False"
+        )
+    from megatron.core import mpu
+    from megatron.training import checkpointing
+
+    if not hasattr(checkpointing, _METADATA):
+        return TorchFormat()
+    metadata = getattr(checkpointing, _METADATA)(state.args)
+    groups = (mpu.get_tensor_model_parallel_group(), mpu.get_pipeline_model_parallel_group())
+    asked = inspect.signature(checkpointing.get_rng_state).parameters
+    random = checkpointing.get_rng_state(state.args.ckpt_format, *(groups if "tp_group" in asked else ()))
+    peers = mpu.get_data_parallel_group(with_context_parallel=True)
+    return agree(state, metadata, random, first, peers)
+
+
+def agree(
+    state: TrainingState,
+    metadata: Mapping[str, Any],
+    random: Any,
+    first: int,
+    peers: dist.ProcessGroup,
+) -> Sharding:
+    """Agree on how the state is saved: collective, before the first step.
+
+    Args:
+        metadata: what the framework tells all its `sharded_state_dict`s.
+        random: what it saves of random states: a ShardedObject.
+        first: the lowest rank of this rank's group.
+        peers: the ranks that have the same model but for experts, in which all of a group are.
+
+    Raises:
+        UnsupportedError: this cannot be saved.
+    """
+    kind = metadata.get("distrib_optim_sharding_type")
+    if kind not in KINDS:
+        raise UnsupportedError(_refused(f"optimizer state of the kind {kind}"))
+    for optimizer, _, _ in state.chained:
+        if shards.is_sharded(optimizer) and not all(hasattr(optimizer, name) for name in _CHANGED):
+            raise UnsupportedError(_refused("the optimizer of this version"))
+        if kind == ONE_INSTANCE and (made := _instances(optimizer)) > 1:
+            raise UnsupportedError(
+                f"--ckpt-format is torch_dist: the framework cannot load optimizer state of the kind {kind} "
+                f"with {made} optimizer instances; use TTP_REPLICA=mirror, or --ckpt-fully-parallel-save"
+            )
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+    marks = tuple((base.key, base.replica_id) for base in _bases(_model(state.chunks, metadata)))
+    mine = dist.get_rank() == first
+    stray = [key for key, replica in marks if is_main_replica(replica) and not mine]
+    saved = [random.without_data()] if is_main_replica(random.replica_id) else []
+    told: list[Any] = [None] * peers.size()
+    dist.all_gather_object(told, (first, marks if mine else None, saved, stray), group=peers)
+    for _, _, _, strange in told:
+        if strange:
+            raise UnsupportedError(
+                _refused(f"{strange[0]}, which is not saved by the first rank that has it,")
+            )
+    (known,) = (marks for group, marks, _, _ in told if group == first and marks is not None)
+    objects = [one for group, _, saved, _ in told if group == first for one in saved]
+    sharding = Sharding(first, metadata, known, tuple(objects))
+    _rehearse(sharding, state)
+    return sharding
+
+
+def _instances(optimizer: Any) -> int:
+    config = getattr(optimizer, "ddp_config", None)
+    return int(getattr(config, "num_distributed_optimizer_instances", 1))
+
+
+def _rehearse(sharding: Sharding, state: TrainingState) -> None:
+    """Do all but the writing, with optimizer state that takes no memory, to see now whether it works."""
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+    empty: dict[str, Any] = {"state": {}, "param_groups": []}
+    states = [{**empty, "optimizer": {**empty}, "fp32_from_fp16_params": []} for _ in state.chained]
+    worlds = [_blank(one) if shards.is_sharded(one) else None for one, _, _ in state.chained]
+    try:
+        body = dict(sharding.model(state.chunks))
+        if not shards.is_stub(state.optimizer):
+            body["optimizer"] = sharding.optimizer(state, body, states, worlds)
+        dcp.Part(sharding.first, _planner(save_preprocess(body, False)[0]))
+    except Exception as error:
+        raise UnsupportedError(
+            _refused(f"what this version saves ({type(error).__name__}: {error})")
+        ) from error
+
+
+def _blank(optimizer: Any) -> dict[Any, Any]:
+    world: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, buffer in enumerate(optimizer.buffers):
+        tensors = {key: torch.empty(buffer.numel_unpadded, device="meta") for key in shards.KEYS}
+        world[number] = {(buffer.param_dtype, buffer.grad_dtype): tensors}
+    return world
+
+
+def _refused(what: str) -> str:
+    return (
+        f"--ckpt-format is torch_dist: {what} cannot be written by the survivors alone; "
+        "use --ckpt-format torch, or set ENABLE_TTP=False"
+    )

@@ -1,0 +1,110 @@
+"""Checksums of the files of a checkpoint: of one that is there, and of one while it is written."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from adaptor.checkpoint import disk
+from adaptor.protocol.file_entry import FileEntry
+
+# Small enough that a slice is still in the cache when it is written after it was hashed, and that progress is
+# reported several times a second on a slow disk.
+_SLICE = 4 << 20
+# The longest stretch between two fsyncs: a single long one at the end would look like a halt. Stretches begin
+# with a slice, and grow while the disk takes each in less than a second.
+_LONGEST = 256 << 20
+_QUICK_S = 1.0
+
+
+def hash_file(path: Path) -> str:
+    """The xxh3-128 of a file's content, in hexadecimal."""
+    digest = xxhash.xxh3_128()
+    with os.fdopen(disk.open_regular(path), "rb", buffering=0) as file:
+        while piece := file.read(_SLICE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+class HashingFile:
+    """A write-only binary file that hashes and counts what goes through it: `torch.save(obj,
+    HashingFile(path))`.
+
+    torch writes its archives front to back and never seeks (its writer refuses to), so one pass is enough.
+    `progress` is called with the number of bytes of each slice written; what it raises ends the write. The
+    file is made anew; `below` is the folder under which no link is followed, by default that of the file.
+    """
+
+    def __init__(
+        self, path: Path, progress: Callable[[int], None] = lambda count: None, below: Path | None = None
+    ) -> None:
+        self.path = path
+        root = below or path.parent
+        self.bytes = 0
+        self._progress = progress
+        self._failure: BaseException | None = None
+        self._digest = xxhash.xxh3_128()
+        descriptor = disk.create(root, path.relative_to(root).as_posix())
+        self._file = os.fdopen(descriptor, "wb", buffering=0)
+        self._stretch = self._sync_at = _SLICE
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Writes all of `data`; returns its size in bytes. Raises OSError."""
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _SLICE):
+                piece = view[start : start + _SLICE]
+                self._digest.update(piece)
+                self._write_all(piece)
+                self._progress(len(piece))
+        except BaseException as error:
+            self._failure = self._failure or error
+            raise
+        return len(view)
+
+    def _write_all(self, piece: memoryview) -> None:
+        while piece:
+            count = self._file.write(piece)
+            self.bytes += count
+            if self.bytes >= self._sync_at:
+                self._sync()
+            piece = piece[count:]
+
+    def _sync(self) -> None:
+        began = time.monotonic()
+        os.fdatasync(self._file.fileno())
+        quick = time.monotonic() - began < _QUICK_S
+        self._stretch = min(2 * self._stretch, _LONGEST) if quick else max(self._stretch // 2, _SLICE)
+        self._sync_at = self.bytes + self._stretch
+
+    def flush(self) -> None:
+        """Do nothing, because nothing is buffered; torch.save calls it."""
+
+    def close(self) -> None:
+        """Waits until every byte is on disk. Raises OSError."""
+        if not self._file.closed:
+            with self._file:
+                os.fsync(self._file.fileno())
+
+    def entry(self, path: str, attempt: int | None = None) -> FileEntry:
+        """The entry for what was written, to be published under `path` relative to the checkpoint folder."""
+        return FileEntry(path, self.bytes, self._digest.hexdigest(), attempt)
+
+    def __enter__(self) -> HashingFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        self._file.close()
+        if self._failure is not None and self._failure is not error:
+            # torch.save tries to finish the archive all the same, and reports only that this failed.
+            raise self._failure

@@ -1,0 +1,411 @@
+"""The lease of a save folder: one job at a time saves there.
+
+A file in the folder names the `ttprun` whose job saves there, by machine, process and start. It is touched
+every few seconds while that process lives, and removed at its end. A second job is refused. A lease whose
+owner is gone gives way: on the same machine the kernel tells whether the process lives; from another one the
+lease is watched, and is stale when it does not change. So no clocks of two machines are compared.
+
+The lease keeps two jobs apart that were started by mistake. It is no lock: where it cannot be written, a line
+says so and the job goes on; and both sides of a cut network are one job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from adaptor import context, output
+from adaptor.checkpoint import disk
+from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.errors import CheckpointError, ConfigError
+from adaptor.protocol import naming
+from adaptor.protocol.environment import GENERATION, Generation, Place
+
+# Variables for workers: the owner of the lease, and the file in which to note the folder that it is of.
+OWNER = "TTP_OWNER"
+NOTE = "TTP_OWNER_NOTE"
+# How many seconds a job that is leaving is waited for.
+PATIENCE = "TTP_OWNER_PATIENCE"
+REFRESH_S = 5.0
+# Six refreshes: a file system of several machines may be slow, or show a change late, by some seconds.
+STALE_S = 30.0
+# How often a lease of another machine, or of a job that is leaving, is looked at.
+LOOK_S = 1.0
+# Between two lines while a job that is leaving is waited for.
+AGAIN_S = 10.0
+LOCK_PATIENCE_S = 10.0  # a lease is worth no longer delay of a start
+_LARGEST = 4096
+
+
+_Owner = TypeVar("_Owner", bound="Owner")
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The identity of a process, unique over time and over machines.
+
+    ticks      when it started, as the kernel counts
+    boot       of the machine, another one after each start of it
+    namespace  of process numbers: a container has its own
+    started    when it started, for people
+    """
+
+    host: str
+    pid: int
+    ticks: int
+    boot: str
+    namespace: str
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> Owner:
+        """Describe a process of this machine. Raises OSError where there is none."""
+        ticks = _ticks(pid)
+        booted = re.search(r"^btime (\d+)$", _read(Path("/proc/stat")), re.MULTILINE)
+        since = float(booted.group(1)) if booted else 0.0
+        began = datetime.fromtimestamp(since + ticks / os.sysconf("SC_CLK_TCK"), timezone.utc)
+        return cls(
+            platform.node(), pid, ticks, _boot(), _namespace(), began.strftime("%Y-%m-%d %H:%M:%S UTC")
+        )
+
+    @property
+    def words(self) -> str:
+        """Name it for a person."""
+        return f"the job of process {self.pid} on {self.host}, started {self.started}"
+
+    def lives(self) -> bool | None:
+        """Return whether the process is there; None where this machine does not know."""
+        if not self.boot or (self.boot, self.namespace) != (_boot(), _namespace()):
+            return None
+        try:
+            return _ticks(self.pid) == self.ticks
+        except OSError:
+            return False
+
+
+class _Written(Owner, frozen=True):
+    """The content of the lease file: the owner, and the folder that it saves in, which tells a copy.
+
+    generation  of the workers whose rank 0 has written it; '' if the agent has
+    """
+
+    device: int = 0
+    inode: int = 0
+    leaving: bool = False
+    generation: str = ""
+
+
+def _ticks(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def _boot() -> str:
+    return _read(Path("/proc/sys/kernel/random/boot_id")).strip()
+
+
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _read(path: Path) -> str:
+    """Return what the kernel says; nothing in a sandbox that does not have it."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """A lease as it was found; if it has changed at the next look, its owner is alive."""
+
+    text: bytes
+    touched: int
+
+    @property
+    def owner(self) -> Owner | None:
+        """Return the owner, None if the file has another content."""
+        return _decoded(self.text, Owner)
+
+    @property
+    def leaving(self) -> bool:
+        """Return whether its job saves there for the last time."""
+        written = _decoded(self.text, _Written)
+        return written is not None and written.leaving
+
+    def is_copied(self, root: Path) -> bool:
+        """Return whether it was written for another folder of this machine, and `root` is a copy of that."""
+        written = _decoded(self.text, _Written)
+        if written is None or not written.inode:
+            return False
+        try:
+            status = root.stat()
+        except OSError:
+            return False
+        return (written.device, written.inode) != (status.st_dev, status.st_ino)
+
+
+def _decoded(text: bytes, kind: type[_Owner]) -> _Owner | None:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _look(root: Path) -> _Seen | None:
+    path = root / naming.LEASE
+    try:
+        return _Seen(disk.read(path, _LARGEST), path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if not disk.is_wrong(error):
+            raise  # nobody can tell whose it is
+        return _Seen(b"", 0)  # a folder, a FIFO, too long: nobody's lease
+
+
+class Lease:
+    """The lease of a save folder for `owner`; a thread touches it until `release`.
+
+    Args:
+        root: the save folder.
+        owner: the process for which it is held, which may be another one.
+        generation: of the workers, where one of them takes it.
+    """
+
+    def __init__(self, root: Path, owner: Owner, generation: str = "") -> None:
+        self._root = root
+        self._owner = owner
+        self._generation = generation
+        self._released = threading.Event()
+        # Daemon: on a disk that hangs it keeps nobody from the end.
+        self._thread = threading.Thread(target=self._keep, name="ttp-lease", daemon=True)
+        self._marker = threading.Thread(target=self._mark, name="ttp-lease-leaving", daemon=True)
+
+    def take(self, stale_s: float = STALE_S, patience_s: float = 0.0) -> None:
+        """Take the lease, in the place of one whose owner is gone, which is said.
+
+        Args:
+            stale_s: how long a lease of another machine may stay the same while its owner lives.
+            patience_s: how long a job that is leaving is waited for.
+
+        Raises:
+            ConfigError: another job has it.
+            CheckpointError: the disk refuses.
+            OSError: the disk refuses.
+        """
+        path, found = self._root / naming.LEASE, self._after_who_is_leaving(stale_s, patience_s)
+        if found is not None and found.owner != self._owner:
+            if _is_there(self._root, found, stale_s):
+                raise ConfigError(self._refusal(found))
+            self._say_replaced(found)
+            if _look(self._root) is None:
+                found = None  # removed: whoever is there under our lock has taken it anew
+        with locked(self._root, patience_s=LOCK_PATIENCE_S):
+            now = _look(self._root)
+            known = now is None or now.owner == self._owner
+            if now is not None and not known and (found is None or now.text != found.text):
+                raise ConfigError(self._refusal(now))  # another one was quicker
+            if path.is_dir() and not path.is_symlink():  # no file can take its place
+                disk.remove(path)
+            self._write()
+
+    def _write(self, *, leaving: bool = False) -> None:
+        status = self._root.stat()
+        written = _Written(
+            **msgspec.structs.asdict(self._owner),
+            device=status.st_dev,
+            inode=status.st_ino,
+            leaving=leaving,
+            generation=self._generation,
+        )
+        disk.replace(self._root, naming.LEASE, msgspec.json.encode(written))
+
+    def _after_who_is_leaving(self, stale_s: float, patience_s: float) -> _Seen | None:
+        """Return the lease as it is once nobody who is leaving has it, or after `patience_s`."""
+        found = _look(self._root)
+        looks, unchanged = 0, 0.0
+        while found is not None and found.leaving and found.owner not in (None, self._owner):
+            owner, waited = found.owner, looks * LOOK_S
+            assert owner is not None
+            if waited >= patience_s or unchanged >= stale_s or owner.lives() is False:
+                break
+            if looks % max(1, round(AGAIN_S / LOOK_S)) == 0:
+                who = f"{owner.host}, pid {owner.pid}"
+                output.tell(f"[ttp] waiting for the job that is leaving {self._root} ({who})", to="stdout")
+            time.sleep(LOOK_S)
+            looks += 1
+            with contextlib.suppress(OSError):  # a disk with troubles: it is looked at again
+                before, found = found, _look(self._root)
+                unchanged = unchanged + LOOK_S if found == before else 0.0
+        return found
+
+    def leave(self) -> None:
+        """Mark it: its job saves for the last time, so one that is started again waits; in a thread."""
+        with contextlib.suppress(RuntimeError):  # no thread can be had: then that one is refused
+            self._marker.start()
+
+    def _mark(self) -> None:
+        with contextlib.suppress(OSError, CheckpointError):
+            if self._is_ours() and not self._released.is_set():
+                self._write(leaving=True)
+
+    def keep(self) -> None:
+        """Touch it from now on, in a thread; where none can be had, it holds on this machine alone."""
+        with contextlib.suppress(RuntimeError):
+            self._thread.start()
+
+    def release(self, patience_s: float = 1.0) -> None:
+        """Let another job have it; a disk that hangs is waited for no longer than `patience_s`."""
+        self._released.set()
+        for thread in (self._thread, self._marker):
+            if thread.is_alive():
+                thread.join(patience_s)
+        remover = threading.Thread(target=self._remove, name="ttp-lease-end", daemon=True)
+        remover.start()
+        remover.join(patience_s)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._is_ours():
+                (self._root / naming.LEASE).unlink()
+
+    def _is_ours(self) -> bool:
+        found = _look(self._root)
+        return found is not None and found.owner == self._owner
+
+    def _keep(self) -> None:
+        told = False
+        while not self._released.wait(REFRESH_S):
+            with contextlib.suppress(OSError):  # a disk with troubles; a job does not end by them
+                found = _look(self._root)
+                if found is None or found.owner is None:
+                    continue
+                if found.owner == self._owner:
+                    os.utime(self._root / naming.LEASE, follow_symlinks=False)
+                elif not told:
+                    told = True
+                    output.tell(
+                        f"[ttp] {self._root / naming.LEASE} is now of {found.owner.words}: both save there",
+                        to="stdout",
+                    )
+
+    def _refusal(self, found: _Seen) -> str:
+        owner = found.owner
+        who = "another job" if owner is None else owner.words
+        return (
+            f"--save is {self._root}: {who}, saves there; end that one, or choose another folder"
+            f" (if it is gone for sure, remove {naming.LEASE} there)"
+        )
+
+    def _say_replaced(self, found: _Seen) -> None:
+        owner = found.owner
+        if owner is None:
+            who = "something that is no lease"
+        elif owner.lives() and found.is_copied(self._root):
+            who = f"{owner.words}, and came here with a copy of its folder"
+        else:
+            who = f"{owner.words}, which is gone"
+        output.tell(f"[ttp] {self._root / naming.LEASE} was of {who}: this job saves there now", to="stdout")
+
+
+def _is_there(root: Path, found: _Seen, stale_s: float) -> bool:
+    """Return True if the owner of a lease is alive.
+
+    The kernel knows that of a process of this machine. A lease of another machine is watched for `stale_s`
+    seconds, and its owner is alive if the lease changes.
+    """
+    owner = found.owner
+    lives = False if owner is None else owner.lives()
+    if owner is None or lives is not None:
+        # A copied lease from another machine is not refreshed, which is noticed below; device numbers are
+        # local.
+        return bool(lives) and not found.is_copied(root)
+    output.tell(f"[ttp] {root}: waiting up to {stale_s:g} s for a sign of {owner.words}", to="stdout")
+    # Looks are counted, not seconds: while the disk hangs for this machine, it may for the owner.
+    pause = min(LOOK_S, stale_s / 4)
+    left = failures = round(stale_s / pause)
+    while left:
+        time.sleep(pause)
+        try:
+            now = _look(root)
+        except OSError:
+            if not failures:
+                raise
+            failures -= 1
+            continue
+        if now != found:
+            return now is not None
+        left -= 1
+    return False
+
+
+def claim(save: str | Path, environ: Mapping[str, str] = os.environ) -> None:
+    """Take the lease of the save folder for the job of this worker, and keep it while the worker lives.
+
+    Raises:
+        ConfigError: another job saves there.
+    """
+    global _claimed
+    root = Path(save).resolve()
+    if _claimed == root:  # a framework may parse its arguments more than once
+        return
+    try:
+        owner = (
+            msgspec.json.decode(environ[OWNER], type=Owner) if OWNER in environ else Owner.of(os.getppid())
+        )
+        lease = Lease(root, owner, environ.get(GENERATION, ""))
+        lease.take(patience_s=float(environ.get(PATIENCE, "0")))
+        if NOTE in environ:
+            Path(environ[NOTE]).write_text(str(root))
+        lease.keep()
+    except (OSError, CheckpointError) as error:
+        why = getattr(error, "strerror", None) or error
+        output.tell(
+            f"[ttp] {root}: no lease ({why}), so another job that saves there is not noticed", to="stdout"
+        )
+    _claimed = root
+
+
+def require_same_user(save: str | Path) -> None:
+    """Refuse a rank that writes as another user than rank 0 into the folder that both save to.
+
+    Drafts are made private, so the first save would fail. Rank 0 has taken the lease by now; a folder in
+    which no lease of this generation is seen is another node's own disk, or nobody can tell.
+
+    Raises:
+        ConfigError: rank 0 writes there as another user.
+    """
+    root, generation = Path(save), context.part(Generation).name
+    if not save or not generation:
+        return
+    try:
+        descriptor = disk.open_regular(root / naming.LEASE)
+        with os.fdopen(descriptor, "rb") as file:
+            # Of the open file: NFS may show the owner of the one before. And as this machine sees both users.
+            theirs, written = os.fstat(descriptor).st_uid, _decoded(file.read(_LARGEST), _Written)
+        ours = disk.probe(root).st_uid
+    except OSError:
+        return
+    if written is None or written.generation != generation or theirs == ours:
+        return
+    here = f"node {context.part(Place).node} ({platform.node()})"
+    raise ConfigError(
+        f"--save is {root}: {here} writes there as {disk.name_user(ours)}, node 0 ({written.host}) as"
+        f" {disk.name_user(theirs)}, and neither can write into the other's checkpoints: start ttprun as the"
+        " same user on every node"
+    )
+
+
+_claimed: Path | None = None

@@ -1,0 +1,138 @@
+"""The lock of a save folder, for processes of all machines: both sides of a cut network may publish into it.
+
+The lock is on a file of its own that is there only while somebody holds it or waits for it. It goes with the
+process that holds it, and never has to be broken. Only this user can open the file, so no other user, who
+may read the folder, can hold it; one that another user has put there is removed. Where a file system has no
+locks, everyone holds it at once: see docs/assumptions.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from adaptor.checkpoint import disk
+from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+
+# The lock is held for some renames and fsyncs of a folder: a slow disk needs seconds. An NFSv4 server frees
+# the lock of a dead client when its lease ends, after 90 s. A holder that keeps it for longer is stopped, or
+# its disk hangs, and a save that waits without end is worse than one that fails and says so.
+PATIENCE_S = 100.0
+# flock has no time-out, so it is tried again as often as this.
+_AGAIN_S = 0.05
+_HAS_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def locked(root: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Hold the lock of the save folder `root`.
+
+    Raises:
+        CheckpointError: another process of this user has it for longer than `patience_s`.
+        OSError: the disk refuses.
+    """
+    lock = root / naming.LOCK
+    descriptor = _take(lock, time.monotonic() + patience_s, patience_s)
+    try:
+        try:
+            yield
+        except Exception:
+            _drop(descriptor, lock)
+            raise
+        _drop(descriptor, lock)
+    finally:
+        os.close(descriptor)
+
+
+def _take(lock: Path, until: float, patience_s: float) -> int:
+    while True:
+        descriptor = _open(lock)
+        try:
+            if _is_locked(descriptor):
+                if _bears(lock, descriptor):  # else the one before has removed it
+                    return descriptor
+            elif not _is_of_this_user(lock.parent, descriptor):
+                disk.remove(lock)
+            elif time.monotonic() >= until:
+                raise CheckpointError(
+                    f"{lock}: {_holder(descriptor)} has held it for {patience_s:g} s, so nothing is"
+                    " published: it is stopped, or its disk hangs"
+                )
+            else:
+                time.sleep(_AGAIN_S)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _open(lock: Path) -> int:
+    """Open the lock's file, made where it is not there; what this user cannot open as a file is removed."""
+    try:
+        descriptor = os.open(lock, _OPEN | os.O_CREAT, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise
+        if not os.path.lexists(lock):
+            raise  # it is the folder that refuses
+        disk.remove(lock)
+        return os.open(lock, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # of a FIFO not everyone has the same
+        os.close(descriptor)
+        disk.remove(lock)
+        return os.open(lock, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+    return descriptor
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock it, unless somebody has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _HAS_NO_LOCKS:
+            raise
+    return True
+
+
+def _is_of_this_user(root: Path, descriptor: int) -> bool:
+    """Return whether the file has the owner and the rights of one that this process makes there."""
+    ours, found = disk.probe(root), os.fstat(descriptor)
+    return (ours.st_uid, ours.st_mode) == (found.st_uid, found.st_mode)
+
+
+def _holder(descriptor: int) -> str:
+    """Name who holds a lock on the file, as far as this machine knows."""
+    inode = f":{os.fstat(descriptor).st_ino}"
+    with contextlib.suppress(OSError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].endswith(inode):
+                return f"process {words[4]}"
+    return "a process of another machine"
+
+
+def _bears(lock: Path, descriptor: int) -> bool:
+    """Return whether `lock` still names this file; opened, because a name alone may be remembered (NFS)."""
+    try:
+        there = os.open(lock, _OPEN)
+    except OSError:  # it is gone, or something else has been put there
+        return False
+    try:
+        return os.path.sameopenfile(there, descriptor)
+    finally:
+        os.close(there)
+
+
+def _drop(descriptor: int, lock: Path) -> None:
+    if _bears(lock, descriptor):
+        lock.unlink()

@@ -1,0 +1,194 @@
+"""Writes what Megatron's `save_checkpoint` would, from the live objects of a rank and the record of a step.
+
+The files are those of data-parallel rank 0 of a model-parallel rank, in one of the framework's formats
+(`training_state.Form`): the same keys, dtypes and bits. This runs in a thread beside a main thread that may
+hang in a broken collective. So it calls only local functions of the framework (`state_dict` of a module, of
+an optimizer), and takes everything that the main thread changes between two updates from the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptor.checkpoint import finite, shards
+from adaptor.checkpoint.format_torch import TorchFormat
+from adaptor.checkpoint.hashing import HashingFile
+from adaptor.checkpoint.shards import Exchange
+from adaptor.checkpoint.step_record import StepRecord, chain
+from adaptor.checkpoint.training_state import FLOPS, Files, Form, TrainingState
+from adaptor.checkpoint.weights import Weights
+from adaptor.errors import CheckpointError
+from adaptor.protocol.file_entry import FileEntry
+
+
+@dataclass(frozen=True)
+class Written:
+    """The written files; `not_finite` names what among them has a nan or an infinity, empty if nothing."""
+
+    files: tuple[FileEntry, ...]
+    not_finite: str
+
+
+def _form(state: TrainingState) -> Form:
+    return state.form or TorchFormat()
+
+
+def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
+    """Send the shards that this rank was chosen to provide to rank `writer` of the exchange's group.
+
+    Raises CheckpointError, DumpCancelled, and what the process group raises when a peer is gone.
+    """
+    with torch.no_grad():
+        shards.send(chain(state.optimizer), writer, exchange)
+
+
+def write_files(
+    state: TrainingState, record: StepRecord, exchange: Exchange, root: Path, attempt: int
+) -> Written:
+    """Gather the shards from their holders and write this rank's files below `root` (iter_N_tmp).
+
+    Each file is written and fsynced under a name that ends in the number of the `attempt`; its final name
+    comes with the publish. So an abandoned attempt that still runs cannot touch the files of another.
+
+    Raises like `send_shards`, and what `exchange.doubt` raises; what was written is removed then.
+    """
+    with torch.no_grad():
+        files, not_finite = _contents(state, record, exchange)
+        entries: list[FileEntry] = []
+        drafts: list[Path] = []
+        path = root
+        try:
+            for name in list(files):
+                path = root / f"{name}.{attempt}"
+                with HashingFile(path, exchange.advanced, below=root) as file:
+                    drafts.append(path)
+                    files.pop(name)(file)
+                entries.append(file.entry(name, attempt))
+        except BaseException as error:
+            for draft in drafts:
+                with contextlib.suppress(OSError):
+                    draft.unlink()
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{path}: {error.strerror or error}") from error
+            raise
+    return Written(tuple(entries), not_finite)
+
+
+def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> tuple[Files, str]:
+    """Return the writers of all files and a text of what is not finite, after telling `exchange.doubt`."""
+    weights, worlds, doubts = _gathered(state, exchange)
+    body, not_finite = _body(state, record, weights, worlds, exchange)
+    if all(world is None for world in worlds):  # else its tensors have been looked at
+        whole = [] if finite.all_finite(body.get("optimizer")) else ["the optimizer state"]
+        doubts += [(what, exchange.rank) for what in (*whole, *not_finite)]
+    if doubts:
+        exchange.doubt(finite.words([what for what, _ in doubts]), [rank for _, rank in doubts])
+    return _form(state).files(state, body, worlds), finite.words([what for what, _ in doubts] or not_finite)
+
+
+def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[Any], list[tuple[str, int]]]:
+    """Return all main params, the state of each optimizer (None without shards), and what of it is not finite
+    with the rank that gave it."""
+    weights = Weights(exchange.device.to_host)
+    worlds: list[Any] = []
+    doubts: list[tuple[str, int]] = []
+    optimizers = chain(state.optimizer)
+    first, total = 0, sum(shards.shard_of(optimizer)[1] for optimizer in optimizers)
+    for position, (optimizer, live, _) in enumerate(state.chained):
+        world = None
+        if shards.is_sharded(optimizer):
+            world = shards.gather(optimizer, position, exchange)
+            weights.add_sharded(optimizer, world)
+            doubts += [
+                (f"shard {first + index} of {total} ({', '.join(keys)})", exchange.sources[position][index])
+                for index, keys in finite.bad_shards(optimizer, world).items()
+            ]
+            exchange.check()
+        elif not shards.is_stub(optimizer):
+            weights.add_whole(optimizer, live)
+        first += shards.shard_of(optimizer)[1]
+        worlds.append(world)
+    shards.acknowledge(optimizers, exchange)
+    return weights, worlds, doubts
+
+
+def _body(
+    state: TrainingState, record: StepRecord, weights: Weights, worlds: Sequence[Any], exchange: Exchange
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the saved dict, keys in the framework's order, and the names of weights that are not finite."""
+    body: dict[str, Any] = {}
+    if state.args is not None:
+        body["args"] = _args_of(state, record)
+    body["checkpoint_version"] = 3.0
+    body["iteration"] = record.step
+    model = _form(state).model(state.chunks)
+    body.update(model)
+    if state.saves("optim"):
+        if not shards.is_stub(state.optimizer):
+            states = _optimizers_of(state, record, exchange)
+            body["optimizer"] = _form(state).optimizer(state, model, states, worlds)
+        if record.scheduler is not None:
+            body["opt_param_scheduler"] = dict(record.scheduler)
+    if record.rerun is not None:
+        body["rerun_state_machine"] = dict(record.rerun) or None
+    if state.saves("rng"):
+        body["rng_state"] = _form(state).rng([dict(states) for states in record.rng])
+    if FLOPS in record.counters:
+        body[FLOPS] = record.counters[FLOPS]
+    body.update(state.extra)
+    not_finite: list[str] = []
+    buffers = state.buffers.copies(record.buffers)
+    for key, chunk in state.chunks.items():  # now that the optimizer needs the live ones no longer
+        bad = weights.rebuild(chunk, _form(state).places(model[key]), buffers)
+        not_finite += [f"{key}.{name}" for name in bad]
+        exchange.check()
+    return body, not_finite
+
+
+def _args_of(state: TrainingState, record: StepRecord) -> Any:
+    """Copy the framework's arguments, as they were at the end of the step."""
+    args = copy.copy(state.args)
+    for name, value in record.counters.items():
+        # In its arguments the framework keeps the operations that it started with.
+        if name != FLOPS:
+            setattr(args, name, value)
+    if hasattr(args, "curr_iteration"):
+        # The index of the iteration that made the step; it counts from 0.
+        args.curr_iteration = record.step - 1
+    for name, value in state.args_overrides.items():
+        setattr(args, name, value)
+    return args
+
+
+def _optimizers_of(state: TrainingState, record: StepRecord, exchange: Exchange) -> list[Any]:
+    """Return the `state_dict` of each optimizer, with the scalars and the loss scale of the record."""
+    saved = []
+    for optimizer, groups, scaler in zip(chain(state.optimizer), record.groups, record.scalers, strict=True):
+        # A fresh structure, but for tensors: its dicts are ours to change.
+        body = optimizer.state_dict()
+        inner = body.get("optimizer", body)
+        for group, scalars in zip(inner["param_groups"], groups, strict=True):
+            group.update(scalars)
+        if scaler is not None:
+            body["grad_scaler"] = dict(scaler)
+        saved.append(_on_host(body, exchange))
+    return saved
+
+
+def _on_host(value: Any, exchange: Exchange) -> Any:
+    """Copy the tensors of a nested state to the host; tensors on the host are returned as they are."""
+    if isinstance(value, torch.Tensor):
+        exchange.check()
+        return value if value.device.type == "cpu" else exchange.device.to_host(value)
+    if isinstance(value, dict):
+        return {key: _on_host(item, exchange) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_on_host(item, exchange) for item in value]
+    return value

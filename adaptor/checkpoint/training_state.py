@@ -1,0 +1,113 @@
+"""The live objects of a rank that a checkpoint is made of, and what a format of checkpoints has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from adaptor.checkpoint.buffers import Buffers
+from adaptor.checkpoint.hashing import HashingFile
+from adaptor.checkpoint.step_record import chain
+from adaptor.checkpoint.weights import TensorSlot
+
+FLOPS = "num_floating_point_operations_so_far"
+
+# The functions that write the files, by path below the checkpoint folder.
+Files = dict[str, Callable[[HashingFile], Any]]
+
+
+class FormatFactory(Protocol):
+    """The function that an entry point of `ttp_adaptor.formats` names; see `formats.in_format`."""
+
+    def __call__(self, state: TrainingState, first: int) -> Form:
+        """Make the format in which this rank writes last words; on every rank at the same time.
+
+        Args:
+            state: of this rank, complete but for its format.
+            first: the lowest rank of this rank's group, which is the one that the framework lets write.
+
+        Raises:
+            UnsupportedError: the format cannot hold this state.
+        """
+
+
+class Form(Protocol):
+    """A format of checkpoints.
+
+    model      what the chunks save of themselves, by the chunks' keys, with live weights
+    places     of the tensors in what one chunk saves
+    optimizer  what the chain saves: from what `model` returned, what each optimizer saves without its shards,
+               and the state that was gathered for each, None where it has no shards
+    rng        what is saved of random states
+    files      of all that is saved
+    """
+
+    def model(self, chunks: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def places(self, saved: Any) -> Sequence[TensorSlot]: ...
+
+    def optimizer(
+        self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], worlds: Sequence[Any]
+    ) -> Any: ...
+
+    def rng(self, states: Sequence[Mapping[str, Any]]) -> Any: ...
+
+    def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files: ...
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The live objects of the framework on this rank.
+
+    model           its chunks, wrapped (DDP, Float16Module) or not
+    optimizer       a ChainedOptimizer or a bare one
+    scheduler       the parameter scheduler, None without one; for records, a dump does not read it
+    folder          of this model-parallel rank below the checkpoint folder, as the framework names it
+    args            the framework's namespace of arguments; None for a library user, who has none
+    args_overrides  what the namespace would say on data-parallel rank 0 without the adaptor (`rank`, ...)
+    extra           further entries beside the framework's own
+    stored          per optimizer of the chain: whether this rank's group saves its state; empty: it does
+    live            the optimizer that updates the model, where `optimizer` is a copy of it; else None
+    form            the format to write; None for `torch` (`format_torch.TorchFormat`)
+    """
+
+    model: Sequence[Any]
+    optimizer: Any
+    scheduler: Any
+    folder: str
+    args: Any = None
+    args_overrides: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    stored: tuple[bool, ...] = ()
+    live: Any = None
+    form: Form | None = None
+
+    @property
+    def chunks(self) -> dict[str, Any]:
+        """The chunks of the model, by their keys in a checkpoint."""
+        return {"model" if len(self.model) == 1 else f"model{n}": chunk for n, chunk in enumerate(self.model)}
+
+    @property
+    def chained(self) -> list[tuple[Any, Any, bool]]:
+        """Return for each optimizer of the chain: it, the one that updates the model, and if it is saved."""
+        mine = chain(self.optimizer)
+        live = chain(self.live or self.optimizer)
+        return list(zip(mine, live, self.stored or (True,) * len(mine), strict=True))
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        """The saved buffers of the model."""
+        return Buffers(self.model)
+
+    def saves(self, what: str) -> bool:
+        """Tell whether the framework was asked to save `what`: `optim` or `rng`."""
+        return not getattr(self.args, f"no_save_{what}", False)
+
+
+def unwrapped(chunk: Any) -> Any:
+    """Return a model chunk without the framework's wrappers (DDP, Float16Module)."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

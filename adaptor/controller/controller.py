@@ -1,0 +1,362 @@
+"""The controller of a job: opens an incident at the first failure, drives it, gives the verdict.
+
+It has no clock and no socket: messages and the time (monotonic seconds) come in as arguments, orders go out
+as return values. It keeps nothing that the agents could not tell it again, so the controller of a later term
+takes the place of one that is lost by listening (`succeed`).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Set
+
+import msgspec
+
+from adaptor.controller.failover import TakeOver
+from adaptor.controller.failures import Failures
+from adaptor.controller.hang_detector import hang
+from adaptor.controller.incident import Incident
+from adaptor.controller.incident_messages import dispatch
+from adaptor.controller.membership import Membership
+from adaptor.controller.outcome import Orders
+from adaptor.controller.recurrence import Recurrence
+from adaptor.controller.regrouping import MAX_RESUMED, FromNewcomer, Resumptions
+from adaptor.controller.verdict import resumed_of, verdict_of
+from adaptor.protocol.messages import (
+    Addressed,
+    AgentHello,
+    AgentLost,
+    AgentTerminationRequested,
+    Died,
+    Dying,
+    Exit,
+    Frozen,
+    Hello,
+    Layout,
+    NodeResumed,
+    NodeStalled,
+    Phase,
+    Raised,
+    Refused,
+    ReplayComplete,
+    Resume,
+    StandbyState,
+    Standing,
+    TerminationRequested,
+    ToController,
+    Unprotected,
+    Verdict,
+)
+
+REFUSED_EXIT_CODE = 2
+# A rank that has stood still for long is in no update that will end soon: it answers at once, or never. And
+# who is told to end has no time to wait for one that does not answer.
+ANSWER_S = 5.0
+
+
+class Controller:
+    """Decides for one generation of workers (from one start of all workers to the next).
+
+    Args:
+        world_size: ranks in the job.
+        timeout_s: how long an incident may last without progress (TTP_OT).
+        store: host, port and secret of the store over which dump groups are formed.
+        number: the number that the next incident gets.
+        recurrence: the faults of earlier generations.
+        online_s: how long failed ranks may take to be replaced (TTP_ONLINE); 0: all ranks are started again.
+        term: 0 for the first controller; the one that takes the place of another has a larger one. No two in
+            a generation have the same.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        timeout_s: float,
+        store: tuple[str, int, bytes],
+        number: int = 1,
+        term: int = 0,
+        recurrence: Recurrence | None = None,
+        online_s: float = 0.0,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._store = store
+        # So what belongs to an incident of an earlier term is known by it.
+        self._number = number + term * (1 + (MAX_RESUMED if online_s else 0))
+        self.term = term
+        self._recurrence = recurrence or Recurrence()
+        self._take_over = TakeOver()
+        self.membership = Membership(world_size)
+        self._failures = Failures()
+        self._resumptions = Resumptions(online_s)
+        self._stalled: dict[int, NodeStalled] = {}  # of nodes whose workers all stand still
+        self.incident: Incident | None = None
+        self.verdict: Verdict | None = None
+
+    def succeed(self, standby_state: Iterable[StandbyState], nodes: Iterable[int], now: float) -> None:
+        """Take the place of a controller that is lost; that its node is lost is told as ever, afterwards.
+
+        Args:
+            standby_state: what it had passed on.
+            nodes: those that are still to say again what they know, this one's included.
+        """
+        for message in standby_state:
+            if isinstance(message, Layout):
+                self.membership.layouts[message.rank] = message
+            else:
+                self.membership.enter(message.node, message.ranks)
+                self.membership.hosts[message.node] = message.host
+        self._take_over.begin(nodes, self.term, now)
+
+    def handle(self, message: ToController, now: float) -> Orders:
+        """Take one message of an agent, or of a worker by way of its agent."""
+        if self.incident is not None:
+            self.incident.state.now = now
+        if self.incident is not None and self.verdict is None and isinstance(message, FromNewcomer):
+            newcomer = self.incident.regrouping.is_of_newcomer(message.rank)
+            if newcomer:
+                return self._route(self.incident.on_newcomer(message))
+        match message:
+            case AgentHello(node=node, ranks=ranks, host=host):
+                if node in self.membership.lost:
+                    self.membership.late.add(node)
+                else:
+                    self.membership.agents.add(node)
+                    self.membership.hosts[node] = host
+                    self.membership.enter(node, ranks)
+                if self.verdict is not None:
+                    return [(node, self.verdict)]
+            case Hello(rank=rank, pid=pid):
+                if self.term and self.membership.pids.get(rank, pid) != pid:
+                    self.membership.replace(rank, pid)  # the lost controller had ordered it
+                self.membership.connected.add(rank)
+                self.membership.pids[rank] = pid
+                node = self.membership.node_of[rank]
+                if self.verdict is not None:
+                    blamed = rank == self._shows_its_exception
+                    return [(node, Addressed(rank, Exit(self.verdict.incident, blamed)))]
+                if self.incident is not None and self.membership.lives(rank):
+                    return self._route(self.incident.on_hello(rank, node))
+            case Layout(rank=rank):
+                if rejection_reason := self.membership.add(message):
+                    return self._refuse(rank, rejection_reason)
+                return self._route(self.incident.on_layout()) if self.incident is not None else []
+            case Refused(rank=rank, reason=reason):
+                return self._refuse(rank, reason)
+            case Unprotected(rank=rank, why=why):
+                self.membership.unprotected[rank] = why
+            case Raised(rank=rank):
+                self._failures.raised.setdefault(rank, message)
+                self.membership.ends({rank})
+                return self._fault(now, by_death=False)
+            case TerminationRequested(
+                rank=rank, signal=name
+            ):  # it lives on, and may begin to train meanwhile
+                return self._on_asked(rank, name, f"rank {rank}", now)
+            case AgentTerminationRequested(node=node, signal=name, error=error):
+                who = "ttprun" if len(self.membership.agents) == 1 else f"ttprun on node {node}"
+                self._failures.leaving.add(node)
+                return self._on_asked(-1, name, who, now, error)
+            case NodeStalled():
+                return self._on_stalled(message, now)
+            case NodeResumed(node=node):
+                self._stalled.pop(node, None)
+            case Dying(rank=rank, board=board):
+                self.membership.boards[rank] = board
+                return self._on_dying(rank, now)
+            case Died(rank=rank, status=status, board=board):
+                self.membership.boards[rank] = board
+                if board.phase == Phase.ENDED:
+                    self._failures.ended.add(rank)
+                orders = self._on_deaths({rank: status}, now)
+                return orders + (self._route(self.incident.on_status(rank)) if self.incident else [])
+            case ReplayComplete(node=node, verdict=verdict):
+                return self._on_recalled(node, verdict, now)
+            case AgentLost(node=node):
+                return self._on_agent_lost(node, now)
+            case _:
+                return self._on_incident_message(message, now)
+        return []
+
+    def tick(self, now: float) -> Orders:
+        """Let time pass."""
+        incident = self.incident
+        if incident is None:
+            return []
+        incident.state.now = now
+        if (
+            incident.state.outcome is not None and now >= incident.state.deadline
+        ):  # all is done but to learn how they ended
+            return self._on_deaths(dict.fromkeys(self.membership.dying, -signal.SIGKILL), now)
+        if overdue := self._take_over.overdue(now):
+            return [order for node in overdue for order in self._on_agent_lost(node, now)]
+        return self._route(incident.on_tick(now))
+
+    def _on_asked(self, rank: int, name: str, who: str, now: float, error: str = "") -> Orders:
+        if self.incident is None and self.verdict is None:
+            self._failures.ask(rank, who, name, error)
+        self._failures.told_to_end = (
+            f"{who} has failed: {error}" if error else f"{who} was told to end by {name}"
+        )
+        if self.incident is not None:
+            return self._route(self.incident.on_told_to_end())
+        return self._fault(now, by_death=True)  # nothing else explains it
+
+    def _on_stalled(self, stalled: NodeStalled, now: float) -> Orders:
+        before = self._stalled.get(stalled.node)
+        self._stalled[stalled.node] = stalled
+        if before is not None and msgspec.structs.replace(before, seconds=stalled.seconds) == stalled:
+            return []  # it lasts: thousands of nodes may say so, again and again, while all evaluate
+        return self._look_for_a_hang(now)
+
+    def _look_for_a_hang(self, now: float) -> Orders:
+        """A rank that hangs makes all others wait: it is a hang when every node stands still."""
+        agents, stalled = self.membership.agents, self._stalled
+        if self.incident is not None or self.verdict is not None or not agents <= stalled.keys():
+            return []
+        if not hang(stalled[node] for node in agents):
+            return []
+        self._failures.hang_s = min(stalled[node].seconds for node in agents)
+        return self._fault(now, by_death=True)
+
+    def _on_dying(self, rank: int, now: float) -> Orders:
+        if not self.membership.begin_to_die(rank):
+            return []
+        if self.verdict is None and not self._is_ended_by_order(rank):
+            self._failures.unannounced.add(rank)
+            self._failures.notice([rank])
+        return self._record_deaths({rank}, now)
+
+    def _on_deaths(self, statuses: dict[int, int], now: float) -> Orders:
+        new, sudden = self.membership.record_deaths(statuses)
+        by_themselves = [rank for rank in statuses if rank in new and not self._is_ended_by_order(rank)]
+        for rank in by_themselves:
+            self._failures.end(rank, statuses[rank])
+        self._failures.notice(by_themselves)
+        if self.incident is None and not any(statuses[rank] for rank in new):
+            return []
+        return self._record_deaths(sudden, now)
+
+    def _is_ended_by_order(self, rank: int) -> bool:
+        """Return whether its process is ended because another is to take its place: that is no failure."""
+        return self.incident is not None and rank in self.incident.regrouping.ended
+
+    def _record_deaths(self, ranks: Set[int], now: float) -> Orders:
+        if self.incident is None:
+            return self._fault(now, by_death=True)
+        return self._route(self.incident.on_deaths(ranks) if ranks else [])
+
+    def _on_agent_lost(self, node: int, now: float) -> Orders:
+        self.membership.agents.discard(node)
+        self.membership.lost.add(node)
+        self._take_over.lose(node)
+        ranks = self._failures.lost[node] = self.membership.left_on(node)
+        self.membership.vanished.update(ranks)
+        orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), now)
+        if self.incident is None:  # its workers had come to their ends; the others may have hung by then
+            return self._look_for_a_hang(now)
+        orders += self._route(self.incident.on_agent_lost(node))
+        orders += self._route(self.incident.on_recalled())
+        return orders
+
+    def _on_recalled(self, node: int, verdict: Verdict | None, now: float) -> Orders:
+        if not self._take_over.has_told(node, now):
+            return []
+        if verdict is not None and self.verdict is None:
+            self.verdict = msgspec.structs.replace(verdict, leaves=(0,), lost=True)
+            return self._broadcast_verdict(verdict.incident)
+        return self._route(self.incident.on_recalled()) if self.incident is not None else []
+
+    def _fault(self, now: float, *, by_death: bool) -> Orders:
+        if self.incident is not None or self.verdict is not None:
+            return []
+        self.incident = Incident(
+            self._number,
+            self.membership,
+            self._failures,
+            opened_at=now,
+            timeout_s=self._timeout_s,
+            store=self._store,
+            awaited=self._take_over.awaited,
+            term=self.term,
+            answer_s=ANSWER_S if self._failures.hang_s or self._failures.asked else 0.0,
+            resumptions=self._resumptions,
+        )
+        self._number += 1
+        return self._route(self.incident.open(by_death))
+
+    def _on_incident_message(self, message: ToController, now: float) -> Orders:
+        incident = self.incident
+        if incident is None:
+            return []
+        match message:
+            case Frozen(rank=rank, incident=incident.number, standing=Standing() as standing):
+                self._failures.standing[rank] = standing
+        return self._route(dispatch(incident, message, now))
+
+    def _route(self, orders: Orders) -> Orders:
+        """Return what the incident orders, and what follows from its end."""
+        assert self.incident is not None
+        outcome = self.incident.state.outcome
+        if self.verdict is not None:
+            return []
+        if outcome is None:
+            return orders
+        if outcome.kind == "resumed":
+            return orders + self._resume(self.incident)
+        return orders if self.membership.dying else orders + self._conclude()
+
+    def _resume(self, incident: Incident) -> Orders:
+        """End the incident, because all ranks have joined; the next fault opens another one."""
+        resumed = resumed_of(incident, self._failures, self.membership)
+        self._resumptions.note(resumed.fault.key, resumed.step)
+        for rank, newcomer in incident.regrouping.newcomers.items():
+            self.membership.replace(rank, newcomer.pid)
+        self.incident, self._failures = None, Failures()
+        self._stalled.clear()
+        # First to the agents: a next controller must not hear of what is over.
+        orders: Orders = [(node, resumed) for node in sorted(self.membership.agents)]
+        resume = Resume(resumed.incident, resumed.step)
+        return orders + [(node, Addressed(rank, resume)) for rank, node in self.membership.node_of.items()]
+
+    def _conclude(self) -> Orders:
+        assert self.incident is not None
+        self.verdict = self._recurrence.judge(verdict_of(self.incident, self._failures, self.membership))
+        return self._broadcast_verdict(self.incident.number)
+
+    def give_up(self, reason: str) -> Orders:
+        """End the job without a decision: what should decide has failed."""
+        if self.verdict is not None:
+            return []
+        number = self.incident.number if self.incident is not None else 0
+        self.verdict = Verdict(number, "lost", -1, f"the controller failed: {reason}", -1, 1, "")
+        return self._broadcast_verdict(number)
+
+    def _refuse(self, rank: int, reason: str) -> Orders:
+        if self.verdict is not None:
+            return []
+        self.verdict = Verdict(0, "refused", -1, reason, rank, REFUSED_EXIT_CODE, "")
+        return self._broadcast_verdict(0)
+
+    def _broadcast_verdict(self, number: int) -> Orders:
+        assert self.verdict is not None
+        # First to the agents: no worker exits whose agent does not know the verdict, whatever dies now.
+        verdicts: Orders = [
+            (node, self.verdict) for node in sorted(self.membership.agents | self.membership.late)
+        ]
+        leave, blamed, shown = Exit(number), Exit(number, blamed=True), self._shows_its_exception
+        return verdicts + [
+            (node, Addressed(rank, blamed if rank == shown else leave))
+            for rank, node in self.membership.node_of.items()
+            if rank not in self.membership.dead
+        ]
+
+    @property
+    def _shows_its_exception(self) -> int:
+        """Return the rank that is blamed; where none is, the first that raised, or -1.
+
+        What is raised after the job was told to end is an echo of that.
+        """
+        assert self.verdict is not None
+        if self.verdict.cause_rank >= 0 or self._failures.asked is not None:
+            return self.verdict.cause_rank
+        return next(iter(self._failures.raised), -1)

@@ -1,0 +1,205 @@
+"""The dump of an incident: what of the step is on disk, who gives and who writes the rest; pure.
+
+`NonFiniteTracker` keeps what of a saved state is not finite, and where another copy was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from adaptor.controller.plan import Group, Groups, NoPlan, Plan, groups_of, plan
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import BoardRecord, Dump, GroupOrder, Layout, WriteFailed, Written
+
+
+@dataclass
+class NonFiniteTracker:
+    """Each group is doubted once: what other holders give then is written, whatever it is.
+
+    A state that is not finite can be that of a training that has diverged, and is saved as it was; but a
+    device that fails spoils only its own copy.
+
+    ranks  by group, whose shards were doubted
+    said   by group that is on disk, for the verdict; empty where nothing is to be said
+    """
+
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
+
+    def settle(self, group: str, holders: tuple[int, ...], not_finite: str) -> None:
+        """`group` is on disk, from `holders`; `not_finite` says what there is not, empty where all is."""
+        spoilt = " and ".join(str(rank) for rank in self.ranks.get(group, ()) if rank not in holders)
+        if not_finite:
+            self.said[group] = f"in {group} {not_finite}, as before the failure"
+        elif spoilt:
+            self.said[group] = f"what rank {spoilt} held of {group} was not finite, another copy is saved"
+        else:
+            self.said[group] = ""
+
+    @property
+    def words(self) -> str:
+        """Return the whole note for the verdict."""
+        return "; ".join(filter(None, self.said.values()))
+
+
+# A dump that fails this often although nobody died in between will not succeed by trying again.
+MAX_ATTEMPTS = 5
+
+
+@dataclass
+class Writing:
+    """The writing of one incident. Invariant: a group that is on disk is not written again at the same step.
+
+    step, attempt  that are being written; no two attempts of an incident have the same number
+    pending        the groups that are not on disk, and who is at them
+    files          of those that are, and the `holders` who gave them
+    avoid          ranks that are chosen only for what nobody else can give, or write
+    failures       attempts that have failed since the last death
+    """
+
+    layouts: Mapping[int, Layout]
+    step: int = -1
+    attempt: int = 0
+    pending: dict[str, GroupOrder] = field(default_factory=dict)
+    files: dict[str, tuple[FileEntry, ...]] = field(default_factory=dict)
+    holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    doubts: NonFiniteTracker = field(default_factory=NonFiniteTracker)
+    avoid: set[int] = field(default_factory=set)
+    failures: int = 0
+    _told: int = 0
+    _groups: Groups = field(default_factory=dict)
+
+    @property
+    def save(self) -> str:
+        """The folder of checkpoints."""
+        return self.layouts[min(self.layouts)].save
+
+    @property
+    def origin(self) -> int:
+        """The step that training started from."""
+        return max(layout.origin for layout in self.layouts.values())
+
+    @property
+    def uses_script_handlers(self) -> bool:
+        """Return whether handlers of the script write and name what is saved."""
+        return not self.save
+
+    @property
+    def taking_part(self) -> set[int]:
+        return {rank for order in self.pending.values() for rank in order.ranks}
+
+    @property
+    def groups(self) -> Groups:
+        """Return who holds what, as far as ranks have told it; who tells it twice says the same."""
+        if len(self.layouts) != self._told:
+            self._told = len(self.layouts)
+            self._groups = groups_of({rank: layout.shares for rank, layout in self.layouts.items()})
+        return self._groups
+
+    def decide(
+        self, boards: Mapping[int, BoardRecord], unable: Collection[int] = (), step: int | None = None
+    ) -> Plan | NoPlan:
+        """The newest step that there is now, or `step` alone, with all its groups; `unable` ranks can write
+        nothing."""
+        groups = self.groups
+        if unable:
+            groups = {k: Group(group.owners, group.writers.difference(unable)) for k, group in groups.items()}
+        return plan(groups, boards, only=step, avoid={*self.avoid, *unable})
+
+    def begin(self, decision: Plan) -> None:
+        """Begin the dump of a step: none of it is on disk."""
+        self.step = decision.step
+        self.pending = {order.group: order for order in decision.groups}
+        self.files = {}
+
+    def rest(self, boards: Mapping[int, BoardRecord], avoid: Collection[int] = ()) -> Plan | NoPlan:
+        """Plan the groups that are not on disk yet, at the same step, without the ranks in `avoid`.
+
+        If handlers of the script save, all groups are written again.
+        """
+        names = self.pending.keys() | (self.files.keys() if self.uses_script_handlers else set())
+        groups = {name: group for name, group in self.groups.items() if name in names}
+        return plan(groups, boards, only=self.step, avoid={*self.avoid, *avoid})
+
+    def elsewhere(self, there: Collection[int], boards: Mapping[int, BoardRecord]) -> Plan | None:
+        """The rest with other writers for those that are `there`; None where no group can have another."""
+        again = self.rest(boards, avoid=there)
+        if isinstance(again, NoPlan):
+            return None
+        away = {order.group for order in again.groups if order.writer not in there}
+        return again if any(self.pending[group].writer in there for group in away) else None
+
+    def begin_attempt(self, decision: Plan) -> None:
+        self.pending = {order.group: order for order in decision.groups}
+        self.attempt += 1
+
+    def orders(
+        self, incident: int, folder: str, store: tuple[str, int, bytes], timeout_s: float
+    ) -> dict[int, Dump]:
+        """Return what each rank that takes part in this attempt is to do."""
+        names: dict[int, tuple[str, ...]] = {}
+        for name, order in self.pending.items():
+            for rank in order.ranks:
+                names[rank] = (*names.get(rank, ()), name)
+        host, port, secret = store
+        dumps = {  # one for all who take part in the same groups
+            groups: Dump(
+                incident,
+                self.attempt,
+                self.step,
+                folder,
+                groups=tuple(self.pending[name] for name in groups),
+                store_host=host,
+                store_port=port,
+                timeout_s=timeout_s,
+                as_is=tuple(self.doubts.ranks),
+                store_secret=secret,
+            )
+            for groups in set(names.values())
+        }
+        return {rank: dumps[groups] for rank, groups in names.items()}
+
+    def awaits(self, message: Written | WriteFailed) -> bool:
+        """Return whether it is of this attempt, of a group that is not on disk, and of who was asked."""
+        order = self.pending.get(message.group)
+        if order is None or message.attempt != self.attempt:
+            return False
+        if isinstance(message, WriteFailed):
+            return message.rank in order.ranks
+        return message.rank == order.writer and all(_is_inside(entry.path) for entry in message.files)
+
+    def take(self, message: Written) -> None:
+        """A group is on disk."""
+        holders = self.holders[message.group] = self.pending.pop(message.group).holders
+        self.files[message.group] = message.files
+        self.doubts.settle(message.group, holders, message.not_finite)
+
+    def doubt(self, message: WriteFailed) -> None:
+        """Avoid the rank that failed, which may be alive with an unreadable state, or the doubted ranks."""
+        self.avoid.update(message.doubted or [message.rank])
+        if message.doubted:
+            self.doubts.ranks[message.group] = message.doubted
+
+    def fails_for_good(self, message: WriteFailed) -> bool:
+        """Return whether this was one failure too many; a doubt is none."""
+        self.failures += not message.doubted
+        return not message.doubted and self.failures >= MAX_ATTEMPTS
+
+    def rename_rank(self, alive: Collection[int]) -> int:
+        """Return who calls the handler that gives it its name.
+
+        Those of the group that came last have not died, or it would have been planned again.
+        """
+        return min(rank for group in self.holders.values() for rank in group if rank in alive)
+
+    @property
+    def all_files(self) -> tuple[FileEntry, ...]:
+        return tuple(entry for group in sorted(self.files) for entry in self.files[group])
+
+
+def _is_inside(path: str) -> bool:
+    """Return whether `path` stays below the folder that it is relative to: it is renamed there."""
+    parts = PurePosixPath(path).parts
+    return bool(parts) and parts[0] != "/" and ".." not in parts and "\0" not in path

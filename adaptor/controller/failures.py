@@ -1,0 +1,173 @@
+"""Finds the first cause of an incident; pure."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from adaptor.protocol.messages import CALL, Raised, Standing
+
+# What a shell reports for a process that a signal ended.
+SIGNAL_BASE = 128
+# The most ranks that are named.
+_NAMED = 4
+
+
+class Cause(NamedTuple):
+    """The first cause: the rank to blame (-1: none), the exit code of the job, and the words for the user.
+
+    key      see `messages.Fault`
+    ranks    see `messages.Fault`; by default the rank to blame alone
+    mistake  another start would fail in the same way
+    """
+
+    rank: int
+    exit_code: int
+    words: str
+    key: str = ""
+    ranks: tuple[int, ...] = ()
+    mistake: bool = False
+
+
+@dataclass
+class Failures:
+    """The failures of an incident, collected from the messages to the controller.
+
+    dead         the status of every process that has ended, by rank
+    ended        ranks whose script had come to its end before
+    unannounced  ranks that ended without announcing it: they have failed, whatever the status
+    noticed      ranks that have ended, in the order in which that was noticed; statuses come later
+    lost         nodes that were lost, with their ranks
+    raised       the first exception of each rank
+    asked        the cause, if the job was told to end while nothing had failed
+    told_to_end  the process that was told to end last, and the signal; also after a failure
+    leaving      nodes whose agents were told to end
+    hang_s       seconds for which nothing had moved, if that was a hang; else 0
+    standing     the positions of the main threads in a hang
+    """
+
+    dead: dict[int, int] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    unannounced: set[int] = field(default_factory=set)
+    noticed: dict[int, None] = field(default_factory=dict)
+    lost: dict[int, list[int]] = field(default_factory=dict)
+    raised: dict[int, Raised] = field(default_factory=dict)
+    asked: Cause | None = None
+    told_to_end: str = ""
+    leaving: set[int] = field(default_factory=set)
+    hang_s: float = 0.0
+    standing: dict[int, Standing] = field(default_factory=dict)
+
+    def notice(self, ranks: Iterable[int]) -> None:
+        """Note ranks that have ended, or are about to."""
+        for rank in ranks:
+            self.noticed.setdefault(rank)
+
+    def end(self, rank: int, status: int) -> None:
+        """Note the status of a process of `rank` that has ended; the first one counts."""
+        self.dead.setdefault(rank, status)
+
+    def ask(self, rank: int, who: str, name: str, error: str = "") -> None:
+        """Somebody wants `who` to end, by the signal `name`; or `who` has failed by an `error` of its own."""
+        if error:
+            self.asked = Cause(rank, 1, f"{who} has failed: {error}")
+            return
+        code = SIGNAL_BASE + signal.Signals.__members__.get(name, signal.SIGTERM)
+        self.asked = Cause(rank, code, f"{who} was told to end by {name}")
+
+    @property
+    def is_known(self) -> bool:
+        """Return True if `first` will not change any more: all noticed deaths have a status."""
+        return bool(self.asked or self.hang_s) or self.noticed.keys() <= self.dead.keys()
+
+    def first(self, silent: Collection[int]) -> Cause:
+        """Return the first cause; a death explains the exceptions of other ranks.
+
+        Args:
+            silent: ranks that have not answered the freeze.
+        """
+        if self.asked is not None:
+            return self.asked
+        if self.hang_s:
+            return self._hang(sorted(silent))
+        ended = [(rank, self.dead[rank]) for rank in self.noticed if rank in self.dead]
+        failed = [(rank, status) for rank, status in ended if status or rank in self.unannounced]
+        if failed:
+            rank, status = failed[0]
+            code = status or 1 if status >= 0 else SIGNAL_BASE - status
+            away = {r for ranks in self.lost.values() for r in ranks}
+            after = {r: " after its script had ended" if r in self.ended else "" for r, _ in failed}
+            words = [f"rank {r} {ending(s)}{after[r]}" for r, s in failed if r not in away]
+            words += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
+            key = "" if rank in away else _kind(status)
+            return Cause(rank, code, ", ".join(words), key, tuple(r for r, _ in failed))
+        rank, raised = next(iter(self.raised.items()))
+        origin = raised.origin
+        known_by = f"{origin.kind} at {origin.where}" if origin.where else origin.kind
+        said = f"rank {rank} raised {raised.error}{self._before}"
+        return Cause(rank, raised.exit_code, said, known_by, (rank,), origin.mistake)
+
+    def _hang(self, silent: list[int]) -> Cause:
+        """Return the ranks that caused a hang.
+
+        These are the ranks that do not answer, else those whose main thread is not in a collective, else
+        those that are in another collective than most.
+        """
+        lost = f"nothing has moved for {self.hang_s:.0f} s"
+        if silent:
+            return Cause(silent[0], 1, f"{lost}: {_ranks(silent)} does not answer", "a hang")
+        apart = {rank: there.where for rank, there in sorted(self.standing.items()) if not there.waits}
+        if 0 < len(apart) < len(self.standing):
+            first = min(apart)
+            words = f"{_ranks(list(apart))} stands still, others wait; {apart[first]}"
+            return Cause(first, 1, f"{lost}: {words}", "a hang")
+        if self.ended:
+            return Cause(min(self.ended), 1, f"{lost}{self._before}", "a hang")
+        if not apart and (elsewhere := self._elsewhere()):
+            first = min(elsewhere)
+            words = f"{_ranks(list(elsewhere))} waits where most do not; {elsewhere[first]}"
+            return Cause(first, 1, f"{lost}: {words}", "a hang")
+        return Cause(-1, 1, f"{lost}, and no rank stands out", "a hang")
+
+    @property
+    def _before(self) -> str:
+        """Return the ranks whose script had ended before, in words: collectives of others break then."""
+        return f"; the script of {_ranks(sorted(self.ended))} had ended before" if self.ended else ""
+
+    def _elsewhere(self) -> dict[int, str]:
+        """Return the ranks whose calls differ, from the outermost on, from those of more than half of all."""
+        ways = {rank: there.way for rank, there in sorted(self.standing.items())}
+        for start in range(0, max(map(len, ways.values()), default=0), CALL):
+            calls = Counter(way[start : start + CALL] for way in ways.values())
+            most, count = calls.most_common(1)[0]
+            if count < len(ways):
+                apart = [rank for rank, way in ways.items() if way[start : start + CALL] != most]
+                return {rank: self.standing[rank].where for rank in apart} if 2 * count > len(ways) else {}
+        return {}
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = len(ranks) - _NAMED
+    return f"rank {', '.join(map(str, ranks[:_NAMED]))}" + (f" and {more} more" if more > 0 else "")
+
+
+def ending(status: int) -> str:
+    """Return the predicate of a sentence about a process that has ended."""
+    if status == 0:
+        return "exited with code 0 before its script had ended"
+    if status > 0:
+        return f"exited with code {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def _kind(status: int) -> str:
+    """Return the noun for what `ending` says in a sentence."""
+    if status == 0:
+        return "exit code 0 before the end of the script"
+    return f"exit code {status}" if status > 0 else ending(status).removeprefix("was ended by ")

@@ -1,0 +1,147 @@
+"""The freeze of an incident: which ranks are asked, and which have answered; pure, without a clock.
+
+A step is chosen only when every live rank has answered, or has run out of time. If training has only just
+begun, the layouts of some ranks may still be on their way, or lost with their node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from adaptor.controller.incident_state import IncidentState
+from adaptor.controller.membership import Membership
+from adaptor.controller.plan import may_have_begun
+from adaptor.protocol.messages import BoardRecord, Phase
+
+# A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
+LAYOUT_WAIT_S = 2.0
+
+
+class FreezeState:
+    """The freeze of one incident.
+
+    Args:
+        awaited: nodes that may yet come to a controller that has taken the place of another.
+        took_over: every agent that is there has told all that it knows.
+        answer_s: how long a rank has for its answer.
+    """
+
+    def __init__(
+        self,
+        state: IncidentState,
+        membership: Membership,
+        *,
+        awaited: Collection[int],
+        took_over: bool,
+        answer_s: float,
+    ) -> None:
+        self._state = state
+        self._membership = membership
+        self._awaited = awaited
+        self._took_over = took_over
+        self._answers_by = state.opened_at + answer_s
+        self._explained_by = 0.0  # layouts are waited for
+        self._newest = -1
+
+    @property
+    def knows_all(self) -> bool:
+        """Return True if the layout of every rank of the job is known."""
+        return len(self._membership.layouts) == self._membership.world_size
+
+    @property
+    def waits(self) -> bool:
+        """Return True while no rank has been asked, because layouts are waited for."""
+        return self._explained_by > 0
+
+    @property
+    def never_begun(self) -> bool:
+        """Return True if training had not begun on some rank, and no awaited node can know otherwise."""
+        if self._awaited:
+            return False
+        if self._membership.unbegun or not self._membership.layouts:
+            return True
+        return self._took_over and not self._state.nodes.keys() <= self._membership.layouts.keys()
+
+    @property
+    def unknown(self) -> list[int]:
+        """Return the ranks whose layout is not known."""
+        membership = self._membership
+        return [rank for rank in range(membership.world_size) if rank not in membership.layouts]
+
+    @property
+    def is_over(self) -> bool:
+        return not self.waits and not self._awaited and self._state.nodes.keys() <= self._state.boards.keys()
+
+    def wait(self) -> None:
+        """Wait for all layouts: an exception may follow from a death that is not reported yet."""
+        self._explained_by = self._state.opened_at + LAYOUT_WAIT_S
+
+    def ask(self) -> None:
+        self._explained_by = 0.0
+
+    def hurry(self, until: float) -> None:
+        """Wait for answers until `until` at the latest."""
+        self._answers_by = min(self._answers_by, until)
+
+    def is_late(self, now: float) -> bool:
+        """Return whether layouts have been waited for long enough."""
+        return self.waits and now >= self._explained_by
+
+    def record_answer(self, rank: int, board: BoardRecord) -> None:
+        self._state.boards[rank] = board
+        self._newest = max(self._newest, _newest(board))
+
+    def expire_unanswered(self, now: float) -> bool:
+        """Return True when the time for answers is over; a rank without an answer is then no holder."""
+        if now < self._answers_by:
+            return False
+        silent = [rank for rank in self._state.nodes if rank not in self._state.boards]
+        self._state.silent += silent
+        for rank in silent:
+            self._state.leave(rank)
+        return True
+
+    def further(self, step: int) -> str:
+        """Return a note for the verdict if `step` is saved and a rank had finished a later one, else empty.
+
+        Ranks of a job with local copies may have gone back, and the rank that was ahead may be dead by now.
+        """
+        finished = max([self._newest, *map(_newest, self._state.boards.values())])
+        return "" if finished <= step else f"step {finished} was not finished on every rank"
+
+    @property
+    def newest_told(self) -> int:
+        """Return the newest step that any rank, dead ones included, had finished or left when it answered."""
+        return max([self._newest, *map(_newest, self._membership.boards.values())])
+
+    @property
+    def newest_begun(self) -> int:
+        """Return the newest step that any rank may have begun; a dead one may, if all were at its door."""
+        boards = [*self._state.boards.values(), *self._membership.boards.values()]
+        ahead = max((board.ahead for board in boards), default=-1)
+        return max(self.newest_told, ahead if may_have_begun(ahead, boards) else -1)
+
+    def let_through(self, ranks: Iterable[int], step: int) -> None:
+        """Note that these ranks go through the door to `step`; without a local copy they cannot go back."""
+        for rank in ranks:
+            board = self._state.boards[rank]
+            if board.finished < step:
+                oldest = board.finished if self._membership.layouts[rank].has_local_copy else step
+                self._state.boards[rank] = msgspec.structs.replace(
+                    board, phase=Phase.RUNNING, oldest=oldest, finished=step
+                )
+
+    def take_back(self, ranks: Iterable[int], step: int) -> None:
+        """Note that ranks which are further put back the state of `step`, from their local copies."""
+        for rank in ranks:
+            board = self._state.boards[rank]
+            if board.finished > step or board.phase == Phase.BROKEN:
+                self._state.boards[rank] = msgspec.structs.replace(
+                    board, phase=Phase.RUNNING, oldest=step, finished=step
+                )
+
+
+def _newest(board: BoardRecord) -> int:
+    return board.ahead if board.phase == Phase.BROKEN else board.finished

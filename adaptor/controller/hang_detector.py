@@ -1,0 +1,134 @@
+"""Tells a hang from a slow step, from the boards of a node's workers; pure, the time is an argument.
+
+Every agent runs `HangDetector` for its node; the controller asks `hang` what all nodes have reported.
+
+A job hangs when every node reports it, and no rank can be at something that takes its time: start-up,
+compilation, evaluation, a save. A rank between two steps may be at one of these, unless another rank is still
+in the middle of a step that this one has finished: then it waits for that rank. A phase between two steps
+that is marked (`Session.phase`) has a limit of its own, once one of its kind has ended: a rank that stays in
+it for longer counts as one that is in the middle of its next step. A rank at the end of its script does
+nothing any more. In the first steps of a process kernels are compiled and data is read for the first time,
+and no duration is known: they may take as long as any rank may be waited for.
+
+Invariant: it is a hang only if some rank is in the middle of a step, or in a phase for too long, and every
+other rank is in one as well, waits for one that is, has ended, or has been waited for longer than torch's
+own default time-outs allow. A rank in the first phase of its kind, whose duration is unknown, is waited for
+without limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from adaptor.protocol.messages import BoardRecord, NodeResumed, NodeStalled, Phase
+
+# A step is a hang when it takes this many times as long as the slowest recent one.
+FACTOR = 3.0
+# The same for a phase between two steps, with the slowest of its kind or the floor: a save takes much longer
+# than usual when others use the same storage. With the default floor that is 10 minutes at least, after which
+# NCCL's own watchdog would end the job.
+PHASE_FACTOR = 5.0
+# A rank is waited for this many floors at most, unless it is in the first phase of a kind: 30 minutes with
+# the default floor, torch's own default time-out of a collective on gloo.
+OVERLONG = 15.0
+# An agent that has not looked for this long was stopped or starved itself, and its workers may have been,
+# too.
+ABSENT_S = 10.0
+# The report is repeated, for a controller that has taken over, when it has lasted longer by this part:
+# thousands of nodes of a job that evaluates for an hour must not report it all the time.
+AGAIN = 1 / 16
+
+
+class HangDetector:
+    """Watches the boards of a node.
+
+    Args:
+        node: the number of the node.
+        floor_s: TTP_HANG in seconds: no shorter time is a hang; 0: nothing is.
+    """
+
+    def __init__(self, node: int, floor_s: float) -> None:
+        self._node = node
+        self._floor_s = floor_s
+        self._seen: dict[int, tuple[int, ...]] = {}
+        self._since = 0.0
+        self._looked = float("-inf")
+        self._said: NodeStalled | None = None
+
+    def look(
+        self, boards: Iterable[BoardRecord], now: float, *, traced: bool = False
+    ) -> NodeStalled | NodeResumed | None:
+        """Return the report for the controller, or None if nothing has changed.
+
+        Args:
+            boards: of all workers of the node.
+            now: monotonic seconds.
+            traced: a debugger or a compiler has one of the workers.
+        """
+        there = self._stall(list(boards), now, traced)
+        said, self._said = self._said, there
+        if there is None:
+            return NodeResumed(self._node) if said is not None else None
+        if (
+            said is not None
+            and _content(there) == _content(said)
+            and there.seconds < said.seconds * (1 + AGAIN)
+        ):
+            self._said = said
+            return None
+        return there
+
+    def _stall(self, boards: list[BoardRecord], now: float, traced: bool) -> NodeStalled | None:
+        seen = {board.rank: _position(board) for board in boards}
+        if seen != self._seen or traced or now - self._looked > ABSENT_S:
+            self._seen, self._since = seen, now
+        self._looked = now
+        going = [board for board in boards if board.phase != Phase.ENDED]
+        if not self._floor_s or not all(map(_is_training, going)):
+            return None
+        seconds = now - self._since
+        if seconds < max((self._step_may_take(board) for board in going), default=self._floor_s):
+            return None
+        inside: list[int] = []
+        between: list[int] = []
+        for board in going:
+            step = board.inside if board.inside >= 0 else board.finished + 1  # that it is in, or comes to
+            if self._may_take_its_time(board, seconds):
+                between.append(step - 1)
+            else:
+                inside.append(step)
+        # One in the first phase of its kind has no measure yet, and a restart would bring it there again.
+        overlong = seconds >= OVERLONG * self._floor_s and all(board.usual for board in going)
+        return NodeStalled(self._node, seconds, min(inside, default=-1), min(between, default=-1), overlong)
+
+    def _step_may_take(self, board: BoardRecord) -> float:
+        """Return the seconds that a step may take; the first ones of a process, without a measure, most."""
+        factor = FACTOR * board.slowest
+        return max(self._floor_s, factor) if factor else OVERLONG * self._floor_s
+
+    def _may_take_its_time(self, board: BoardRecord, seconds: float) -> bool:
+        if board.usual < 0:  # in no phase
+            return board.inside < 0
+        return not board.usual or seconds < PHASE_FACTOR * max(self._floor_s, board.usual)
+
+
+def hang(nodes: Iterable[NodeStalled]) -> bool:
+    """Return True if the job hangs; `nodes`: the reports of all of its nodes."""
+    nodes = list(nodes)
+    inside = [stalled.inside for stalled in nodes if stalled.inside >= 0]
+    between = [stalled.between for stalled in nodes if stalled.between >= 0]
+    if not inside:
+        return False
+    return min(inside) <= min(between, default=min(inside)) or all(stalled.overlong for stalled in nodes)
+
+
+def _content(stalled: NodeStalled) -> tuple[int, int, bool]:
+    return stalled.inside, stalled.between, stalled.overlong
+
+
+def _position(board: BoardRecord) -> tuple[int, ...]:
+    return board.phase, board.finished, board.ahead, board.inside, board.progress, board.turns
+
+
+def _is_training(board: BoardRecord) -> bool:
+    return board.phase in (Phase.RUNNING, Phase.READY, Phase.UPDATING)

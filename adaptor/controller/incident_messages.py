@@ -1,0 +1,55 @@
+"""Passes messages to their incident; messages of other incidents are ignored."""
+
+from __future__ import annotations
+
+from adaptor.controller.incident import Incident
+from adaptor.controller.outcome import Orders
+from adaptor.protocol.messages import (
+    Frozen,
+    Joined,
+    Prepared,
+    Progress,
+    Published,
+    PublishFailed,
+    RegroupFailed,
+    Renamed,
+    ToController,
+    WriteFailed,
+    Written,
+)
+
+
+def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
+    """Tell `incident`; what it orders then."""
+    match message:
+        case Progress(node=node):
+            incident.on_progress(node, now)
+        case Frozen(rank=rank, incident=incident.number, board=board):
+            return incident.on_frozen(rank, board)
+        case (
+            Prepared(incident=incident.number)
+            | Published(incident=incident.number)
+            | PublishFailed(incident=incident.number)
+        ) if incident.target.was_asked(message):
+            return _on_folder_answer(incident, message)
+        case Written(incident=incident.number):
+            return incident.on_written(message, now)
+        case WriteFailed(incident=incident.number):
+            return incident.on_write_failed(message)
+        case Joined(incident=incident.number):
+            return incident.on_joined(message)
+        case RegroupFailed(incident=incident.number):
+            return incident.on_regroup_failed(message)
+        case Renamed(rank=rank, incident=incident.number, reason=reason):
+            return incident.on_renamed(rank, reason)
+    return []
+
+
+def _on_folder_answer(incident: Incident, answer: Prepared | Published | PublishFailed) -> Orders:
+    match answer:
+        case Prepared(folder=folder, reason=reason, number=number):
+            return incident.on_prepared(folder, reason, number)
+        case Published(step=step):
+            return incident.on_published(step)
+        case PublishFailed(reason=reason, number=number):
+            return incident.on_publish_failed(reason, number)

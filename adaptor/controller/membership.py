@@ -1,0 +1,140 @@
+"""The members of a job as the controller knows them: nodes, agents, ranks, their shards, the dead; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Set
+
+from adaptor.protocol.messages import BoardRecord, Layout, Share
+
+
+class Membership:
+    """The members of one generation of workers.
+
+    node_of    the node of each rank
+    agents     nodes whose agents are there
+    lost       nodes whose agents are gone: nobody takes their place in this generation of workers
+    late       of the lost, those whose agents came after all: they are told the verdict, and nothing else
+    connected  ranks that have said hello
+    layouts    what ranks have told that they hold
+    dead       the status of each process that has ended
+    dying      ranks whose main threads are gone, and whose statuses are not known yet
+    vanished   ranks that were lost with their agents: what they had said last may not have come
+    unbegun    other ranks that ended before they had told their layout
+    unprotected  ranks that train what cannot be saved, and why
+    boards     the last ones of ranks that have ended, as far as their agents could tell
+    pids       the processes of ranks that have said hello
+    hosts      the machines of nodes
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.node_of: dict[int, int] = {}
+        self.agents: set[int] = set()
+        self.lost: set[int] = set()
+        self.late: set[int] = set()
+        self.connected: set[int] = set()
+        self.layouts: dict[int, Layout] = {}
+        self.dead: dict[int, int] = {}
+        self.dying: set[int] = set()
+        self.vanished: set[int] = set()
+        self.unbegun: set[int] = set()
+        self.unprotected: dict[int, str] = {}
+        self.boards: dict[int, BoardRecord] = {}
+        self.pids: dict[int, int] = {}
+        self.hosts: dict[int, str] = {}
+
+    def enter(self, node: int, ranks: Collection[int]) -> None:
+        """`ranks` are those of `node`."""
+        self.node_of.update(dict.fromkeys(ranks, node))
+
+    def add(self, layout: Layout) -> str:
+        """Keep what a rank holds; if it does not fit what others do, the reason why, and it is not kept."""
+        first = next(iter(self.layouts.values()), layout)
+        if first.fingerprint != layout.fingerprint:
+            return f"rank {layout.rank} and rank {first.rank} do not run the same framework or patches"
+        if first.has_local_copy != layout.has_local_copy:
+            return (
+                f"TTP_LOCAL_COPY is {layout.has_local_copy} on rank {layout.rank} and "
+                f"{first.has_local_copy} on rank {first.rank}: it must be the same on all"
+            )
+        self.layouts[layout.rank] = layout
+        self.unprotected.pop(layout.rank, None)
+        return ""
+
+    def lives(self, rank: int) -> bool:
+        return rank not in self.dead and rank not in self.dying
+
+    @property
+    def alive(self) -> dict[int, int]:
+        """The nodes of the ranks that are there, in the order of ranks."""
+        there = self.connected - self.dead.keys() - self.dying
+        return {rank: self.node_of[rank] for rank in sorted(there)}
+
+    @property
+    def everyone_is_dead(self) -> bool:
+        return len(self.dead) >= self.world_size
+
+    def left_on(self, node: int) -> list[int]:
+        """The ranks of `node` that are not dead."""
+        return [rank for rank, home in self.node_of.items() if home == node and rank not in self.dead]
+
+    def ends(self, ranks: Set[int]) -> None:
+        """They have ended, or are about to."""
+        self.unbegun |= ranks - self.layouts.keys() - self.vanished
+
+    def replace(self, rank: int, pid: int) -> None:
+        """`rank` has a new process, which holds what the one before did."""
+        self.dead.pop(rank, None)
+        self.dying.discard(rank)
+        self.boards.pop(rank, None)
+        self.connected.add(rank)
+        self.pids[rank] = pid
+
+    def begin_to_die(self, rank: int) -> bool:
+        """Return whether that is news."""
+        if not self.lives(rank):
+            return False
+        self.dying.add(rank)
+        self.ends({rank})
+        return True
+
+    def record_deaths(self, statuses: Mapping[int, int]) -> tuple[set[int], set[int]]:
+        """Record deaths; return the ranks that are newly dead, and those of them not known to be dying."""
+        new = {rank: status for rank, status in statuses.items() if rank not in self.dead}
+        self.dead.update(new)
+        self.ends(new.keys())
+        sudden = new.keys() - self.dying
+        self.dying -= new.keys()
+        return set(new), sudden
+
+    @property
+    def save(self) -> str:
+        """The folder of checkpoints; empty until a rank has told it."""
+        return next((layout.save for layout in self.layouts.values()), "")
+
+    @property
+    def advice(self) -> str:
+        """Return what would have helped where a shard has no live holder."""
+        owners: dict[tuple[str, int], list[Share]] = {}
+        members: dict[str, set[int]] = {}  # of each group: the ranks that have its model
+        shared: set[str] = set()  # groups of whose shards ranks with other experts hold some
+        for rank, layout in self.layouts.items():
+            for share in layout.shares:
+                owners.setdefault((share.group, share.index), []).append(share)
+                if share.foreign:
+                    shared.add(share.group)
+                else:
+                    members.setdefault(share.group, set()).add(rank)
+        helps: set[str] = set()
+        for share in (shares[0] for shares in owners.values() if len(shares) == 1):
+            if share.foreign or len(members[share.group]) > 1:
+                helps.add("a second copy of each shard (TTP_REPLICA=auto)")
+            elif share.group in shared:
+                helps.add(
+                    "a smaller --expert-model-parallel-size, with which other ranks have the same experts,"
+                )
+            else:
+                helps.add("a larger data-parallel size")
+        if helps:
+            return f"{' and '.join(sorted(helps))} would have helped"
+        return "second copies of each shard on other nodes, or a shorter --save-interval, would have helped"

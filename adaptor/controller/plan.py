@@ -1,0 +1,176 @@
+"""Chooses the step to save, who gives each shard, and who writes each group's files: a pure function.
+
+Why there is such a step while every shard has a live holder. The gradients of a step are reduced over the
+whole batch, to which every rank contributes in that step, directly or through those with which it shares a
+model. So nobody comes to the door of step m before everybody has finished step m-1. Let m be the newest step
+whose update anyone has begun, the dead included.
+
+With the barrier, everyone was READY for m before: every live rank has finished m, or can be let through.
+
+With local copies, every live rank has finished m-1. Once frozen, it has not begun the update of m, and has
+m-1 live; or it has made it, and has m-1 in its copy until the window of m+1 opens; or an exception has left
+that update, and the copy is whole. So every live rank gives m-1. Those that have come to the door of m give
+m, too, but for such an exception: once everyone has come there, m is saved as with the barrier.
+
+A training loop whose ranks do not depend on each other like this may have no such step; the reason says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from adaptor.protocol.messages import BoardRecord, GroupOrder, Phase, Share
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Save `step`; one order for each group, sorted by its name."""
+
+    step: int
+    groups: tuple[GroupOrder, ...]
+
+
+@dataclass(frozen=True)
+class NoPlan:
+    """The result if no step has a live holder of every shard; `reason` says which shard is missing."""
+
+    reason: str
+
+
+@dataclass
+class Group:
+    """The holders of a group's shards, dead ones included.
+
+    owners   of each shard (index, count), in the order of shards: the ranks that hold it, in order
+    writers  the ranks that can write the group's files
+    """
+
+    owners: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    writers: set[int] = field(default_factory=set)
+
+
+Groups = Mapping[str, Group]
+
+# More steps in a row than anyone skips. Ranks are at most one step apart, so the newest are enough.
+_SKIPPED = 1000
+
+
+def groups_of(shares: Mapping[int, Iterable[Share]]) -> Groups:
+    """Return who holds what, from what each rank of a job holds; sorted by name."""
+    groups: dict[str, Group] = {}
+    for rank in sorted(shares):
+        for share in shares[rank]:
+            if (group := groups.get(share.group)) is None:
+                group = groups[share.group] = Group()
+            if (share.index, share.count) not in group.owners:
+                for index in (*range(share.count), share.index):
+                    group.owners.setdefault((index, share.count), [])
+            group.owners[share.index, share.count].append(rank)
+            if not share.foreign:
+                group.writers.add(rank)
+    for group in groups.values():
+        group.owners = dict(sorted(group.owners.items()))
+    return dict(sorted(groups.items()))
+
+
+def plan(
+    groups: Groups,
+    alive: Mapping[int, BoardRecord],
+    only: int | None = None,
+    avoid: Collection[int] = (),
+) -> Plan | NoPlan:
+    """The largest step of which every shard of every group has a live holder.
+
+    A step that nobody has begun is taken only where there is no other: who is let through to it leaves the
+    one before, which others may be at, and one more death could leave no step at all.
+
+    Args:
+        groups: what is to be saved, and who holds it.
+        alive: the boards of the ranks that can still give their state.
+        only: consider this step alone.
+        avoid: ranks that are chosen only for what nobody else can give.
+    """
+    if not groups:
+        return NoPlan("no rank has told what it holds")
+    alike = _alike(alive)
+    boards = [board for board, _ in alike]
+    steps = {s for board in boards for s in _steps(board)} if only is None else {only}
+    for step in sorted(steps, key=lambda step: (may_have_begun(step, boards), step), reverse=True):
+        there = {rank for board, ranks in alike if board.provides(step) for rank in ranks}
+        orders = _orders(groups, there, avoid)
+        if orders is not None:
+            return Plan(step, orders)
+    return NoPlan(_missing(groups, alive))
+
+
+def _alike(boards: Mapping[int, BoardRecord]) -> list[tuple[BoardRecord, list[int]]]:
+    """Boards that say different things of steps, and which ranks say the same: of thousands, few differ."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank, board in boards.items():
+        said = (board.phase, board.oldest, board.finished, board.ahead)
+        alike.setdefault(said, []).append(rank)
+    return [(boards[ranks[0]], ranks) for ranks in alike.values()]
+
+
+def _orders(groups: Groups, there: set[int], avoid: Collection[int]) -> tuple[GroupOrder, ...] | None:
+    """Of those that are there; None where one of them is missing."""
+    preferred = there.difference(avoid)
+    orders: list[GroupOrder] = []
+    for name, group in groups.items():
+        holders: list[int] = []
+        for owners in group.owners.values():
+            holder = _first(owners, preferred, there)
+            if holder is None:
+                return None
+            holders.append(holder)
+        able = group.writers & there
+        if not able:
+            return None
+        orders.append(GroupOrder(name, tuple(holders), _writer(holders, able, avoid)))
+    return tuple(orders)
+
+
+def _first(ranks: list[int], *choices: set[int]) -> int | None:
+    """The first that is one of the first choice; of the next one if there is none."""
+    for choice in choices:
+        for rank in ranks:
+            if rank in choice:
+                return rank
+    return None
+
+
+def _steps(board: BoardRecord) -> list[int]:
+    newest = range(max(board.oldest, board.finished - _SKIPPED), board.finished + 1)
+    return [s for s in (*newest, board.ahead) if board.provides(s)]
+
+
+def may_have_begun(step: int, boards: Collection[BoardRecord]) -> bool:
+    """Return True if a rank, alive or dead, may have begun `step`: no live rank was not READY for it."""
+    for board in boards:
+        if step <= board.finished or (board.phase == Phase.UPDATING and step == board.ahead):
+            return True
+    alive = (Phase.RUNNING, Phase.UNREADABLE)  # READY is ahead
+    return not any(board.phase in alive and board.ahead < step for board in boards)
+
+
+def _writer(holders: Collection[int], able: set[int], avoid: Collection[int]) -> int:
+    """Return the writer of a group: a rank that gives a shard anyway, if there is one."""
+    preferred = able.difference(avoid) or able
+    return min(preferred.intersection(holders) or preferred)
+
+
+def _missing(groups: Groups, alive: Mapping[int, BoardRecord]) -> str:
+    def given(ranks: Iterable[int]) -> bool:
+        return any(rank in alive and _steps(alive[rank]) for rank in ranks)
+
+    for name, group in groups.items():
+        for (index, count), owners in group.owners.items():
+            if not given(owners):
+                ranks = " and ".join(map(str, owners)) or "nobody"
+                return f"shard {index} of {count} of group {name} has no live holder, it was on rank {ranks}"
+    for name, group in groups.items():
+        if not given(group.writers):
+            ranks = " and ".join(map(str, sorted(group.writers)))
+            return f"nobody is left who can write group {name}, that was rank {ranks}"
+    return "every shard has a live holder, but there is no step that all of them hold"

@@ -1,0 +1,197 @@
+"""Reassigns the work of a save from ranks and nodes that make no progress; pure, the time is an argument.
+
+`IoStallDetector` names the nodes whose work on the save folder stands still: a disk may hang on one node
+alone while all processes there answer. `LivenessProbe` asks the ranks of a dump that stands still
+whether they are there: one that answers is at work, or waits for another rank or for a disk; one that does
+not is stuck.
+`Reassignment` decides which ranks and nodes are given up, and how the save goes on without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from adaptor.controller.dump import Writing
+from adaptor.controller.incident_state import IncidentState
+from adaptor.controller.outcome import do_not_answer
+from adaptor.controller.plan import NoPlan, Plan
+from adaptor.controller.publish_target import PublishTarget
+from adaptor.protocol.messages import BoardRecord
+
+
+class IoStallDetector:
+    """The progress of each node's work on the save folder, in one incident.
+
+    Args:
+        patience_s: seconds for which the work of a node may stand still.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._since: dict[int, float | None] = {}  # None: it has moved since it was last looked at
+
+    def expect(self, nodes: Iterable[int]) -> None:
+        """Expect progress of these nodes only: they have just been given work."""
+        self._since = dict.fromkeys(nodes)
+
+    def moved(self, node: int) -> None:
+        if node in self._since:
+            self._since[node] = None
+
+    def overdue(self, now: float) -> set[int]:
+        """The nodes whose work has stood still for too long."""
+        self._since = {node: now if since is None else since for node, since in self._since.items()}
+        latest = now - self._patience_s
+        return {node for node, since in self._since.items() if since is not None and since <= latest}
+
+
+# A dump moves several times a second, on a slow disk too; and the thread that answers does nothing else.
+STUCK_S = 5.0
+
+
+class LivenessProbe:
+    """Asks the ranks of a dump that stands still if they are alive.
+
+    unanswered  the ranks that were asked and have not answered yet
+    silent      those of them whose time is over, and that were asked once more
+
+    Args:
+        patience_s: seconds without progress before ranks are asked, and seconds that they have for an answer.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._moved = True
+        self._due_at = 0.0
+        self.unanswered: set[int] = set()
+        self.silent: set[int] = set()
+
+    def moved(self) -> None:
+        """Note progress of the dump: no rank is asked for a while."""
+        self._moved = True
+
+    def answer(self, rank: int) -> None:
+        self.unanswered.discard(rank)
+        self.silent.discard(rank)
+
+    def is_due(self, now: float) -> bool:
+        """Return True if nothing has moved for `patience_s` since ranks were last asked."""
+        if self._moved:
+            self._moved = False
+            self.unanswered, self.silent = set(), set()
+            self._due_at = now + self._patience_s
+        if now < self._due_at:
+            return False
+        self._due_at = now + self._patience_s
+        return True
+
+    def call(self, ranks: Iterable[int]) -> list[int]:
+        """Ask `ranks`; returns them in order."""
+        self.silent = self.unanswered
+        self.unanswered = set(ranks)
+        return sorted(self.unanswered)
+
+
+class Reassignment:
+    """Decides which ranks and nodes are given up, and how the save goes on without them.
+
+    Invariant: a step that all ranks have finished is never given up.
+
+    Args:
+        agents: the nodes with an agent; the owner removes lost ones.
+    """
+
+    def __init__(
+        self, state: IncidentState, agents: Collection[int], writing: Writing, target: PublishTarget
+    ) -> None:
+        self._state = state
+        self._agents = agents
+        self._writing = writing
+        self._target = target
+        # Some that are stuck, one after the other, still leave time for the dump.
+        self.liveness = LivenessProbe(min(STUCK_S, state.timeout_s / 8))
+        # Longer than whoever is stuck is waited for, and time is left for another node's disk.
+        self.io_stalls = IoStallDetector(state.timeout_s / 3)
+
+    def moved(self, node: int) -> None:
+        """Something of the save has moved there."""
+        self.liveness.moved()
+        self.io_stalls.moved(node)
+
+    # ranks
+
+    def leave_the_stuck(self) -> bool:
+        """Give up those who have not answered, where others can give what they were chosen for."""
+        stuck = self.liveness.unanswered
+        others = self._others(stuck)
+        if not stuck or (isinstance(self._writing.rest(others), NoPlan) and self._older(others) is None):
+            return False
+        self._state.stuck += sorted(stuck)
+        for rank in stuck:
+            self._state.leave(rank)
+        return True
+
+    @property
+    def only_the_stuck(self) -> str:
+        """Return why it is lost, where nobody else has what those who do not answer were chosen for."""
+        stuck = self.liveness.silent
+        if not stuck:
+            return ""
+        decision = self._writing.decide(self._others(stuck))
+        return decision.reason + do_not_answer(stuck) if isinstance(decision, NoPlan) else ""
+
+    # nodes
+
+    def overdue(self, now: float, *, dumping: bool) -> set[int]:
+        """The nodes whose work with the save folder stands still."""
+        overdue = self.io_stalls.overdue(now)
+        if dumping:  # some may have written all that they were to write
+            overdue &= {self._state.nodes.get(order.writer, -1) for order in self._writing.pending.values()}
+        for node in overdue:  # whatever comes of it, it is not asked for again at once
+            self.io_stalls.moved(node)
+        return overdue
+
+    def prepare(self, overdue: set[int]) -> bool:
+        """Return whether another node can make the folder; its agent has it now."""
+        blocked = self._target.blocked | overdue
+        if blocked.issuperset(self._agents):
+            return False
+        self._writing.avoid |= self._there(overdue)
+        self._target.blocked |= overdue
+        if self._target.publisher in blocked:
+            self._target.hand_over()
+        return True
+
+    def dump(self, overdue: set[int]) -> Plan | None:
+        """Write on other nodes what they can write, or an older step; None where they can do neither."""
+        there = self._there(overdue)
+        boards = self._state.boards
+        again = self._writing.elsewhere(there, boards) or self._older(boards, there)
+        return again if again is not None and self.prepare(overdue) else None
+
+    def publish(self, overdue: set[int]) -> bool:
+        """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever."""
+        if self._target.hung or overdue.issuperset(self._agents):
+            return False
+        self._target.hung = True
+        self._target.blocked |= overdue
+        self._target.hand_over(overdue)
+        return True
+
+    def _there(self, overdue: set[int]) -> set[int]:
+        blocked = self._target.blocked | overdue
+        return {rank for rank, node in self._state.nodes.items() if node in blocked}
+
+    def _others(self, ranks: Collection[int]) -> dict[int, BoardRecord]:
+        return {rank: board for rank, board in self._state.boards.items() if rank not in ranks}
+
+    def _older(self, boards: Mapping[int, BoardRecord], there: Collection[int] = ()) -> Plan | None:
+        """A step that these can save alone, where they cannot save the one that was chosen.
+
+        Those that are `there`, where the disk hangs, give what nobody else can, and write nothing.
+        No step that all have finished is given up for it: who has finished one can give it.
+        """
+        decision = self._writing.decide(boards, there)
+        if isinstance(decision, NoPlan) or not self._writing.origin < decision.step < self._writing.step:
+            return None
+        return decision

@@ -1,0 +1,1 @@
+"""The work of the patches, by framework: imported once the framework is."""

@@ -1,0 +1,196 @@
+"""ModelLink's distributed optimizer cut in two, and what the engine asks of it. Imported with the framework.
+
+With `split` replicas the data-parallel group has two halves, and each of them holds the whole optimizer state
+in twice as large shards. The methods of the framework's own optimizer then do what they do for the half
+instead of the group: gather parameters, sum the gradient norm, read and write the parameter state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptor import context
+from adaptor.context import Context
+from adaptor.replica.choice import ReplicaChoice
+
+HALVES = 2
+
+
+@dataclass(frozen=True)
+class Half:
+    """The half of the data-parallel group that this rank is in, and its twin in the other half.
+
+    ranks  of the half; their order is that of the shards
+    group  of these, over which the framework reduces; `gloo` for tensors on the host
+    twins  the group of the ranks that have this shard, one of each half
+    """
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+    gloo: dist.ProcessGroup
+    twins: dist.ProcessGroup
+    first: bool
+
+
+class Halves:
+    """The half of this process, a part of its context; None while the data-parallel group is whole."""
+
+    def __init__(self, context: Context) -> None:
+        self.own: Half | None = None
+
+
+def half() -> Half | None:
+    """Return this rank's half; None where the data-parallel group is whole."""
+    return context.part(Halves).own
+
+
+def own_half() -> Half:
+    """Return this rank's half, where the data-parallel group is cut."""
+    made = half()
+    assert made is not None
+    return made
+
+
+def cut(tensor: int, pipeline: int) -> None:
+    """Cut the data-parallel groups where `split` replicas are to be made; on every rank at the same time.
+
+    Args:
+        tensor, pipeline: the sizes of the model-parallel groups, which the framework has made.
+    """
+    from ascendspeed import get_args
+
+    world = dist.get_world_size()
+    size = world // (tensor * pipeline)
+    if not get_args().use_distributed_optimizer or context.part(ReplicaChoice).instances(size, 1) != HALVES:
+        return
+    for stage in range(pipeline):
+        for first in range(tensor):
+            begin = stage * (world // pipeline) + first
+            cut_one(tuple(range(begin, begin + size * tensor, tensor)))
+
+
+def cut_one(ranks: tuple[int, ...]) -> None:
+    """Cut one data-parallel group; on every rank at the same time, whether it is in it or not."""
+    halves = context.part(Halves)
+    halves.own = _cut(ranks) or halves.own
+
+
+def _cut(ranks: tuple[int, ...]) -> Half | None:
+    """Cut a data-parallel group into halves; return this rank's half, None if it is not in the group."""
+    middle = len(ranks) // HALVES
+    own, twins = None, None
+    for pair in zip(ranks[:middle], ranks[middle:], strict=True):
+        group = dist.new_group(pair)
+        twins = group if dist.get_rank() in pair else twins
+    for some in (ranks[:middle], ranks[middle:]):
+        groups = dist.new_group(some), dist.new_group(some, backend="gloo")
+        own = (some, *groups) if dist.get_rank() in some else own
+    return None if own is None or twins is None else Half(*own, twins, own[0][0] == ranks[0])
+
+
+@contextlib.contextmanager
+def in_charge() -> Iterator[None]:
+    """The half stands where the data-parallel group does, for what the main thread calls meanwhile.
+
+    A dump, which may run beside it, asks for none of these.
+    """
+    from ascendspeed.core import parallel_state
+
+    mine = own_half()
+    names = {
+        "_DATA_PARALLEL_GROUP": mine.group,
+        "_DATA_PARALLEL_GROUP_GLOO": mine.gloo,
+        "_DATA_PARALLEL_GLOBAL_RANKS": mine.ranks,
+    }
+    whole = {name: getattr(parallel_state, name) for name in names}
+    vars(parallel_state).update(names)
+    try:
+        yield
+    finally:
+        vars(parallel_state).update(whole)
+
+
+def ranges(optimizer: Any, model: Any, dtype: Any) -> dict[str, Any]:
+    """Return the result of `build_model_gbuf_range` for this rank's shard, twice as large as without halves.
+
+    The buffer with its padding is a multiple of the group's size, so it can be cut like that.
+    """
+    from ascendspeed.optimizer.distrib_optimizer import Range
+
+    mine = own_half()
+    buffer = model._grad_buffers[dtype]
+    size = buffer.numel_padded // len(mine.ranks)
+    bounds = [min(number * size, buffer.numel) for number in range(len(mine.ranks) + 1)]
+    every = [Range(*pair) for pair in itertools.pairwise(bounds)]
+    own = every[mine.ranks.index(dist.get_rank())]
+    return {
+        "local": own.normalize(),
+        "world": own,
+        "world_all": every,
+        "param_map": optimizer.build_model_gbuf_param_range_map(model, dtype, own),
+        "max_range_size": size,
+    }
+
+
+def halve(optimizer: Any) -> None:
+    """Divide the gradients by the number of halves, before each half reduces them.
+
+    No sum is then larger than in the framework itself, so nothing overflows that would not without halves.
+    """
+    for model in optimizer.models:
+        for buffer in model._grad_buffers.values():
+            buffer.data /= HALVES
+
+
+def add_twins(optimizer: Any) -> None:
+    """Add the gradients of the other half to this shard, once each half has reduced its own."""
+    mine = own_half()
+    own = mine.ranks.index(dist.get_rank())
+    for _, _, _, views in optimizer.get_model_grad_buffer_dp_views():
+        dist.all_reduce(views[own], group=mine.twins)
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A grad buffer, and the one bucket in it, under the names of Megatron-core's (`_ParamAndGradBuffer`)."""
+
+    grad_data: torch.Tensor
+    numel_unpadded: int
+    grad_dtype: torch.dtype
+    param_dtype: torch.dtype
+    param_index_map: dict[Any, tuple[int, int, int]]
+    param_data: None = None
+    offset: int = 0
+
+    @property
+    def buckets(self) -> list[Buffer]:
+        return [self]
+
+
+def describe(optimizer: Any) -> None:
+    """Give a distributed optimizer the names that those of Megatron-core have for the same things."""
+    from ascendspeed.core import parallel_state
+
+    mine = half()
+    optimizer.data_parallel_group = mine.group if mine else parallel_state.get_data_parallel_group()
+    optimizer.buffers = [
+        Buffer(
+            buffer.data,
+            buffer.numel,
+            dtype,
+            optimizer.params_dtype,
+            {param: (*where, 0) for param, where in model._grad_buffer_param_index_map[dtype].items()},
+        )
+        for model in optimizer.models
+        for dtype, buffer in model._grad_buffers.items()
+    ]
+    optimizer.gbuf_ranges = [
+        {dtype: [where]} for by_dtype in optimizer.model_gbuf_ranges for dtype, where in by_dtype.items()
+    ]

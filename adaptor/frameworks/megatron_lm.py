@@ -1,0 +1,295 @@
+"""The work of the patches on Megatron-LM's training loop. Imported once the framework is."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from adaptor import context, output
+from adaptor.checkpoint import publish
+from adaptor.checkpoint.formats import in_format
+from adaptor.checkpoint.rng import RandomStates
+from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
+from adaptor.checkpoint.training_state import FLOPS, TrainingState, unwrapped
+from adaptor.context import Context
+from adaptor.errors import UnsupportedError
+from adaptor.frameworks import supported_options
+from adaptor.protocol.environment import Generation, Place
+from adaptor.protocol.naming import TRACKER
+from adaptor.replica import group
+
+# The counters in the framework's arguments; a version may lack some.
+COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+
+# Where ModelOpt keeps what it has made of a module.
+MODELOPT = "_modelopt_state"
+
+# Options that say how a run begins, not how a restart goes on.
+_START_ONLY = {
+    "finetune": False,
+    "no_load_optim": None,
+    "no_load_rng": None,
+    "load_main_params_from_ckpt": False,  # which the framework takes with no_load_optim alone
+    "ckpt_step": None,
+    # Of ModelLink.
+    "no_load_lr_state": False,
+    "reset_iteration": False,
+}
+
+
+def resume_after_restart(args: Any) -> None:
+    """Let a restarted job load the newest checkpoint in its --save folder, whatever it began from."""
+    if (
+        not context.part(Generation).resumes
+        or not (Path(args.save) / TRACKER).is_file()
+        or _has_saved_nothing(args)
+    ):
+        return
+    changed = {name: value for name, value in _START_ONLY.items() if _is_given(args, name)}
+    if not _is_same_folder(args.load, args.save):
+        where = "is missing" if args.load is None else f"is {args.load}"
+        _say_once(args, f"--load {where}: the restarted job loads from --save {args.save}")
+    if changed:
+        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+        _say_once(args, f"{flags}: not for the restarted job, which goes on exactly where it was")
+    args.load = args.save
+    for name, value in changed.items():
+        setattr(args, name, value)
+
+
+def _is_given(args: Any, name: str) -> bool:
+    """Return whether a user has given an option that has no default of its own; a number may be 0."""
+    value = getattr(args, name, None)
+    return value is not None and value is not False
+
+
+def _is_same_folder(one: str | None, other: str) -> bool:
+    return one is not None and Path(one).resolve() == Path(other).resolve()
+
+
+def _has_saved_nothing(args: Any) -> bool:
+    """Return whether what is in --save is of an earlier run: of no later step than this job has begun at."""
+    if (
+        args.load is None
+        or _is_same_folder(args.load, args.save)
+        or getattr(args, "finetune", False)
+        or getattr(args, "reset_iteration", False)
+    ):
+        return False
+    began = getattr(args, "ckpt_step", None) or publish.tracked_step(Path(args.load))
+    saved = publish.tracked_step(Path(args.save))
+    return began is not None and saved is not None and saved <= began
+
+
+def accepts_local_copy(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """The framework's parser accepts `--local-copy-os`, which is TTP_LOCAL_COPY to users of MindIO TTP."""
+
+    def provide(parser: Any) -> Any:
+        parser = parser if provider is None else provider(parser)
+        parser.add_argument(
+            "--local-copy-os",
+            action="store_true",
+            help="Copy the optimizer state before each update, in place of a barrier (TTP_LOCAL_COPY).",
+        )
+        return parser
+
+    return provide
+
+
+def take_local_copy(parsed: Any) -> None:
+    """Take `--local-copy-os` out of the framework's own arguments, which it saves and loads again.
+
+    Raises:
+        UnsupportedError: there are no shards, which to users of MindIO TTP are what it copies.
+    """
+    if not vars(parsed).pop("local_copy_os", False):
+        return
+    if not parsed.use_distributed_optimizer:
+        raise UnsupportedError(
+            "--local-copy-os is given without --use-distributed-optimizer: add --use-distributed-optimizer, "
+            "or set TTP_LOCAL_COPY=True in its place, which copies a whole optimizer, too"
+        )
+    context.get().copy_locally()
+
+
+class _Said:
+    """The lines that this process has told, a part of its context."""
+
+    def __init__(self, context: Context) -> None:
+        self.lines: set[str] = set()
+
+
+def _say_once(args: Any, line: str) -> None:
+    """Megatron parses its arguments more than once."""
+    said = context.part(_Said).lines
+    if args.rank == 0 and line not in said:
+        said.add(line)
+        output.tell(f"[ttp] {line}", to="stdout")
+
+
+def require_unconverted(model: Sequence[Any]) -> None:
+    """Refuse a model that ModelOpt has quantized, pruned or made a student: what it keeps beside the weights
+    is in every checkpoint of the framework, and nothing loads without it. Raises UnsupportedError."""
+    if any(hasattr(module, MODELOPT) for chunk in model for module in chunk.modules()):
+        raise UnsupportedError(
+            "the model was converted by ModelOpt, whose state cannot be protected yet; set ENABLE_TTP=False"
+        )
+
+
+def trainee(
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    so_far: float,
+    rerun: bool,
+    everyone: dist.ProcessGroup | None = None,
+) -> MegatronTrainee:
+    """The training state of this rank, from the framework's globals: collective.
+
+    Args:
+        so_far: the floating-point operations, where the training loop begins to count.
+        rerun: whether saves have the state of the rerun state machine, if there is one.
+        everyone: all ranks; None where the group has to be made, and the user told.
+    """
+    from megatron.core import mpu, tensor_parallel
+    from megatron.training import get_args
+    from megatron.training.checkpointing import get_checkpoint_name
+    from megatron.training.training import num_floating_point_operations
+
+    require_unconverted(model)
+    # Up to 0.7 they are not of the core.
+    core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
+    batches = importlib.import_module(core.name if core else "megatron.training.global_vars")
+    args = get_args()
+    folder = Path(get_checkpoint_name("", 0)).parent.name
+    operations = _Operations(so_far)
+
+    def batch() -> int:
+        return int(
+            mpu.get_data_parallel_world_size() * args.micro_batch_size * batches.get_num_microbatches()
+        )
+
+    def counters() -> dict[str, int | float]:
+        counted = {name: getattr(args, name) for name in COUNTED if hasattr(args, name)}
+        return {**counted, FLOPS: operations.total(args.curr_iteration)}
+
+    def skipped() -> int:
+        """Samples of the global batch that do not fill a micro-batch on every rank."""
+        if not hasattr(args, "skipped_train_samples"):
+            return 0  # up to 0.8 they are an error
+        return int(batches.get_current_global_batch_size() - batches.get_current_running_global_batch_size())
+
+    def growth() -> dict[str, int | float]:
+        done = num_floating_point_operations(args, batch())
+        operations.add(args.curr_iteration, done)
+        return {
+            "consumed_train_samples": batch(),
+            "skipped_train_samples": skipped(),
+            "consumed_valid_samples": evaluated(args, eval_iters, args.curr_iteration + 1),
+            FLOPS: done,
+        }
+
+    again = everyone is not None
+    everyone = everyone or group.of_everyone()
+    # With --full-validation the framework finds it out where the data is read, and tells what rank 0 has.
+    told = [args.eval_iters]
+    dist.broadcast_object_list(told, src=0, group=everyone)
+    (eval_iters,) = told
+    mirrors = replicas_of(
+        optimizer,
+        mpu.get_data_parallel_world_size(with_context_parallel=True),
+        supported_options.expert_data_parallel_size(args),
+        again,
+    )
+    place = place_of(optimizer, mirrors, folder, everyone)
+    state = TrainingState(
+        model=[unwrapped(chunk) for chunk in model],
+        optimizer=optimizer,
+        scheduler=scheduler,
+        folder=folder,
+        args=args,
+        args_overrides={
+            "rank": place.first,
+            "local_rank": place.first % context.part(Place).local_size,
+        },
+        stored=place.stored,
+    )
+    return MegatronTrainee(
+        # Up to 0.6 there is one format, and no option that names it.
+        state=in_format(getattr(args, "ckpt_format", "torch"), state, place.first, "--ckpt-format"),
+        save=str(Path(args.save).resolve()),
+        shares=place.shares,
+        random=RandomStates(
+            tensor_parallel.get_cuda_rng_tracker(),
+            mpu.get_data_parallel_group() if args.data_parallel_random_init else None,
+        ),
+        counters=counters,
+        growth=growth,
+        increment=batch,
+        barrier=lambda: dist.barrier(group=everyone),
+        mirrors=mirrors,
+        rerun=_rerun_state(rerun),
+        local_copy=local_copy_of(optimizer, mirrors, again),
+        survives=place.survives,
+    )
+
+
+def evaluated(args: Any, iters: int | list[int], step: int) -> int:
+    """Samples of the evaluation that follows `step`, after which the framework saves; 0 where there is none.
+
+    Args:
+        iters: the framework's --eval-iters, a list where there are several sets to evaluate on.
+    """
+    # In the framework's order: a loop that never evaluates need not have said whether it would.
+    if not (args.eval_interval and step % args.eval_interval == 0 and args.do_valid):
+        return 0
+    # Since 0.18 it may begin late, and have batches of its own.
+    if step < (getattr(args, "start_eval_at_iter", None) or 0):
+        return 0
+    batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+    return int(batch * (sum(iters) if isinstance(iters, list) else iters))
+
+
+def _rerun_state(saved: bool) -> Callable[[], Any]:
+    """Return what the versions from 0.10 to 0.13 write of their rerun state machine into every checkpoint.
+
+    Nothing of it, but the name, where a save of another's making does not ask for it (`saved`).
+    """
+    if importlib.util.find_spec("megatron.core.rerun_state_machine") is None:
+        return lambda: None
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    take = get_rerun_state_machine().state_dict
+    known = inspect.signature(take).parameters
+    if "force" in known:  # later it is written on demand alone, and never in the format torch
+        return lambda: None
+    if not saved:
+        return dict
+    no_iterator, as_torch = None, "torch" if "ckpt_format" in known else False
+    return lambda: copy.deepcopy(take(no_iterator, as_torch))
+
+
+class _Operations:
+    """The floating-point operations so far: Megatron keeps them in a local variable of its loop."""
+
+    def __init__(self, start: float) -> None:
+        self._before = start
+        self._iteration = -1
+        self._of_iteration: float = 0
+
+    def add(self, iteration: int, amount: float) -> None:
+        """`iteration` (from 0) takes `amount`; it counts once the next one begins."""
+        self._before = self.total(iteration)
+        self._iteration = iteration
+        self._of_iteration = amount
+
+    def total(self, iteration: int) -> float:
+        """Return what there was when `iteration` began."""
+        return self._before + self._of_iteration if iteration > self._iteration else self._before

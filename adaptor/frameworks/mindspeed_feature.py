@@ -1,0 +1,34 @@
+"""Our feature among those of MindSpeed; imported once MindSpeed is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed.features_manager.feature import MindSpeedFeature
+
+from adaptor import patching
+from adaptor.frameworks.mindspeed_wrappers import Wrap, outermost
+
+
+class PatchesSurvive(MindSpeedFeature):  # type: ignore[misc]
+    """Registers a wrapper for each function that we patch and that another feature patches, too."""
+
+    def __init__(self) -> None:
+        super().__init__("ttp-adaptor", optimization_level=0)  # level 0: always
+        self._wraps: dict[str, Wrap] = {}
+
+    def register_patches(self, patch_manager: Any, args: Any) -> None:
+        for target in patching.targets("ttp"):
+            name = target.replace(":", ".")
+            entry = patch_manager.patches_info.get(name)
+            if entry is not None:
+                # The same object each time: what is registered already is not registered again.
+                patch_manager.register_patch(name, self._wraps.setdefault(name, outermost(entry, target)))
+
+
+def come_last(features: list[Any]) -> None:
+    """Put our feature to the end of MindSpeed's list: it then knows what all others have registered."""
+    mine = next((feature for feature in features if isinstance(feature, PatchesSurvive)), None)
+    if mine is not None:
+        features.remove(mine)
+    features.append(mine or PatchesSurvive())

@@ -1,0 +1,64 @@
+"""The adaptor's patches around what MindSpeed puts in their place.
+
+MindSpeed makes a patched function anew at each application: what it first found, or what was registered to
+replace that, within all wrappers that were registered, the last one outermost. What it first found has our
+wrapper in it; a replacement has not, and not every wrapper calls what it wraps (that of MindSpeed-LLM around
+`save_checkpoint` does not). So ours is registered once more, to be outermost: by a feature that comes last,
+and in versions without features right before each application.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from adaptor import patching
+from adaptor.frameworks import supported_options
+
+# As `supported_options` has them for Megatron-LM.
+ALLOWED_VALUES: supported_options.Values = (
+    ("lora_target_modules", ([], None), "LoRA, whose checkpoints lack the model that it began from,"),
+    ("reuse_fp32_param", (False, None), "main params that share their memory with the weights"),
+    ("swap_optimizer", (False, None), "optimizer state that is on the host between updates"),
+    ("virtual_optimizer", (None,), "optimizer state that is on the host between updates"),
+    ("smart_swap", (False, None), "tensors that are on the host when they are not used"),
+    ("compress_optimizer", (False, None), "compressed optimizer state"),
+    ("quant_states", (None,), "optimizer state in 8 bits"),
+    ("quant_grads", (False, None), "gradients with scales of their own"),
+    ("o2_optimizer", (False, None), "moments in bf16"),
+    ("optimizer_selection", ("fused_adamw", "fused_torch_adamw"), "an average of the weights (EMA)"),
+    ("use_ema", (False, None), "an average of the weights (EMA)"),
+    ("layerzero", (False, None), "LayerZero, which cuts weights and gradients,"),
+    ("enable_zero3", (False, None), "ZeRO-3, which cuts weights and gradients,"),
+    ("enable_expert_placement", (False, None), "experts that move from rank to rank"),
+)
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def has_features() -> bool:
+    """Return True if MindSpeed has a manager of features, which calls ours (after version 2.0)."""
+    module = sys.modules.get("mindspeed.features_manager.features_manager")
+    manager = getattr(module, "MindSpeedFeaturesManager", None)
+    return hasattr(manager, "apply_features_patches")
+
+
+def be_outermost(entry: Any) -> None:
+    """Make our patch the outermost wrapper of an entry that MindSpeed's patch manager is about to apply."""
+    targets = {target.replace(":", "."): target for target in patching.targets("ttp")}
+    target = targets.get(f"{entry.orig_module_name}.{entry.orig_func_name}")
+    if target is not None:
+        others = [wrapper for wrapper in entry.wrappers if not hasattr(wrapper, "of_ttp")]
+        entry.wrappers[:] = [*others, outermost(entry, target)]
+
+
+def outermost(entry: Any, target: str) -> Wrap:
+    """Return what an entry of MindSpeed's manager takes as a wrapper of the function that `target` names."""
+
+    # It tells a wrapper by the end of its name.
+    def patches_survive_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
+        return patching.around("ttp", target, function, entry.patch_func)
+
+    patches_survive_wrapper.of_ttp = True  # type: ignore[attr-defined]
+    return patches_survive_wrapper

@@ -1,0 +1,172 @@
+"""The regular save that each thread may be in, and those that other processes go on writing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from adaptor import context, descriptors
+from adaptor.checkpoint import publish
+from adaptor.context import Context
+from adaptor.protocol import naming
+from adaptor.protocol.environment import Generation
+from adaptor.worker import runtime
+
+
+@dataclass
+class _Save:
+    root: Path
+    step: int
+    asynchronous: bool
+    # In memory: what the framework writes as its tracker, on the rank that it lets write one.
+    draft: int | None = None
+    put_off: list[Callable[[], Any]] = field(default_factory=list)  # until it has its name
+
+    @property
+    def folder(self) -> Path:
+        """Return where it is written."""
+        return self.root / naming.regular_name(self.step, _generation())
+
+    def drop_draft(self) -> None:
+        """The framework is done with its tracker."""
+        if self.draft is not None:
+            os.close(self.draft)
+            self.draft = None
+
+    def end(self) -> None:
+        """Run what was put off until the checkpoint has its name."""
+        while self.put_off:
+            self.put_off.pop(0)()
+
+
+class _OfThread(threading.local):
+    """The save that this thread is in: a script may save in threads of its own, too."""
+
+    save: _Save | None = None
+
+
+class RegularSaves:
+    """The regular saves of this process, a part of its context."""
+
+    def __init__(self, context: Context) -> None:
+        self._running = _OfThread()
+        # Those of which only background processes know how far they are.
+        self._written_on: list[_Save] = []
+
+    def _current(self) -> _Save | None:
+        """Return the save of this thread; a dump runs beside the main thread, and is no regular save."""
+        return self._running.save
+
+    @contextlib.contextmanager
+    def regular(self, root: str, step: int, asynchronous: bool = False) -> Iterator[None]:
+        """While the framework saves `step` below `root`.
+
+        Args:
+            asynchronous: it goes on writing in the background after that (`scheduled`).
+        """
+        save = _Save(Path(root), step, asynchronous)
+        publish.prepare_regular(save.root, step, _generation())
+        before, self._running.save = self._running.save, save
+        try:
+            yield
+        finally:
+            self._running.save = before
+            if not save.asynchronous:
+                save.drop_draft()
+        if not asynchronous:
+            save.end()
+
+    def renamed(self, path: str) -> str:
+        """The path below the folder of the running save, if it is one."""
+        save = self._current()
+        if save is None:
+            return path
+        try:
+            below = Path(path).relative_to(save.root / naming.final_name(save.step))
+        except ValueError:
+            return path
+        return str(save.folder / below)
+
+    def tracker(self, path: str) -> str:
+        """Return where the running save writes its tracker: nowhere, since that is done here.
+
+        Every rank has written. Rank 0, which is to write the tracker, gives the folder its name and replaces
+        the tracker. What the framework writes after that goes to a file in memory, which holds the old step,
+        0 if there is none, because the framework reads it, too. Other ranks ask for the name in passing.
+        """
+        save = self._current()
+        if save is None or runtime.get().rank != 0:
+            return path
+        if save.draft is None:
+            old = publish.tracked_step(save.root) or 0
+            if not save.asynchronous:
+                _complete(save)
+            save.draft = _draft()
+            os.write(save.draft, str(old).encode())
+        return f"/proc/{os.getpid()}/fd/{save.draft}"
+
+    def scheduled(self, request: Any, meet: Callable[[], Any] = lambda: None) -> None:
+        """The framework puts off what is to be done when every rank has written: the name comes last of that.
+
+        Args:
+            request: Megatron's AsyncRequest, to which functions can be added.
+            meet: returns when every rank has called it; where nobody has to know of the name, it need not.
+        """
+        save = self._current()
+        if save is None:
+            return
+        self._written_on.append(save)
+
+        def finalize() -> None:
+            self._written_on.remove(save)
+            if save.draft is not None:
+                _complete(save)
+                save.drop_draft()
+            meet()
+            save.end()
+
+        request.add_finalize_fn(finalize)
+
+    def tell(self, path: str, tracker: str, listener: Callable[[str, str], Any]) -> None:
+        """Tell `listener` of something in the folder of a save, and of its tracker, when both are named.
+
+        The rank that it is called on need not be the one that names them: of a save that the framework goes
+        on with, the end is behind a barrier.
+        """
+        for save in (*filter(None, [self._current()]), *self._written_on):
+            with contextlib.suppress(ValueError):
+                below = Path(path).relative_to(save.folder)
+                named = (save.root / naming.final_name(save.step) / below, save.root / naming.TRACKER)
+                save.put_off.append(partial(listener, *map(str, named)))
+                return
+        listener(path, tracker)
+
+
+def _draft() -> int:
+    """Return the descriptor of a file without a name; the system may refuse one in memory."""
+    with contextlib.suppress(OSError):
+        return descriptors.in_memory("ttp-tracker")
+    descriptor, path = tempfile.mkstemp("-ttp-tracker")
+    Path(path).unlink()
+    return descriptor
+
+
+def _complete(save: _Save) -> None:
+    publish.sync_regular(save.root, save.step, _generation())
+    runtime.get().session.publishing(lambda: _publish(save))
+
+
+def _publish(save: _Save) -> None:
+    publish.publish_regular(save.root, save.step, _generation())
+    publish.replace_tracker(save.root, save.step)
+
+
+def _generation() -> str:
+    return context.part(Generation).name

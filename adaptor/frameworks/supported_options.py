@@ -1,0 +1,167 @@
+"""The options of Megatron-LM that are refused, because what they do cannot be protected.
+
+To refuse one, add a row to `ALLOWED_VALUES`, or a check to `checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+from adaptor import plug_ins
+from adaptor.errors import UnsupportedError
+
+# (argument, the values that are protected, what to say of others)
+Values = tuple[tuple[str, tuple[Any, ...], str], ...]
+
+ALLOWED_VALUES: Values = (
+    (
+        "overlap_param_gather_with_optimizer_step",
+        (False,),
+        "a parameter gathering inside the update, which needs other ranks,",
+    ),
+    ("use_megatron_fsdp", (False,), "Megatron FSDP"),
+    ("use_custom_fsdp", (False,), "Megatron FSDP"),  # its name up to 0.13
+    ("use_torch_fsdp2", (False,), "torch FSDP2"),
+    ("use_precision_aware_optimizer", (False,), "the precision-aware optimizer"),
+    ("optimizer_cpu_offload", (False,), "optimizer offload"),
+    ("fp8", (None,), "fp8"),
+    ("fp4", (None,), "fp4"),
+    ("optimizer", ("adam", "sgd"), "an optimizer other than adam and sgd"),
+    ("non_persistent_save_interval", (None,), "non-persistent checkpoints"),
+    ("no_save_optim", (False, None), "--no-save-optim, without which nothing can go on from a checkpoint,"),
+    ("no_save_rng", (False, None), "--no-save-rng, without which nothing can go on bitwise,"),
+    ("verify_integrity", (False, None), "--verify-integrity, whose hashes last words do not have,"),
+    ("inprocess_restart", (False, None), "a second start of training in the same process"),
+    ("perform_rl_step", (False, None), "reinforcement learning, which moves weights between two steps,"),
+    ("vision_pretraining_type", ("classify", "inpaint"), "DINO, whose teacher changes after the update,"),
+    ("qk_clip", (False, None), "the clipping of weights after the update"),
+    ("optimizer_cuda_graph", (False, None), "an update from a CUDA graph, which passes no hook,"),
+    ("gtp_weight_remat_size", (1,), "weights in --tensor-parallel-num-weight-shards"),
+    ("expert_gtp_weight_remat_size", (1,), "weights in --expert-tensor-parallel-num-weight-shards"),
+    ("dataloader_save", (None,), "a data loader with a state of its own"),
+    ("encoder_pipeline_model_parallel_size", (0, None), "an encoder with stages of its own"),
+    ("yaml_cfg", (None,), "a job whose arguments are in a file, which it reads later,"),
+)
+
+
+# Switches of other systems that save a job when it fails.
+_OTHERS = ("enable_high_availability", "ttp_enabled")
+
+
+def require_alone(args: Any) -> None:
+    """Refuse a job that a second system would save, too: both would hold its processes and write its files.
+
+    Raises:
+        UnsupportedError: names the switch of the other system.
+    """
+    for name in _OTHERS:
+        if getattr(args, name, False):
+            also = " (HIGH_AVAILABILITY sets it, too)" if name == "enable_high_availability" else ""
+            raise UnsupportedError(
+                f"--{name.replace('_', '-')} is given{also}: two systems cannot save the same job; "
+                "leave it out, or set ENABLE_TTP=False"
+            )
+
+
+def require_protected(*configs: Any) -> None:
+    """Refuse what would be protected only in part.
+
+    Args:
+        configs: Megatron-LM's parsed arguments, or Megatron-core's configs, which use the same names.
+
+    Raises:
+        UnsupportedError: names the argument, its value and what is protected.
+    """
+    for check in checks(*configs):
+        check()
+
+
+def checks(*configs: Any) -> Iterator[Callable[[], None]]:
+    """The parts of `require_protected`: each raises UnsupportedError for one reason."""
+    yield from checks_of_values(ALLOWED_VALUES, *configs)
+    for config in configs:
+        yield partial(_require_formats, config)
+
+
+def _require_formats(config: Any) -> None:
+    kind = getattr(config, "ckpt_format", "torch_dist")
+    known = plug_ins.names(plug_ins.FORMATS)
+    if kind not in known:
+        raise UnsupportedError(
+            f"--ckpt-format is {kind}: no plug-in writes it ({plug_ins.FORMATS}); use {' or '.join(known)},"
+            " or set ENABLE_TTP=False"
+        )
+    if getattr(config, "async_save", None) and kind != "torch_dist":
+        raise UnsupportedError(
+            f"--async-save is True with --ckpt-format {kind}: the framework itself cannot do that, "
+            "and says so at its first save; use --ckpt-format torch_dist, or leave --async-save out"
+        )
+    # Later versions say in `ckpt_format` what this means, and can load both formats.
+    if getattr(config, "use_dist_ckpt", False) and not hasattr(config, "ckpt_format"):
+        raise UnsupportedError(
+            "--use-dist-ckpt is True: this version would not load last words, which are in the format "
+            "torch; leave it out, or set ENABLE_TTP=False"
+        )
+
+
+def require_values(protected: Values, *configs: Any) -> None:
+    """Refuse arguments whose value is not among those that are protected. Raises UnsupportedError."""
+    for check in checks_of_values(protected, *configs):
+        check()
+
+
+def checks_of_values(protected: Values, *configs: Any) -> Iterator[Callable[[], None]]:
+    """The parts of `require_values`, one for each argument."""
+    for row, config in product(protected, configs):
+        yield partial(_require_value, config, *row)
+
+
+def _require_value(config: Any, name: str, allowed: tuple[Any, ...], words: str) -> None:
+    value = getattr(config, name, allowed[0])
+    if value not in allowed:
+        flag = "--" + name.replace("_", "-")
+        use = f"use {' or '.join(map(str, allowed))}" if any(allowed) else "leave it out"
+        raise UnsupportedError(
+            f"{flag} is {value}: {words} cannot be protected yet; {use}, or set ENABLE_TTP=False"
+        )
+
+
+def require_folders_for_experts(tensor: int, experts_tensor: int | None, experts: int) -> None:
+    """Megatron's `torch` format has a folder for each tensor and expert parallel rank, pipeline stages aside.
+
+    Ranks of one folder must have the same experts, and one of them must be the first with its experts, for
+    that is who writes it.
+
+    Args:
+        tensor: the tensor parallel size.
+        experts_tensor: that of experts, None where it is the same.
+        experts: the expert parallel size.
+
+    Raises:
+        UnsupportedError: there is no such folder for some.
+    """
+    cut = tensor if experts_tensor is None else experts_tensor
+    if tensor % cut or cut * experts % tensor:
+        raise UnsupportedError(
+            f"--expert-tensor-parallel-size is {cut}: with --tensor-model-parallel-size {tensor} and "
+            f"--expert-model-parallel-size {experts} the framework's `torch` checkpoints lack a part of the "
+            f"model; use a divisor of {tensor} that times {experts} is a multiple of {tensor}, "
+            "or set ENABLE_TTP=False"
+        )
+
+
+def expert_data_parallel_size(args: Any) -> int:
+    """Ranks that have the same experts; the data-parallel size where there are none."""
+    if getattr(args, "num_experts", None) is None:
+        return data_parallel_size(args)
+    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    experts = args.expert_model_parallel_size
+    return int(args.world_size // (tensor * experts * args.pipeline_model_parallel_size))
+
+
+def data_parallel_size(args: Any) -> int:
+    """Ranks that share the optimizer state: the data-parallel size, context parallel included."""
+    return int(args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))

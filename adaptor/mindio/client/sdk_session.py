@@ -1,0 +1,80 @@
+"""The session of a worker whose steps the SDK follows.
+
+What it knows of a step, in both its words and ours, must be true at every moment, for its thread may ask for
+the state at any. So before the SDK hears that an update begins, the board says that the live state goes; and
+the board has finished a step before the SDK hears of that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from adaptor.protocol.board import Board
+from adaptor.protocol.state_provider import Trainee
+from adaptor.worker.session import Session
+
+
+class MindioSession(Session):
+    """The `Session` in which the SDK replaces the door: it stops ranks that may not begin an update.
+
+    sdk      its module, once training begins
+    connect  finds it, and makes it know this rank and what it holds, on all ranks at the same time
+    broke    is told that the barrier broke, and does not return: the state is that of the step before
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        connect: Callable[[Trainee, int], None],
+        broke: Callable[[str], NoReturn],
+    ) -> None:
+        super().__init__(board, connect, broke)
+        self.sdk: Any = None
+
+    def begin_training(self, trainee: Trainee, inner_optimizers: Iterable[object], origin: int) -> None:
+        super().begin_training(trainee, inner_optimizers, origin)
+        if origin:  # the SDK knows a step by the update that has made it
+            self._tell_of_a_window(origin, before=origin)
+
+    def end_update(
+        self, updated: bool, grad_norm: float | None, inner_optimizers: Iterable[object] = ()
+    ) -> None:
+        before = self.board.finished
+        super().end_update(updated, grad_norm, inner_optimizers)
+        if not updated and self.board.finished > before:
+            self._tell_of_a_window(self.board.finished, before=before)
+
+    def _tell_of_a_window(self, step: int, before: int) -> None:
+        """Tell the SDK of a window that changed nothing: the state is also that of step `before`."""
+        assert self.trainee is not None
+        self.sdk.tft_start_updating_os(before if self.trainee.has_local_copy else -1)
+        self.sdk.tft_end_updating_os(step)
+
+    def _open_window(self, trainee: Trainee) -> None:
+        trainee.exchange()
+        self._take_snapshot(updated=True)
+        self.board.ready(self._step)
+        if trainee.has_local_copy:
+            self.sdk.tft_start_copy_os()
+            self._copy_state(trainee)
+        else:
+            self._meet_the_others(trainee)
+        self.board.updating(copied=trainee.has_local_copy)
+        self.sdk.tft_start_updating_os(self._step - 1 if trainee.has_local_copy else -1)
+
+    def _close_window(self) -> None:
+        self.board.finish(self._step)
+        self.sdk.tft_end_updating_os(self._step)
+
+    # the SDK's thread
+
+    def is_in_the_copy(self, step: int) -> bool:
+        """Tell whether the state of `step`, which the SDK asks for, is in the local copy and not live."""
+        return self.trainee is not None and self.trainee.has_local_copy and self.from_local_copy(step)
+
+    def wait_for_the_device(self, timeout_s: float) -> None:
+        """Wait until the updates that the main thread has started have ended on the device; TimeoutError."""
+        if not self._updates_are_over(time.monotonic() + timeout_s):
+            raise TimeoutError(f"the device was not done with an update after {timeout_s:g} s")

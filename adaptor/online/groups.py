@@ -1,0 +1,234 @@
+"""The process groups of a worker: their backends are exchanged, and the framework keeps the groups.
+
+A framework holds its process groups in hundreds of places, so after a fault the objects stay and only what is
+below them is made anew. `ProcessGroup` has a map from backend types to backends, and keeps a backend whose
+type it knows; but its type is a number of eight bits that nobody checks, so a fresh backend is registered
+under a number that torch has no name for. It is made by torch's own helper, with the arguments that the
+framework gave when it made the group, so that gloo, NCCL and plug-ins share one way. A collective costs
+nothing more. None of this is documented by torch: `why_not` tries it when a worker starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from adaptor.worker import abort_gloo
+
+# The numbers of backends that torch has names for end at 6 (2.13); 255 is the last one that fits.
+FIRST_NUMBER = 64
+LAST_NUMBER = 255
+# A backend that was exchanged stays in its group (gloo: 3 threads and 4 descriptors), so not for ever.
+MOST_EXCHANGES = 10
+# A backend of torch whose collectives return at once, without another rank.
+LONE_BACKEND = "fake"
+
+
+class _Made(NamedTuple):
+    """A group, and the arguments with which torch was asked to make it."""
+
+    group: Any
+    arguments: dict[str, Any]
+
+
+class ExchangeError(Exception):
+    """The backends of this worker's groups cannot be exchanged."""
+
+
+class Groups:
+    """All process groups of this worker, in the order in which they were made.
+
+    Args:
+        lone: whether the groups are made without other ranks until the first `exchange`. Their collectives
+            return at once: what is gathered is this rank's own contribution, once for each rank.
+    """
+
+    def __init__(self, lone: bool = False) -> None:
+        self.lone = lone
+        self._made: dict[str, _Made] = {}
+        self._helper: Callable[..., Any] | None = None
+        self._exchanges = 0
+        self._number = FIRST_NUMBER
+        self._sockets: frozenset[int] = frozenset()
+        self._before: frozenset[int] | None = None  # while groups are made: what there was
+
+    def make(self, helper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a group as `helper` (torch's `_new_process_group_helper`) does, and remember how."""
+        call = inspect.signature(helper).bind(*args, **kwargs)
+        asked = dict(call.arguments)
+        self._helper = helper
+        if self.lone:
+            import torch.testing._internal.distributed.fake_pg  # noqa: F401  (it registers the backend)
+
+            call.arguments["backend"] = LONE_BACKEND
+            for name in ("backend_options", "pg_options"):
+                call.arguments.pop(name, None)
+        with self._connecting():
+            made = helper(*call.args, **call.kwargs)
+        group = made[0]
+        if _is_member(group) and asked["group_name"] not in self._made:
+            self._made[asked["group_name"]] = _Made(group, asked)
+            if self.lone:  # who asks for the backend is told the one that it will be
+                world = _books()
+                world.pg_map[group] = (asked["backend"], world.pg_map[group][1])
+        return made
+
+    @property
+    def known(self) -> int:
+        """Return how many groups with this rank are remembered."""
+        return len(self._made)
+
+    def count(self) -> int:
+        """Return how many groups were made in this job, those without this rank included."""
+        return int(_books().group_count)
+
+    def exchange(self, store: Any, occasion: str) -> None:
+        """Give every group a fresh backend: all members do it, in the order in which they were made.
+
+        Args:
+            store: where the members meet; its keys must be new.
+            occasion: a name for this exchange, the same on all ranks, and no other's.
+
+        Raises:
+            ExchangeError: it was done too often in this process.
+            Exception: whatever torch raises where a member does not come.
+        """
+        if self._exchanges >= MOST_EXCHANGES:
+            raise ExchangeError(f"the process groups were exchanged {MOST_EXCHANGES} times in this process")
+        self._exchanges += 1
+        self.lone = False
+        with self._connecting():
+            for name, made in list(self._made.items()):
+                self._exchange_one(f"{name}@{occasion}", made, store)
+
+    def sockets(self) -> frozenset[int]:
+        """Return the inodes of the connections that the groups have, by which other sockets of the process
+        are told from them; from any thread."""
+        before = self._before
+        return self._sockets if before is None else self._sockets | (abort_gloo.sockets() - before)
+
+    @contextlib.contextmanager
+    def _connecting(self) -> Iterator[None]:
+        """What is connected meanwhile belongs to a group."""
+        self._before = abort_gloo.sockets()
+        try:
+            yield
+        finally:
+            self._sockets, self._before = self.sockets(), None
+
+    def _exchange_one(self, name: str, made: _Made, store: Any) -> None:
+        from torch.distributed import PrefixStore
+
+        assert self._helper is not None
+        ranks = made.arguments["global_ranks_in_group"]
+        arguments = {
+            **made.arguments,
+            # Who thinks of other ranks under this name meets nobody.
+            "store": PrefixStore(hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16], store),
+            "group_name": name,
+            "pg_tag": None,
+        }
+        fresh, _ = self._helper(**arguments)
+        self._number = _adopt(made.group, fresh, self._number)
+        _forget(made.group, fresh)
+
+
+def _adopt(group: Any, fresh: Any, number: int) -> int:
+    """Register the backends of `fresh` in `group` under numbers from `number` on; return the next one."""
+    from torch.distributed import ProcessGroup
+
+    types: dict[int, Any] = {}
+    default = None
+    for device in fresh._device_types:
+        backend = fresh._get_backend(device)
+        if id(backend) not in types:
+            if number > LAST_NUMBER:
+                raise ExchangeError("torch has no number left for another backend")
+            types[id(backend)] = ProcessGroup.BackendType(number)
+            number += 1
+        group._register_backend(device, types[id(backend)], backend)
+        if default is None or device.type != "cpu":
+            default = types[id(backend)]
+    group._set_default_backend(default)
+    return number
+
+
+def _forget(group: Any, fresh: Any) -> None:
+    """Take `fresh` out of torch's books, in which `group` stays as it is but for the name of its backend."""
+    from torch._C import _distributed_c10d
+
+    world = _books()
+    backend, _ = world.pg_map[fresh]
+    world.pg_map[group] = (backend, world.pg_map[group][1])
+    world.pg_backend_config[group] = world.pg_backend_config[fresh]
+    for book in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+    ):
+        book.pop(fresh, None)
+    for tagged in world.tags_to_pg.values():
+        if fresh in tagged:
+            tagged.remove(fresh)
+    with contextlib.suppress(Exception):  # some versions of torch have registered its name, others not
+        _distributed_c10d._unregister_process_group(fresh.group_name)
+
+
+def _books() -> Any:
+    """Return torch's books of process groups."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world
+
+
+def _is_member(group: Any) -> bool:
+    from torch.distributed import GroupMember
+
+    return group is not None and group is not GroupMember.NON_GROUP_MEMBER
+
+
+def why_not() -> str:
+    """Return why the backends of groups cannot be exchanged with this torch; empty: they can."""
+    import torch
+    from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
+
+    store, timeout, cpu = HashStore(), timedelta(seconds=10), torch.device("cpu")
+
+    def backend(name: str) -> Any:
+        return ProcessGroupGloo(PrefixStore(name, store), 0, 1, timeout)
+
+    try:
+        group = ProcessGroup(PrefixStore("group", store), 0, 1)
+        group._register_backend(cpu, ProcessGroup.BackendType.GLOO, backend("first"))
+        group._set_default_backend(ProcessGroup.BackendType.GLOO)
+        for number in (FIRST_NUMBER, LAST_NUMBER):
+            fresh, kind = backend(str(number)), ProcessGroup.BackendType(number)
+            group._register_backend(cpu, kind, fresh)
+            group._set_default_backend(kind)
+            if group._get_backend(cpu) is not fresh:
+                return f"torch {torch.__version__} keeps the backend of a process group"
+        one = torch.ones(1)
+        group.allreduce([one]).wait()
+    except Exception as error:  # whatever a version of torch says to what it does not know
+        return f"torch {torch.__version__} cannot exchange backends ({type(error).__name__})"
+    return ""
+
+
+_groups: Groups | None = None
+
+
+def remember(lone: bool) -> None:
+    """From now on every group that this process makes is remembered; see `Groups`."""
+    global _groups
+    _groups = Groups(lone)
+
+
+def of_this_process() -> Groups | None:
+    """Return the groups of this process; None where they are not remembered (TTP_ONLINE=0)."""
+    return _groups

@@ -1,0 +1,64 @@
+"""The stores at which the ranks of an attempt meet: ours, in the controller's agent, never the job's.
+
+Their keys begin with the incident and the attempt, so a process that comes late meets no other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor.online.transfer import NEWCOMER, SOURCE, Line
+from adaptor.protocol.messages import Endpoint, Regroup
+
+
+class Meeting:
+    """The connections of one rank to the store, attempt after attempt.
+
+    Args:
+        rank: this one.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._stores: list[Any] = []
+        self._lines: dict[tuple[int, int], Line] = {}  # by attempt and source
+
+    def store(self, order: Regroup, name: str) -> Any:
+        """Return a store of this attempt, for one thread; it is kept until `close`."""
+        from torch.distributed import PrefixStore
+
+        from adaptor.worker.dump_store import DumpStore
+
+        place = Endpoint(order.store_host, order.store_port)
+        store = DumpStore(place, order.store_secret, order.timeout_s)
+        self._stores.append(store)
+        return PrefixStore(f"ttp/{order.incident}/{order.attempt}/{name}", store)
+
+    def to_newcomer(self, order: Regroup, newcomer: int) -> Line:
+        """Return this survivor's end of a group with a newcomer."""
+        return self._meet(order, newcomer, self._rank, SOURCE)
+
+    def to_source(self, order: Regroup, source: int) -> Line:
+        """Return this newcomer's end of its group with a survivor."""
+        which = (order.attempt, source)
+        if which not in self._lines:
+            self._lines[which] = self._meet(order, self._rank, source, NEWCOMER)
+        return self._lines[which]
+
+    def _meet(self, order: Regroup, newcomer: int, source: int, place: int) -> Line:
+        from adaptor.worker.dump_store import meet
+
+        store = self.store(order, f"line/{newcomer}/{source}")
+        return Line(meet(store, "two", place, 2, order.timeout_s), 1 - place)
+
+    def abandon(self) -> None:
+        """Let whoever waits at a store raise; from any thread."""
+        for store in self._stores:
+            store.abandon()
+
+    def close(self) -> None:
+        """The job goes on."""
+        self._lines.clear()
+        for store in self._stores:
+            store.close()
+        self._stores.clear()

@@ -1,0 +1,74 @@
+"""The record of a step as bytes, for a process that takes the place of another; nothing is ever unpickled.
+
+It has what checkpoints have besides shards: numbers, text, tensors, numpy's arrays, tuples and dicts of
+these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy
+import torch
+
+_TENSOR, _ARRAY, _TUPLE, _BIG, _GENERATOR = 1, 2, 3, 4, 5
+# What fits into a number of msgpack.
+_SMALL = range(-(1 << 63), 1 << 64)
+
+
+def pack(value: Any) -> bytes:
+    """Return `value` as bytes.
+
+    Raises:
+        TypeError: names the type of something in it that cannot be passed on.
+    """
+    return msgspec.msgpack.encode(_plain(value))
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """Return what `pack` was given."""
+    return msgspec.msgpack.decode(data, ext_hook=_read)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        kind = str(value.dtype).removeprefix("torch.")
+        return _ext(_TENSOR, (kind, list(value.shape), flat.numpy().tobytes()))
+    if isinstance(value, torch.Generator):
+        return _ext(_GENERATOR, (str(value.device), _plain(value.get_state())))
+    if isinstance(value, numpy.ndarray):
+        return _ext(_ARRAY, (value.dtype.str, list(value.shape), value.tobytes()))
+    if isinstance(value, numpy.generic):
+        return _plain(value.item())
+    if isinstance(value, tuple):
+        return _ext(_TUPLE, [_plain(item) for item in value])
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, int) and not isinstance(value, bool) and value not in _SMALL:
+        return _ext(_BIG, str(value))
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    raise TypeError(f"{type(value).__name__} cannot be passed on to a new process")
+
+
+def _ext(code: int, value: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(value))
+
+
+def _read(code: int, data: memoryview) -> Any:
+    if code == _TUPLE:
+        return tuple(unpack(data))
+    if code == _BIG:
+        return int(unpack(data))
+    if code == _GENERATOR:
+        device, state = unpack(data)
+        return torch.Generator(device).set_state(state)
+    kind, shape, content = unpack(data)
+    if code == _ARRAY:
+        return numpy.frombuffer(bytearray(content), dtype=numpy.dtype(kind)).reshape(shape)
+    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).byte()
+    return flat.view(getattr(torch, kind)).reshape(shape)

@@ -1,0 +1,40 @@
+"""The data that a training loop has read since a step, so that it can read it once more."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+# A job goes back behind the step that a rank is in, or one step more (TTP_LOCAL_COPY).
+STEPS = 2
+
+
+class Replay(Iterator[Any]):
+    """An iterator that remembers what it has given in the last steps.
+
+    Args:
+        source: where the data comes from.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        self._again: deque[Any] = deque()
+        self._given: dict[int, list[Any]] = {}
+        self._step = 0
+
+    def __next__(self) -> Any:
+        item = self._again.popleft() if self._again else next(self._source)
+        self._given.setdefault(self._step, []).append(item)
+        return item
+
+    def begin_step(self, step: int) -> None:
+        """Count the data that is read from now on as that of `step`."""
+        self._step = step
+        self._given = {one: items for one, items in self._given.items() if one > step - STEPS}
+
+    def rewind(self, step: int) -> None:
+        """Give all that was read after `step` once more."""
+        later = [item for one in sorted(self._given) if one > step for item in self._given[one]]
+        self._again.extendleft(reversed(later))
+        self._given = {one: items for one, items in self._given.items() if one <= step}

@@ -1,0 +1,99 @@
+"""Gives the state of a step to a new process, and puts a survivor back to that step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from adaptor.checkpoint import shards, step_record
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.devices.device import Device
+from adaptor.online.transfer import TransferError
+
+
+def own_shards(optimizer: Any) -> list[tuple[int, torch.optim.Optimizer]]:
+    """Return the shards that a chain of optimizers updates here, copies of others left out: index and
+    optimizer. The shards of a group are those of the first optimizer of the chain, then those of the second.
+    """
+    found, offset = [], 0
+    for one in step_record.chain(optimizer):
+        index, count = shards.shard_of(one)
+        if getattr(one, "optimizer", None) is not None:
+            found.append((offset + index, one.optimizer))
+        offset += count
+    return found
+
+
+class Given:
+    """The state of a step that a survivor gives (a `transfer.Source`).
+
+    Args:
+        past: the step is before the last update, and so in the local copy.
+        answers: what the newcomer would have asked other ranks at its start.
+    """
+
+    def __init__(
+        self,
+        trainee: MegatronTrainee,
+        record: StepRecord,
+        past: bool,
+        answers: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self.device: Device = trainee.device
+        self._trainee = trainee
+        self._record = record
+        self._answers = answers
+        self._optimizer, self._mirrors = trainee.state.optimizer, trainee.mirrors
+        if past:
+            assert trainee.local_copy is not None
+            self._optimizer, self._mirrors = trainee.local_copy.optimizer, trainee.local_copy.mirrors
+
+    def record(self) -> Any:
+        return {"record": dict(vars(self._record)), "answers": dict(self._answers())}
+
+    def shard(self, index: int) -> torch.optim.Optimizer:
+        for own, optimizer in own_shards(self._optimizer):
+            if own == index:
+                return optimizer
+        offset = 0
+        live = step_record.chain(self._trainee.state.optimizer)
+        for one, mirror in zip(live, self._mirrors, strict=False):
+            if mirror is not None and offset + mirror.index == index:
+                return mirror.optimizer
+            offset += shards.shard_of(one)[1]
+        raise TransferError(f"shard {index} is not here")
+
+    def frozen(self) -> Sequence[torch.Tensor]:
+        return frozen(self._trainee.state.model)
+
+
+def frozen(model: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the weights that are not trained, which no optimizer gives."""
+    return [param for chunk in model for param in chunk.parameters() if not param.requires_grad]
+
+
+def record_of(told: Mapping[str, Any]) -> StepRecord:
+    """Return the record that `Given.record` has put into words."""
+    fields = dict(told["record"])
+    for name in ("groups", "scalers", "buffers"):
+        fields[name] = tuple(fields[name])
+    return StepRecord(**fields)
+
+
+def restore(trainee: MegatronTrainee, record: StepRecord) -> None:
+    """Give the live objects what belongs to the step of `record` besides shards, weights, counters and
+    random states."""
+    state = trainee.state
+    if record.scheduler is not None and state.scheduler is not None:
+        there = vars(state.scheduler)
+        there.update({name: value for name, value in record.scheduler.items() if name in there})
+    chain = step_record.chain(state.optimizer)
+    for one, groups, scaler in zip(chain, record.groups, record.scalers, strict=True):
+        for group, scalars in zip(one.param_groups, groups, strict=True):
+            group.update(scalars)
+        if scaler is not None:
+            one.grad_scaler.load_state_dict(dict(scaler))
+    state.buffers.put_back(record.buffers)

@@ -1,0 +1,223 @@
+"""Writes for people: lines on stdout and stderr, logs, reports.
+
+Nothing of it may hold up or break a decision, whether a pipe's reader has stopped, a terminal is gone, or a
+disk is full or hangs. So each place has a `Writer`, a bounded queue with a thread of its own, and the caller
+goes on at once. What cannot be written is dropped. At the end of a process `drain` waits for the rest, for a
+bounded time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import logging
+import os
+import queue
+import select
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NoReturn
+
+from adaptor.text import PAGE, encodable
+
+# More than a job says in an incident; with a reader that has stopped the rest is dropped, not kept in memory.
+_MOST = 10_000
+# At the end of a process: a pipe or a disk that takes nothing for so long will take nothing later.
+DRAIN_S = 2.0
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+class Writer:
+    """Runs what it is given in order, in a thread of its own; for one place that may fail or hang.
+
+    dropped  how many it has not taken, because too many were waiting
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.forget()
+        _writers.add(self)
+
+    def forget(self) -> None:
+        """Begin anew, without what is queued: in the child of a fork there is no thread, but the queue."""
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self.dropped = 0
+
+    def start(self) -> bool:
+        """Start the thread now, while one can be had; False where none can be had."""
+        if self._thread is not None:
+            return True
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads for this process, or the interpreter is at its end
+                    return False
+                self._thread = thread
+        return True
+
+    def submit(self, job: Callable[[], object]) -> bool:
+        """Queue `job`; from any thread. Returns whether it will be run; never waits, never raises."""
+        if not self.start():
+            return False
+        if self._jobs.qsize() >= _MOST:
+            self.dropped += 1
+            return False
+        self._jobs.put(job)
+        return True
+
+    def drain(self, seconds: float = DRAIN_S) -> bool:
+        """Wait until all that is queued by now has been run, `seconds` at most; returns whether it has."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        done = threading.Event()
+        self._jobs.put(done.set)
+        return done.wait(seconds)
+
+    def close(self, seconds: float = DRAIN_S) -> bool:
+        """Drain it for the last time, and let its thread end; one that hangs stays behind."""
+        _writers.discard(self)
+        drained = self.drain(seconds)
+        if self._thread is not None:
+            self._jobs.put(_end)
+            self._thread = None
+        return drained
+
+
+def _end() -> None:
+    """Ends the thread of a writer."""
+
+
+def _run(jobs: queue.SimpleQueue[Callable[[], object]]) -> None:
+    while (job := jobs.get()) is not _end:
+        try:
+            job()
+        except Exception:  # it was for people, and there is no other way to tell them
+            continue
+
+
+_streams = {"stdout": Writer("ttp-stdout"), "stderr": Writer("ttp-stderr")}
+
+
+def start() -> None:
+    """Start the threads of both streams: where an incident begins, none may be had any more."""
+    for writer in _streams.values():
+        writer.start()
+
+
+def tell(text: str, to: Literal["stderr", "stdout"] = "stderr") -> None:
+    """Write `text` and a newline for the user; from any thread. Never waits, never raises.
+
+    Past Python's own buffers: at the end of the interpreter these are locked where a thread hangs in them,
+    and text that cannot be written makes the exit code 120.
+    """
+    stream = getattr(sys, to)
+    if stream is None:  # closed before Python started
+        return
+    data = encodable(text, PAGE) + "\n"
+    descriptor = _descriptor(stream, getattr(sys, f"__{to}__"))
+    if descriptor is None:
+        _streams[to].submit(partial(_write_to_stream, stream, data))
+    elif not _streams[to].submit(partial(_write_all, descriptor, data.encode())):
+        _write_if_ready(descriptor, data.encode())
+
+
+def drain(seconds: float = DRAIN_S) -> bool:
+    """Wait until what has been told, logged and reported is written, `seconds` at most for all of it."""
+    until = time.monotonic() + seconds
+    drained = [writer.drain(max(0.0, until - time.monotonic())) for writer in list(_writers)]
+    return all(drained)
+
+
+def leave(code: int, seconds: float = DRAIN_S) -> NoReturn:
+    """End the process now, without taking the interpreter down, once what was told is written."""
+    drain(seconds)
+    os._exit(code)
+
+
+def finish() -> None:
+    """At the end of a program of ours: write the rest, and let the exit code be what was returned.
+
+    The interpreter would make it 120 where something is left in a stream that cannot be written.
+    """
+    drain()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def divert_logging() -> None:
+    """Let what other libraries log to stderr be told, so that it does not hold up who logs it."""
+    logging.lastResort = logging.StreamHandler(_TOLD)
+    logging.lastResort.setLevel(logging.WARNING)
+    names = [None, *logging.root.manager.loggerDict]
+    for handler in [handler for name in names for handler in logging.getLogger(name).handlers]:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
+            handler.setStream(_TOLD)
+
+
+class _Told(io.TextIOBase):
+    """A stream that tells each text that is written."""
+
+    def write(self, text: str) -> int:
+        tell(text.removesuffix("\n"))
+        return len(text)
+
+
+_TOLD = _Told()
+
+
+def _descriptor(stream: Any, original: Any) -> int | None:
+    """Of the process's own stream; None where somebody has put another one in its place."""
+    if stream is not original:
+        return None
+    try:
+        return int(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _write_to_stream(stream: Any, text: str) -> None:
+    stream.write(text)
+    stream.flush()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # somebody has made it non-blocking, for this process, too
+            select.select((), (descriptor,), ())
+
+
+def _write_if_ready(descriptor: int, data: bytes) -> None:
+    """Without a thread: what fits in now, in one piece."""
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        if poll.poll(0):
+            os.write(descriptor, data[: select.PIPE_BUF])
+    except OSError:
+        return
+
+
+def _forget_all() -> None:
+    for writer in list(_writers):
+        writer.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+atexit.register(drain)

@@ -1,0 +1,236 @@
+"""Runs a script until its arguments are known, for `python -m adaptor report`, in place of training.
+
+The script runs in this process as rank 0 of a job, up to the point where its framework has parsed and
+validated the arguments (`adaptor.patches.report_arguments`), or where it would make a process group or an
+optimizer. No other process takes part, and nothing is written to the save folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from adaptor import _script, context
+from adaptor.context import Context
+from adaptor.errors import AdaptorError
+from adaptor.replica.choice import ReplicaChoice
+
+# Ranks of one copy of the model, and of one copy of its experts, are the products of these.
+_MODEL = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+_EXPERTS = ("expert-tensor-parallel-size", "expert-model-parallel-size", "pipeline-model-parallel-size")
+# The bytes of a second copy for each parameter: main params and two moments; with `mirror` also gradients.
+_BYTES = {"split": 12, "mirror": 16}
+
+
+class Stop(BaseException):
+    """The report needs no more of the script."""
+
+
+class BadArguments(Stop):
+    """The framework's parser does not take the arguments."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes that decide about replicas, from the framework's arguments.
+
+    Args:
+        world_size: ranks of the job.
+        data_parallel: ranks that share the optimizer state, context parallel included.
+        experts: ranks that have the same experts, 0 without experts.
+        sharded: whether the optimizer is distributed.
+        instances: the optimizer instances that the user asked the framework for.
+    """
+
+    world_size: int
+    data_parallel: int
+    experts: int
+    sharded: bool
+    instances: int
+
+
+@dataclass
+class Findings:
+    """The findings of the report about a script.
+
+    Args:
+        refusals: why the job would be refused, one line each.
+        error: how the script ended before it was known what of it would be protected.
+        layout: None where no framework has parsed the arguments.
+        replica: `split`, `mirror`, `whole` (every rank has all) or `none`; '' where it is not known.
+    """
+
+    refusals: list[str] = field(default_factory=list)
+    error: str = ""
+    layout: Layout | None = None
+    replica: str = ""
+
+    def cost(self) -> float | None:
+        """Return the bytes that replicas take on each rank for each parameter of the model, None if unknown.
+
+        Tensor, pipeline and data parallel ranks share them alike.
+        """
+        if self.layout is None:
+            return None
+        return _BYTES.get(self.replica, 0) / self.layout.world_size
+
+    def words(self) -> str:
+        """Return what would be protected and how, in one line."""
+        if self.layout is None:
+            return "not known: a training loop of its own is checked when it calls adaptor.protect"
+        size, ranks = self.layout.data_parallel, f"with {self.layout.world_size} ranks"
+        if self.replica == "none":
+            why = "the data-parallel size is 1" if size == 1 else "TTP_REPLICA is none"
+            return f"{ranks} exceptions are survived, the death of a process is not: {why}"
+        alone = ", but none of experts, which no two ranks share" if self.layout.experts == 1 else ""
+        if self.replica == "whole":
+            return (
+                f"protected {ranks}: each of {size} data-parallel ranks has the whole optimizer state{alone}"
+            )
+        more = (self.cost() or 0) * 1e9 / 2**30
+        return (
+            f"protected {ranks}: second copies of optimizer shards by {self.replica}, data-parallel size"
+            f" {size}{alone}; {more:.3g} GiB more on each rank for each billion parameters of the model"
+        )
+
+
+class Preflight:
+    """The report that is being made in this process, a part of its context; in training there is none.
+
+    findings  what the script that runs is found to be
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.findings: Findings | None = None
+
+
+def examine(checks: Iterable[Callable[[], None]], layout: Callable[[], Layout]) -> None:
+    """Take down every refusal in place of the first, and the layout. In training it is never called.
+
+    Args:
+        checks: each raises an AdaptorError for one reason to refuse the job.
+    """
+    findings = context.part(Preflight).findings
+    assert findings is not None
+    found: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except AdaptorError as error:
+            found.append(str(error))
+    findings.refusals += [line for line in found if line not in findings.refusals]
+    findings.layout = layout()
+
+
+def run(script: list[str], world_size: int) -> Findings:
+    """Run `script` (its path and arguments) until its arguments are known; what it prints is dropped."""
+    report = context.part(Preflight)
+    report.findings = result = Findings()
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",  # nothing listens there: no process group is made
+    )
+    try:
+        with (
+            _no_training(),
+            Path(os.devnull).open("w") as nothing,
+            contextlib.redirect_stdout(nothing),
+            contextlib.redirect_stderr(nothing),
+        ):
+            _script.run(script)
+        result.error = "the script ended without training"
+    except BadArguments as error:
+        result.error = f"the parser of the script's arguments: {error}"
+    except Stop:
+        pass  # where the layout is not known now, the training loop is the script's own
+    except AdaptorError as error:
+        result.refusals.append(str(error))
+    except SystemExit as end:
+        code = end.code or 0
+        words = f"exit code {code}" if isinstance(code, int) else _in_one_line(end)
+        result.error = f"the script ended with {words}"
+    except BaseException as error:
+        result.error = f"the script ended with {_in_one_line(error)}"
+    finally:
+        report.findings = None
+    if result.layout is not None:
+        _choose(result, result.layout)
+    return result
+
+
+def _choose(result: Findings, layout: Layout) -> None:
+    if not layout.sharded:
+        result.replica = "whole" if layout.data_parallel > 1 else "none"
+        return
+    if layout.instances > 1:
+        result.replica = "split"
+        return
+    try:
+        result.replica = context.part(ReplicaChoice).replica(layout.data_parallel, layout.experts)
+    except AdaptorError as error:
+        if str(error) not in result.refusals:
+            result.refusals.append(str(error))
+
+
+def _in_one_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"
+
+
+@contextlib.contextmanager
+def _no_training() -> Iterator[None]:
+    """Let a parser that does not take its arguments say why, and stop whatever begins to train."""
+    import torch
+
+    def refuse(self: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise BadArguments(message)
+
+    def stop(*args: Any, **kwargs: Any) -> NoReturn:
+        raise Stop
+
+    places: list[tuple[Any, str, Any]] = [
+        (argparse.ArgumentParser, "error", refuse),
+        (torch.distributed, "init_process_group", stop),
+        (torch.distributed.distributed_c10d, "init_process_group", stop),
+        (torch.optim.Optimizer, "__init__", stop),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in places]
+    try:
+        for owner, name, stand_in in places:
+            setattr(owner, name, stand_in)
+        yield
+    finally:
+        for (owner, name, _), original in zip(places, before, strict=True):
+            setattr(owner, name, original)
+
+
+def least_world_size(arguments: list[str]) -> int:
+    """The fewest ranks that the arguments of a script allow; 1 where they make no sense."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in {*_MODEL, *_EXPERTS}:
+        parser.add_argument(f"--{name}", type=int)
+    try:
+        given = vars(parser.parse_known_args(arguments)[0])
+    except (argparse.ArgumentError, SystemExit):
+        return 1
+
+    def product(names: tuple[str, ...], given: Mapping[str, int | None]) -> int:
+        sizes = [given[name.replace("-", "_")] or 1 for name in names]
+        return max(1, math.prod(sizes))
+
+    if given["expert_tensor_parallel_size"] is None:
+        given["expert_tensor_parallel_size"] = given["tensor_model_parallel_size"]
+    return math.lcm(product(_MODEL, given), product(_EXPERTS, given))

@@ -1,0 +1,1 @@
+"""The common ground of workers, agents and the controller: messages, their encoding, boards, names."""

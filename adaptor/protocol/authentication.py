@@ -1,0 +1,70 @@
+"""The proof by which two agents show each other that they know the job's secret, before any message.
+
+The controller sends a nonce. The agent answers with a nonce of its own and its proof: a digest, under the
+secret, of its role and both nonces. Only then does the controller prove itself: a client without the secret
+gets nothing but a random number. Both nonces are new with every connection, so a recorded proof is useless on
+another one. The role is part of the digest, so a proof cannot be sent back to its sender. With TLS all of
+this goes through the encrypted channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+
+from adaptor.protocol.wire import exactly
+
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+
+
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """The controller's side, up to where it knows that the other side is an agent of this job.
+
+    The answer that lets the agent know as much is on its way when this returns: who has it is not shut out.
+
+    Raises:
+        ConnectionError: the other side does not know the secret.
+    """
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(mine)
+    theirs = await reader.readexactly(_NONCE_BYTES)
+    proof = await reader.readexactly(_PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"agent", mine, theirs)):
+        raise ConnectionError("the other side does not know the secret of this job")
+    writer.write(_proof(secret, b"controller", mine, theirs))
+
+
+async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """The agent's side.
+
+    Raises:
+        ConnectionError: the other side does not know the secret.
+        EOFError: it does not take the proof.
+    """
+    theirs = await reader.readexactly(_NONCE_BYTES)
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(mine + _proof(secret, b"agent", theirs, mine))
+    proof = await reader.readexactly(_PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"controller", theirs, mine)):
+        raise ConnectionError("the other side does not know the secret of this job")
+
+
+def give_blocking(connection: socket.socket, secret: bytes) -> None:
+    """Do what `give` does, over a blocking socket.
+
+    Raises:
+        ConnectionError, EOFError: as there.
+    """
+    theirs = exactly(connection, _NONCE_BYTES)
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(mine + _proof(secret, b"agent", theirs, mine))
+    proof = exactly(connection, _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"controller", theirs, mine)):
+        raise ConnectionError("the other side does not know the secret of this job")
+
+
+def _proof(secret: bytes, role: bytes, controllers: bytes, agents: bytes) -> bytes:
+    return hmac.digest(secret, role + controllers + agents, "sha256")

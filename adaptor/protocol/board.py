@@ -1,0 +1,262 @@
+"""The board: one fixed-size record of shared memory per rank, written by the worker, read by its agent.
+
+Invariant: the worker alone writes. There is room for two records; a write goes to the one that the sequence
+number does not point to, and counts it up at the end. So the last complete record is always there, even after
+a death in the middle of a write; a reader that sees the number changed reads again. The memory belongs to the
+agent (an anonymous memory file, so nothing has a name that could be left behind), so it outlives the worker:
+after a SIGKILL the agent still reads how far the rank had come.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Sequence
+
+from adaptor import descriptors
+from adaptor.protocol.lifeline import Lifeline
+from adaptor.protocol.messages import BoardRecord, Phase
+
+SLOT = 4096  # a page each, so that a worker maps its own alone
+# The sequence number is written through a view of 64-bit integers, at once. struct.pack_into clears its
+# target first: a writer that is put off its core in between would show a number that it never had.
+_SEQUENCE_BYTES = 8
+_RECORD = struct.Struct("<qqqqqqqqdddq256s")
+_LIFELINE = 2048  # in a slot, behind the records
+
+
+def _place(sequence: int) -> int:
+    """Return where in a slot the record with this number is."""
+    return _SEQUENCE_BYTES + sequence % 2 * _RECORD.size
+
+
+class BoardMemory:
+    """The agent's side: creates the memory for the boards of the node's ranks, and reads it."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._slots = {rank: slot * SLOT for slot, rank in enumerate(ranks)}
+        self._fd = descriptors.in_memory("ttp-boards")
+        os.fchmod(self._fd, 0o600)  # the kernel makes it open to all; only /proc is between
+        os.ftruncate(self._fd, SLOT * len(ranks))
+        self._memory = mmap.mmap(self._fd, SLOT * len(ranks))
+        self._sequences = memoryview(self._memory).cast("Q")
+        self.lifelines = {
+            rank: Lifeline(self._memory, start + _LIFELINE) for rank, start in self._slots.items()
+        }
+        for lifeline in self.lifelines.values():
+            lifeline.prepare()
+
+    @property
+    def path(self) -> str:
+        """A path under which a child process of this one can open the memory."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    @property
+    def slots(self) -> str:
+        """The ranks in the order of their slots, as `Board` takes it."""
+        return ",".join(map(str, self._slots))
+
+    def read(self, rank: int) -> BoardRecord:
+        """Return the last complete record of `rank`."""
+        start = self._slots[rank]
+        sequence = -1
+        while sequence != self._sequences[start // _SEQUENCE_BYTES]:
+            sequence = self._sequences[start // _SEQUENCE_BYTES]
+            fields = _RECORD.unpack_from(self._memory, start + _place(sequence))
+        if sequence == 0:
+            return BoardRecord(rank=rank)
+        rank, pid, phase, oldest, finished, ahead, inside, progress, *rest = fields
+        grad_norm, slowest, usual, turns, error = rest
+        text = error.rstrip(b"\0").decode("utf-8", "replace")
+        return BoardRecord(
+            rank=rank,
+            pid=pid,
+            phase=phase,
+            oldest=oldest,
+            finished=finished,
+            ahead=ahead,
+            progress=progress,
+            grad_norm=grad_norm,
+            error=text,
+            inside=inside,
+            slowest=slowest,
+            usual=usual,
+            turns=turns,
+        )
+
+    def reset(self, rank: int) -> None:
+        """Clear the slot of `rank` for the process that takes the place of a dead one.
+
+        The dead process writes no more, and nobody waits for its lifeline any more.
+        """
+        start = self._slots[rank]
+        self._sequences[start // _SEQUENCE_BYTES] = 0  # first: from now on there is no record
+        self._memory[start + _SEQUENCE_BYTES : start + SLOT] = bytes(SLOT - _SEQUENCE_BYTES)
+        self.lifelines[rank].prepare()
+
+    def close(self) -> None:
+        """Let go of the memory.
+
+        It is unmapped when the last thread that waits for a lifeline has let go of it, too: such a thread may
+        still be on its way out, and memory that it points to cannot be closed.
+        """
+        self._sequences.release()
+        self.lifelines.clear()
+        del self._memory
+        os.close(self._fd)
+
+
+class Board:
+    """The worker's side: writes the record. The session itself reads `phase`, `oldest` and `finished`, too.
+
+    live  the oldest step whose state the live objects have; what is older is in the local copy
+    """
+
+    def __init__(self, rank: int, path: str, slots: str) -> None:
+        self.rank = rank
+        self.phase = Phase.STARTING
+        self.oldest = -1
+        self.live = -1
+        self.finished = -1
+        self.ahead = -1
+        self.inside = -1
+        self.slowest = 0.0
+        self.usual = -1.0
+        self.turns = 0
+        self.progress = 0
+        self.grad_norm = 0.0
+        self._error = b""
+        self._sequence = 0
+        self._writing = threading.Lock()  # a dump counts its progress beside the main thread
+        self._pid = os.getpid()
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            offset = slots.split(",").index(str(rank)) * SLOT
+            self._memory = mmap.mmap(fd, SLOT, offset=offset)
+        finally:
+            os.close(fd)
+        self._sequence_there = memoryview(self._memory)[:_SEQUENCE_BYTES].cast("Q")
+        self.write()
+
+    def write(self) -> None:
+        """Publish the fields."""
+        with self._writing:
+            self._sequence += 1
+            _RECORD.pack_into(
+                self._memory,
+                _place(self._sequence),
+                self.rank,
+                self._pid,
+                self.phase,
+                self.oldest,
+                self.finished,
+                self.ahead,
+                self.inside,
+                self.progress,
+                self.grad_norm,
+                self.slowest,
+                self.usual,
+                self.turns,
+                self._error,
+            )
+            self._sequence_there[0] = self._sequence
+
+    def hold_lifeline(self) -> None:
+        """Hold the lifeline, so that the agent learns of this process's end at once; on the main thread."""
+        Lifeline(self._memory, _LIFELINE).hold()
+
+    def start(self, origin: int) -> None:
+        """Say that the training state is that of step `origin`."""
+        self.oldest = self.live = self.finished = self.ahead = origin
+        self.phase = Phase.RUNNING
+        self.write()
+
+    def enter(self, step: int) -> None:
+        """Say that `step` begins."""
+        self.inside = step
+        self.write()
+
+    def leave(self, slowest: float) -> None:
+        """Say that the step has ended; `slowest`: seconds of the slowest recent one."""
+        self.inside = -1
+        self.slowest = slowest
+        self.write()
+
+    def turn(self, usual: float) -> None:
+        """Say that a phase of the loop (evaluation, save) begins or ends.
+
+        Args:
+            usual: seconds that earlier phases of this kind took at most; 0: there was none yet; -1: the loop
+                is in no phase now.
+        """
+        self.usual = usual
+        self.turns += 1
+        self.write()
+
+    def ready(self, step: int) -> None:
+        """Say that the rank is READY: at the door to the update of `step`."""
+        self.ahead = step
+        self.phase = Phase.READY
+        self.write()
+
+    def copying(self) -> None:
+        """Say, past the door, that the local copy is about to be replaced by one of the live state."""
+        self.oldest = self.live
+        self.write()
+
+    def updating(self, copied: bool) -> None:
+        """Say, past the door, that the update changes the live state; the old one is lost unless `copied`."""
+        self.live = self.ahead
+        if not copied:
+            self.oldest = self.live
+        self.phase = Phase.UPDATING
+        self.write()
+
+    def turn_back(self) -> None:
+        """Say that the rank has left the door without the update."""
+        self.phase = Phase.RUNNING
+        self.write()
+
+    def broken(self) -> None:
+        """Say that an exception has left the update window in the middle."""
+        self.phase = Phase.BROKEN
+        self.write()
+
+    def finish(self, step: int) -> None:
+        """Say that `step` is done; after a step without an update the state of earlier steps is here, too."""
+        self.finished = step
+        self.phase = Phase.RUNNING
+        self.write()
+
+    def advance(self, amount: int) -> None:
+        """Count progress of a save, in bytes."""
+        self.progress += amount
+        self.write()
+
+    def end(self) -> None:
+        """Say that the script has come to its end, so that the end of this process is no fault."""
+        self.phase = Phase.ENDED
+        self.write()
+
+    def fail(self, error: str) -> None:
+        self._error = error.encode("utf-8", "replace")[:255]
+        self.write()
+
+    def record(self) -> BoardRecord:
+        return BoardRecord(
+            self.rank,
+            self._pid,
+            self.phase,
+            self.oldest,
+            self.finished,
+            self.ahead,
+            self.progress,
+            self.grad_norm,
+            self._error.decode("utf-8", "replace"),
+            self.inside,
+            self.slowest,
+            self.usual,
+            self.turns,
+        )

@@ -1,0 +1,48 @@
+"""Names of the environment variables by which an agent tells its workers what torch elastic does not."""
+
+from __future__ import annotations
+
+import os
+
+from adaptor.context import Context
+
+NOT_BY_TTPRUN = (
+    "the adaptor is enabled, but this process was not started by ttprun:"
+    " start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
+)
+
+# Set by the agent for its workers, besides the variables of torch elastic.
+AGENT = "TTP_AGENT"
+BOARD = "TTP_BOARD"
+BOARD_RANKS = "TTP_BOARD_RANKS"
+SCRATCH = "TTP_SCRATCH"
+GENERATION = "TTP_GENERATION"
+RESUME = "TTP_RESUME"
+# The number of the incident in which this process takes the place of another; not set at a start of all.
+NEWCOMER = "TTP_NEWCOMER"
+
+
+class Generation:
+    """The start of the workers that this process belongs to, a part of its context.
+
+    name     of this start, drawn at random; '' outside of ttprun
+    resumes  True if workers of this job ran before, so that it goes on from its save folder
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.name = os.environ.get(GENERATION, "")
+        self.resumes = os.environ.get(RESUME, "0") == "1"
+
+
+class Place:
+    """The place of this process among the workers, as torch elastic tells it; a part of its context.
+
+    rank        0 outside of a job
+    local_size  workers on this node
+    node        the number of this node
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.node = int(os.environ.get("GROUP_RANK", "0"))

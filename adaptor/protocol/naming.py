@@ -1,0 +1,132 @@
+"""Names of checkpoint folders and of the tracker file, as Megatron spells them, and ours beside them.
+
+iter_0000012               a complete checkpoint; under this name nothing else ever lies
+iter_0000012_tmp_0f3a       last words being written by the generation 0f3a of workers
+iter_0000012_tmp2.1_0f3a    by its controller of term 2, once the agent that was to make the first is given up
+iter_0000012_saving_0f3a    a regular save of the framework being written
+iter_0000012_saving.abandoned_0f3a    one that an incident has cut short, while it is removed
+iter_0000012_tmp.abandoned_0f3a       what bore the name of last words that are about to be written, likewise
+aside_iter_0000012.1       what lay under the final name, incomplete, damaged or of an earlier run
+replaced_iter_0000012      a complete checkpoint whose newer version is just being moved in
+
+What works on a disk that hangs may go on when the disk does, generations later: so it finds only names of its
+own generation, and can neither empty nor remove what a later one writes.
+
+No name of ours that outlives a save starts with `iter_`: some tools parse whatever follows that prefix as a
+number.
+"""
+
+from __future__ import annotations
+
+import re
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "ttp_manifest.json"
+LEASE = ".ttp_lease"  # names the job that saves in this folder
+LOCK = f"{TRACKER}.lock"  # there while somebody gives a checkpoint its name
+
+_FINAL = re.compile(r"iter_([0-9]{7,18})")  # a larger step than any counter of a framework has
+_TEMPORARY = re.compile(
+    r"iter_[0-9]{7,18}_(?:tmp([0-9]{0,9})(?:\.[0-9]{1,9})?|saving)(?:\.abandoned[0-9]{0,9})?(_[0-9A-Za-z]+)?"
+)
+_GENERATION = 8  # so many letters and digits of what is drawn at random tell one from another
+_REPLACED = re.compile(r"replaced_(iter_[0-9]{7,18})")
+
+
+def final_name(step: int) -> str:
+    """The folder of the complete checkpoint of `step`."""
+    if step < 0:
+        raise ValueError(f"step is {step}; a checkpoint belongs to a step of 0 or more")
+    return f"iter_{step:07d}"
+
+
+def temporary_name(step: int, term: int = 0, number: int = 0, generation: str = "") -> str:
+    """The folder that last words are written to until they are published.
+
+    Two controllers may be at work, one on each side of a cut network; no two have the same `term`. And two
+    agents of one controller, where the disk of one hangs: each makes the folder of another `number`.
+    """
+    return f"{final_name(step)}_tmp{term or ''}" + (f".{number}" if number else "") + _mark(generation)
+
+
+def regular_name(step: int, generation: str = "") -> str:
+    """The folder that a regular save of the framework is written to until it is complete."""
+    return f"{final_name(step)}_saving{_mark(generation)}"
+
+
+def is_regular(name: str, generation: str) -> bool:
+    """Return whether `name` is the folder of a regular save that this `generation` writes."""
+    return is_of(name, generation) and name.endswith(f"_saving{_mark(generation)}")
+
+
+def abandoned_name(name: str, number: int = 1) -> str:
+    """The name under which the temporary folder `name` is removed; `number` counts from 1."""
+    match = _TEMPORARY.fullmatch(name)
+    mark = (match.group(2) or "") if match else ""
+    return f"{name.removesuffix(mark)}.abandoned{number if number > 1 else ''}{mark}"
+
+
+def _mark(generation: str) -> str:
+    mark = re.sub("[^0-9A-Za-z]", "", generation)[:_GENERATION]
+    return f"_{mark}" if mark else ""
+
+
+def aside_name(step: int, number: int) -> str:
+    """Return the name for an incomplete, damaged or older checkpoint that is moved away; `number` from 1."""
+    return f"aside_{final_name(step)}.{number}"
+
+
+def replaced_name(step: int) -> str:
+    """Return the name that the older version of a checkpoint has while the newer one is moved in."""
+    return f"replaced_{final_name(step)}"
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether `name` is a folder that only a live process may own."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_temporary_of(name: str, step: int, term: int, number: int) -> bool:
+    """Return whether `name` is what `temporary_name` gives for these, in some generation."""
+    made = temporary_name(step, term, number)
+    return is_temporary(name) and (name == made or name.startswith(f"{made}_"))
+
+
+def is_of(name: str, generation: str) -> bool:
+    """Return whether `name` is a temporary folder of this `generation` of workers."""
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and (match.group(2) or "") == _mark(generation)
+
+
+def term_of(name: str) -> int:
+    """Return the term of the controller that ordered a temporary folder; 0 also for a regular save."""
+    match = _TEMPORARY.fullmatch(name)
+    return int(match.group(1) or 0) if match else 0
+
+
+def step_of(name: str) -> int | None:
+    """The step of a complete checkpoint's folder name, None for any other name.
+
+    Of `iter_00000015`, too: the folder of step 15 has seven digits, and no framework looks for another one.
+    """
+    match = _FINAL.fullmatch(name)
+    step = int(match.group(1)) if match else -1
+    return step if match and final_name(step) == name else None
+
+
+def step_of_replaced(name: str) -> int | None:
+    """The step of a `replaced_` folder name, None for any other name."""
+    match = _REPLACED.fullmatch(name)
+    return step_of(match.group(1)) if match else None
+
+
+def model_parallel_folder(
+    tensor_rank: int, pipeline_rank: int | None = None, expert_rank: int | None = None
+) -> str:
+    """Megatron's folder of one model-parallel rank; None where that kind of parallelism has size 1."""
+    name = f"mp_rank_{tensor_rank:02d}"
+    if pipeline_rank is not None:
+        name += f"_{pipeline_rank:03d}"
+    if expert_rank is not None:
+        name += f"_{expert_rank:03d}"
+    return name

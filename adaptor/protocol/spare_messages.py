@@ -1,0 +1,37 @@
+"""The messages between an agent and its spares, over a unix socket that is the spare's stdin."""
+
+from __future__ import annotations
+
+import msgspec
+
+from adaptor.protocol.messages import Message
+from adaptor.protocol.wire import Decoder
+
+
+class Import(Message, frozen=True):
+    """agent -> spare: import what the workers have.
+
+    path       their `sys.path`
+    origins    what they have imported, in that order: names, and the files
+    of_a_rank  environment variables that are another one's for each rank: none may be read meanwhile
+    """
+
+    path: tuple[str, ...]
+    origins: dict[str, str]
+    of_a_rank: tuple[str, ...]
+
+
+class Ready(Message, frozen=True):
+    """spare -> agent: all is imported; or `unfit` says why this process cannot become a worker."""
+
+    unfit: str = ""
+
+
+class Become(Message, frozen=True):
+    """agent -> spare: be a worker, with this environment and the three streams that follow."""
+
+    environment: dict[str, str]
+
+
+to_spare: Decoder[Import | Become] = Decoder(msgspec.msgpack.Decoder(Import | Become))
+from_spare: Decoder[Ready] = Decoder(msgspec.msgpack.Decoder(Ready))

@@ -1,0 +1,20 @@
+"""The files that stacks are written to, and the signal that asks a worker for them."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+# For a worker that does not answer. No framework uses real-time signals, and an agent sends this one only to
+# a process that handles it.
+SIGNAL = signal.SIGRTMIN + 13
+
+
+def folder(log_path: str, generation: str) -> Path:
+    """Return the folder of the stacks of a generation's one incident, with `rank<n>.txt` for each rank."""
+    return Path(log_path).resolve() / f"stacks-{generation[:8]}"
+
+
+def scratch(place: Path, rank: int) -> Path:
+    """Return the file in the agent's scratch folder to which a worker writes its stacks after `SIGNAL`."""
+    return place / f"stacks-rank{rank}.txt"

@@ -1,0 +1,129 @@
+"""Framing: four bytes of length, then one msgpack message of a known type. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from adaptor import text
+from adaptor.protocol.deadline import deadline
+from adaptor.protocol.messages import ControllerToAgent, FromAgent, FromWorker, Message, ToWorker
+
+# The largest messages are lists of files: some hundred bytes each, thousands of them.
+MAX_SIZE = 16 * 1024 * 1024
+_LENGTH_BYTES = 4
+# Between machines, both sides say at least this often that they are there.
+BEAT_S = 0.5
+# The time within which the kernel of the other side acknowledges sent data, however busy its processes are;
+# so a slow node is not taken for a lost one. By then the kernel here has sent the data four times, at about
+# 0, 0.01, 0.2 and 0.6 s, so one or two lost packets are no silence; a switch that passes nothing for a second
+# is. A lost node is noticed after the sum of both times at the latest.
+SILENT_S = 1.0
+# Between machines: once a message has been announced, it comes within this time. The largest would, at half a
+# megabyte a second; the kernel answers for a sender that has stopped, so silence alone does not tell.
+SLOW_S = 30.0
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Decoder(Generic[T]):
+    """Decodes one direction of the conversation; anything else raises `msgspec.DecodeError`."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._decoder = decoder
+
+    def __call__(self, body: bytes) -> T:
+        try:
+            return self._decoder.decode(body)
+        except (UnicodeDecodeError, RecursionError) as error:  # text that is none, nesting without end
+            raise msgspec.DecodeError(str(error)) from None
+
+
+from_worker: Decoder[FromWorker] = Decoder(msgspec.msgpack.Decoder(FromWorker))
+to_worker: Decoder[ToWorker] = Decoder(msgspec.msgpack.Decoder(ToWorker))
+from_agent: Decoder[FromAgent] = Decoder(msgspec.msgpack.Decoder(FromAgent))
+to_agent: Decoder[ControllerToAgent] = Decoder(msgspec.msgpack.Decoder(ControllerToAgent))
+
+
+def notice_silence(connection: socket.socket) -> None:
+    """Let the kernel end a TCP connection whose other side has fallen silent: powered off, or cut off.
+
+    It sees that by what is sent and not acknowledged; where nothing is sent, it asks every second.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_S))
+
+
+def frame(message: Message) -> bytes:
+    """`message` as it goes over a stream."""
+    try:
+        body = _encoder.encode(message)
+    except UnicodeEncodeError:  # a name that is no UTF-8
+        body = _encoder.encode(_encodable(message))
+    if len(body) > MAX_SIZE:  # the other side would shut the connection
+        body = _encoder.encode(_encodable(message, text.LINE))
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+def _encodable(value: Any, limit: int = MAX_SIZE) -> Any:
+    """Return `value` with every text in it made encodable, and cut to `limit` characters."""
+    match value:
+        case str():
+            return text.encodable(value, limit)
+        case msgspec.Struct():
+            fields = {name: _encodable(getattr(value, name), limit) for name in value.__struct_fields__}
+            return msgspec.structs.replace(value, **fields)
+        case tuple() | list():
+            return tuple(_encodable(each, limit) for each in value)
+        case dict():
+            return {_encodable(key, limit): _encodable(each, limit) for key, each in value.items()}
+        case _:
+            return value
+
+
+def _checked(length: int) -> int:
+    if length > MAX_SIZE:
+        raise ConnectionError(f"a message of {length} bytes is announced: at most {MAX_SIZE} are read")
+    return length
+
+
+async def read(stream: asyncio.StreamReader, decode: Decoder[T], slow_s: float | None = None) -> T:
+    """The next message, `slow_s` seconds after its beginning at the latest.
+
+    Raises:
+        EOFError: the other side is gone (`asyncio.IncompleteReadError` is one).
+        ConnectionError, msgspec.DecodeError: what came is no message, or came too slowly.
+    """
+    length = _checked(int.from_bytes(await stream.readexactly(_LENGTH_BYTES), "big"))
+    if slow_s is None:
+        return decode(await stream.readexactly(length))
+    try:
+        async with deadline(slow_s):
+            body = await stream.readexactly(length)
+    except asyncio.TimeoutError:
+        raise ConnectionError(f"a message of {length} bytes was not there after {slow_s:g} s") from None
+    return decode(body)
+
+
+def receive(connection: socket.socket, decode: Decoder[T]) -> T:
+    """The next message of a blocking socket; raises like `read`."""
+    length = _checked(int.from_bytes(exactly(connection, _LENGTH_BYTES), "big"))
+    return decode(exactly(connection, length))
+
+
+def exactly(connection: socket.socket, count: int) -> bytes:
+    """Return the next `count` bytes of a blocking socket; raise EOFError where it ends before."""
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(count - len(parts))
+        if not part:
+            raise EOFError("the other side closed the connection")
+        parts += part
+    return bytes(parts)

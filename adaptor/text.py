@@ -1,0 +1,58 @@
+"""Makes text from outside encodable, and limits its length, before anything else is done with it.
+
+An exception may quote a file name that is no UTF-8, carry megabytes, or fail to say what it is. None of these
+may be sent, logged or printed: one message that cannot be encoded would end the thread that sends it.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+# The characters that are kept of a reason: enough for a path and a sentence, little enough for a message.
+LINE = 2000
+# The characters that are kept of a traceback.
+PAGE = 1 << 20
+_HIGHEST_CODE = 255
+
+
+def encodable(text: str, limit: int = LINE) -> str:
+    """Return `text` such that it can be encoded as UTF-8: undecodable bytes of file names become `\\udc..`.
+
+    Args:
+        limit: characters that are kept; the end then says how many are left out.
+    """
+    if len(text) > limit:
+        text = f"{text[:limit]}... ({len(text) - limit} more characters)"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def say(thing: object) -> str:
+    """Return `str(thing)`, whatever its own `__str__` does."""
+    try:
+        return str(thing)
+    except Exception as error:
+        return f"<{type(thing).__name__}: its __str__ raised {type(error).__name__}>"
+
+
+def describe(error: BaseException) -> str:
+    """Return `Type: message` in one encodable line."""
+    kind, message = type(error).__name__, say(error)
+    lines = f"{kind}: {message}".removesuffix(": ").splitlines()
+    return encodable(lines[0] if lines else kind)
+
+
+def trace(error: BaseException) -> str:
+    """Return the traceback of `error`, as Python prints it."""
+    try:
+        return encodable("".join(traceback.format_exception(error)).rstrip("\n"), PAGE)
+    except Exception as failure:  # of a class that cannot be shown
+        return f"{describe(error)} (no traceback: {describe(failure)})"
+
+
+def exit_code(code: int) -> int:
+    """Return what the kernel makes of `code` when a Python process ends with it: 0 to 255.
+
+    Python takes a number that does not fit a C long for -1, which is 255.
+    """
+    fits = -(1 << 63) <= code < 1 << 63
+    return code & _HIGHEST_CODE if fits else _HIGHEST_CODE

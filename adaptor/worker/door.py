@@ -1,0 +1,93 @@
+"""The door: the only way into a window in which a rank changes what could be saved from it.
+
+There are two kinds of windows: an update of the optimizer, named by its step, and the publishing of a regular
+checkpoint. Invariants:
+
+1. While the door is closed no window opens, unless the controller lets exactly this step pass, and only until
+   it lets another one pass.
+2. `close` returns only when no window is open: what is inside is local work and ends by itself.
+3. No lock is held while a window is open, so nothing here waits for the framework.
+
+In an online recovery the main thread is turned away: it leaves the framework by an exception, and the door is
+opened again when all ranks go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+PUBLISH = -1  # the name of the publishing window, where an update has its step
+
+
+class Unwind(BaseException):
+    """Takes the main thread out of the framework's training loop; no failure, and no `Exception`, which a
+    framework may catch."""
+
+
+class Door:
+    """Opened and closed by the processor, passed by the main thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._closed = False
+        self._inside = 0
+        self._let_through: int | None = None
+        self._turns_away = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def enter(self, window: int) -> None:
+        """Open a window; waits while the door is closed, until this window is let through.
+
+        Raises:
+            Unwind: everybody is turned away.
+        """
+        with self._changed:
+            while self._closed and (self._turns_away or self._let_through != window):
+                if self._turns_away:
+                    raise Unwind
+                self._changed.wait()
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> bool:
+        """Close, then wait for an open window to end; False when it has not ended after `timeout_s`."""
+        with self._changed:
+            self._closed = True
+            return self._changed.wait_for(lambda: self._inside == 0, timeout_s)
+
+    def shut(self) -> None:
+        """Close without waiting: for the main thread itself, which is not inside."""
+        with self._changed:
+            self._closed = True
+
+    def let_through(self, step: int | None) -> None:
+        """Let the window of `step` open, and no other; None: none."""
+        with self._changed:
+            self._let_through = step
+            self._changed.notify_all()
+
+    def turn_away(self) -> None:
+        """Let whoever waits at the closed door, or comes to it, leave the framework."""
+        with self._changed:
+            self._turns_away = True
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Let every window open again: the incident is over, and this process goes on."""
+        with self._changed:
+            self._closed = self._turns_away = False
+            self._let_through = None
+            self._changed.notify_all()
+
+    def wait_until(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until no window is open and `done()` is true; it is asked again whenever a window ends."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._inside == 0 and done(), timeout_s)

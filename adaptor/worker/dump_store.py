@@ -1,0 +1,127 @@
+"""The store over which the survivors that dump together find each other, as a worker has it.
+
+torch's own stores take no proof of anything, so anyone who reached one could give gloo other addresses, fill
+its memory, or hold it up with half a message. This one is a part of the controller's agent
+(`launchers.dump_store`); an order to dump tells the worker its address and its secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from adaptor.protocol import authentication, wire
+from adaptor.protocol.dump_messages import Ask, Keep, from_store
+from adaptor.protocol.messages import Endpoint
+from adaptor.protocol.peer import is_same_user
+
+# Between two attempts, as an agent waits that was turned out.
+PAUSE_S = 0.2
+# A connection that the store has shut before the proof was complete; or its queue was full.
+_TURNED_OUT = (EOFError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError, BlockingIOError)
+
+
+class DumpStore(Store):
+    """A torch store with the three calls that gloo needs: `set`, `wait` and `get`.
+
+    One thread uses it. Keep it as long as the process group.
+
+    Args:
+        place: the address of the store; port 0: an abstract unix socket.
+        secret: both sides prove that they know it.
+        timeout_s: seconds for connecting, and for each wait without a time-out of its own.
+
+    Raises:
+        OSError, EOFError: there is no such store, or it does not accept within `timeout_s`.
+    """
+
+    def __init__(self, place: Endpoint, secret: bytes, timeout_s: float) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self._values: dict[str, bytes] = {}
+        self._connection = _connect(place, secret, timeout_s)
+
+    def set(self, key: str, value: Any) -> None:
+        self._connection.settimeout(self._timeout_s)
+        self._connection.sendall(wire.frame(Keep(key, bytes(value))))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return when all `keys` are there.
+
+        Raises:
+            TimeoutError: they are not, after `timeout`.
+        """
+        until = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
+        for key in keys:
+            if key in self._values:
+                continue
+            self._connection.sendall(wire.frame(Ask(key)))
+            try:
+                while key not in self._values:
+                    self._connection.settimeout(max(until - time.monotonic(), 0.001))
+                    self._values.update(wire.receive(self._connection, from_store).values)
+            except TimeoutError:
+                raise TimeoutError("a rank that takes part in the dump has not come to the store") from None
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def abandon(self) -> None:
+        """Let a thread that waits raise; from any thread."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def meet(store: Store, prefix: str, rank: int, size: int, timeout_s: float) -> Any:
+    """Return a gloo group of `size` processes that owes nothing to the groups of the framework."""
+    return ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timedelta(seconds=timeout_s))
+
+
+def _connect(place: Endpoint, secret: bytes, timeout_s: float) -> socket.socket:
+    """Return a connection on which both sides have proved that they know the secret.
+
+    A store to which more come at once than it can hear turns some of them out: who is, comes again.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _connect_once(place, secret, max(until - time.monotonic(), 0.001))
+        except _TURNED_OUT:
+            if time.monotonic() + PAUSE_S >= until:
+                raise
+            time.sleep(PAUSE_S)
+
+
+def _connect_once(place: Endpoint, secret: bytes, timeout_s: float) -> socket.socket:
+    connection = _reach(place, timeout_s)
+    try:
+        connection.settimeout(timeout_s)
+        authentication.give_blocking(connection, secret)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _reach(place: Endpoint, timeout_s: float) -> socket.socket:
+    if place.port:
+        return socket.create_connection((place.address, place.port), timeout_s)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(f"\0{place.address}")
+        if not is_same_user(connection):
+            raise ConnectionError("another user listens where the store was")
+    except BaseException:
+        connection.close()
+        raise
+    return connection

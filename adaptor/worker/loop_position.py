@@ -1,0 +1,76 @@
+"""The place of a training loop in its script: tells whether a step that was begun has been left by `break`.
+
+Nobody tells the end of a step that `begin_step` has begun and that makes no update. From the calls that led
+to `begin_step` and to the update of earlier steps it is known which function has the loop, and on which lines
+a step is under way. A main thread that stands elsewhere has left the step.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+
+class _Call(NamedTuple):
+    """A call on the way to where a thread stands; the frame by its number, for it must not be kept alive."""
+
+    frame: int
+    code: CodeType
+    line: int
+
+
+class _Body(NamedTuple):
+    """The lines of a step in the function `code`, which is the call number `depth` from the outermost."""
+
+    depth: int
+    code: CodeType
+    first: int
+    last: int
+
+
+class LoopPosition:
+    """Told by the thread that trains; any other may ask."""
+
+    def __init__(self) -> None:
+        self._begun: list[_Call] = []
+        self._body: _Body | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begun = _calls(sys._getframe(1))
+
+    def update(self) -> None:
+        """Its optimizer makes the update."""
+        shared = [
+            (begun, there)
+            for begun, there in zip(self._begun, _calls(sys._getframe(1)), strict=False)
+            if (begun.frame, begun.code) == (there.frame, there.code)
+        ]
+        if not shared:
+            return
+        begun, there = shared[-1]
+        body = _Body(len(shared) - 1, begun.code, begun.line, there.line)
+        known = self._body
+        if known is not None and known[:2] == body[:2]:
+            body = body._replace(first=min(known.first, body.first), last=max(known.last, body.last))
+        self._body = body
+
+    def was_left(self, thread: int) -> bool:
+        """Return whether `thread` stands outside of the step that it has begun; False if it is not known."""
+        body, begun = self._body, self._begun
+        if body is None or len(begun) <= body.depth or begun[body.depth].code is not body.code:
+            return False
+        calls = _calls(sys._current_frames().get(thread))
+        if len(calls) <= body.depth or calls[body.depth].frame != begun[body.depth].frame:
+            return True  # the function has returned
+        return body.first <= body.last and not body.first <= calls[body.depth].line <= body.last
+
+
+def _calls(frame: FrameType | None) -> list[_Call]:
+    """Return the calls that led to `frame`, the outermost first."""
+    calls = []
+    while frame is not None:
+        calls.append(_Call(id(frame), frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return calls[::-1]

@@ -1,0 +1,22 @@
+"""What this process has imported: for a process that is to import the same, or to compare with it."""
+
+from __future__ import annotations
+
+import sys
+
+from adaptor.protocol.messages import Modules
+from adaptor.text import encodable
+
+
+def of_this_process(rank: int) -> Modules:
+    """Return the modules of the worker of `rank`, in the order in which they were imported."""
+    path = tuple(folder for folder in list(sys.path) if isinstance(folder, str))
+    return Modules(rank, path, {encodable(name): origin(name) for name in list(sys.modules)})
+
+
+def origin(name: str) -> str:
+    """Return the file that the module was imported from, or what else it is; nothing if it has no spec."""
+    module = sys.modules.get(name)
+    # Past any __getattr__: looking must not make a lazy module load.
+    spec = getattr(module, "__dict__", {}).get("__spec__")
+    return encodable(str(getattr(spec, "origin", None) or ""))

@@ -1,0 +1,86 @@
+"""The origin of an exception: what it is known by when it comes again, and whether another start can help."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from adaptor import text
+from adaptor.protocol.messages import Origin
+
+
+def _folders() -> Iterator[str]:
+    """The parts of the adaptor that a checkout has beside it."""
+    for name in ("adaptor.launchers", "adaptor.patches"):
+        spec = importlib.util.find_spec(name)
+        yield from (spec.submodule_search_locations or ()) if spec is not None else ()
+
+
+# Code that is not the user's: Python's own, installed packages, and the adaptor wherever it stands.
+_OTHERS = tuple(
+    {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(Path(__file__).resolve().parents[1]), *_folders()}
+    | {"<frozen "}
+)
+# torch's messages about a missing accelerator; it has no exception type for that.
+_NO_DEVICE = (
+    "Found no NVIDIA driver",
+    "The NVIDIA driver on your system is too old",
+    "No CUDA GPUs are available",
+    "Torch not compiled with CUDA enabled",
+)
+# argparse's exit code for arguments that it refuses.
+_USAGE = 2
+
+
+def origin_of(error: BaseException, finished: int, *, starting: bool) -> Origin:
+    """Return what `error`, which has left the script, is known by.
+
+    Args:
+        finished: the step that this rank has finished, -1 before training.
+        starting: this is the first start of the job, and training has not begun.
+    """
+    return Origin(type(error).__name__, _where(error), finished, starting and _is_a_mistake(error))
+
+
+def calls_of(error: BaseException) -> list[tuple[str, int]]:
+    """Return file and line of each call, the innermost last; no file is read, for its disk may hang."""
+    walk = traceback.walk_tb(error.__traceback__)
+    return [(frame.f_code.co_filename, line) for frame, line in walk]
+
+
+def outline(error: BaseException) -> str:
+    """Return the calls of `error` and what it says, as in a traceback, but without their lines of source."""
+    calls = [f'  File "{path}", line {line}' for path, line in calls_of(error)]
+    return text.encodable("\n".join([*calls, text.describe(error)]), text.PAGE)
+
+
+def may_be_an_echo(error: BaseException) -> bool:
+    """Return whether `error` may be no more than another rank's death, as a collective tells of it."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}:
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    said = text.say(error)
+    return any(name in said for name in ("gloo", "NCCL", "HCCL"))
+
+
+def _where(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    calls = calls_of(error)
+    own = [call for call in calls if not call[0].startswith(_OTHERS)]
+    return "".join(f"{Path(path).name}:{line}" for path, line in (own or calls)[-1:])
+
+
+def _is_a_mistake(error: BaseException) -> bool:
+    if isinstance(error, ImportError | SyntaxError):
+        return True
+    if isinstance(error, SystemExit):
+        return error.code == _USAGE and any(path == argparse.__file__ for path, _ in calls_of(error))
+    return any(words in text.say(error) for words in _NO_DEVICE)

@@ -1,0 +1,83 @@
+"""Measures a worker's steps, and the phases between them, and writes that to its board for the agent."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+from adaptor.protocol.board import Board
+
+# A step that takes much longer than the longest of so many is taken for a hang; so is a phase.
+RECENT = 20
+# The first steps of a process, in which kernels are compiled and memory is found, are no measure.
+UNUSUAL = 2
+
+
+class _Running(NamedTuple):
+    """A phase that has not ended."""
+
+    name: str
+    begun: float
+
+
+class Pace:
+    """Told by the main thread; phases may be in a step, and in each other."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._begun = 0.0
+        self._took: deque[float] = deque(maxlen=RECENT)
+        self._unusual = UNUSUAL
+        self._in_phases = 0.0  # seconds of the step that is running
+        self._running: list[_Running] = []
+        self._phases: dict[str, deque[float]] = {}
+        self._rests = False
+
+    def begin_step(self, step: int) -> None:
+        self._begun = time.monotonic()
+        self._in_phases = 0.0
+        self._board.enter(step)
+
+    def end_step(self) -> None:
+        """Does nothing where no step is running."""
+        if self._board.inside < 0:
+            return
+        if self._unusual:
+            self._unusual -= 1
+        else:
+            self._took.append(time.monotonic() - self._begun - self._in_phases)
+        self._board.leave(max(self._took, default=0.0))
+
+    def abandon_step(self) -> None:
+        """The step that is running was left before its end: it runs no longer, and is no measure."""
+        if self._board.inside >= 0:
+            self._board.leave(max(self._took, default=0.0))
+
+    def begin_phase(self, name: str) -> None:
+        self._running.append(_Running(name, time.monotonic()))
+        self._turn()
+
+    def end_phase(self) -> None:
+        """The phase that was begun last has ended."""
+        ended = self._running.pop()
+        took = time.monotonic() - ended.begun
+        self._phases.setdefault(ended.name, deque(maxlen=RECENT)).append(took)
+        if not self._running:
+            self._in_phases += took
+        self._turn()
+
+    def begin(self) -> None:
+        """Training begins, for the first time or again after `rest`."""
+        self._rests = False
+
+    def rest(self) -> None:
+        """Training is over: what was usual in its loop says nothing of the phases that follow."""
+        self._rests = True
+
+    def _turn(self) -> None:
+        if not self._running:
+            self._board.turn(-1.0)
+            return
+        earlier = self._phases.get(self._running[-1].name, ()) if not self._rests else ()
+        self._board.turn(max(earlier, default=0.0))

@@ -1,0 +1,356 @@
+"""The processor: the thread of a worker that answers its agent.
+
+It alone reads and writes the connection (other threads queue their messages), so nothing here breaks on a
+fork. Freezing and dumping may take long, so each runs in a thread of its own, and the processor can still
+receive the order that replaces an attempt, or the order to exit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from adaptor import output, text, threads
+from adaptor.descriptors import Descriptors
+from adaptor.protocol import wire
+from adaptor.protocol.messages import (
+    BusyProbe,
+    BusyReport,
+    Dump,
+    Endpoint,
+    Exit,
+    Freeze,
+    FromWorker,
+    Frozen,
+    GroupOrder,
+    Hello,
+    ModulesProbe,
+    Phase,
+    Regroup,
+    RegroupFailed,
+    Rename,
+    Renamed,
+    Resume,
+    Standing,
+    TerminationRequested,
+    TimelineEvent,
+    ToWorker,
+    WriteFailed,
+    Written,
+)
+from adaptor.protocol.state_provider import DumpRun, NotFiniteError
+from adaptor.worker import abort_gloo, modules, stacks
+from adaptor.worker.session import Session
+
+# A worker that is ended after an incident it did not cause has not failed: its agent knows the verdict.
+EXIT_SURVIVOR = 0
+EXIT_ORPHAN = 76
+# The exit code of a worker that no longer reads its agent's orders, because of an error of ours.
+EXIT_DEAF = 77
+# Threads that an incident needs: to freeze, to look at the main thread or at its device, to dump, and one for
+# what hangs.
+RESERVE = 4
+# Descriptors that an incident needs: the files of some groups, and sockets to the holders of their shards.
+DESCRIPTORS = 32
+# The time for the last lines: shorter than the agent waits for the worker's end, if a terminal blocks.
+LAST_LINES_S = 1.0
+# In a hang: the time to read the position of the main thread and to write it down. The file system may be
+# what hangs, and the controller waits for the answer.
+LOOK_S = 1.0
+
+
+class CannotRejoinError(Exception):
+    """This rank cannot take part in an online recovery; the text says why, for the user."""
+
+
+class MainThreadHangsError(CannotRejoinError):
+    """The main thread waits for what will not come any more."""
+
+
+class Rejoin(Protocol):
+    """The work of an online recovery in this process (`adaptor.online`), which the processor starts."""
+
+    def sockets(self) -> frozenset[int]:
+        """Return the inodes of the connections of the framework's process groups."""
+
+    def regroup(self, order: Regroup, wake: Callable[[], int]) -> None:
+        """Let the main thread leave, and do what a survivor does for newcomers; takes its time."""
+
+    def resume(self, order: Resume) -> None:
+        """Let the main thread go on; at once."""
+
+
+class Processor:
+    """Connects to the agent at `address` (an abstract unix socket) and serves it until the process ends."""
+
+    def __init__(
+        self, rank: int, address: str, timeout_s: float, store_port: int, stacks_folder: Path
+    ) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._stacks_folder = stacks_folder
+        self._store_port = store_port
+        self._outbox: queue.SimpleQueue[FromWorker] = queue.SimpleQueue()
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.connect("\0" + address)
+        self._session: Session | None = None
+        self._current = (0, 0)  # the incident and the attempt of the newest order
+        # Set by a script whose own handlers save.
+        self.rename: Callable[[int], None] | None = None
+        self.before_exit: Callable[[], None] = lambda: None
+        self._rejoin: Rejoin | None = None
+        self._rejoin_is_known = threading.Event()
+        self.exit_code = EXIT_SURVIVOR
+        self._descriptors = Descriptors(DESCRIPTORS)
+        self.held = ""  # what is shown of this rank where the verdict blames it
+
+    def start(self, session: Session) -> None:
+        self._session = session
+        self.say(Hello(self._rank, os.getpid()))
+        threads.reserve.prepare(RESERVE)
+        threading.Thread(target=self._serve, name="ttp-processor", daemon=True).start()
+
+    def hear_signals(self) -> None:
+        """Report SIGTERM to the agent, and do not end this process by it; call it on the main thread.
+
+        The process may be a holder, and a scheduler that signals all processes would end all holders. The
+        main thread may hang, where no Python handler runs; so the byte counts that the interpreter writes
+        into a pipe at once. A script that sets a handler of its own keeps it. Children still end by SIGTERM.
+        """
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.siginterrupt(signal.SIGTERM, False)
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        # A signal to a child waits until the child has set its own handler.
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
+            after_in_child=self._hear_no_signals,
+        )
+
+    @property
+    def _hears_sigterm(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) == self._on_sigterm
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        """Report SIGTERM if a script has taken the pipe away; a second report has no effect."""
+        self.say(TerminationRequested(self._rank, "SIGTERM"))
+
+    def _hear_no_signals(self) -> None:
+        if self._hears_sigterm:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def say(self, message: FromWorker) -> None:
+        """Queue a message for the agent; from any thread."""
+        self._outbox.put(message)
+        os.write(self._wake_writer, b"\0")
+
+    def _serve(self) -> None:
+        try:
+            self._hear()
+        except (EOFError, OSError):
+            # Without its agent nobody waits for this worker, and nobody would end it.
+            _leave(EXIT_ORPHAN)
+        except BaseException as error:
+            # This worker cannot answer any more; its agent learns that from its end.
+            output.tell(f"[ttp] rank {self._rank}: its processor has failed: {text.trace(error)}")
+            _leave(EXIT_DEAF)
+
+    def _hear(self) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self._connection, selectors.EVENT_READ)
+        selector.register(self._wake_reader, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if self._wake_reader in ready:
+                woken_by = os.read(self._wake_reader, 4096)
+                if signal.SIGTERM in woken_by and self._hears_sigterm:
+                    self._outbox.put(TerminationRequested(self._rank, "SIGTERM"))
+                self._send_queued()
+            if self._connection in ready:
+                self._obey(wire.receive(self._connection, wire.to_worker))
+
+    def _send_queued(self) -> None:
+        while not self._outbox.empty():
+            self._connection.sendall(wire.frame(self._outbox.get_nowait()))
+
+    def _obey(self, order: ToWorker) -> None:
+        match order:
+            case Freeze():
+                assert self._session is not None
+                self._descriptors.release()
+                again = order.incident == self._current[0]
+                if not again:  # else it is asked whether it is there
+                    self._current = (order.incident, 0)
+                    # A lost controller may have let the main thread through: the answer must stay true.
+                    self._session.let_through(None)
+                self._in_thread("freeze", functools.partial(self._freeze, again=again), order)
+            case Dump():
+                self._current = (order.incident, order.attempt)
+                assert self._session is not None
+                # Here, not in a thread: in the order of the attempts, so that no older one opens the door.
+                self._session.let_through(order.step)
+                self._in_thread("dump", self._dump, order)
+            case Regroup():
+                self._current = (order.incident, order.attempt)
+                assert self._session is not None
+                self._session.let_through(order.step)
+                self._in_thread("regroup", self._regroup, order)
+            case Resume():
+                assert self._rejoin is not None
+                self.exit_code, self.held = EXIT_SURVIVOR, ""
+                self._rejoin.resume(order)
+            case Rename():
+                self._in_thread("rename", self._rename, order)
+            case BusyProbe():
+                assert self._session is not None
+                self.say(BusyReport(self._rank, self._session.ends_left_step() or stacks.busy()))
+            case ModulesProbe():
+                self.say(modules.of_this_process(self._rank))
+            case Exit():
+                self._send_queued()
+                self.before_exit()
+                if order.blamed and self.held:
+                    output.tell(self.held)
+                _leave(self.exit_code)
+
+    def _in_thread(self, name: str, act: Callable[[Any], None], order: ToWorker) -> None:
+        threads.reserve.run(f"ttp-{name}", functools.partial(self._do, act, order))
+
+    def _do(self, act: Callable[[Any], None], order: ToWorker) -> None:
+        """Run `act`, and report its error, because the controller waits for the answer."""
+        try:
+            act(order)
+        except Exception as error:
+            self._note("failed", f"{type(order).__name__}: {text.describe(error)}")
+            output.tell(f"[ttp] rank {self._rank}: {type(order).__name__} has failed: {text.trace(error)}")
+
+    def _note(self, what: str, detail: str = "") -> None:
+        self.say(TimelineEvent(self._rank, self._current[0], time.time(), what, detail))
+
+    def _freeze(self, order: Freeze, again: bool) -> None:
+        assert self._session is not None
+        standing = self._look() if order.stacks else None
+        board = self._session.freeze(self._timeout_s / 2, again)
+        if board is not None:  # else this rank is no holder: the controller does not wait longer than that
+            if board.phase == Phase.UNREADABLE:
+                self._note("unreadable", board.error)
+            self.say(Frozen(self._rank, order.incident, board, standing))
+
+    def _look(self) -> Standing | None:
+        """Read the position of the main thread before any answer, which may let it go on or end it."""
+        path = self._stacks_folder / f"rank{self._rank}.txt"
+        return stacks.look(path, LOOK_S, lambda: self._note("stacks", str(path)))
+
+    def _is_current(self, order: Dump) -> bool:
+        return self._current == (order.incident, order.attempt)
+
+    def _dump(self, order: Dump) -> None:
+        session = self._session
+        assert session is not None
+        assert session.trainee is not None
+        group = order.groups[0]
+        stores: list[Any] = []
+        try:
+            behind = session.board.finished < order.step
+            keep = frozenset({self._store_port, order.store_port})
+            session.bring_to(order.step, lambda: abort_gloo.shut_collectives(keep), order.timeout_s)
+            past = session.from_local_copy(order.step)
+            if behind or past:
+                self._note("from-the-local-copy" if past else "through-the-door", f"step {order.step}")
+            record = session.record_of(order.step)
+            for group in order.groups:
+                remarks: list[str] = []
+                run = DumpRun(
+                    rank=self._rank,
+                    folder=order.folder,
+                    attempt=order.attempt,
+                    connect=lambda ranks, group=group: _connect(order, group, self._rank, ranks, stores),  # type: ignore[misc]
+                    progress=session.board.advance,
+                    cancelled=lambda: not self._is_current(order),
+                    as_is=group.group in order.as_is,
+                    remark=remarks.append,
+                    past=past,
+                    groups=order.groups,
+                    wake=lambda: abort_gloo.shut_collectives(keep),
+                )
+                files = session.trainee.dump(record, group, run)
+                if group.writer == self._rank:
+                    not_finite = "; ".join(filter(None, remarks))
+                    self._note("written", f"{group.group}; {not_finite}" if not_finite else group.group)
+                    self.say(
+                        Written(self._rank, order.incident, order.attempt, group.group, files, not_finite)
+                    )
+                else:
+                    self._note("gathered", group.group)
+        except (Exception, SystemExit) as error:  # whatever it was, the controller decides what comes next
+            if self._is_current(order):
+                reason = text.describe(error)
+                doubted = error.ranks if isinstance(error, NotFiniteError) else ()
+                self._note("failed", reason)
+                where = (order.incident, order.attempt, group.group)
+                self.say(WriteFailed(self._rank, *where, reason, session.board.record(), doubted))
+        finally:
+            for store in stores:
+                store.close()
+
+    def go_round_by(self, rejoin: Rejoin | None) -> None:
+        """Set how the training loop is called again, at the start of a worker; None: not at all."""
+        self._rejoin = rejoin
+        self._rejoin_is_known.set()
+
+    def _regroup(self, order: Regroup) -> None:
+        keep = frozenset({self._store_port, order.store_port})
+        try:
+            self._rejoin_is_known.wait(order.timeout_s)  # a new process is told at once
+            if self._rejoin is None:
+                raise CannotRejoinError("its training loop cannot be called again")
+            rejoin = self._rejoin
+            rejoin.regroup(order, lambda: abort_gloo.shut_collectives(keep, rejoin.sockets()))
+        except Exception as error:
+            if self._current == (order.incident, order.attempt):
+                hangs = isinstance(error, MainThreadHangsError)
+                self.say(RegroupFailed(self._rank, order.incident, order.attempt, why_not(error), hangs))
+
+    def _rename(self, order: Rename) -> None:
+        reason = ""
+        try:
+            assert self.rename is not None
+            self.rename(order.step)
+        except (Exception, SystemExit) as error:  # the script's own: it decides what the job ends with
+            reason = text.describe(error)
+        self.say(Renamed(self._rank, order.incident, reason))
+
+
+def why_not(error: Exception) -> str:
+    """Return why a rank cannot take part in an online recovery, in one line."""
+    return text.say(error) if isinstance(error, CannotRejoinError) else text.describe(error)
+
+
+def _connect(order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...], stores: list[Any]) -> Any:
+    """Return a gloo group of `ranks` that owes nothing to the groups of the framework.
+
+    Its store goes to `stores`, to be closed after the group.
+    """
+    from adaptor.worker.dump_store import DumpStore, meet  # they import torch
+
+    store = DumpStore(Endpoint(order.store_host, order.store_port), order.store_secret, order.timeout_s)
+    stores.append(store)
+    prefix = f"ttp/{order.incident}/{order.attempt}/{group.group}"
+    return meet(store, prefix, ranks.index(rank), len(ranks), order.timeout_s)
+
+
+def _leave(code: int) -> None:
+    """End the process now: the main thread may hang for ever, and nothing of it is needed any more."""
+    output.leave(code, LAST_LINES_S)

@@ -1,0 +1,205 @@
+"""The runtime of a worker: its session and its processor, made when they are first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pkgutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from adaptor import context, engines, output, text
+from adaptor.config import Config
+from adaptor.errors import AdaptorError, StartError, StepError, UnsupportedError
+from adaptor.protocol import stack_files
+from adaptor.protocol.board import Board
+from adaptor.protocol.environment import (
+    AGENT,
+    BOARD,
+    BOARD_RANKS,
+    GENERATION,
+    NOT_BY_TTPRUN,
+    SCRATCH,
+    Generation,
+)
+from adaptor.protocol.messages import Layout, Origin, Raised, Refused, Unprotected
+from adaptor.protocol.state_provider import Trainee
+from adaptor.worker import stacks
+from adaptor.worker.engine import WorkerRuntime
+from adaptor.worker.origin import calls_of, may_be_an_echo, origin_of, outline
+from adaptor.worker.processor import Processor
+from adaptor.worker.session import Session
+from adaptor.worker.unprotected import UnprotectedTraining
+
+_runtime: WorkerRuntime | None = None
+
+
+class Runtime:
+    """The session and its processor, connected to the agent.
+
+    Raises:
+        StartError: the process was not started by ttprun.
+    """
+
+    def __init__(self, settings: Config, environ: Mapping[str, str]) -> None:
+        for name in (AGENT, BOARD, BOARD_RANKS, "RANK"):
+            if name not in environ:
+                raise StartError(NOT_BY_TTPRUN)
+        self.rank = int(environ["RANK"])
+        self.pid = os.getpid()
+        self.processor = Processor(
+            self.rank,
+            environ[AGENT],
+            settings.timeout_s,
+            int(environ.get("MASTER_PORT", "0")),
+            stack_files.folder(settings.log_path, environ.get(GENERATION, "")),
+        )
+        board = Board(self.rank, environ[BOARD], environ[BOARD_RANKS])
+        board.hold_lifeline()
+        self.session = Session(board, self._send_layout, self._send_broken_barrier, self._print_protected)
+        # Why this rank is not recovered online, for the user; empty: it is.
+        self.online = "its training loop cannot be called again" if settings.online_s else "off"
+        self.processor.start(self.session)
+
+    def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
+        """Tell the agent that an exception left the script; the state stays what it is.
+
+        Args:
+            by: the exception, by which it is known when it comes again.
+        """
+        starting = self.session.trainee is None and not context.part(Generation).resumes
+        self.session.give_up()
+        self.session.board.fail(error)
+        self.processor.exit_code = exit_code
+        origin = Origin()
+        if by is not None:
+            # It is for comparing and for people: an exception that cannot be looked at is told all the same.
+            with contextlib.suppress(Exception):
+                origin = origin_of(by, self.session.board.finished, starting=starting)
+        self.processor.say(Raised(self.rank, text.encodable(error), exit_code, origin))
+
+    def hear_signals(self) -> None:
+        """See `Processor.hear_signals`, and `stacks.write_when_told`."""
+        self.processor.hear_signals()
+        stacks.write_when_told(stack_files.scratch(Path(os.environ[SCRATCH]), self.rank))
+
+    def refuse(self, reason: str) -> None:
+        """Tell the agent that the job is refused, in one line, and wait to be ended."""
+        self.processor.say(Refused(self.rank, text.encodable(reason)))
+        self.session.hold()
+
+    def finish(self) -> None:
+        """Mark the end of the script; while an incident is open, wait, because this rank may be a holder."""
+        context.part(UnprotectedTraining).end_of_script()
+        if self.session.door.closed:
+            self.session.hold()
+        self.session.board.end()
+
+    def not_protected(self, why: str) -> None:
+        """Report that nothing of what the script trains can be saved; it goes on."""
+        self.processor.say(Unprotected(self.rank, why))
+        if self.rank == 0:
+            output.tell(f"[ttp] NOT PROTECTED: {why}")
+
+    def hold_after(self, error: BaseException) -> None:
+        """Report an exception that leaves the script, and keep the process: its state may be saved."""
+        self.tell_of(error)
+        self.session.hold()
+
+    def tell_of(self, error: BaseException) -> None:
+        """Report an exception that has left the training loop, or the script.
+
+        An exception that may only follow from another rank's death is printed if the verdict blames this
+        rank; the report of the incident has it in any case.
+        """
+        if isinstance(error, StepError):
+            if not self.session.may_have_finished_a_step:
+                self.refuse(text.say(error))
+            self._raised_in_one_line(error)
+        elif isinstance(error, AdaptorError):
+            self._raised_in_one_line(error)
+        elif self.session.door.closed or may_be_an_echo(error):
+            self.processor.held = outline(error)
+            self.raised(summarize(error), 1, error)
+            self.processor.held = text.trace(error)  # after that: it reads sources, and their disk may hang
+        else:
+            self.raised(summarize(error), 1, error)
+            output.tell(text.trace(error))
+
+    def _raised_in_one_line(self, error: AdaptorError) -> None:
+        self.raised(summarize(error), 1, error)
+        output.tell(f"[ttp] rank {self.rank}: {text.encodable(text.say(error))}")
+
+    def _send_layout(self, trainee: Trainee, origin: int) -> None:
+        from adaptor import patching
+        from adaptor.checkpoint import lease
+
+        if "torch" in sys.modules:  # as in every training: a dump then need not read this from a disk
+            from adaptor.worker import dump_store  # noqa: F401
+
+        if text.encodable(trainee.save, len(trainee.save)) != trainee.save:
+            raise UnsupportedError(
+                f"--save is {text.encodable(trainee.save)}: its name is not UTF-8, so the adaptor cannot save"
+                " into it: choose another folder"
+            )
+        lease.require_same_user(trainee.save)
+        fingerprint = patching.fingerprint("ttp")
+        self.processor.say(
+            Layout(
+                self.rank,
+                trainee.shares,
+                trainee.save,
+                origin,
+                fingerprint,
+                trainee.has_local_copy,
+                self.online,
+            )
+        )
+
+    def _print_protected(self, trainee: Trainee, step: int) -> None:
+        if self.rank == 0:
+            output.tell(f"[ttp] protected from step {step} ({trainee.survives})")
+
+    def _send_broken_barrier(self, error: str) -> None:
+        self.processor.say(Raised(self.rank, text.encodable(error), 1))
+
+
+def summarize(error: BaseException) -> str:
+    """Return an exception in one line; one without a message with the place where it was raised."""
+    kind, calls = type(error).__name__, calls_of(error)
+    if not text.say(error) and calls:
+        path, line = calls[-1]
+        return text.encodable(f"{kind} ({path}, line {line})")
+    return text.describe(error)
+
+
+def of_this_process() -> WorkerRuntime | None:
+    """Return the runtime if this process is a worker or was forked from one, else None."""
+    return _runtime
+
+
+def training() -> bool:
+    """Return whether a training loop runs in this process: it has begun, and has not ended."""
+    return _runtime is not None and _runtime.session.is_training
+
+
+def get() -> WorkerRuntime:
+    """Return the runtime of this worker, made by TTP_ENGINE at the first call.
+
+    Raises:
+        StartError: the process was not started by `ttprun`.
+    """
+    global _runtime
+    if _runtime is None:
+        _runtime = _made()
+    return _runtime
+
+
+def _made() -> WorkerRuntime:
+    if AGENT not in os.environ:
+        raise StartError(NOT_BY_TTPRUN)
+    settings = context.get().settings
+    engine = engines.find(settings.engine)
+    made: WorkerRuntime = pkgutil.resolve_name(engine.runtime)(settings, os.environ)
+    return made

@@ -1,0 +1,130 @@
+"""Stacks of the threads of this process, for people, and whether the main thread waits for other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import linecache
+import re
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from adaptor.protocol.messages import CALL, Standing
+from adaptor.protocol.stack_files import SIGNAL
+from adaptor.text import encodable
+from adaptor.threads import within
+
+# The number of innermost calls that are named.
+_DEPTH = 4
+# The number of outermost calls that are compared with those of other ranks.
+_LONGEST = 200
+# A call that returns when others have done their part. What waits for a lock, a queue or a file looks
+# different; torch's own functions for collectives are known by their file. On a device, a number that is read
+# waits for all that was started before it.
+_WAITS = re.compile(
+    r"\b(barrier|synchronize|all_reduce|all_gather\w*|reduce_scatter\w*|broadcast|item|cpu|tolist)\("
+    r"|handle\.wait\("
+)
+_COLLECTIVES = "/torch/distributed/"
+# Work that was begun before, by whatever name the framework has for it.
+_WORK = re.compile(r"\.wait\(")
+# Debuggers, by their modules: pdb and all that is made of it, pydevd of IDEs.
+_DEBUGGER = re.compile(r"(bdb|pdb|_?pydevd\w*)(\.|$)")
+# Compilers, by module and function: a compiled function that runs has frames of these modules, too.
+_COMPILER = re.compile(
+    r"torch\._dynamo\.convert_frame _compile$"
+    r"|torch\._inductor\.compile_fx _?compile_fx_inner$"
+    r"|triton\.compiler\.compiler compile$"
+)
+
+
+def look(path: Path, limit_s: float, written: Callable[[], None]) -> Standing | None:
+    """The main thread's innermost calls, and whether it waits for other ranks; None after `limit_s`.
+
+    The stacks of all threads are written to `path`; `written` is called afterwards. It reads source files and
+    writes one, which may be where everything hangs.
+    """
+    found: list[Standing] = []
+
+    def act() -> None:
+        found.append(_standing())
+        with contextlib.suppress(Exception):  # they are for people; the save goes on without them
+            _write(path)
+            written()
+
+    within(limit_s, act, "ttp-look")
+    return found[0] if found else None
+
+
+def write_when_told(path: Path) -> None:
+    """Make this process write its stacks to `path` at each `SIGNAL`, whatever holds the interpreter lock."""
+    with contextlib.suppress(OSError):  # they are for people: the job trains without them
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # something may have cleaned up there
+        faulthandler.register(SIGNAL, path.open("w"), all_threads=True)  # which keeps the file open
+
+
+def awaited() -> Standing | None:
+    """Return the position of the main thread if it waits for other ranks, or for work of any kind that was
+    begun; None elsewhere."""
+    there = _standing()
+    frame = next(_main_thread(), None)
+    return there if there.waits or (frame is not None and _WORK.search(_line(frame))) else None
+
+
+def busy() -> bool:
+    """Return whether the main thread is in a debugger or in a compiler."""
+    names = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame in _main_thread()]
+    return any(_DEBUGGER.match(module) or _COMPILER.match(f"{module} {name}") for module, name in names)
+
+
+def _main_thread() -> Iterator[FrameType]:
+    """Yield the frames of the main thread, the innermost first."""
+    return _outwards(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _standing() -> Standing:
+    frames = list(_main_thread())
+    if not frames:
+        return Standing(False, "the main thread has ended")
+    calls = [
+        encodable(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
+        for frame in frames
+    ]
+    way = b"".join(zlib.crc32(call.encode()).to_bytes(CALL, "big") for call in calls[: -_LONGEST - 1 : -1])
+    return Standing(_waits(frames[0]), " < ".join(calls[:_DEPTH]), way)
+
+
+def _write(path: Path) -> None:
+    """Write the stacks of all threads in the form of faulthandler, the main thread first.
+
+    faulthandler itself writes it last, and stops after 100 threads.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for ident, frame in sorted(sys._current_frames().items(), key=lambda pair: pair[0] != main):
+            file.write(f"Thread {ident:#018x} [{names.get(ident, 'unknown')}] (most recent call first):\n")
+            for inner in _outwards(frame):
+                code = inner.f_code
+                file.write(f'  File "{code.co_filename}", line {inner.f_lineno} in {code.co_name}\n')
+            file.write("\n")
+
+
+def _waits(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return _COLLECTIVES in name or bool(_WAITS.search(_line(frame)))
+
+
+def _line(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)

@@ -1,0 +1,172 @@
+"""Warns of a script that trains without being protected: the adaptor is enabled, and no step is reported.
+
+Hooks of torch run around each step of any optimizer. A script without an optimizer, for example one that
+prepares data, gets no warning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import wrapt
+
+from adaptor.context import Context
+from adaptor.errors import StartError
+from adaptor.worker.engine import WorkerRuntime
+from adaptor.worker.session import Session
+
+# The number of updates of an optimizer that count as training. A framework makes one or two empty ones, to
+# create the state that an optimizer has after its first update.
+TRAINING = 3
+
+_PROTECT = "call adaptor.protect before the training loop and protection.step in each step"
+_OFF = "or set ENABLE_TTP=False"
+
+_NO_STEP = (
+    "an optimizer that adaptor.protect was given makes an update, and no step was begun; "
+    f"put each step inside of `with protection.step(number):`, {_OFF}"
+)
+
+
+class Watch:
+    """Counts this process's optimizer updates, and reports those that nobody would save.
+
+    Args:
+        worker: its session knows if training has begun; it passes on why the training is not protected.
+        expected: what is known of the script.
+    """
+
+    def __init__(self, worker: WorkerRuntime, expected: UnprotectedTraining) -> None:
+        self._worker = worker
+        self._expected = expected
+        self._pid = worker.pid  # a child that was forked is no worker
+        self._updates: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._most = 0  # of one optimizer
+        self._kind = ""  # of the optimizer that made the first update; it may be gone at the end
+        self._said: set[str] = set()
+
+    def before_update(self, optimizer: Any, *_: Any) -> None:
+        """Check an update before it is made.
+
+        Raises:
+            StartError: it is not protected, and TTP_REQUIRE_PROTECTION forbids that.
+        """
+        session = self._worker.session
+        if session.trainee is None or session.counts_steps or not session.owns(optimizer):
+            return
+        if os.getpid() == self._pid:
+            self._say(_NO_STEP)
+
+    def after_update(self, optimizer: Any, *_: Any) -> None:
+        """Count an update that was made.
+
+        Raises:
+            StartError: it is not protected, and TTP_REQUIRE_PROTECTION forbids that.
+        """
+        session = self._worker.session
+        if (session.trainee is not None and session.owns(optimizer)) or os.getpid() != self._pid:
+            return
+        if session.updating:  # a part of one that is known
+            return
+        self._kind = self._kind or type(optimizer).__name__
+        count = self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
+        self._most = max(self._most, count)
+        if count >= TRAINING:
+            # A script may train something beside the model on purpose: a codebook, or to find a learning
+            # rate.
+            strict = session.trainee is None and optimizer in self._expected.of_the_framework
+            self._say(_unknown(session, type(optimizer).__name__, self._expected.framework), strict=strict)
+
+    def end(self) -> None:
+        """The script has come to its end."""
+        session = self._worker.session
+        if self._expected.framework and self._most < TRAINING:  # it has evaluated
+            return
+        if self._kind and session.trainee is None and not self._said:
+            self._worker.not_protected(_unknown(session, self._kind, self._expected.framework))
+
+    def _say(self, why: str, *, strict: bool = True) -> None:
+        """Say it once, or raise StartError.
+
+        Args:
+            why: and what to do about it.
+            strict: auto may mean an error.
+        """
+        if why in self._said:
+            return
+        setting = self._expected.setting
+        if setting == "True" or (setting == "auto" and strict and self._expected.framework):
+            raise StartError(f"NOT PROTECTED: {why}; to train all the same set TTP_REQUIRE_PROTECTION=False")
+        self._said.add(why)
+        self._worker.not_protected(why)
+
+
+class UnprotectedTraining:
+    """The watch of this process, and what is known of its script; a part of its context.
+
+    framework         the one whose script it is, '' where that is not known
+    of_the_framework  optimizers that it has made for its own training loop
+    setting           TTP_REQUIRE_PROTECTION
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.setting = context.settings.require_protection
+        self.framework = ""
+        self.of_the_framework: WeakSet[Any] = WeakSet()
+        self._armed = False
+        self._watch: Watch | None = None
+        self._remove: list[Callable[[], None]] = []
+
+    def is_of_the_framework(self, optimizer: Any) -> None:
+        """`optimizer` was made by the framework, for its own training loop."""
+        self.of_the_framework.add(optimizer)
+
+    def expect(self, framework: str) -> None:
+        """The script is one of `framework`, whose own loop is protected: that it is not would be an error."""
+        self.framework = framework
+
+    def arm(self, worker: Callable[[], WorkerRuntime | None]) -> None:
+        """Watch the updates of this process from now on, if it is a worker.
+
+        Args:
+            worker: returns this process's runtime, None where it is no worker.
+        """
+        self._armed = True
+        wrapt.register_post_import_hook(partial(self._hook, worker), "torch.optim.optimizer")
+
+    def disarm(self) -> None:
+        """Stop watching: remove the hooks."""
+        while self._remove:
+            self._remove.pop()()
+        self._watch = None
+        self.framework = ""
+        self._armed = False  # torch may not have been imported yet
+
+    def end_of_script(self) -> None:
+        """Report at the end of the script what it has trained unprotected, if nobody has reported it."""
+        if self._watch is not None:
+            self._watch.end()
+
+    def _hook(self, of_this_process: Callable[[], WorkerRuntime | None], module: ModuleType) -> None:
+        worker = of_this_process() if self._armed else None
+        if worker is None or self._remove:
+            return
+        self._watch = Watch(worker, self)
+        self._remove.append(module.register_optimizer_step_pre_hook(self._watch.before_update).remove)
+        self._remove.append(module.register_optimizer_step_post_hook(self._watch.after_update).remove)
+
+
+def _unknown(session: Session, kind: str, framework: str) -> str:
+    if session.trainee is not None:
+        return (
+            f"{kind} makes updates, and adaptor.protect was not given it, so its state is in no checkpoint; "
+            f"put its state into `extra`, {_OFF}"
+        )
+    if framework:
+        return f"{kind} makes updates outside of the training loop of {framework}; {_PROTECT}, {_OFF}"
+    return f"{kind} makes updates, and adaptor.protect was not called; {_PROTECT}, {_OFF}"

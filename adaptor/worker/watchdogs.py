@@ -1,0 +1,82 @@
+"""The framework's own watchdogs, which end a process some time after a collective has failed or hangs.
+
+In a protected job they would end survivors, which have the state that is to be saved, so they are switched
+off there, and the adaptor's hang detection watches in their place. torch reads the variables when a process
+group is made. Whether a job will be protected is known by then where the framework's own script has parsed
+its arguments, where the script has imported the framework of a plug-in, or where it has called
+`adaptor.enable()` itself. In any other script under ttprun they stay what they are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from adaptor import context, output
+from adaptor.context import Context
+from adaptor.protocol.environment import Place
+
+# To end the process would end a holder, and to abort the collective would let the device go on with gradients
+# that nobody has reduced. And NCCL's monitor ends a process some minutes after such a failure. 0: nothing.
+VARIABLES = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_HCCL_ASYNC_ERROR_HANDLING",
+)
+# The variable that torch elastic sets for workers, unless the user has set it.
+_TORCHS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+_WATCHED = ("nccl", "hccl")
+
+
+class Watchdogs:
+    """The watchdogs of this process, a part of its context."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._off = False
+        self._before: dict[str, str | None] = {}  # what the variables were, while they are off
+
+    def switch_off(self) -> None:
+        """Switch the watchdogs of NCCL and HCCL off; it has no effect once process groups are made."""
+        if self._off or _groups_are_made():
+            return
+        self._off = True
+        settings = self._context.settings
+        if not settings.hang_s and settings.device != "cpu":
+            _say("a job that hangs is not ended: TTP_HANG is 0 and the NCCL/HCCL watchdogs are off")
+        for name in VARIABLES:
+            said = os.environ.get(name, "0")
+            if said != "0" and (name, said) != _TORCHS:
+                _say(f"{name} is {said}: set to 0: the watchdog would end the survivors of a fault")
+            self._before[name] = os.environ.get(name)
+            os.environ[name] = "0"
+
+    def restore(self) -> None:
+        """Put the variables back, for process groups that are made from now on: the adaptor is disabled."""
+        self._off = False
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before.clear()
+
+    def warn_if_on(self) -> None:
+        """Warn, when training begins, if watchdogs are on that would end the survivors of a fault."""
+        from torch import distributed
+
+        if not self._off and any(name in str(distributed.get_backend()).lower() for name in _WATCHED):
+            _say(
+                "the watchdog of NCCL or HCCL is on, and would end survivors before they are saved: call "
+                "adaptor.enable() in the script before torch.distributed.init_process_group"
+            )
+
+
+def _groups_are_made() -> bool:
+    module = sys.modules.get("torch.distributed")
+    return module is not None and module.is_available() and bool(module.is_initialized())
+
+
+def _say(line: str) -> None:
+    if context.part(Place).rank == 0:
+        output.tell(f"[ttp] {line}")

@@ -1,0 +1,195 @@
+"""Writes a line for the operator at each fault, at each restart, and at the end of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from functools import partial
+from pathlib import Path
+
+from adaptor import output, threads
+from adaptor.checkpoint.publish import tracked_step
+from adaptor.protocol.messages import Resumed, Verdict
+
+# A save folder may be what hangs. The last line waits this long for what its tracker names, which is read
+# while the workers end; and ttprun waits so much longer, to tell it in a line of its own.
+PROMPT_S = 0.5
+TRACKER_S = 2.0
+
+
+class Account:
+    """The count of incidents, restarts and lost steps of an agent, from its start to its end.
+
+    Args:
+        restarts: the number of restarts that the job may make (--max-restarts).
+    """
+
+    def __init__(self, restarts: int) -> None:
+        self._restarts = restarts
+        self._begun = 0  # restarts
+        self._last: Verdict | None = None  # since training has gone on
+        self._newest = -1  # the newest step that was finished before the faults since then
+        self._noticed = 0.0  # the first of these faults, on the monotonic clock
+        self._reports = ""
+        self._tracker = _Tracker("")  # of the last incident's save folder
+        self.incidents = 0
+        self._recoveries = 0  # incidents that needed no restart
+        self.lost = 0
+
+    def fault(self, verdict: Verdict, noticed: float, report: str) -> None:
+        """Write the line of an incident that has ended.
+
+        Args:
+            noticed: when this agent learnt of the fault, in Unix seconds.
+            report: the path of the report, or the node that has it.
+        """
+        self.incidents += 1
+        self._tracker = _Tracker(verdict.save)
+        if self._last is None:
+            self._newest, self._noticed = -1, time.monotonic() - max(0.0, time.time() - noticed)
+        self._last = verdict
+        self._newest = max(self._newest, verdict.newest)
+        parts = [f"{_utc(noticed)} incident {verdict.incident}", *_who(verdict)]
+        if report:
+            parts.append(f"report {report}")
+            self._keep(report)
+        say(", ".join(parts))
+
+    def recovered(self, resumed: Resumed, report: str) -> None:
+        """Tell of an incident after which the job goes on without a restart."""
+        self.incidents += 1
+        self._recoveries += 1
+        self._keep(report)
+        say(resumed.line)
+
+    def _keep(self, report: str) -> None:
+        if report:
+            self._reports = f"in {Path(report).parent}" if Path(report).is_absolute() else report
+
+    def restart(self) -> None:
+        """Count a restart: the workers are about to be started again."""
+        self._begun += 1
+
+    def resumed(self, origin: int, at: float) -> None:
+        """Write the line of a restart, once training goes on.
+
+        Args:
+            origin: the step from which it goes on.
+            at: when it began, on the monotonic clock.
+        """
+        last, self._last = self._last, None
+        if last is None:
+            return
+        lost = max(0, self._newest - origin)
+        self.lost += lost
+        which = f"restart {self._begun} of {self._restarts}"
+        after = f"{max(0.0, at - self._noticed):.1f} s after the fault"
+        say(f"{_utc(time.time())} {which}: from step {origin}, {_steps(lost)} lost, {after}")
+
+    def ended(self) -> None:
+        """Write the sum of all incidents, if there were any, at the end of a job."""
+        if self.incidents:
+            say(f"{_utc(time.time())} the job has come to its end, {self._sum}")
+
+    def failed(self, line: str) -> None:
+        """Tell the `line` of the verdict that has ended the job, and all incidents before it.
+
+        Where the save folder hangs the line comes first, and what that has is told afterwards.
+        """
+        tell = [partial(self._tell_all, self._tracker), partial(conclude, line, tracker=self._tracker)]
+        if not self._tracker.answers:
+            tell.reverse()
+        for each in tell:
+            each()
+
+    def _tell_all(self, tracker: _Tracker) -> None:
+        last = self._last
+        if last is not None and last.outcome == "lost" and last.save:
+            self.lost += max(0, self._newest - (tracker.step or 0))
+        if self.incidents > 1:
+            say(f"{_utc(time.time())} the job has failed, {self._sum}")
+
+    @property
+    def _sum(self) -> str:
+        several = "" if self.incidents == 1 else "s"
+        without = f" ({self._recoveries} without a restart)" if self._recoveries else ""
+        where = f"; reports {self._reports}" if self._reports else ""
+        return f"{self.incidents} incident{several}{without}, {_steps(self.lost)} lost{where}"
+
+
+class _Tracker:
+    """What the tracker of a save folder names: read at once, in another thread, for its disk may hang.
+
+    Args:
+        save: the folder; '' where there is none.
+    """
+
+    def __init__(self, save: str) -> None:
+        self.save = save
+        self._read: threads.Background[tuple[int | None]] | None = None
+        if save:
+            with contextlib.suppress(RuntimeError):  # no thread: then without it
+                self._read = threads.Background(lambda: (tracked_step(Path(save)),), "ttp-tracker")
+
+    @property
+    def answers(self) -> bool:
+        """Return whether the disk answers at once, or need not."""
+        return self._read is None or self._read.within(PROMPT_S) is not None
+
+    @property
+    def step(self) -> int | None:
+        """Return the step that it names; None where there is none, or the disk hangs."""
+        found = self._found
+        return None if found is None else found[0]
+
+    @property
+    def words(self) -> str:
+        """Name the newest checkpoint; '' where the disk hangs, or there is no folder."""
+        found = self._found
+        if found is None:
+            return ""
+        step = found[0]
+        return (
+            f"no checkpoint is in {self.save}"
+            if step is None
+            else f"the newest checkpoint in {self.save} is step {step}"
+        )
+
+    @property
+    def _found(self) -> tuple[int | None] | None:
+        return None if self._read is None else self._read.within(TRACKER_S)
+
+
+def conclude(line: str, save: str = "", tracker: _Tracker | None = None) -> None:
+    """Tell the last line of a job, with the newest checkpoint in `save`; after it, where its disk hangs."""
+    tracker = _Tracker(save) if tracker is None else tracker
+    if tracker.answers:
+        say("; ".join(filter(None, [line, tracker.words])))
+        return
+    say(line)
+    if tracker.words:
+        say(tracker.words)
+
+
+def say(line: str) -> None:
+    """Write a line for the user."""
+    output.tell(f"[ttp] {line}")
+
+
+def _utc(at: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+
+
+def _who(verdict: Verdict) -> list[str]:
+    fault = verdict.fault
+    if verdict.cause_rank < 0:
+        return []
+    pid = f"pid {fault.pid}" if fault.pid else ""
+    host = f"host {fault.host}" if fault.host else ""
+    where = ", ".join(filter(None, [pid, host]))
+    who = f"rank {verdict.cause_rank}" + (f" ({where})" if where else "")
+    return list(filter(None, [who, fault.when]))
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"

@@ -1,0 +1,340 @@
+"""Accepts connections of other nodes' agents to the controller, and rejects all others.
+
+Between machines agents connect over TCP. On one machine they connect to an abstract unix socket, which has no
+permissions; there the kernel tells each side the user of the other, and only the same user is accepted.
+
+Invariants: no bytes are decoded before the proof of the job's secret; at most `MOST` connections that
+have not proved it are open, and the oldest of them goes for a new one, so that no flood keeps an agent out;
+one that has proved it is never closed for another. An agent that a flood has pushed out tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import resource
+import secrets
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from adaptor.controller.failover import TRY_CONNECT_TIMEOUT_S
+from adaptor.errors import StartError
+from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.tls import Tls
+from adaptor.protocol import authentication, wire
+from adaptor.protocol.deadline import deadline
+from adaptor.protocol.messages import AgentHello
+from adaptor.protocol.peer import is_same_user
+
+# A connection has this long to prove the secret; an agent needs a few round trips.
+HANDSHAKE_S = 10.0
+# The most connections that may be open without a proof, or a quarter of this process's descriptors, if that
+# is less. An agent needs a few milliseconds for its proof. Each connection costs half a megabyte of buffers.
+MOST = 256
+# How long an agent tries to connect. The controller listens before its address is published, so only a flood,
+# or a network that has just come up, can keep the agent out.
+CONNECT_TIMEOUT_S = 30.0
+# The pause between two attempts; a flood has to be fast to keep an agent out of every one.
+PAUSE_S = 0.2
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LOOPBACK = "127.0.0.1"
+BACKLOG = 1024  # every node of a large job comes at once
+
+# Reads the first message of an agent; None: it was not the expected one.
+First = Callable[[asyncio.StreamReader], Awaitable[Any]]
+Welcome = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def read_hello(reader: asyncio.StreamReader) -> AgentHello | None:
+    hello = await wire.read(reader, wire.from_agent)
+    return hello if isinstance(hello, AgentHello) else None
+
+
+class AgentListener:
+    """Listens for agents, and gives each that has proved the secret to `welcome`.
+
+    Args:
+        secret: the secret of this generation of the job, 32 bytes or more.
+        tls: the certificates of this node; None: without TLS.
+        rejected: counts the connections that are rejected.
+        welcome: serves a connection, after its first message, until it ends.
+        first: reads the first message.
+        first_at_once: the first message has to come within the time for the proof.
+        more: the number of clients of the job that may connect at once, besides `MOST`.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        tls: Tls | None,
+        rejected: RejectedConnections,
+        welcome: Welcome,
+        first: First = read_hello,
+        *,
+        first_at_once: bool = True,
+        more: int = 0,
+    ) -> None:
+        self._first = first
+        self._first_at_once = first_at_once
+        self._secret = secret
+        self._tls = tls
+        self._rejected = rejected
+        self._welcome = welcome
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = (
+            MOST + more if descriptors == resource.RLIM_INFINITY else min(MOST + more, descriptors // 4)
+        )
+        self._listeners: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unproved: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+
+    def listen(self, address: str, port: int) -> int:
+        """Accept connections at `address` (empty: all); return the port: `port` or the next free one."""
+        for candidate in range(port, 65536):
+            try:
+                self.serve(bind(address, candidate))
+            except OSError:
+                continue
+            return candidate
+        raise OSError(f"no free port from {port} on for the controller")
+
+    def listen_here(self) -> str:
+        """Accept connections from this machine and user; return the name of the abstract unix socket."""
+        name, listeners = bind_here()
+        self.serve(listeners)
+        return name
+
+    def serve(self, listeners: list[socket.socket]) -> None:
+        """Accept connections at these, which are closed with this listener."""
+        self._listeners = listeners
+        for listener in listeners:
+            self._spawn(self._accept(listener))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # else it was gone before it was accepted
+                if error.errno in EXHAUSTED:
+                    self._turn_out(len(self._unproved))
+                    await asyncio.sleep(PAUSE_S)  # it is others who hold the descriptors
+                continue
+            if connection.family == socket.AF_UNIX and not is_same_user(connection):
+                connection.close()
+                self._rejected.count("were of another user")
+                await asyncio.sleep(0)
+                continue
+            self._turn_out(len(self._unproved) + 1 - self._most)
+            task = self._spawn(self._admit(connection))
+            self._unproved[task] = None
+            # Accepting does not wait while there is a queue: let the other tasks run, and closed ones end.
+            await asyncio.sleep(0)
+
+    def _turn_out(self, count: int) -> None:
+        """The oldest of those that have not proved the secret."""
+        for task in list(self._unproved)[: max(count, 0)]:
+            del self._unproved[task]
+            task.cancel()
+            self._rejected.count("were closed for newer ones")
+
+    async def _admit(self, connection: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        writer = None
+        try:
+            async with deadline(HANDSHAKE_S):
+                if connection.family != socket.AF_UNIX:
+                    wire.notice_silence(connection)
+                certificates = await self._tls.newest() if self._tls is not None else None
+                reader, writer = await _streams(connection, certificates and certificates.server)
+                await authentication.ask(reader, writer, self._secret)
+                self._unproved.pop(task, None)
+                if self._first_at_once:
+                    hello = await self._first(reader)
+            if not self._first_at_once:
+                hello = await self._first(reader)
+            if hello is not None:
+                await self._welcome(hello, reader, writer)
+            else:
+                self._rejected.count("knew the secret and said no hello")
+        except asyncio.TimeoutError:
+            self._rejected.count(f"had not proved themselves within {HANDSHAKE_S:g} s")
+        except (EOFError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError):
+            self._rejected.count("went without a proof")
+        except ssl.SSLError:
+            self._rejected.count("had no certificate of this job")
+        except (OSError, msgspec.DecodeError):
+            self._rejected.count("did not know the secret")
+        finally:
+            self._unproved.pop(task, None)
+            if writer is None:
+                connection.close()
+            else:
+                writer.close()
+
+
+async def connect(
+    address: str, port: int, secret: bytes, tls: Tls | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the controller, as its agent does; both sides have proved the secret on return.
+
+    Args:
+        address, port: of an `Endpoint`; with port 0 `address` is the name of an abstract unix socket.
+        secret: the secret of this generation of the job.
+        tls: the certificates of this node; None: without TLS.
+
+    Raises:
+        StartError: no connection within `CONNECT_TIMEOUT_S`, or the certificates do not fit.
+    """
+    reason = ""
+    try:
+        async with deadline(CONNECT_TIMEOUT_S):
+            while True:
+                try:
+                    return await _connect_once(address, port, secret, tls)
+                except (EOFError, ssl.SSLEOFError):
+                    reason = "it shuts the connection"
+                except ssl.SSLError as error:
+                    raise StartError(_unreachable(address, port, _reason_of(error))) from None
+                except OSError as error:
+                    reason = str(error)
+                await asyncio.sleep(PAUSE_S)
+    except asyncio.TimeoutError:
+        raise StartError(_unreachable(address, port, reason or "it does not answer")) from None
+
+
+async def try_connect(
+    address: str, port: int, secret: bytes, tls: Tls | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    """Connect like `connect`, but to a node that may be lost.
+
+    Returns:
+        The connection; None if nobody listens there, or after TRY_CONNECT_TIMEOUT_S of silence.
+    """
+    with contextlib.suppress(asyncio.TimeoutError):
+        async with deadline(CONNECT_TIMEOUT_S):
+            while True:
+                try:
+                    async with deadline(TRY_CONNECT_TIMEOUT_S):
+                        return await _connect_once(address, port, secret, tls)
+                except (EOFError, ConnectionResetError, BlockingIOError, ssl.SSLEOFError):
+                    await asyncio.sleep(PAUSE_S)  # closed for a newer one: all nodes of a job come at once
+                except (OSError, asyncio.TimeoutError):  # errors of TLS are OSErrors, too
+                    return None
+    return None
+
+
+async def _connect_once(
+    address: str, port: int, secret: bytes, tls: Tls | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if port == 0:
+        reader, writer = await _connect_here(address)
+    else:
+        certificates = await tls.newest() if tls is not None else None
+        reader, writer = await asyncio.open_connection(
+            address, port, ssl=certificates and certificates.client
+        )
+        wire.notice_silence(writer.get_extra_info("socket"))
+    try:
+        await authentication.give(reader, writer, secret)
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer
+
+
+async def _connect_here(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the abstract unix socket `name` of an agent of the same user.
+
+    Raises:
+        BlockingIOError: more wait there than the kernel queues.
+        ConnectionError: nobody listens, or another user does.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        connection.connect(f"\0{name}")  # not by asyncio, which takes a full queue for a connection
+        if not is_same_user(connection):
+            raise ConnectionError("another user listens there")
+        return await asyncio.open_unix_connection(sock=connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _reason_of(error: ssl.SSLError) -> str:
+    return getattr(error, "verify_message", None) or f"TLS: {error.reason}"
+
+
+def _unreachable(address: str, port: int, reason: str) -> str:
+    if port == 0:
+        return (
+            f"the controller at the socket {address} of this machine cannot be reached: {reason} (without"
+            " certificates all ttprun of a job run on one machine, as the same user)"
+        )
+    return (
+        f"the controller at {address} port {port} cannot be reached: {reason}"
+        " (TTP_TLS and TTP_TLS_CA must mean the same on every node; with --rdzv-backend c10d a node is"
+        " reached by its host name, or by what --local-addr says there)"
+    )
+
+
+def bind(address: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen, on IPv6 as well where the machine has it; port 0: at the same free one."""
+    listeners = [socket.create_server((address, port), backlog=BACKLOG)]
+    port = int(listeners[0].getsockname()[1])
+    if not address and socket.has_ipv6:
+        try:
+            listeners.append(socket.create_server(("", port), family=socket.AF_INET6, backlog=BACKLOG))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # an agent might reach another program
+                listeners[0].close()
+                raise
+    for listener in listeners:
+        listener.setblocking(False)
+    return listeners
+
+
+def bind_here() -> tuple[str, list[socket.socket]]:
+    """Return an abstract unix socket that listens, and its name."""
+    name = f"ttp-{secrets.token_hex(8)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{name}")
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return name, [listener]
+
+
+async def _streams(
+    connection: socket.socket, tls: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Make the streams of a connection, as `asyncio.start_server` does.
+
+    That function makes the TLS handshake before the connection can be counted.
+    """
+    loop = asyncio.get_running_loop()
+    connection.setblocking(False)
+    reader = asyncio.StreamReader(loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=tls)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

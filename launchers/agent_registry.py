@@ -1,0 +1,55 @@
+"""The nodes that have registered with the controller, and their ranks: no agent may report for another one.
+
+An agent that has proved the secret can still be wrong: two agents were given the same node rank, or one is
+left from an earlier start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from adaptor.protocol.messages import AgentHello, FromAgent
+
+
+class AgentRegistry:
+    """The registry of one generation of workers.
+
+    Args:
+        lost: the nodes that the controller counts as lost; their places stay lost.
+    """
+
+    def __init__(self, world_size: int, nodes: int, lost: Collection[int] = ()) -> None:
+        self._lost = lost
+        self._world_size = world_size
+        self._nodes = nodes
+        self._homes: dict[int, int] = {}  # ranks, and their nodes
+        self._here: set[int] = set()
+
+    def rejection_reason(self, node: int, message: FromAgent) -> str:
+        """Return why `message` is rejected from the agent of `node`; empty if it is accepted.
+
+        The reason is the predicate of a sentence. A hello that is accepted registers the node and its ranks.
+        """
+        if isinstance(message, AgentHello):
+            return self._enter(message) if message.node == node else "came as another node"
+        if node not in self._here:
+            return "began with something else than a hello"
+        if node in self._lost:
+            return "spoke for a node that is lost"
+        if getattr(message, "node", node) != node:
+            return "spoke for another node"
+        rank = getattr(message, "rank", None)
+        if rank is not None and self._homes.get(rank) != node:
+            return "spoke for a rank of another node"
+        return ""
+
+    def _enter(self, hello: AgentHello) -> str:
+        if hello.node >= self._nodes:
+            return "came as a node that the job does not have"
+        if hello.node in self._here:
+            return "came as a node that was there already"
+        if any(rank >= self._world_size or rank in self._homes for rank in hello.ranks):
+            return "came with ranks that the job does not have, or another node has"
+        self._here.add(hello.node)
+        self._homes.update(dict.fromkeys(hello.ranks, hello.node))
+        return ""

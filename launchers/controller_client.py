@@ -1,0 +1,352 @@
+"""Connects an agent with the controller, and with the next controller when that one is lost.
+
+The agent of node 0 has the first controller. Those of the next nodes (`failover.STANDBYS`) stand by: each
+listens from the start, and keeps the state that the controller passes on. `Succession` decides to which node
+an agent goes that has lost the controller. The agent whose turn it is runs the controller from then on, with
+a later term, and the others repeat to it what they had reported before.
+
+Invariant: an agent that connects to a standby waits until that node has lost the controller, too; so no
+controller begins while the one before still reaches its node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from adaptor import output, text
+from adaptor.config import Config
+from adaptor.controller.failover import Succession, stands_by
+from adaptor.controller.recurrence import Recurrence
+from adaptor.launchers.agent_listener import CONNECT_TIMEOUT_S, LOOPBACK, AgentListener, connect, try_connect
+from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.invitation import UNIX, Invitation, kind_of
+from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.timeline import IncidentTimeline
+from adaptor.launchers.tls import Tls
+from adaptor.protocol import wire
+from adaptor.protocol.deadline import deadline
+from adaptor.protocol.messages import (
+    AgentHello,
+    Beat,
+    ControllerToAgent,
+    Endpoint,
+    FromAgent,
+    Resumed,
+    Verdict,
+)
+
+# How long an agent waits at a standby that has not lost the controller. It will have in a moment; if not,
+# only the network between this node and the controller is cut.
+PATIENCE_S = 5.0
+
+
+class ControllerClient:
+    """The agent's connection to the controller, for one generation; used on its control thread.
+
+    Call `host` or `join` first, then `send` for each message, and `close` at the end.
+
+    Args:
+        node: this agent's node.
+        nodes, world_size: the numbers of nodes and ranks of the job.
+        config: the settings.
+        tls: the certificates of this node; None: without TLS.
+        timeline: records messages, where this node has the controller.
+        online_s: how long an online recovery may take; 0: there is none.
+        obey: is called with each order.
+        on_controller_unreachable: is called when there is no controller any more.
+        recurrence: the faults of earlier generations; each verdict is added.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        nodes: int,
+        world_size: int,
+        config: Config,
+        tls: Tls | None,
+        timeline: IncidentTimeline,
+        online_s: float,
+        obey: Callable[[ControllerToAgent], None],
+        on_controller_unreachable: Callable[[], None],
+        recurrence: Recurrence,
+    ) -> None:
+        self._node = node
+        self._nodes = nodes
+        self._world_size = world_size
+        self._config = config
+        self._tls = tls
+        self._timeline = timeline
+        self._online_s = online_s
+        self._obey = obey
+        self._on_controller_unreachable = on_controller_unreachable
+        self._recurrence = recurrence
+        self._secret = b""
+        self._kind = kind_of(config)
+        self._address = LOOPBACK
+        self._succession = Succession(node, nodes)
+        self._transmit: Callable[[FromAgent], object] | None = None
+        self._resting = False
+        self._my_turn = asyncio.Event()
+        self._knows_standbys = asyncio.Event()
+        self._waiting: dict[int, asyncio.Event] = {}  # agents, by node, that are here before this node's turn
+        self._rejected = RejectedConnections("the controller's port")
+        self._listener: AgentListener | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.controller_host: ControllerHost | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Return whether this is the only node."""
+        return self._nodes == 1
+
+    @property
+    def controller(self) -> int:
+        """The node that has the controller."""
+        return self._node if self.controller_host is not None else self._succession.term
+
+    async def host(self, host: str, resume: bool) -> Invitation:
+        """Run the first controller here.
+
+        Args:
+            host: the address at which other nodes reach this one.
+            resume: True if workers ran before, in an earlier generation.
+
+        Returns:
+            The invitation, with which other nodes find the controller.
+        """
+        drawn = Invitation.draw(self._kind, resume)
+        self._secret = drawn.secret
+        if self._kind != UNIX:
+            self._address = host
+        self._run_controller()
+        if self._nodes == 1:
+            return drawn
+        endpoint = self._listen()
+        return drawn._replace(port=endpoint.port, name=drawn.name if endpoint.port else endpoint.address)
+
+    async def join(self, host: str, said: bytes, ranks: tuple[int, ...]) -> Invitation:
+        """Connect to the first controller, on node 0, and register there.
+
+        Args:
+            host: the address of node 0.
+            said: the invitation, as node 0 has put it into the rendezvous store.
+            ranks: the ranks of this node.
+
+        Raises:
+            StartError: the settings of the nodes differ, or there is no such controller.
+        """
+        found = Invitation.decode(said, self._kind)
+        self._secret = found.secret
+        where = (host, found.port) if found.kind != UNIX else (found.name, 0)
+        reader, writer = await connect(*where, found.secret, self._tls)
+        endpoint = None
+        if stands_by(self._node):
+            if self._kind != UNIX:
+                self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
+            endpoint = self._listen()
+        self._transmit = _sender(writer)
+        self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname()))
+        self._spawn(self._follow(reader, writer))
+        return found
+
+    async def meet(self) -> None:
+        """Wait, before workers start, for the addresses of the nodes that stand by.
+
+        It waits for CONNECT_TIMEOUT_S at most: the framework will miss a node that has not come by then.
+        """
+        if self.controller_host is None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with deadline(CONNECT_TIMEOUT_S):
+                    await self._knows_standbys.wait()
+
+    def send(self, message: FromAgent) -> None:
+        """Send `message` to the controller; keep it for the next one, if that must know it, too."""
+        self._succession.keep(message)
+        if self._transmit is not None:
+            self._transmit(message)
+
+    def rest(self) -> None:
+        """Stop reacting to the loss of the controller: the job is over on this node."""
+        self._resting = True
+
+    async def close(self) -> None:
+        self.rest()
+        self._transmit = None
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.controller_host is not None:
+            await self.controller_host.close()
+        if self._listener is not None:
+            await self._listener.close()
+        self._rejected.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """Count the controller as unreachable after an error of ours in a task of this connection."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, OSError):  # else the connection is gone: see `_follow`
+            output.tell(text.trace(error))
+            self._on_controller_unreachable()
+
+    def _listen(self) -> Endpoint:
+        """Listen for agents of other nodes; return the address."""
+        self._listener = AgentListener(self._secret, self._tls, self._rejected, self._welcome)
+        if self._kind == UNIX:
+            return Endpoint(self._listener.listen_here(), 0)
+        port = self._listener.listen(LOOPBACK if self._address == LOOPBACK else "", self._config.port)
+        return Endpoint(self._address, port)
+
+    # with a controller here
+
+    def _run_controller(self) -> ControllerHost:
+        address = LOOPBACK if self._nodes == 1 else self._address
+        self.controller_host = controller_host = ControllerHost(
+            term=self._node,
+            world_size=self._world_size,
+            nodes=self._nodes,
+            timeout_s=self._config.timeout_s,
+            host=address,
+            timeline=self._timeline,
+            rejected=self._rejected,
+            recurrence=self._recurrence,
+            online_s=self._online_s,
+        )
+        controller_host.start()
+        self._transmit = lambda message: controller_host.receive(self._node, message, self._obey_soon)
+        self._my_turn.set()
+        return controller_host
+
+    def _obey_soon(self, orders: Sequence[ControllerToAgent]) -> None:
+        for order in orders:
+            asyncio.get_running_loop().call_soon(self._on_order, order)
+
+    async def _welcome(
+        self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if hello.node >= self._nodes:
+            self._rejected.count("came as a node that the job does not have")
+            return
+        if not self._my_turn.is_set() and not await self._waits_for_my_turn(hello.node):
+            self._rejected.count("waited for a controller here, and came again")
+            return
+        if self.controller_host is not None:
+            await self.controller_host.serve(hello, reader, writer)
+        elif self._succession.verdict is not None:  # it stands
+            writer.write(wire.frame(self._succession.verdict))
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with deadline(PATIENCE_S):  # so long it has to read that, and go
+                    await reader.read()
+
+    async def _waits_for_my_turn(self, node: int) -> bool:
+        """Wait until it is this node's turn; return False if the same agent connects again meanwhile."""
+        before, mine = self._waiting.get(node), asyncio.Event()
+        self._waiting[node] = mine
+        if before is not None:
+            before.set()
+        superseded = asyncio.ensure_future(mine.wait())
+        turn = asyncio.ensure_future(self._my_turn.wait())
+        try:
+            await asyncio.wait((superseded, turn), return_when=asyncio.FIRST_COMPLETED)
+            return not mine.is_set()
+        finally:
+            superseded.cancel()
+            turn.cancel()
+            if self._waiting.get(node) is mine:
+                del self._waiting[node]
+
+    def _take_over(self) -> None:
+        """Run the controller here, after those of all earlier terms, which are lost."""
+        if self._succession.verdict is not None:
+            self._my_turn.set()
+            return
+        controller_host = self._run_controller()
+        controller_host.take_over(self._succession.standby_state)
+        self._report_again()
+        for node in range(self._node):
+            controller_host.lose(node)
+
+    # with the controller on another node
+
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Follow one controller after the other, until this node runs it or there is none."""
+        patience_s: float | None = None
+        while True:
+            beats = self._spawn(_beat(writer))
+            try:
+                await self._read_orders(reader, patience_s)
+            except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
+                self._transmit = None
+                self._knows_standbys.set()  # or never will
+            finally:
+                beats.cancel()
+                writer.close()
+            found = None if self._resting else await self._connect_to_next()
+            if found is None:
+                return
+            reader, writer = found
+            patience_s = PATIENCE_S
+            self._transmit = _sender(writer)
+            self._report_again()
+
+    async def _read_orders(self, reader: asyncio.StreamReader, patience_s: float | None) -> None:
+        if patience_s is not None:
+            async with deadline(patience_s):
+                self._on_order(await wire.read(reader, wire.to_agent))
+        while True:
+            self._on_order(await wire.read(reader, wire.to_agent, wire.SLOW_S))
+
+    def _on_order(self, order: ControllerToAgent) -> None:
+        if self._succession.accept(order):
+            if isinstance(order, Verdict | Resumed):
+                self._timeline.next_incident = order.incident + 1
+            if isinstance(order, Verdict):
+                self._recurrence.note(order)
+            self._obey(order)
+        if self._succession.knows_standby_endpoints:
+            self._knows_standbys.set()
+
+    async def _connect_to_next(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """Connect to the next controller; return None if this node runs it now, or there is none."""
+        while self._succession.go_on():
+            if self._succession.is_mine:
+                try:
+                    self._take_over()
+                except Exception as error:  # others go on to the next node
+                    self._on_controller_unreachable()
+                    output.tell(text.trace(error))
+                return None
+            endpoint = self._succession.endpoint
+            assert endpoint is not None
+            found = await try_connect(endpoint.address, endpoint.port, self._secret, self._tls)
+            if found is not None:
+                return found
+        self._on_controller_unreachable()
+        return None
+
+    def _report_again(self) -> None:
+        assert self._transmit is not None
+        for message in self._succession.all_again:
+            self._transmit(message)
+
+
+def _sender(writer: asyncio.StreamWriter) -> Callable[[FromAgent], None]:
+    return lambda message: writer.write(wire.frame(message))
+
+
+async def _beat(writer: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(wire.BEAT_S)
+        writer.write(wire.frame(Beat()))

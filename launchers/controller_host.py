@@ -1,0 +1,226 @@
+"""Drives the controller of a generation of workers, in the agent of a node.
+
+It owns what the controller must not have: the clock, the connections to the agents, the store for dumps, the
+timeline. Everything runs in the event loop of the agent's control thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from adaptor import output, text
+from adaptor.controller.controller import Controller
+from adaptor.controller.failover import StandbyReplicator
+from adaptor.controller.outcome import Orders
+from adaptor.controller.recurrence import Recurrence
+from adaptor.launchers.agent_registry import AgentRegistry
+from adaptor.launchers.dump_store import DumpStore
+from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.timeline import IncidentTimeline
+from adaptor.protocol import wire
+from adaptor.protocol.messages import (
+    Addressed,
+    AgentHello,
+    AgentLost,
+    Beat,
+    ControllerToAgent,
+    Dismissed,
+    FromAgent,
+    StandbyState,
+    ToController,
+)
+
+Send = Callable[[Sequence[ControllerToAgent]], None]
+# How often the controller is told the time: deadlines are tens of seconds.
+TICK_S = 0.25
+
+
+class ControllerHost:
+    """The controller with its clock and its connections, on node `term`, which is this one.
+
+    controller  the pure controller, which decides
+    store       the store over which the ranks of a dump find each other
+    dismissed   the other agents may end: every rank has come to its end, or this node leaves
+
+    Args:
+        term: this node; the number of the controller's term.
+        world_size: the number of ranks.
+        nodes: the number of nodes.
+        timeout_s: TTP_OT, in seconds.
+        host: the address at which other nodes reach this one.
+        timeline: records messages and orders.
+        rejected: counts messages that an agent may not send.
+        recurrence: the faults of earlier generations.
+        online_s: so long a recovery without a restart may take; 0: there is none.
+    """
+
+    def __init__(
+        self,
+        term: int,
+        world_size: int,
+        nodes: int,
+        timeout_s: float,
+        host: str,
+        timeline: IncidentTimeline,
+        rejected: RejectedConnections,
+        recurrence: Recurrence | None = None,
+        online_s: float = 0.0,
+    ):
+        self.term = term
+        self._nodes = nodes
+        self._sends: dict[int, Send] = {}
+        # Lives here, in an agent, so that no worker's death takes it along.
+        self.store = DumpStore(host, world_size)
+        store = (self.store.host, self.store.port, self.store.secret)
+        self.controller = Controller(
+            world_size, timeout_s, store, timeline.next_incident, term, recurrence, online_s
+        )
+        self._registry = AgentRegistry(world_size, nodes, self.controller.membership.lost)
+        self._timeline = timeline
+        self._rejected = rejected
+        self._replicator = StandbyReplicator() if term == 0 else None
+        self.dismissed = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self.store.start()
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._tick()), loop.create_task(self._beat())]
+        for task in self._tasks:
+            task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """End the job if the task of the clock fails: the controller would wait for ever without it."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            output.tell(text.trace(error))
+            self._deliver(self.controller.give_up(text.describe(error)))
+
+    def take_over(self, standby_state: Iterable[StandbyState]) -> None:
+        """Take over from the controllers of earlier terms; `standby_state`: what they have passed on."""
+        self.controller.succeed(standby_state, range(self.term, self._nodes), time.monotonic())
+        self._record(functools.partial(self._timeline.record_takeover, self.term))
+
+    def lose(self, node: int) -> None:
+        """Tell the controller that the agent of `node` is lost."""
+        self._sends.pop(node, None)
+        self._process(node, AgentLost(node))
+
+    def receive(self, node: int, message: FromAgent, send: Send | None = None) -> bool:
+        """Take a message from the agent of `node`.
+
+        Args:
+            node: the node of the connection.
+            message: the message.
+            send: with a hello: the function that sends orders to this agent.
+
+        Returns:
+            False if this agent may not send it; then it is only counted.
+        """
+        rejection_reason = self._registry.rejection_reason(node, message)
+        if rejection_reason:
+            self._rejected.count(f"knew the secret and {rejection_reason}")
+            return False
+        if send is not None:
+            self._sends[node] = send
+        self._process(node, message)
+        return True
+
+    def _process(self, node: int, message: ToController) -> None:
+        """Let the controller decide, and send its orders; only then record them, so that nothing waits."""
+        now = time.time()
+        for standby, order in self._replicator.replicate(message) if self._replicator else ():
+            self._send(standby, [order])
+        orders = self._decide(functools.partial(self.controller.handle, message))
+        self._record(functools.partial(self._timeline.record_message, node, message, now))
+        self._record_orders(orders, now)
+
+    def _send(self, node: int, orders: Sequence[ControllerToAgent]) -> None:
+        if node in self._sends:
+            self._sends[node](orders)
+
+    async def close(self) -> None:
+        self._dismiss_others()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.store.close()
+
+    def _dismiss_others(self) -> None:
+        """Dismiss the other agents, once, and not in an incident, in which workers still wait for orders."""
+        if not self.dismissed and self.controller.incident is None and self.controller.verdict is None:
+            self.dismissed = True
+            self._send_to_others(Dismissed())
+
+    def _send_to_others(self, order: ControllerToAgent) -> None:
+        for node in self._sends:
+            if node != self.term:
+                self._send(node, [order])
+
+    def _deliver(self, orders: Orders) -> None:
+        for_node: dict[int, list[ControllerToAgent]] = {}
+        for node, order in orders:
+            for_node.setdefault(node, []).append(order)
+        for node, all_of_it in for_node.items():  # one write a node: an order to all ranks is thousands
+            self._send(node, all_of_it)
+
+    def _record_orders(self, orders: Orders, now: float) -> None:
+        for node, order in orders:
+            rank, message = (order.rank, order.message) if isinstance(order, Addressed) else (None, order)
+            self._record(functools.partial(self._timeline.record_order, node, rank, message, now))
+
+    def _record(self, write: Callable[[], None]) -> None:
+        """Record in the timeline; it is for people, so an error in it ends nothing."""
+        try:
+            write()
+        except Exception as error:
+            output.tell(f"[ttp] the timeline of the incident has a gap: {text.trace(error)}")
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.time()
+            self._record_orders(self._decide(self.controller.tick), now)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(wire.BEAT_S)
+            self._send_to_others(Beat())
+
+    def _decide(self, decide: Callable[[float], Orders]) -> Orders:
+        """Let the controller decide, and give its orders, which are returned.
+
+        An error of its own ends the job, because nobody else would.
+        """
+        try:
+            orders = decide(time.monotonic())
+        except Exception as error:
+            orders = self.controller.give_up(text.describe(error))
+            output.tell(text.trace(error))
+        self._deliver(orders)
+        if self.controller.membership.everyone_is_dead:
+            self._dismiss_others()
+        return orders
+
+    async def serve(
+        self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serve the connection of an agent that has proved the secret, until it ends."""
+        node = hello.node
+        if not self.receive(node, hello, lambda orders: writer.write(b"".join(map(wire.frame, orders)))):
+            return
+        try:
+            while True:
+                message = await wire.read(reader, wire.from_agent, wire.SLOW_S)
+                if not isinstance(message, Beat):
+                    self.receive(node, message)
+        except (EOFError, OSError, msgspec.DecodeError):
+            self.lose(node)
+        except Exception as error:  # an error of ours: a node that is no longer read from is a lost one
+            output.tell(text.trace(error))
+            self.lose(node)

@@ -1,0 +1,88 @@
+"""The entry of node 0 in torch's rendezvous store, by which other agents reach its controller.
+
+Whoever reaches that store can read it, and replace what is in it. So it is believed only as far as the
+connection proves it: an agent connects in the way that its own settings ask for, never in a weaker one, and
+both sides then prove that they know the same `secret`, which covers generation and restart.
+
+unix   on one machine, an abstract socket; the kernel tells each side the user of the other
+tls    between machines with certificates, which both sides have to show
+plain  between machines in a trusted network: the secret itself is in the store
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import NamedTuple
+
+from adaptor.config import Config
+from adaptor.errors import StartError
+
+KEY = "ttp/controller"
+UNIX, TLS, PLAIN = "unix", "tls", "plain"
+_FORM = re.compile(r"(unix|tls|plain) ([0-9a-f]{16}) ([01]) (\d{1,5}) ([0-9a-z-]{1,100})")
+_NOTHING = "-"
+
+
+def kind_of(config: Config) -> str:
+    """Return how the agents of a job with these settings meet."""
+    if config.tls_cert:
+        return TLS
+    return PLAIN if config.tls == PLAIN else UNIX
+
+
+class Invitation(NamedTuple):
+    """The invitation of one generation of workers.
+
+    resume  whether workers ran before, in this job
+    port    of the controller, at the address of node 0; 0 where it has an abstract socket
+    name    of that socket; plain: a random number that only agents of this job know
+    """
+
+    kind: str
+    generation: str
+    resume: bool
+    port: int = 0
+    name: str = _NOTHING
+
+    @classmethod
+    def draw(cls, kind: str, resume: bool) -> Invitation:
+        """Make one whose port, or socket, is not known yet."""
+        name = secrets.token_hex(32) if kind == PLAIN else _NOTHING
+        return cls(kind, secrets.token_hex(8), resume, name=name)
+
+    @property
+    def secret(self) -> bytes:
+        """Return what both sides of a connection prove to know."""
+        token = self.name if self.kind == PLAIN else ""
+        return f"{self.generation} {self.resume:d} {token}".encode()
+
+    def encode(self) -> bytes:
+        return f"{self.kind} {self.generation} {self.resume:d} {self.port} {self.name}".encode()
+
+    @classmethod
+    def decode(cls, said: bytes, kind: str) -> Invitation:
+        """Return what the store has; `kind`: as this node's settings ask for it.
+
+        Raises:
+            StartError: it is of another kind, or somebody else has written it.
+        """
+        found = _FORM.fullmatch(said.decode("ascii", "replace"))
+        if found is None:
+            raise StartError(
+                "what the rendezvous store says of the controller was not written by ttprun of this version:"
+                " another program writes to that store, or node 0 has another version of ttp-adaptor"
+            )
+        if found[1] != kind:
+            raise StartError(
+                f"node 0 waits for agents by {_WORDS[found[1]]}, and this node is set to {_WORDS[kind]}:"
+                " TTP_TLS, TTP_TLS_CERT and --rdzv-endpoint or --master-addr must mean the same on every node"
+            )
+        return cls(found[1], found[2], found[3] == "1", int(found[4]), found[5])
+
+
+_WORDS = {
+    UNIX: "a socket of its own machine (no certificates)",
+    TLS: "TLS (certificates)",
+    PLAIN: "unencrypted TCP (TTP_TLS=plain)",
+}

@@ -1,0 +1,80 @@
+"""Ends all processes of the workers' sessions, as /proc shows them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+# In /proc/PID/stat, behind the name, which is in parentheses and may hold anything.
+_STATE, _SESSION, _STARTED = 0, 3, 19
+# Each look finds what was forked during the one before; a process that is being killed forks nothing more.
+_LOOKS = 20
+
+
+def started(pid: int) -> int:
+    """Return when a process began, in ticks of the kernel; -1 where there is none, or that cannot be read."""
+    fields = _stat(pid)
+    return int(fields[_STARTED]) if fields else -1
+
+
+def end_group(leader: int) -> None:
+    """End every process of the group that a worker leads (torch elastic starts each in a session)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def end_sessions(leaders: Mapping[int, int]) -> None:
+    """End every process of the sessions of workers that have ended, whatever its process group.
+
+    The number of a session leader is not reused while a process is in its session. A process that has the
+    number and began later leads a session of its own, which is left alone.
+
+    Args:
+        leaders: the start of each worker (ticks of the kernel), by its process number.
+    """
+    told: set[tuple[int, int]] = set()
+    for _ in range(_LOOKS):
+        reused = {leader for leader, at in leaders.items() if started(leader) not in (-1, at)}
+        new = {
+            found
+            for found in _members(leaders.keys() - reused)
+            if found not in told and found[0] not in leaders
+        }
+        if not new:
+            return
+        for pid, at in new:
+            _end(pid, at)
+        told |= new
+
+
+def _members(sessions: set[int]) -> Iterator[tuple[int, int]]:
+    """Yield number and start of each process of the sessions that has not ended."""
+    try:
+        names = os.listdir("/proc")  # noqa: PTH208  (names are all that is wanted, of thousands)
+    except OSError:  # no descriptors: the group has been ended at least
+        return
+    for name in names:
+        fields = _stat(int(name)) if name.isdigit() else []
+        if fields and int(fields[_SESSION]) in sessions and fields[_STATE] not in (b"Z", b"X"):
+            yield int(name), int(fields[_STARTED])
+
+
+def _end(pid: int, at: int) -> None:
+    """End a process by a descriptor, because its number may be another process's by now."""
+    with contextlib.suppress(OSError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            if started(pid) == at:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+
+
+def _stat(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,11 @@
+"""The programs that an agent starts, by their paths: with `python -m` the working directory would stand on
+`sys.path`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# What a worker runs first.
+WORKER = Path(__file__).with_name("worker_main.py").absolute()
+# What waits to become a worker.
+SPARE = Path(__file__).with_name("spare_main.py").absolute()

@@ -1,0 +1,176 @@
+"""Wraps torch's rendezvous: a wait names the missing nodes, and a signal ends it.
+
+The loss of the node with the store does not end an agent: the survivors are still to save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+
+from adaptor.launchers.waiting import Interrupted, wait_for
+
+# How often node 0 checks which nodes have come: the store's own wait writes two warnings at each time-out.
+LOOK_S = 0.1
+# The most nodes that are named in a line.
+_NAMED = 4
+_ALL = "all are here"
+
+
+class Registry:
+    """Wraps torch's registry of rendezvous handlers: making one connects to its store, which may wait."""
+
+    def __init__(self, registry: Any) -> None:
+        self._registry = registry
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._registry, name)
+
+    def get_rendezvous_handler(self, params: Any) -> Rendezvous:
+        what = f"the rendezvous at {params.endpoint}" if params.max_nodes > 1 else ""
+        handler = wait_for(lambda: self._registry.get_rendezvous_handler(params), lambda: what)
+        return Rendezvous(handler, params.endpoint, params.max_nodes)
+
+
+class Rendezvous:
+    """Wraps a rendezvous handler of torch, and passes on all of its methods.
+
+    While the store does not answer, no node counts as waiting to join: it may be on the node that is lost.
+
+    Args:
+        handler: torch's.
+        where: the address at which the nodes meet.
+        most: the number of nodes that may come.
+    """
+
+    def __init__(self, handler: Any, where: str = "", most: int = 1) -> None:
+        self._handler = handler
+        self._where = where
+        self._most = most
+        self._static = _Static(handler) if handler.get_backend() == "static" else None
+        self._interrupted = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def num_nodes_waiting(self) -> int:
+        try:
+            return int(self._handler.num_nodes_waiting())
+        except RendezvousConnectionError:
+            return 0
+
+    def meet(self, work: Callable[[], None]) -> None:
+        """Run `work`, which meets the other nodes.
+
+        Raises:
+            Interrupted: a signal came first.
+        """
+        try:
+            wait_for(work, lambda: self.missing)
+        except Interrupted:
+            self._interrupted = True
+            raise
+
+    def shutdown(self) -> bool:
+        """End the rendezvous for all nodes, but not if a signal has ended this one alone (as torchrun)."""
+        return self._interrupted or bool(self._handler.shutdown())
+
+    def next_rendezvous(self) -> Any:
+        if self._static is not None and not self._static.met:
+            # Before torch makes its own store, which does not tell which nodes are missing.
+            self._handler._store = self._static.meet()
+        return self._handler.next_rendezvous()
+
+    @property
+    def missing(self) -> str:
+        """Return the nodes that this one waits for, in words; empty if it is alone."""
+        if self._most == 1:
+            return ""
+        words = self._static.missing if self._static is not None else _missing_of(self._handler)
+        return f"{words or 'the other nodes'} at {self._where}"
+
+
+class _Static:
+    """The first meeting of nodes that each have a number (--node-rank), over the store on node 0.
+
+    met      all have come
+    missing  which of them are awaited, in words
+    """
+
+    def __init__(self, handler: Any) -> None:
+        self._node, self._nodes = int(handler.rank), int(handler.world_size)
+        self._run_id = str(handler.run_id)
+        self._timeout = handler.timeout
+        self._address, self._port = str(handler.master_addr), int(handler.master_port)
+        self.met = False
+        self.missing = ""
+        self._name_missing([0] if self._node else range(1, self._nodes))
+
+    def meet(self) -> TCPStore:
+        """Return the store, once all nodes have come to it.
+
+        Raises:
+            RendezvousTimeoutError: some have not come in the time that torch gives them.
+        """
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        store = TCPStore(
+            self._address,
+            self._port,
+            self._nodes,
+            self._node == 0,
+            self._timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        keys = PrefixStore(f"{self._run_id}/ttp/met", store)
+        keys.set(_here(self._node), "")
+        if self._node == 0:
+            self._wait_for_all(keys, deadline)
+            keys.set(_ALL, "")
+        else:
+            self.missing = f"the other nodes of {self._nodes}"
+            try:
+                keys.wait([_ALL], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError:  # a store that is gone raises the same as one whose time is over
+                if time.monotonic() < deadline:
+                    raise
+                raise RendezvousTimeoutError(self.missing) from None
+        self.met, self.missing = True, ""
+        return store
+
+    def _wait_for_all(self, keys: PrefixStore, deadline: float) -> None:
+        awaited = list(range(1, self._nodes))
+        while awaited:
+            if not keys.check([_here(awaited[0])]):
+                if time.monotonic() >= deadline:
+                    raise RendezvousTimeoutError(self.missing)
+                time.sleep(LOOK_S)
+                continue
+            awaited = [node for node in awaited if not keys.check([_here(node)])]
+            self._name_missing(awaited)
+
+    def _name_missing(self, nodes: Sequence[int]) -> None:
+        named = ", ".join(map(str, nodes[:_NAMED]))
+        more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
+        self.missing = f"node{'s' if len(nodes) > 1 else ''} {named}{more} of {self._nodes}" if nodes else ""
+
+
+def _here(node: int) -> str:
+    return f"here/{node}"
+
+
+def _missing_of(handler: Any) -> str:
+    """Return how many nodes are missing, in words; with c10d they have no numbers before all have met."""
+    settings, holder = getattr(handler, "settings", None), getattr(handler, "_state_holder", None)
+    if settings is None or holder is None:
+        return ""
+    here, least, most = len(holder.state.participants), settings.min_nodes, settings.max_nodes
+    wanted = str(most) if least == most else f"{least} to {most}"
+    if here < least:
+        return f"{least - here} more of {wanted} nodes"
+    return f"more nodes ({here} of {wanted} are there)" if here < most else ""

@@ -1,0 +1,108 @@
+"""Replaces single workers of a node while the others live; spares are kept for that.
+
+On the agent's control thread, generation after generation: `begin`, `end`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from adaptor.launchers.spare_pool import Spare, Spares
+from adaptor.launchers.worker_processes import Workers
+from adaptor.protocol.environment import NEWCOMER
+from adaptor.protocol.messages import BoardRecord, Modules, ModulesProbe, RegroupFailed, Replace
+from adaptor.protocol.spare_messages import Import
+
+
+class Starter(Protocol):
+    """Starts processes as the workers of a generation were started (`starter.Starter`)."""
+
+    of_a_rank: tuple[str, ...]
+
+    @property
+    def may_spare(self) -> bool: ...
+
+    def start(self, rank: int, added: Mapping[str, str], spare: Spare | None) -> subprocess.Popen[bytes]:
+        """Start a worker in the place of that of `rank`. Raises OSError."""
+        ...
+
+    def spare(self) -> Spare:
+        """Start a spare. Raises OSError."""
+        ...
+
+
+class Replacements:
+    """The processes of one agent that were not there when its workers were started.
+
+    Args:
+        spares: so many processes wait to be workers.
+    """
+
+    def __init__(self, workers: Workers, spares: int) -> None:
+        self._workers = workers
+        self._spares = Spares(spares)
+        self._starter: Starter | None = None
+        self._newcomers: set[int] = set()  # ranks whose processes have not come to train yet
+
+    def begin(self, starter: Starter) -> None:
+        """The workers of a generation have been started."""
+        self._starter = starter
+        self._newcomers = set()
+
+    async def end(self) -> None:
+        """The generation is over."""
+        self._starter = None
+        await self._spares.end()
+
+    async def replace(self, order: Replace, wanted: Callable[[], bool]) -> RegroupFailed | None:
+        """Start a process in the place of the one of a rank; it speaks for itself from then on.
+
+        Args:
+            wanted: whether it still is, when the process of before has ended.
+
+        Returns:
+            What the controller must hear where none can be started.
+        """
+        assert self._starter is not None
+        starter = self._starter
+        self._newcomers.add(order.rank)
+
+        def start() -> subprocess.Popen[bytes] | None:
+            if not wanted():
+                return None
+            spare = None if order.cold else self._spares.take()
+            return starter.start(order.rank, {NEWCOMER: str(order.incident)}, spare)
+
+        try:
+            await self._workers.replace(order.rank, start)
+        except OSError as error:  # no process, no descriptor, no memory
+            reason = f"no process can be started in its place ({error.strerror})"
+            return RegroupFailed(order.rank, order.incident, order.attempt, reason)
+        return None
+
+    def resumed(self) -> None:
+        """End the incident: all ranks train again."""
+        self._newcomers = set()
+        self._spares.fill()
+
+    def end_newcomers(self) -> None:
+        """End those that have not come to train: they have nothing, and may not hear that they are to go."""
+        if self._newcomers:
+            self._workers.end_the_living(self._newcomers)
+
+    def look(self, boards: Sequence[BoardRecord], origin: int) -> None:
+        """Ask a worker what it has imported, once it has finished a step after `origin`: then that is all."""
+        if self._starter is None or not self._spares.wanted or not self._starter.may_spare:
+            return
+        for board in boards:
+            if board.finished > origin:
+                self._workers.order(board.rank, ModulesProbe())
+                return
+
+    def hear(self, told: Modules) -> None:
+        """A worker has told what it has imported."""
+        if self._starter is not None and self._spares.wanted:
+            imports = Import(told.path, told.origins, self._starter.of_a_rank)
+            self._spares.begin(self._starter.spare, imports)

@@ -1,0 +1,128 @@
+"""Collects the stacks of the workers of a job that hangs, from outside.
+
+A worker writes its stacks by itself when it is asked to freeze (`adaptor.worker.stacks`). The agent adds
+native frames, if py-spy is installed, and the stacks of workers that do not answer: by a signal, whose
+handler needs no interpreter lock.
+
+Invariants: py-spy looks at a worker before it gets any order, because an answer may wake its main thread; no
+worker is ended before its stacks are in the folder. Each of the two waits `LOOK_S` at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from adaptor.protocol import stack_files
+
+# A look from outside takes half a second on a busy machine. With the worker's own, of a second, it must be
+# over before a rank counts as one that does not answer (5 s).
+LOOK_S = 2.0
+# A process that is stopped, or hangs in the kernel, cannot be attached to, but its memory can be read.
+_WAYS = ("--native", "--nonblocking")
+_NOT_ATTACHED = "TtD"  # its state, as the kernel says it
+
+
+class StackCollector:
+    """The collector of the stacks of a generation of workers.
+
+    Args:
+        folder: the folder for the stacks.
+        scratch: the agent's folder, to which workers write their stacks after the signal.
+    """
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self._folder = folder
+        self._scratch = scratch
+        self._py_spy = _py_spy()
+        self._called = False
+
+    async def look(self, processes: Mapping[int, int]) -> None:
+        """Read native stacks with py-spy; `processes`: process numbers by rank. No order was sent yet."""
+        self._called = True
+        if self._py_spy is not None:
+            await _for_each(processes, self._look_at)
+
+    async def ask(self, processes: Mapping[int, int]) -> None:
+        """Send the signal to those that have not written their stacks."""
+        if self._called:
+            await _for_each(processes, self._ask)
+
+    async def keep(self, processes: Mapping[int, int]) -> None:
+        """Keep what the signal made them write; they are about to be ended."""
+        if self._called:
+            await _for_each(processes, self._keep)
+
+    def _look_at(self, rank: int, pid: int) -> None:
+        for way in _WAYS[_state(pid)[0] in _NOT_ATTACHED :]:
+            command = [str(self._py_spy), "dump", way, "--pid", str(pid)]
+            seen = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=False)
+            if seen.returncode == 0:
+                break
+        self._write(self._folder / f"rank{rank}.native.txt", seen.stdout or seen.stderr)
+
+    def _ask(self, rank: int, pid: int) -> None:
+        if not self._of(rank).exists() and _handles(pid, stack_files.SIGNAL):
+            os.kill(pid, stack_files.SIGNAL)
+
+    def _keep(self, rank: int, pid: int) -> None:
+        if not self._of(rank).exists():
+            said = stack_files.scratch(self._scratch, rank).read_text()
+            self._write(self._of(rank), said or f"Nothing was written. State: {_state(pid)}\n")
+
+    def _of(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.txt"
+
+    def _write(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+async def _for_each(processes: Mapping[int, int], act: Callable[[int, int], None]) -> None:
+    """Call `act` for each rank, in threads of their own: a file system that hangs keeps them, not this."""
+
+    def safely(rank: int, pid: int) -> None:
+        # It is for people: whatever goes wrong, the incident goes on without it.
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            act(rank, pid)
+
+    threads = [
+        threading.Thread(target=safely, args=each, name="ttp-stack-collector", daemon=True)
+        for each in processes.items()
+    ]
+    until = time.monotonic() + LOOK_S
+    with contextlib.suppress(RuntimeError):  # no more threads can be started: it goes on without
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic()))
+
+
+def _py_spy() -> str | None:
+    """Return the path of py-spy in this environment or on PATH, None without one."""
+    return shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, which would end it otherwise."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _status(pid), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process in the kernel's words: T (stopped), D (disk sleep)."""
+    state = re.search(r"^State:\s*(.+)$", _status(pid), re.MULTILINE)
+    return state[1] if state is not None else "gone"
+
+
+def _status(pid: int) -> str:
+    return Path(f"/proc/{pid}/status").read_text()

@@ -1,0 +1,98 @@
+"""Waits for other nodes: a line names them, and a signal ends the wait at once.
+
+torch waits inside C++ functions, where no Python signal handler runs. So a thread waits, and the main thread
+stays free for signals and for the lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from adaptor import output
+
+# The first line comes after this time: nodes that are started together meet faster.
+FIRST_S = 1.5
+# Between two lines while it lasts.
+AGAIN_S = 10.0
+
+T = TypeVar("T")
+
+
+class Interrupted(BaseException):
+    """The signal `sigval` has ended the wait for `what`; like KeyboardInterrupt it is no Exception.
+
+    torch's own SignalException is not used: torch writes lines of its own about it.
+    """
+
+    def __init__(self, what: str, sigval: signal.Signals) -> None:
+        super().__init__(f"{sigval.name} while it waited for {what}")
+        self.what = what
+        self.sigval = sigval
+
+
+def wait_for(work: Callable[[], T], what: Callable[[], str]) -> T:
+    """Run `work` in a thread and return its result; call it on the main thread.
+
+    Args:
+        work: waits for other nodes.
+        what: returns what is waited for now, in words; empty: no line. It must not block.
+
+    Raises:
+        Interrupted: SIGINT, SIGTERM or another signal that torch handles came first. `work` goes on until
+            the process ends.
+    """
+    done = threading.Event()
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(work())
+        except BaseException as error:  # the main thread raises it
+            raised.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="ttp-waiting", daemon=True).start()
+    with _signals_raise():
+        try:
+            wait_s = FIRST_S
+            while not done.wait(wait_s):
+                _say(what())
+                wait_s = AGAIN_S
+        except KeyboardInterrupt:
+            raise Interrupted(what(), signal.SIGINT) from None
+        except SignalException as error:
+            raise Interrupted(what(), error.sigval) from None
+    if raised:
+        raise raised[0]
+    return returned[0]
+
+
+def _say(what: str) -> None:
+    if what:
+        output.tell(f"[ttp] waiting for {what}")
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let SIGTERM raise SignalException; before the first workers torch has no handler for it."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SignalException("", sigval=signal.Signals(number))
+
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

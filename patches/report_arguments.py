@@ -1,0 +1,34 @@
+"""Stops a script for `python -m adaptor report`, once its framework has validated its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor import patching, preflight
+from adaptor.patches._versions import MEGATRON, MODELLINK
+
+megatron = patching.Unit("report", framework="megatron-lm", tested=MEGATRON, group="report")
+ascendspeed = patching.Unit("ascendspeed-report", framework="ascendspeed", tested=MODELLINK, group="report")
+
+
+@megatron.patch(
+    "megatron.training.global_vars:set_global_variables",
+    why="the arguments are final here, and nothing has been built",
+    accepts="(args, ...)",
+    optional=True,
+)
+def megatrons_arguments_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.patches import megatron_training
+
+    megatron_training.examine(args[0] if args else kwargs["args"])
+    raise preflight.Stop
+
+
+@ascendspeed.patch(
+    "ascendspeed.global_vars:set_global_variables",
+    why="the arguments are final here, and nothing has been built",
+    accepts="(...)",
+    optional=True,
+)
+def modellinks_arguments_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    raise preflight.Stop

@@ -1,0 +1,17 @@
+"""The device of `lab`: a CPU on which scripts for CUDA run, and which says when its state is read."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+from adaptor.devices.cpu import Cpu
+
+READ = "lab: the state of its device is read"
+
+
+class LabDevice(Cpu):
+    def beside(self) -> AbstractContextManager[Any]:
+        print(READ, file=sys.stderr, flush=True)
+        return super().beside()

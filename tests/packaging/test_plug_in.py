@@ -1,0 +1,60 @@
+"""A plug-in that supports somebody's own framework: installed by pip, found by its entry point."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks import prepare
+
+SOURCE = Path(__file__).resolve().parents[1] / "frameworks/lab"
+
+
+def install(source: Path, target: Path) -> Path:
+    """Install a copy of the plug-in in `source` into the folder `target`."""
+    copy = target.with_name(f"{target.name}-source")
+    shutil.copytree(source, copy)  # the build leaves files beside what it builds
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(target), str(copy)], check=True, capture_output=True)
+    return target
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    return install(SOURCE, tmp_path / "site")
+
+
+def report(installed: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(installed), str(prepare.megatron_core())])
+    return subprocess.run(
+        [sys.executable, "-m", "adaptor", "report"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=installed,
+        env={**os.environ, "PYTHONPATH": path, "TTP_DEVICE": "cpu"},
+    )
+
+
+def test_its_patches_are_applied_and_reported(installed: Path) -> None:
+    done = report(installed)
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("lab:")]
+    assert [row[:3] for row in rows] == [
+        ["lab:train", "lab", "applied"],
+        ["lab:train_step", "lab", "applied"],
+    ]
+    assert "unit lab: lab 1.0 is tested (>=1.0,<2)" in done.stdout
+
+
+def test_one_that_cannot_be_loaded_is_an_error_in_one_line(installed: Path) -> None:
+    (installed / "lab_adaptor.py").write_text("import engine_that_is_not_here\n")
+    done = report(installed)
+    assert done.returncode != 0
+    (line,) = done.stderr.splitlines()
+    assert "the plug-in lab of lab-adaptor cannot be loaded" in line
+    assert "engine_that_is_not_here" in line

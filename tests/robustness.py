@@ -1,0 +1,194 @@
+"""The table of attacks and odd machines: `python -m tests.robustness --write docs/robustness.md`.
+
+It runs every test that is marked `@pytest.mark.robustness(area, case, expected)` and makes a row of each
+case. The tests of one case, parametrized ones, too, share a row: it has passed when all of them have. `-k`
+runs a part; the other rows keep their results of earlier runs, which are in out/robustness.json. With
+`--junit FILE` nothing is run: the outcomes are those that `make test TESTS=--junitxml=FILE` has written.
+The exit code is that of pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+import xml.etree.ElementTree as xml
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests import machine
+from tests.pages import table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "out" / "robustness.json"
+MARKER = "robustness"
+
+Case = tuple[str, str, str]  # area, what happens, what must hold
+
+_WHAT = """\
+# Attacks and odd machines
+
+What a newcomer, an attacker and an odd machine do to a job, and what must hold then. Each row is one test or
+more, marked `robustness` where it stands; `python -m pytest -m robustness` runs them without this page.
+Faults of processes and networks have pages of their own: [faults.md](faults.md), [layouts.md](layouts.md)."""
+
+
+@dataclass
+class Result:
+    """The outcome of the tests of one case.
+
+    Attributes:
+        outcomes: by test, `passed`, `failed` or `skipped`.
+        why: the reason of a test that was skipped.
+        seconds: that all of them took.
+        day: on which they ran.
+    """
+
+    outcomes: dict[str, str] = field(default_factory=dict)
+    why: str = ""
+    seconds: float = 0.0
+    day: str = ""
+
+    @property
+    def words(self) -> str:
+        """Return the worst outcome; a row holds when every test of it does."""
+        for worst in ("failed", "skipped", "passed"):
+            if worst in self.outcomes.values():
+                return f"not run here: {self.why}" if worst == "skipped" else worst
+        return "not run"
+
+
+class Collector:
+    """A pytest plugin that finds the cases and keeps the outcome of each."""
+
+    def __init__(self) -> None:
+        self.cases: list[Case] = []
+        self.results: dict[Case, Result] = {}
+        self._cases_of: dict[str, list[Case]] = {}
+
+    @pytest.hookimpl(tryfirst=True)  # before -k leaves tests out
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            for mark in item.iter_markers(MARKER):
+                case = _case(item.nodeid, mark)
+                self._cases_of.setdefault(item.nodeid, []).append(case)
+                if case not in self.cases:
+                    self.cases.append(case)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        self._add(report.nodeid, report.outcome, report.duration, told if report.skipped else "")
+
+    def read(self, junit: Path) -> None:
+        """Take the outcomes of the tests that were collected from a file in JUnit's format."""
+        ended = {
+            (case.get("classname"), case.get("name")): case for case in xml.parse(junit).iter("testcase")
+        }
+        for test in self._cases_of:
+            path, _, name = test.partition("::")
+            case = ended.get((path.removesuffix(".py").replace("/", "."), name))
+            if case is None:
+                continue
+            skipped = case.find("skipped")
+            failed = case.find("failure") is not None or case.find("error") is not None
+            outcome = "failed" if failed else "passed" if skipped is None else "skipped"
+            why = "" if skipped is None else skipped.get("message", "")
+            self._add(test, outcome, float(case.get("time", "0")), why)
+
+    def _add(self, test: str, outcome: str, seconds: float, why: str) -> None:
+        for case in self._cases_of.get(test, ()):
+            result = self.results.setdefault(case, Result(day=time.strftime("%Y-%m-%d")))
+            result.seconds += seconds
+            before = result.outcomes.get(test, "passed")
+            result.outcomes[test] = outcome if before == "passed" else before
+            if why:
+                result.why = why.removeprefix("Skipped: ")
+
+
+def _case(test: str, mark: pytest.Mark) -> Case:
+    if len(mark.args) != 3 or mark.kwargs or not re.fullmatch(r"[A-Z]\d+", str(mark.args[0])):
+        raise pytest.UsageError(
+            f"{test}: {MARKER}{mark.args} must be an area like B3, a case, what must hold"
+        )
+    return mark.args[0], mark.args[1], mark.args[2]
+
+
+def page(cases: Iterable[Case], results: Mapping[Case, Result], command: str, where: str) -> str:
+    """Return the page: a row for each case, in the order of their areas."""
+    ordered = sorted(cases, key=lambda case: (case[0][0], int(case[0][1:])))
+    found = [results.get(case, Result()) for case in ordered]
+    rows = [
+        [*map(_cell, (*case, result.words)), f"{result.seconds:.1f}" if result.outcomes else ""]
+        for case, result in zip(ordered, found, strict=True)
+    ]
+    passed = sum(result.words == "passed" for result in found)
+    days = sorted({result.day for result in found if result.day}) or [time.strftime("%Y-%m-%d")]
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    parts = [
+        _WHAT,
+        f"    {command}",
+        f"On {where}, {when}: {passed} of {len(found)} hold.",
+        table(["area", "what happens", "what must hold", "result", "seconds"], rows),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def load(path: Path) -> dict[Case, Result]:
+    """Return what an earlier run has kept in `path`; nothing if there was none."""
+    if not path.exists():
+        return {}
+    return {tuple(line["case"]): Result(**line["result"]) for line in json.loads(path.read_text())}
+
+
+def keep(path: Path, results: Mapping[Case, Result]) -> None:
+    """Write `results` to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [{"case": case, "result": asdict(result)} for case, result in results.items()]
+    path.write_text(json.dumps(lines, indent=1))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.robustness", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE", help="write the table there, e.g. docs/robustness.md"
+    )
+    parser.add_argument("-k", metavar="EXPR", default="", help="run only these tests, as pytest's -k")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept between runs")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="run nothing; outcomes of an earlier run")
+    parser.add_argument("tests", nargs="*", help="files or folders of tests (default: all)")
+    given = parser.parse_args(arguments)
+    collector = Collector()
+    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-m", MARKER]
+    options += ["-k", given.k] if given.k else []
+    options += ["--collect-only", "-q"] if given.junit else []
+    code = pytest.main([*options, *(given.tests or [str(ROOT / "tests")])], plugins=[collector])
+    if given.junit:
+        collector.read(given.junit)
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return int(code)
+    results = {**load(given.results), **collector.results}
+    keep(given.results, results)
+    text = page(collector.cases, results, _command(given), machine.line(machine.describe()))
+    print(text)
+    if given.write is not None:
+        given.write.write_text(text)
+    return int(code)
+
+
+def _command(given: argparse.Namespace) -> str:
+    return "python -m tests.robustness" + (f" --write {given.write}" if given.write else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""A worker that only speaks the protocol and trains nothing, in the place of `launchers/worker_main.py`.
+
+    protocol_worker.py SCRIPT SAVE INDEX COUNT    holds shard INDEX of COUNT of group `g`
+
+It reads from stdin as `worker_script.py` does: `begin`, `step`, `raise`, `exit`; it prints `resumed STEP`
+when all go on. TTP_TEST_NEWCOMER says what becomes of a process that takes the place of another one: `ends`
+at its start, `fails` to join, or `ends-once`, which leaves a file in SAVE.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from adaptor.protocol import environment, wire
+from adaptor.protocol.board import Board
+from adaptor.protocol.messages import (
+    Dump,
+    Exit,
+    Freeze,
+    FromWorker,
+    Frozen,
+    Hello,
+    Joined,
+    Layout,
+    Raised,
+    Regroup,
+    RegroupFailed,
+    Resume,
+    Share,
+    ToWorker,
+    WriteFailed,
+)
+
+ORIGIN = 10
+RANK = int(os.environ["RANK"])
+SAVE, INDEX, COUNT = sys.argv[2:]
+NEWCOMER = os.environ.get(environment.NEWCOMER, "")
+FATE = os.environ.get("TTP_TEST_NEWCOMER", "") if NEWCOMER else ""
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect("\0" + os.environ[environment.AGENT])
+        self.board = Board(RANK, os.environ[environment.BOARD], os.environ[environment.BOARD_RANKS])
+        self.board.hold_lifeline()
+
+    def say(self, message: FromWorker) -> None:
+        self.connection.sendall(wire.frame(message))
+
+    def layout(self) -> Layout:
+        return Layout(RANK, (Share("g", int(INDEX), int(COUNT)),), SAVE, ORIGIN, "same", online="")
+
+    def serve(self) -> None:
+        while True:
+            try:
+                self.obey(wire.receive(self.connection, wire.to_worker))
+            except (EOFError, OSError):
+                os._exit(0)
+
+    def obey(self, order: ToWorker) -> None:
+        match order:
+            case Freeze(incident=incident):
+                self.say(Frozen(RANK, incident, self.board.record()))
+            case Dump(incident=incident, attempt=attempt):
+                self.say(WriteFailed(RANK, incident, attempt, "g", "it is a test", self.board.record()))
+            case Regroup(incident=incident, attempt=attempt, step=step):
+                if FATE == "fails":
+                    self.say(RegroupFailed(RANK, incident, attempt, "it is a test"))
+                    return
+                if NEWCOMER:
+                    self.say(self.layout())
+                    self.board.start(step)
+                self.say(Joined(RANK, incident, attempt, step, "digest"))
+            case Resume(step=step):
+                self.board.finish(step)
+                print("resumed", step, flush=True)
+            case Exit():
+                os._exit(0)
+
+
+def main() -> None:
+    once = Path(SAVE, "ended")
+    if FATE == "ends" or (FATE == "ends-once" and not once.exists()):
+        once.touch()
+        os._exit(3)
+    worker = Worker()
+    worker.say(Hello(RANK, os.getpid()))
+    threading.Thread(target=worker.serve, daemon=True).start()
+    print("here", flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["begin"]:
+                worker.board.start(ORIGIN)
+                worker.say(worker.layout())
+            case ["step"]:
+                worker.board.finish(worker.board.finished + 1)
+            case ["raise"]:
+                worker.say(Raised(RANK, "ValueError: told to raise", 1))
+            case ["exit", _]:
+                worker.board.end()
+                os._exit(0)
+        print("done", line.strip(), flush=True)
+    time.sleep(600)  # a newcomer has no stdin
+
+
+main()

@@ -1,0 +1,43 @@
+"""One rank of a job that resumes again and again: `STORE RANK SIZE LOAD SAVE [LOAD SAVE ...]`.
+
+Prints a line of JSON for each time: the files that this rank has read, and why it was refused, if it was.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from adaptor.checkpoint import hashing, resume_check
+from adaptor.errors import ResumeError
+
+hash_file = hashing.hash_file
+read: list[str] = []
+
+
+def hash_and_note(path: Path) -> str:
+    read.append(path.parent.name + "/" + path.name)
+    return hash_file(path)
+
+
+def main() -> None:
+    store, rank, size, *folders = sys.argv[1:]
+    hashing.hash_file = hash_and_note
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, int(size)), rank=int(rank), world_size=int(size)
+    )
+    for load, save in zip(folders[::2], folders[1::2], strict=True):
+        read.clear()
+        refused = ""
+        try:
+            resume_check.require_intact(Path(load), Path(save))
+        except ResumeError as error:
+            refused = str(error)
+        print("=" + json.dumps({"read": read, "refused": refused}))
+    dist.destroy_process_group()
+
+
+main()

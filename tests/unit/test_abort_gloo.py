@@ -1,0 +1,104 @@
+"""Waking: in a process of its own, because it shuts down whatever TCP connection its process has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# Each part says what it is about where it fails.
+PRELUDE = """
+import errno, os, socket, threading
+from adaptor.worker.abort_gloo import shut_collectives
+
+def pair(family=socket.AF_INET, host="127.0.0.1"):
+    with socket.create_server((host, 0), family=family) as server:
+        here = socket.create_connection(server.getsockname()[:2])
+        there, _ = server.accept()
+    return here, there
+
+def works(one, other):
+    one.sendall(b"x")
+    return other.recv(1) == b"x"
+"""
+
+
+def run(script: str) -> None:
+    subprocess.run([sys.executable, "-c", PRELUDE + script], check=True, timeout=60)
+
+
+def test_a_thread_that_waits_for_a_peer_is_woken() -> None:
+    run("""
+here, there = pair()
+received, waiting = [], threading.Event()
+
+def wait():
+    waiting.set()
+    received.append(here.recv(1))
+
+thread = threading.Thread(target=wait)
+thread.start()
+waiting.wait()
+assert shut_collectives(frozenset()) == 2, "both ends are of this process"
+thread.join(30)
+assert received == [b""]
+try:
+    here.sendall(b"x")
+    raise SystemExit("it can still be written to")
+except OSError as error:
+    assert error.errno == errno.EPIPE, error
+here.fileno() >= 0 or exit("the descriptor itself was closed")
+""")
+
+
+def test_kept_ports_are_left_alone_at_either_end() -> None:
+    run("""
+store, client = pair(), pair()
+other = pair()
+as_client, as_server = client[0].getpeername()[1], store[1].getsockname()[1]
+assert shut_collectives(frozenset({as_client, as_server})) == 2
+assert works(*store) and works(*reversed(store)), "a store that this process serves"
+assert works(*client) and works(*reversed(client)), "a store that this process uses"
+assert other[0].recv(1) == b""
+""")
+
+
+def test_only_what_belongs_to_a_group_is_shut() -> None:
+    run("""
+from adaptor.worker.abort_gloo import sockets
+other, before = pair(), sockets()
+group = pair()
+assert shut_collectives(frozenset(), sockets() - before) == 2
+assert works(*other)
+assert group[0].recv(1) == b""
+""")
+
+
+def test_what_is_no_connection_over_tcp_is_left_alone() -> None:
+    run("""
+local = socket.socketpair()
+udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+udp.connect(("127.0.0.1", 9))
+pipe = os.pipe()
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    assert shut_collectives(frozenset()) == 0
+    here = socket.create_connection(listening.getsockname())
+    there, _ = listening.accept()
+    assert works(here, there), "a listening socket still listens"
+    assert works(*local)
+    os.write(pipe[1], b"x")
+    assert os.read(pipe[0], 1) == b"x"
+    before = len(os.listdir("/proc/self/fd"))
+    assert shut_collectives(frozenset()) == 2
+    assert len(os.listdir("/proc/self/fd")) == before, "a descriptor is left behind"
+""")
+
+
+def test_ipv6() -> None:
+    run("""
+try:
+    here, there = pair(socket.AF_INET6, "::1")
+except OSError:
+    raise SystemExit(0)  # this machine has none
+assert shut_collectives(frozenset({here.getpeername()[1]})) == 0
+assert shut_collectives(frozenset()) == 2
+""")

@@ -1,0 +1,114 @@
+"""The lines of an operator: what is counted over the starts of a job."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from adaptor import output
+from adaptor.launchers import account as account_module
+from adaptor.launchers.account import Account
+from adaptor.protocol.messages import Resumed, Verdict
+from tests.unit.threads import LONG_S
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(output, "tell", lines.append)
+    return lines
+
+
+def lost(newest: int, save: str = "") -> Verdict:
+    return Verdict(1, "lost", -1, "as it was", 0, 1, save, newest=newest)
+
+
+def test_a_start_that_fails_before_training_takes_no_lost_step_from_the_sum(said: list[str]) -> None:
+    account, now = Account(3), time.time()
+    account.fault(lost(30), now - 100, "")
+    account.restart()
+    account.fault(lost(-1), now, "")
+    account.restart()
+    account.resumed(20, time.monotonic())
+    assert ": from step 20, 10 steps lost, 100." in said[-1]
+    account.ended()
+    assert "2 incidents, 10 steps lost" in said[-1]
+
+
+def test_a_recovery_is_an_incident_and_no_restart(said: list[str]) -> None:
+    account = Account(1)
+    line = "rank 2 was ended by SIGKILL; replaced by pid 47, training goes on with step 48, 0 steps lost"
+    account.recovered(Resumed(1, 47, line, replaced=(2,), seconds=0.9), "/logs/incident-1.json")
+    assert said == [f"[ttp] {line}"]
+    account.ended()
+    assert said[-1].endswith("1 incident (1 without a restart), 0 steps lost; reports in /logs")
+    account.fault(lost(50), time.time(), "")
+    account.restart()
+    account.resumed(49, time.monotonic())
+    assert "restart 1 of 1: from step 49, 1 step lost" in said[-1]
+    account.ended()
+    assert "2 incidents (1 without a restart), 1 step lost" in said[-1]
+
+
+def test_where_the_reports_are(said: list[str]) -> None:
+    account = Account(3)
+    account.fault(lost(30), time.time(), "on node 1")
+    account.ended()
+    assert said[-1].endswith("; reports on node 1")
+    account.fault(lost(30), time.time(), "/logs/incident_2/report.txt")
+    account.ended()
+    assert said[-1].endswith("; reports in /logs/incident_2")
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A save folder that does not answer before this is set; then its tracker names step 20."""
+    answers = threading.Event()
+    monkeypatch.setattr(account_module, "PROMPT_S", 0.05)
+    monkeypatch.setattr(account_module, "tracked_step", lambda root: 20 if answers.wait(LONG_S) else None)
+    yield answers
+    answers.set()
+
+
+def test_a_save_folder_that_hangs_costs_no_line(
+    said: list[str], hung: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(account_module, "TRACKER_S", 0.05)
+    account = Account(3)
+    account.fault(lost(30, "/save"), time.time(), "")
+    account.fault(lost(30, "/save"), time.time(), "")
+    account.failed("as it was")
+    assert said[-2] == "[ttp] as it was"
+    assert "the job has failed, 2 incidents" in said[-1]
+
+
+def test_the_last_line_does_not_wait_for_a_save_folder_that_hangs(
+    said: list[str], hung: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tracker names comes in a line after it, once it is known."""
+    monkeypatch.setattr(account_module, "TRACKER_S", LONG_S)
+    account = Account(3)
+    account.fault(lost(30, "/save"), time.time(), "")
+    say = said.append
+
+    def tell(line: str) -> None:
+        say(line)
+        hung.set()  # the disk answers, but only once something is said
+
+    monkeypatch.setattr(output, "tell", tell)
+    account.failed("as it was")
+    assert said[-2:] == ["[ttp] as it was", "[ttp] the newest checkpoint in /save is step 20"]
+
+
+def test_the_last_line_has_the_newest_checkpoint(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(account_module, "PROMPT_S", LONG_S)
+    monkeypatch.setattr(account_module, "tracked_step", lambda root: 20)
+    account = Account(3)
+    for _ in range(2):
+        account.fault(lost(30, "/save"), time.time(), "")
+    account.failed("as it was")
+    assert "the job has failed, 2 incidents, 10 steps lost" in said[-2]
+    assert said[-1] == "[ttp] as it was; the newest checkpoint in /save is step 20"

@@ -1,0 +1,568 @@
+"""The gate of the controller, with strangers before it: over loopback TCP, plain and with TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import secrets
+import shutil
+import socket
+import ssl
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptor import config
+from adaptor.errors import StartError
+from adaptor.launchers import agent_listener as gate_module
+from adaptor.launchers import rejected_connections as rejected_module
+from adaptor.launchers import tls
+from adaptor.launchers.agent_listener import AgentListener, connect, try_connect
+from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.tls import Contexts, Tls
+from adaptor.protocol import authentication, wire
+from adaptor.protocol.messages import AgentHello
+from tests.certificates import Authority
+from tests.ports import free_port
+from tests.unit.agents import Agent
+from tests.unit.threads import LONG_S
+
+SECRET = secrets.token_bytes(32)
+# All of it is spent by who knocks in vain, and the first try has to be over by then.
+IN_VAIN_S = 1.0
+HELLO = AgentHello(1, (1,))
+
+
+class Open:
+    """A gate that is open, what it counted, and who came through."""
+
+    def __init__(self, certificates: Tls | None) -> None:
+        self.rejected = RejectedConnections("the gate")
+        self.listener = AgentListener(SECRET, certificates, self.rejected, self._welcome)
+        self.port = self.listener.listen("127.0.0.1", free_port())
+        self.came: list[AgentHello] = []
+
+    async def _welcome(
+        self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.came.append(hello)
+        writer.write(b"welcome")
+        await reader.read()
+
+    async def passes(self, certificates: Tls | None = None) -> None:
+        """An agent comes through, whatever else is before the gate."""
+        reader, writer = await connect("127.0.0.1", self.port, SECRET, certificates)
+        writer.write(wire.frame(HELLO))
+        assert await reader.readexactly(7) == b"welcome"
+        writer.close()
+
+    async def counts(self, **expected: int) -> None:
+        """Until so many were counted for the reasons that begin with these words."""
+        for words, number in expected.items():
+            while (seen := self._counted(words.replace("_", " "))) < number:
+                await asyncio.sleep(0.001)
+            assert seen == number
+
+    def _counted(self, words: str) -> int:
+        return sum(number for what, number in self.rejected.counted.items() if what.startswith(words))
+
+
+def with_gate(act: Callable[[Open], Coroutine[Any, Any, None]], certificates: Tls | None = None) -> None:
+    async def main() -> None:
+        opened = Open(certificates)
+        try:
+            await asyncio.wait_for(act(opened), LONG_S)
+        finally:
+            await opened.listener.close()
+            opened.rejected.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates") / "ours")
+
+
+@pytest.fixture(scope="module")
+def ours(authority: Authority) -> Tls:
+    made = tls.load(config.load(authority.settings()))
+    assert made is not None
+    return made
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """With the same names in them, of another signer."""
+    made = tls.load(config.load(Authority(tmp_path_factory.mktemp("certificates") / "theirs").settings()))
+    assert made is not None
+    return made
+
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+@asynccontextmanager
+async def somebody_else(answer: Answer) -> AsyncIterator[int]:
+    """Listens at a port; its connections have ended before the loop does, which would leave them open."""
+    here: set[asyncio.StreamWriter] = set()
+
+    async def each(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        here.add(writer)
+        try:
+            await answer(reader, writer)
+        finally:
+            writer.close()
+            here.discard(writer)
+
+    port = free_port()
+    server = await asyncio.start_server(each, "127.0.0.1", port)
+    yield port
+    server.close()
+    while here:
+        await asyncio.sleep(0.001)
+
+
+def test_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns nothing, not even a proof of the controller's."""
+    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+
+    async def act(opened: Open) -> None:
+        agent = await Agent.connect(opened.port)
+        agent.writer.write(secrets.token_bytes(64))
+        assert len(await agent.reader.read(100)) == 32
+        assert await agent.is_shut_out()
+        with pytest.raises(StartError, match=f"at 127.0.0.1 port {opened.port} cannot be reached: it shuts"):
+            await connect("127.0.0.1", opened.port, bytes(32), None)
+        await opened.passes()
+        assert opened.came == [HELLO]
+        assert opened._counted("did not know the secret") >= 2
+        await agent.close()
+
+    with_gate(act)
+
+
+def test_a_controller_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else listens where the controller was: an agent tells it nothing, and says so."""
+    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+
+    async def act() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(secrets.token_bytes(64))
+            await reader.read()
+
+        async with somebody_else(answer) as port:
+            with pytest.raises(StartError, match="does not know the secret of this job"):
+                await connect("127.0.0.1", port, SECRET, None)
+
+    asyncio.run(act())
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+    with pytest.raises(StartError, match=r"cannot be reached: .*Connect call failed.* --local-addr"):
+        asyncio.run(connect("127.0.0.1", free_port(), SECRET, None))
+
+
+@pytest.mark.parametrize("who", ["nobody", "silent", "stranger", "crowded"])
+def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent goes on to the next node, but not because all the others came at the same time."""
+    monkeypatch.setattr(gate_module, "PAUSE_S", 0.01)
+    if who == "silent":
+        monkeypatch.setattr(gate_module, "TRY_CONNECT_TIMEOUT_S", IN_VAIN_S)
+    came: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.append(1)
+        if who == "stranger":
+            writer.write(secrets.token_bytes(64))
+        elif len(came) == 3:
+            await authentication.ask(reader, writer, SECRET)
+        if who != "crowded":
+            await reader.read()
+
+    async def act() -> None:
+        if who == "nobody":
+            assert await try_connect("127.0.0.1", free_port(), SECRET, None) is None
+            return
+        expected = 3 if who == "crowded" else 1
+        async with somebody_else(answer) as port:
+            found = await try_connect("127.0.0.1", port, SECRET, None)
+            assert (found is not None) == (who == "crowded")
+            while len(came) < expected:  # who falls silent may not even have been accepted
+                await asyncio.sleep(0.001)
+            assert len(came) == expected
+            if found is not None:
+                found[1].close()
+
+    asyncio.run(act())
+
+
+def test_a_mirror_does_not_pass() -> None:
+    """Giving the controller's own bytes back proves nothing: the two roles sign differently."""
+
+    async def act(opened: Open) -> None:
+        mirror = await Agent.connect(opened.port)
+        nonce = await mirror.reader.readexactly(32)
+        mirror.writer.write(nonce + nonce + wire.frame(HELLO))
+        assert await mirror.is_shut_out()
+        await opened.counts(did_not_know=1)
+        assert opened.came == []
+        await mirror.close()
+
+    with_gate(act)
+
+
+def test_a_replay_does_not_pass() -> None:
+    """All that an agent sent, recorded and sent again."""
+
+    async def act(opened: Open) -> None:
+        recorded = bytearray()
+        agent = await Agent.connect(opened.port)
+        write = agent.writer.write
+        agent.writer.write = lambda data: (recorded.extend(data), write(data))[1]  # type: ignore[method-assign]
+        await agent.prove(SECRET.hex())
+        agent.say(HELLO)
+        assert await agent.reader.readexactly(7) == b"welcome"
+        replay = await Agent.connect(opened.port)
+        replay.writer.write(bytes(recorded))
+        await replay.reader.readexactly(32)
+        assert await replay.is_shut_out()
+        await opened.counts(did_not_know=1)
+        assert opened.came == [HELLO]
+        await agent.close()
+        await replay.close()
+
+    with_gate(act)
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("noise", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 20], ids=len)
+def test_noise(noise: bytes, with_tls: bool, request: pytest.FixtureRequest) -> None:
+    certificates = request.getfixturevalue("ours") if with_tls else None
+
+    async def act(opened: Open) -> None:
+        stranger = await Agent.connect(opened.port)
+        stranger.writer.write(noise)
+        stranger.writer.write_eof()
+        await stranger.close()
+        await opened.passes(certificates)
+        while not opened.rejected.counted:
+            await asyncio.sleep(0.001)
+        assert sum(opened.rejected.counted.values()) == 1
+
+    with_gate(act, certificates)
+
+
+def test_a_port_scan(many_descriptors: int) -> None:
+    """Connections that are there and gone, half of them with a reset: each is counted, and costs nothing."""
+
+    async def act(opened: Open) -> None:
+        reset = struct.pack("ii", 1, 0)
+        for number in range(1000):
+            with socket.socket() as stranger:
+                stranger.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(stranger, ("127.0.0.1", opened.port))
+                if number % 2:
+                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        await opened.passes()
+        while sum(opened.rejected.counted.values()) < 1000:
+            await asyncio.sleep(0.001)
+        assert sum(opened.rejected.counted.values()) == 1000
+        assert not opened.listener._unproved
+        assert opened.came == [HELLO]
+
+    with_gate(act)
+
+
+def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent, or a byte at a time, or with the secret and no hello: the time is one for all of it."""
+    monkeypatch.setattr(gate_module, "HANDSHAKE_S", IN_VAIN_S)
+
+    async def act(opened: Open) -> None:
+        silent, slow, proved = [await Agent.connect(opened.port) for _ in range(3)]
+        await proved.prove(SECRET.hex())
+
+        async def trickle() -> None:
+            while True:
+                slow.writer.write(b"x")
+                await asyncio.sleep(0.05)
+
+        task = asyncio.ensure_future(trickle())
+        for each in (silent, slow):
+            await each.reader.readexactly(32)
+        for each in (silent, slow, proved):
+            assert await each.is_shut_out()
+            await each.close()
+        task.cancel()
+        await opened.counts(had_not_proved=3)
+
+    with_gate(act)
+
+
+def test_a_slow_stranger_in_a_tls_handshake_is_dropped(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent, or a byte of its first message at a time."""
+    monkeypatch.setattr(gate_module, "HANDSHAKE_S", IN_VAIN_S)
+    said = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        ours.contexts.client.wrap_bio(ssl.MemoryBIO(), said).do_handshake()
+
+    async def act(opened: Open) -> None:
+        silent, slow = [await Agent.connect(opened.port) for _ in range(2)]
+
+        async def trickle() -> None:
+            for byte in said.read():
+                slow.writer.write(bytes([byte]))
+                await asyncio.sleep(0.05)
+
+        task = asyncio.ensure_future(trickle())
+        for each in (silent, slow):
+            assert await each.is_shut_out()
+            await each.close()
+        task.cancel()
+        await opened.counts(had_not_proved=2)
+        assert opened.came == []
+
+    with_gate(act, ours)
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[int]:
+    """How many connections this process may make to itself; up to some thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 10_000 if hard == resource.RLIM_INFINITY else min(hard, 10_000)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    yield min(3000, wanted - 1000)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+def test_thousands_of_half_open_connections(
+    with_tls: bool, many_descriptors: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = request.getfixturevalue("ours") if with_tls else None
+    monkeypatch.setattr(gate_module, "HANDSHAKE_S", LONG_S)  # nobody is dropped for being slow
+
+    async def act(opened: Open) -> None:
+        silent = []
+        for _ in range(many_descriptors):
+            stranger = socket.socket()
+            stranger.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(stranger, ("127.0.0.1", opened.port))
+            silent.append(stranger)
+        await opened.passes(certificates)
+        await opened.counts(were_closed_for_newer_ones=many_descriptors + 1 - opened.listener._most)
+        assert len(opened.listener._unproved) == opened.listener._most - 1
+        await opened.passes(certificates)
+        for stranger in silent:
+            stranger.close()
+        await opened.counts(went_without=opened.listener._most - 1)
+        assert opened.came == [HELLO, HELLO]
+
+    with_gate(act, certificates)
+
+
+def test_no_descriptors_are_left() -> None:
+    """Strangers give theirs back; an agent knocks until there is one."""
+
+    async def act(opened: Open) -> None:
+        silent = [await Agent.connect(opened.port) for _ in range(5)]
+        while len(opened.listener._unproved) < 5:
+            await asyncio.sleep(0.001)
+        late = socket.socket()
+        late.setblocking(False)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, hard))
+        try:
+            await asyncio.get_running_loop().sock_connect(late, ("127.0.0.1", opened.port))
+            await opened.counts(were_closed_for_newer_ones=5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await opened.passes()
+        for stranger in silent:
+            assert await stranger.reader.readexactly(32)
+            assert await stranger.is_shut_out()
+            await stranger.close()
+        late.close()
+
+    with_gate(act)
+
+
+class Lines(logging.Handler):
+    """What is said to a logger; pytest's own may hear it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+def test_one_line_for_all_strangers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Lines()
+    monkeypatch.setattr(logging.getLogger("adaptor"), "handlers", [log])
+    monkeypatch.setattr(rejected_module, "LINE_S", 0.5)
+
+    async def act(opened: Open) -> None:
+        for _ in range(100):
+            stranger = await Agent.connect(opened.port)
+            stranger.writer.write(bytes(64))
+            await stranger.close()
+        await opened.counts(did_not_know=100)
+        while not log.heard:
+            await asyncio.sleep(0.001)
+        last = await Agent.connect(opened.port)
+        await last.close()
+        await opened.counts(went_without=1)
+
+    begun = time.monotonic()
+    with caplog.at_level(logging.INFO, "adaptor"):
+        with_gate(act)
+    took = time.monotonic() - begun
+    assert log.heard[-1] == (
+        "101 rejected connections at the gate so far: 100 did not know the secret, 1 went without a proof"
+    )
+    assert len(log.heard) <= took / rejected_module.LINE_S + 1, "each after its time, and one in the end"
+    assert not any(SECRET.hex() in line for line in log.heard)
+
+
+# TLS
+
+
+def test_an_agent_with_a_certificate(ours: Tls) -> None:
+    async def act(opened: Open) -> None:
+        await opened.passes(ours)
+        assert not opened.rejected.counted
+
+    with_gate(act, ours)
+
+
+def test_only_tls_13_is_spoken(authority: Authority, ours: Tls) -> None:
+    """Whoever has a certificate and can speak no newer one than 1.2 is refused, on either side."""
+    older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    older.check_hostname = False
+    older.load_verify_locations(authority.settings()["TTP_TLS_CA"])
+    older.load_cert_chain(authority.settings()["TTP_TLS_CERT"], authority.settings()["TTP_TLS_KEY"])
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    current = ours.contexts
+    assert current.client.minimum_version == current.server.minimum_version == ssl.TLSVersion.TLSv1_3
+
+    async def act(opened: Open) -> None:
+        agent = await Agent.connect(opened.port, current.client)
+        assert agent.writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+        await agent.close()
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await Agent.connect(opened.port, older)
+        await opened.counts(had_no_certificate=1)
+        assert opened.came == []
+
+    with_gate(act, ours)
+
+
+def test_a_certificate_of_another_signer(ours: Tls, theirs: Tls) -> None:
+    """Each side refuses the other's, whatever the secret; the agent says why, at once."""
+
+    async def act(opened: Open) -> None:
+        with pytest.raises(StartError, match="cannot be reached: certificate"):
+            await connect("127.0.0.1", opened.port, SECRET, theirs)
+        await opened.passes(ours)
+        assert opened.came == [HELLO]
+
+    with_gate(act, ours)
+
+
+class Fixed(Tls):
+    """Certificates that are in no file."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self.contexts = Contexts(context, context)
+
+    async def newest(self) -> Contexts:
+        return self.contexts
+
+
+def test_the_controller_refuses_a_certificate_of_another_signer(
+    authority: Authority, theirs: Tls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that believes anyone, without a certificate and with one."""
+    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+
+    async def act(opened: Open) -> None:
+        credulous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        credulous.check_hostname = False
+        credulous.verify_mode = ssl.CERT_NONE
+        for loaded in (False, True):
+            if loaded:
+                files = authority.settings("stranger")
+                credulous.load_cert_chain(files["TTP_TLS_CERT"], files["TTP_TLS_KEY"])
+            with pytest.raises(StartError, match="TTP_TLS_CA must mean the same on every node"):
+                await connect("127.0.0.1", opened.port, SECRET, Fixed(credulous))
+        assert opened._counted("had no certificate of this job") >= 2
+        assert opened.came == []
+
+    with_gate(act, theirs)
+
+
+@pytest.mark.robustness(
+    "B4", "every certificate of the job is replaced while it trains", "those made later are used from then on"
+)
+def test_renewed_certificates(tmp_path: Path) -> None:
+    """Of another signer, even: who comes afterwards has the new ones; a connection that is open stays."""
+    signers = [Authority(tmp_path / name) for name in ("old", "new")]
+    ends = "CERT", "KEY", "CA"
+    files = {f"TTP_TLS_{end}": str(tmp_path / end) for end in ends}
+
+    signed = [signer.settings() for signer in signers]
+    for end in ends:
+        shutil.copy(signed[0][f"TTP_TLS_{end}"], files[f"TTP_TLS_{end}"])
+    here = tls.load(config.load(files))
+    old, new = (tls.load(config.load(settings)) for settings in signed)
+
+    async def act(opened: Open) -> None:
+        before = await connect("127.0.0.1", opened.port, SECRET, old)
+        for end in ends:
+            shutil.copy(signed[1][f"TTP_TLS_{end}"], files[f"TTP_TLS_{end}"])
+        await opened.passes(new)
+        await opened.passes(here)
+        with pytest.raises(StartError, match="cannot be reached: certificate"):
+            await connect("127.0.0.1", opened.port, SECRET, old)
+        before[1].write(wire.frame(HELLO))
+        assert await before[0].readexactly(7) == b"welcome"
+        before[1].close()
+
+    with_gate(act, here)
+
+
+def test_the_secret_is_asked_for_inside_of_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+
+    async def act(opened: Open) -> None:
+        with pytest.raises(StartError, match="it shuts the connection"):
+            await connect("127.0.0.1", opened.port, bytes(32), ours)
+        assert opened.came == []
+
+    with_gate(act, ours)
+
+
+def test_one_side_speaks_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+
+    async def plain_agent(opened: Open) -> None:
+        with pytest.raises(StartError, match="TTP_TLS and TTP_TLS_CA must mean the same on every node"):
+            await connect("127.0.0.1", opened.port, SECRET, None)
+
+    async def plain_controller(opened: Open) -> None:
+        with pytest.raises(StartError, match="cannot be reached: TLS: "):
+            await connect("127.0.0.1", opened.port, SECRET, ours)
+
+    with_gate(plain_agent, ours)
+    with_gate(plain_controller)

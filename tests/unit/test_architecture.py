@@ -1,0 +1,286 @@
+"""Imports go downwards and in no circle; those inside functions and under TYPE_CHECKING count, too."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {"adaptor": "adaptor", "adaptor.patches": "patches", "adaptor.launchers": "launchers"}
+
+# From the bottom to the top; a module belongs to the longest of these names that it begins with. It imports
+# modules of its own layer and of those below it. docs/architecture.md says what each is for.
+LAYERS = (
+    ("adaptor.text", "adaptor.output", "adaptor.threads", "adaptor.descriptors", "adaptor.errors"),
+    ("adaptor.config", "adaptor.context", "adaptor.distributions", "adaptor._script", "adaptor.patching"),
+    ("adaptor.plug_ins", "adaptor.engines"),
+    ("adaptor.devices",),
+    ("adaptor.protocol",),
+    ("adaptor.controller", "adaptor.replica"),
+    ("adaptor.checkpoint",),
+    ("adaptor.worker",),
+    ("adaptor.online",),
+    ("adaptor.mindio",),
+    ("adaptor.frameworks", "adaptor.preflight"),
+    ("adaptor.patches", "adaptor.mindio.provided"),
+    ("adaptor", "adaptor.library", "adaptor._start", "adaptor.__main__"),
+    ("adaptor.launchers",),
+)
+# The launcher starts processes that train, it is none: what only those need is not for it.
+WORKERS_ONLY = (
+    "adaptor.worker",
+    "adaptor.online",
+    "adaptor.frameworks",
+    "adaptor.patches",
+    "adaptor.replica",
+    "adaptor.library",
+)
+# The first things that a worker runs.
+WORKER_MAIN = {
+    "adaptor.launchers.worker_main",
+    "adaptor.launchers.spare_main",
+    "adaptor.launchers.spare_imports",
+}
+# Settings are read once: by the context of a process, and by ttprun, which passes them on.
+READS_SETTINGS = {"adaptor.context", "adaptor.launchers.ttprun"}
+# What else is read from the environment of a process, and where. What torch elastic and ttprun tell a worker
+# is read in `adaptor.protocol.environment`.
+READS_ENVIRONMENT = {
+    "adaptor.__main__": "WORLD_SIZE, for the report; misspelt settings",
+    "adaptor._start": "whether ttprun has started this process",
+    "adaptor.checkpoint.lease": "who holds the lease of the job: the agent",
+    "adaptor.config": "the settings",
+    "adaptor.devices.cpu": "LOCAL_WORLD_SIZE, without anything else of the adaptor",
+    "adaptor.launchers.spare_imports": "what modules ask of it while a spare imports them",
+    "adaptor.launchers.starter": "that of a worker, for the worker that takes its place",
+    "adaptor.launchers.ttprun": "misspelt settings, and torch's GLOO_SOCKET_IFNAME",
+    "adaptor.launchers.worker_main": "RANK, for the line of a worker that cannot start; the scratch folder",
+    "adaptor.mindio.client.engine": "the SDK's own variable",
+    "adaptor.mindio.client.runtime": "the SDK's own variable; MASTER_ADDR",
+    "adaptor.mindio.client.saving": "the store of torch elastic: MASTER_ADDR, MASTER_PORT",
+    "adaptor.mindio.job": "a variable of MindIO; WORLD_SIZE",
+    "adaptor.protocol.environment": "what torch elastic and ttprun tell",
+    "adaptor.worker.runtime": "where the agent is; passed on to the engine",
+    "adaptor.worker.watchdogs": "torch's own variables",
+}
+WRITES_ENVIRONMENT = {
+    "adaptor.launchers.flags": "of the workers: what the user gave as flags",
+    "adaptor.launchers.node": "of the workers: where the agent is, and what it has decided",
+    "adaptor.launchers.spare_imports": "of a spare that becomes a worker",
+    "adaptor.launchers.ttprun": "of the workers of another engine",
+    "adaptor.preflight": "of the script that is examined: what torch elastic would have set",
+    "adaptor.worker.watchdogs": "torch reads there whether its watchdogs are on",
+}
+# State of a whole process that stands in a module, and why it is no part of the context. All other state is a
+# part of it (`adaptor.context`).
+STATE = {
+    "adaptor._enabled": "nothing else is imported before the adaptor is enabled",
+    "adaptor.checkpoint.lease._claimed": "a process claims one save folder",
+    "adaptor.context._context": "the context itself",
+    "adaptor.devices.cpu._active": "without anything else of the adaptor",
+    "adaptor.frameworks.megatron_online._answers": "online recovery",
+    "adaptor.frameworks.megatron_online._loop": "online recovery",
+    "adaptor.online.groups._groups": "online recovery",
+    "adaptor.online.rejoin._rejoin": "online recovery",
+    "adaptor.output._streams": "the threads of stdout and stderr",
+    "adaptor.output._writers": "what is drained at the end of the process",
+    "adaptor.patching._hooks._raises": "import hooks last as long as the interpreter",
+    "adaptor.patching._hooks._watched": "import hooks last as long as the interpreter",
+    "adaptor.patching._unit._units": "declarations, which importing a module makes",
+    "adaptor.replica.group._everyone": "a process group, as torch's own are the process's",
+    "adaptor.worker.runtime._runtime": "the connection to the agent",
+}
+# The decisions depend on messages alone.
+PURE = {"adaptor.controller": ("adaptor.controller", "adaptor.protocol")}
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for package, folder in SOURCES.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            # Links to the other two stand among the folders of the first.
+            if package == "adaptor" and path.relative_to(ROOT / folder).parts[0] in ("patches", "launchers"):
+                continue
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join((package, *(part for part in parts if part != "__init__")))
+            found[name] = path
+    return found
+
+
+def _imports(module: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports are not looked at"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in modules else str(node.module)
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    modules = _modules()
+    return {
+        module: {name for name in _imports(module, path, modules) if name in modules} - {module}
+        for module, path in modules.items()
+    }
+
+
+def _belongs(module: str, name: str) -> bool:
+    return module == name or module.startswith(f"{name}.")
+
+
+def _layer(module: str) -> int:
+    return max((len(name), n) for n, names in enumerate(LAYERS) for name in names if _belongs(module, name))[
+        1
+    ]
+
+
+def test_all_that_ships_is_looked_at(graph: dict[str, set[str]]) -> None:
+    assert {"adaptor", "adaptor.patches.megatron_core", "adaptor.launchers.node"} <= graph.keys()
+
+
+def test_no_import_goes_upwards(graph: dict[str, set[str]]) -> None:
+    upwards = [
+        f"{module} imports {other}, which is above it"
+        for module, others in sorted(graph.items())
+        for other in sorted(others)
+        if _layer(other) > _layer(module)
+    ]
+    assert upwards == []
+
+
+def test_there_is_no_circle(graph: dict[str, set[str]]) -> None:
+    rest = dict(graph)
+    while leaves := [module for module, others in rest.items() if not others & rest.keys()]:
+        for module in leaves:
+            del rest[module]
+    # What imports a circle stays as well: take away what nothing in the rest imports.
+    while tops := rest.keys() - {other for others in rest.values() for other in others}:
+        for module in tops:
+            del rest[module]
+    assert sorted(rest) == []
+
+
+def test_the_controller_decides_by_messages_alone(graph: dict[str, set[str]]) -> None:
+    for package, allowed in PURE.items():
+        mixed = [
+            f"{module} imports {other}"
+            for module, others in sorted(graph.items())
+            for other in sorted(others)
+            if _belongs(module, package) and not any(_belongs(other, name) for name in allowed)
+        ]
+        assert mixed == []
+
+
+def test_the_launcher_imports_nothing_of_the_worker(graph: dict[str, set[str]]) -> None:
+    launcher = {module for module in graph if _belongs(module, "adaptor.launchers")} - WORKER_MAIN
+    reached, new = set[str](), launcher
+    while new:
+        reached |= new
+        new = {other for module in new for other in graph[module]} - reached
+    theirs = [name for name in sorted(reached) if any(_belongs(name, worker) for worker in WORKERS_ONLY)]
+    assert theirs == []
+
+
+def test_a_launcher_that_starts_loads_no_patches() -> None:
+    script = "import sys, adaptor.launchers.ttprun; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "adaptor.launchers.ttprun" in loaded
+    assert [name for name in loaded if name in ("wrapt", "adaptor.worker", "adaptor.patching")] == []
+
+
+def _environment(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Return each use of os.environ as `read`, `written` or `settings`, with its place."""
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        name = ast.unparse(node)
+        if name == "config.load":
+            yield "settings", node
+        elif name in ("os.getenv", "os.putenv", "os.unsetenv"):
+            yield ("read" if name == "os.getenv" else "written"), node
+        elif name == "os.environ":
+            user = parents[node]
+            calls = isinstance(user, ast.Attribute) and user.attr in ("update", "setdefault", "pop", "clear")
+            stores = isinstance(user, ast.Subscript) and not isinstance(user.ctx, ast.Load)
+            yield ("written" if calls or stores else "read"), node
+
+
+def _uses_of_the_environment(kind: str) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for module, path in _modules().items():
+        for what, node in _environment(ast.parse(path.read_text())):
+            if what == kind:
+                found.setdefault(module, []).append(node.lineno)  # type: ignore[attr-defined]
+    return found
+
+
+def test_settings_are_read_once() -> None:
+    assert _uses_of_the_environment("settings").keys() == READS_SETTINGS
+
+
+def test_the_environment_is_read_in_few_places() -> None:
+    """Another one is a part of the context, as `adaptor.protocol.environment.Place`, or is declared above."""
+    found = _uses_of_the_environment("read")
+    assert {module: lines for module, lines in found.items() if module not in READS_ENVIRONMENT} == {}
+    assert READS_ENVIRONMENT.keys() - found.keys() == set(), "declared, and no longer there"
+
+
+def test_the_environment_is_written_for_others_alone() -> None:
+    found = _uses_of_the_environment("written")
+    assert {module: lines for module, lines in found.items() if module not in WRITES_ENVIRONMENT} == {}
+    assert WRITES_ENVIRONMENT.keys() - found.keys() == set(), "declared, and no longer there"
+
+
+def _state(tree: ast.Module) -> Iterator[str]:
+    """Return the names that functions of a module rebind, and its containers that are no constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from node.names
+    for statement in tree.body:
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        made = statement.value
+        kind = ast.unparse(made.func).split("[")[0].split(".")[-1] if isinstance(made, ast.Call) else ""
+        mutable = isinstance(made, ast.List | ast.Dict | ast.Set) or kind in (
+            *("list", "dict", "set", "deque", "defaultdict", "OrderedDict", "Counter"),
+            *("WeakSet", "WeakKeyDictionary", "WeakValueDictionary"),
+        )
+        yield from (
+            target.id
+            for target in targets
+            if isinstance(target, ast.Name) and mutable and not target.id.isupper() and target.id != "__all__"
+        )
+
+
+def test_state_stands_in_the_context() -> None:
+    found = {
+        f"{module}.{name}"
+        for module, path in _modules().items()
+        for name in _state(ast.parse(path.read_text()))
+    }
+    assert found - STATE.keys() == set(), "make it a part of the context (adaptor.context)"
+    assert STATE.keys() - found == set(), "declared, and no longer there"
+
+
+def test_arguments_are_named_and_not_grouped() -> None:
+    """`*(a, b)` in a call hides which parameter is which."""
+    grouped = [
+        f"{module}, line {call.lineno}: {ast.unparse(argument)}"
+        for module, path in _modules().items()
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        for argument in call.args
+        if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)
+    ]
+    assert grouped == []

@@ -1,0 +1,102 @@
+"""The stand-ins with which the framework's own functions build a sharded state; the rest is trained for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from adaptor.checkpoint import format_torch_dist, shards
+from adaptor.checkpoint.format_torch_dist import Sharding
+from adaptor.checkpoint.shards import Exchange
+from adaptor.checkpoint.training_state import TrainingState
+from adaptor.errors import UnsupportedError
+from tests.unit.test_checkpoint_dump import BUCKETS, PADDED, Rank, whole_state
+
+
+class Optimizer(SimpleNamespace):
+    """Saves what it finds for each param: by its main param, and by the place of it in the gathered state."""
+
+    def _build_gbuf_range_map(self, buffer: Any) -> Any:
+        return [(bucket.offset, bucket.grad_data.numel()) for bucket in buffer.buckets]
+
+    def sharded_state_dict(self, model: Any, metadata: Any) -> Any:
+        group = self.data_parallel_group
+        ((_, world),) = self.get_parameter_state_dp_zero(use_gloo_comm=True)[0].items()
+        return {
+            "group": (group.rank(), group.size(), self.distributed_optimizer_instance_id),
+            "ranges": self.gbuf_ranges,
+            "plain": self.state_dict(),
+            "by param": {
+                param: self._get_main_param_and_optimizer_states(param)
+                for param in self.buffers[0].param_index_map
+            },
+            "by place": {
+                param: world["exp_avg"][start:end]
+                for param, (start, end, _) in self.buffers[0].param_index_map.items()
+            },
+        }
+
+
+def optimizer_of(rank: Rank) -> tuple[Optimizer, dict[Any, slice]]:
+    """That of a rank, and where its params lie in the buffer, padding included."""
+    made = Optimizer(**vars(rank.optimizer), distributed_optimizer_instance_id=1)
+    start, places, index = 0, {}, {}
+    for number, (members, padded) in enumerate(zip(BUCKETS, PADDED, strict=True)):
+        first = start
+        for name, shape in members:
+            end = first + torch.Size(shape).numel()
+            param = getattr(rank.model, name)
+            places[param] = slice(first, end)
+            index[param] = (first, end, number)
+            first = end
+        start += padded
+    made.buffers[0].param_index_map = index
+    return made, places
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_optimizer_with_the_whole_state_in_a_group_of_one(stored: bool) -> None:
+    rank = Rank(0, 1)
+    optimizer, places = optimizer_of(rank)
+    state = TrainingState([rank.model], optimizer, None, "mp_rank_00", stored=(stored,))
+    world = shards.gather(optimizer, 0, Exchange(None, 0, [[0]]))
+    saved = Sharding(0, {}, (), ()).optimizer(state, {}, [{"optimizer": 7}], [world])
+    assert saved["group"] == (0, 1, 0 if stored else 1)
+    assert saved["ranges"] == [[(0, 22), (22, 2)]], "buckets without padding"
+    assert saved["plain"] == {"optimizer": 7}
+    for param, place in places.items():
+        for key, whole in whole_state().items():
+            assert torch.equal(saved["by param"][param][key], whole[place])
+        assert torch.equal(saved["by place"][param], whole_state()["exp_avg"][place])
+    assert optimizer.distributed_optimizer_instance_id == 1, "the live one is what it was"
+    assert optimizer.data_parallel_group is rank.optimizer.data_parallel_group
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "words"),
+    [
+        ("fsdp_dtensor", "", "optimizer state of the kind fsdp_dtensor"),
+        ("dp_reshardable", "gbuf_ranges", "the optimizer of this version"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(kind: str, missing: str, words: str) -> None:
+    rank = Rank(0, 1)
+    optimizer, _ = optimizer_of(rank)
+    if missing:
+        delattr(optimizer, missing)
+    state = TrainingState([rank.model], optimizer, None, "mp_rank_00")
+    with pytest.raises(UnsupportedError, match=f"--ckpt-format is torch_dist: {words} cannot be written by"):
+        format_torch_dist.agree(state, {"distrib_optim_sharding_type": kind}, None, 0, cast(Any, None))
+
+
+def test_what_the_framework_could_not_load_is_refused() -> None:
+    rank = Rank(0, 1)
+    optimizer, _ = optimizer_of(rank)
+    optimizer.ddp_config = SimpleNamespace(num_distributed_optimizer_instances=2)
+    state = TrainingState([rank.model], optimizer, None, "mp_rank_00")
+    metadata = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
+    with pytest.raises(UnsupportedError, match="with 2 optimizer instances; use TTP_REPLICA=mirror, or"):
+        format_torch_dist.agree(state, metadata, None, 0, cast(Any, None))

@@ -1,0 +1,611 @@
+"""Agents of several nodes and the controller: over loopback TCP, with strangers in between."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from adaptor.checkpoint import publish
+from adaptor.controller import failover
+from adaptor.errors import StartError
+from adaptor.launchers import controller_client
+from adaptor.launchers import node as node_module
+from adaptor.launchers.agent_listener import MOST, AgentListener
+from adaptor.launchers.controller_client import ControllerClient
+from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.node import Node
+from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.timeline import IncidentTimeline
+from adaptor.protocol import wire
+from adaptor.protocol.messages import (
+    AgentHello,
+    AgentTerminationRequested,
+    BoardRecord,
+    ControllerToAgent,
+    Died,
+    Raised,
+    TimelineEvent,
+    Verdict,
+)
+from adaptor.worker.processor import EXIT_SURVIVOR
+from tests.certificates import Authority
+from tests.ports import free_port
+from tests.unit.agents import Agent
+from tests.unit.nodes import Job, controller_host_of, job, wait_until
+from tests.unit.threads import LONG_S, Thread
+
+__all__ = ["job"]
+
+FIRST = 11
+
+
+@pytest.fixture
+def two_nodes(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Two nodes with one worker each; what waits for word of the other node waits for ever."""
+    monkeypatch.setattr(node_module, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    port = str(free_port())
+    job.begin(2, [job.node(TTP_PORT=port), job.node(TTP_PORT=port)])
+    return job
+
+
+@pytest.fixture
+def two_plain_nodes(job: Job) -> Job:
+    """As on two machines of a network that is trusted: they meet over TCP."""
+    port = str(free_port())
+    job.begin(2, [job.node(TTP_PORT=port, TTP_TLS="plain"), job.node(TTP_PORT=port, TTP_TLS="plain")])
+    return job
+
+
+def addresses_of(port: int) -> list[str]:
+    """Where somebody listens at this port, as the kernel writes it."""
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        if (table := Path("/proc/net", name)).exists()
+        for line in table.read_text().splitlines()[1:]
+    ]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+
+
+def client_of(node: Node) -> ControllerClient:
+    assert node._client is not None
+    return node._client
+
+
+def port_of(node: Node) -> int:
+    """Of its gate."""
+    listener = client_of(node)._listener
+    assert listener is not None
+    return int(listener._listeners[0].getsockname()[1])
+
+
+def lose(node: Node) -> None:
+    """A node that is lost takes no leave."""
+    controller_host = client_of(node).controller_host
+    if controller_host is not None:
+        node._loop.call_soon_threadsafe(controller_host._sends.clear)
+    node.close()
+
+
+def of_both(job: Job) -> list[tuple[str, int, int]]:
+    verdicts = [job.verdict(node) for node in (0, 1)]
+    assert verdicts[0] == verdicts[1]
+    return [(verdicts[0].outcome, verdicts[0].step, verdicts[0].exit_code)]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_on_either_node(two_nodes: Job, victim: int) -> None:
+    job = two_nodes
+    job.train("step", "step")
+    job.workers[victim].process.kill()
+    assert of_both(job) == [("saved", FIRST + 1, 137)]
+    assert job.saved() == {"g.txt": f"{FIRST + 1} {FIRST + 1} {(FIRST + 1) * 4} 1024.0"}
+    assert job.statuses() == {victim: -signal.SIGKILL, 1 - victim: EXIT_SURVIVOR}
+
+
+def test_a_death_with_tls_between_the_nodes(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, with workers started anew."""
+    monkeypatch.setattr(node_module, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    signer, port = Authority(tmp_path / "signer"), str(free_port())
+    nodes = [job.node(TTP_PORT=port, **signer.settings(f"node{number}")) for number in (0, 1)]
+    for victim, steps in ((1, 1), (0, 2)):
+        job.begin(2, nodes)
+        job.train(*["step"] * steps)
+        job.workers[victim].process.kill()
+        assert of_both(job) == [("saved", FIRST + steps - 1, 137)]
+        job.end()
+
+
+def test_a_node_with_a_certificate_of_another_signer(job: Job, tmp_path: Path) -> None:
+    """It says so at once and does not start its workers."""
+    port = str(free_port())
+    signers = [Authority(tmp_path / name) for name in ("ours", "theirs")]
+    nodes = [job.node(TTP_PORT=port, **signer.settings()) for signer in signers]
+    with pytest.raises(StartError, match="cannot be reached: certificate"):
+        job.begin(2, nodes)
+    assert list(job.workers) == [0]
+
+
+def test_nothing_of_one_machine_can_be_reached_from_another(two_nodes: Job) -> None:
+    """Neither certificates nor `plain`: all that listens does so on loopback."""
+    gates = [client_of(node)._listener for node in two_nodes.nodes]
+    assert [one.family for listener in gates if listener for one in listener._listeners] == [
+        socket.AF_UNIX
+    ] * 2
+    assert controller_host_of(two_nodes.nodes[0]).store.port == 0
+
+
+def test_the_secret_is_seen_nowhere(two_plain_nodes: Job) -> None:
+    """Not in the environment of a worker, on a command line or in the log."""
+    job = two_plain_nodes
+    secret = client_of(job.nodes[0])._secret.split()[-1]
+    assert len(secret) == 64
+    job.train("step")
+    worker = Path(f"/proc/{job.workers[0].process.pid}")
+    seen = [(worker / name).read_bytes() for name in ("environ", "cmdline")]
+    job.workers[1].process.kill()
+    assert of_both(job) == [("saved", FIRST, 137)]
+    logs = [path.read_bytes() for path in job.logs.rglob("*") if path.is_file()]
+    assert logs
+    assert not any(secret in text for text in (*seen, *logs))
+
+
+def test_an_exception_on_the_other_node(two_nodes: Job) -> None:
+    two_nodes.train("step")
+    two_nodes.workers[1].send("exit 5")
+    assert of_both(two_nodes) == [("saved", FIRST, 5)]
+    assert two_nodes.statuses() == {0: EXIT_SURVIVOR, 1: 5}
+
+
+def test_a_lost_node_is_the_death_of_its_workers(two_nodes: Job) -> None:
+    job = two_nodes
+    job.train("step")
+    lost = job.nodes.pop()
+    lost.close()
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step) == ("saved", FIRST)
+    assert verdict.line.startswith("node 1 is lost; ")
+    assert job.workers[0].status() == EXIT_SURVIVOR
+
+
+def test_the_loss_of_the_controller_is_survived(two_nodes: Job) -> None:
+    """The next node takes its place, and saves with what is left."""
+    job = two_nodes
+    job.train("step")
+    lose(job.nodes.pop(0))
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.exit_code, verdict.leaves) == ("saved", FIRST, 137, (0,))
+    assert verdict.line.startswith(f"node 0 is lost; step {FIRST} is saved")
+    assert job.workers[1].status() == EXIT_SURVIVOR
+
+
+def test_it_is_not_over_before_the_verdict(two_nodes: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 1 has come to its end when node 0 is lost, and looks for what was saved: that is no good end."""
+    looks, may_look = threading.Event(), threading.Event()
+    find = publish.find
+
+    def slow(*what: Any) -> int:
+        looks.set()
+        assert may_look.wait(LONG_S)
+        return find(*what)
+
+    monkeypatch.setattr(publish, "find", slow)
+    job = two_nodes
+    job.train("step")
+    job.workers[1].send("exit 0")
+    assert job.workers[1].status() == 0
+    wait_until(lambda: 1 in controller_host_of(job.nodes[0]).controller.membership.dead, "its end is known")
+    lose(job.nodes.pop(0))
+    assert looks.wait(LONG_S)
+    (node,) = job.nodes
+    assert controller_host_of(node).controller.membership.everyone_is_dead
+    assert not node.over
+    may_look.set()
+    assert job.verdict().outcome == "lost"
+
+
+def test_the_node_that_takes_over_is_lost_as_well(job: Job) -> None:
+    """In the middle of its incident: rank 1 does not answer, until its agent goes."""
+    port = str(free_port())
+    nodes = [job.node(TTP_PORT=port) for _ in range(3)]
+    job.begin(3, nodes)
+    job.train("step")
+    job.workers[1].process.send_signal(signal.SIGSTOP)
+    lose(job.nodes.pop(0))
+    wait_until(lambda: client_of(nodes[1]).controller_host is not None, "node 1 has taken over")
+    wait_until(
+        lambda: 2 in controller_host_of(nodes[1]).controller.membership.agents, "node 2 has come to it"
+    )
+    lose(job.nodes.pop(0))
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.incident) == ("saved", FIRST, 3)
+    assert verdict.line.startswith("node 0 is lost, node 1 is lost; ")
+    assert job.saved() == {"g.txt": f"{FIRST} {FIRST} {FIRST * 4} 1024.0"}
+
+
+def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.1)  # the workers are not told
+    port = str(free_port())
+    nodes = [job.node(TTP_PORT=port) for _ in range(3)]
+    job.begin(3, nodes)
+    job.train("step")
+    told = Verdict(1, "saved", FIRST, "as it was", 0, 3, str(job.save))
+    loop = nodes[0]._loop
+    loop.call_soon_threadsafe(lambda: controller_host_of(nodes[0])._sends[2]([told]))
+    wait_until(lambda: nodes[2].verdict == told, "node 2 has been told")
+    lose(job.nodes.pop(0))
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.line, verdict.exit_code) == ("saved", "as it was", 3)
+    assert nodes[2].verdict == told
+    assert job.workers[1].status() == EXIT_SURVIVOR
+
+
+def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node that would have has gone before."""
+    monkeypatch.setattr(failover, "STANDBYS", 1)
+    monkeypatch.setattr(failover, "STANDBYS", 1)
+    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.1)
+    port = str(free_port())
+    nodes = [job.node(TTP_PORT=port) for _ in range(3)]
+    job.begin(3, nodes)
+    job.train("step")
+    job.workers[2].process.send_signal(signal.SIGSTOP)
+    lose(job.nodes.pop(1))
+    wait_until(lambda: controller_host_of(nodes[0]).controller.incident is not None, "it is known")
+    lose(job.nodes.pop(0))
+    verdict = job.verdict()
+    assert verdict.line == "the controller's node is lost; nothing more can be saved from node 2"
+    assert job.workers[2].status() == -signal.SIGKILL
+
+
+def test_a_node_loses_the_controller_and_others_do_not(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides save, and neither harms the other: there are two controllers, in one folder."""
+    monkeypatch.setattr(controller_client, "PATIENCE_S", 0.5)
+    port = str(free_port())
+    nodes = [job.node(TTP_PORT=port) for _ in range(3)]
+    job.begin(3, nodes)
+    job.train("step", "step")
+    refused = TimelineEvent(-1, 0, 0.0, "of no rank")  # no message: nothing more is read after it
+    nodes[2]._loop.call_soon_threadsafe(lambda: client_of(nodes[2]).send(refused))
+    lines = [job.verdict(node).line for node in range(3)]
+    kept = f"step {FIRST + 1} is saved, no finished step is lost"
+    assert lines == [f"node 2 is lost; {kept}"] * 2 + [f"node 0 is lost, node 1 is lost; {kept}"]
+    assert job.saved() == {"g.txt": f"{FIRST + 1} {FIRST + 1} {(FIRST + 1) * 4} 1024.0"}
+    assert sorted(path.name for path in job.save.iterdir()) == [
+        f"iter_{FIRST + 1:07d}",
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert job.statuses() == dict.fromkeys(range(3), EXIT_SURVIVOR)
+
+
+def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> None:
+    job = two_nodes
+    job.train("step")
+    job.nodes.pop(0).close()
+    job.workers[1].process.kill()
+    verdict = job.verdict()
+    assert verdict.outcome == "lost"
+    assert verdict.line.startswith("rank 1 ended with status -9 after node 0 had finished")
+
+
+def test_a_node_that_leaves_in_the_middle_of_an_incident(two_nodes: Job) -> None:
+    """Nobody asks the others' workers for their state any more, until the next node does."""
+    job = two_nodes
+    job.train("step", "step")
+    job.workers[0].process.send_signal(signal.SIGSTOP)  # so that the incident cannot be over
+    job.nodes[0].leave("SIGTERM", 0.0)
+    job.nodes.pop(0).close()
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.incident) == ("saved", FIRST + 1, 2)
+
+
+def test_a_second_generation_finds_the_new_controller(two_nodes: Job) -> None:
+    job = two_nodes
+    job.train("step")
+    job.workers[0].process.kill()
+    assert of_both(job) == [("saved", FIRST, 137)]
+    job.end()
+    job.begin(2)
+    job.train("step", "step")
+    job.workers[1].process.kill()
+    assert of_both(job) == [("saved", FIRST + 1, 137)]
+
+
+def test_a_node_starts_no_worker_before_it_knows_the_way(job: Job) -> None:
+    """Else it would go to another controller than those that know it when the first one is lost."""
+    port, store, order = str(free_port()), dist.HashStore(), list[str]()
+    nodes = [job.node(TTP_PORT=port) for _ in range(3)]
+    for number in (0, 2):
+        nodes[number].begin([number], number, 3, 3, store, "127.0.0.1")
+    nodes[0].meet()
+
+    def meet() -> None:
+        nodes[2].meet()
+        order.append("node 2 has met the others")
+
+    with Thread(meet):
+        wait_until(
+            lambda: controller_host_of(nodes[0]).controller.membership.agents == {0, 2}, "node 2 is known"
+        )
+        order.append("node 1 comes")
+        nodes[1].begin([1], 1, 3, 3, store, "127.0.0.1")
+    assert order == ["node 1 comes", "node 2 has met the others"]
+
+
+def test_strangers_do_not_disturb_a_job(two_plain_nodes: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the gate waits for, while an incident begins and ends; the log tells of them."""
+    monkeypatch.setattr(node_module, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    job = two_plain_nodes
+    port = port_of(job.nodes[0])
+    strangers = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(MOST + 10)]
+    strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n" + secrets.token_bytes(100))
+    strangers[-2].close()
+    job.train("step")
+    assert job.nodes[0].verdict is None
+    job.workers[0].process.kill()
+    assert of_both(job) == [("saved", FIRST, 137)]
+    for stranger in strangers:
+        stranger.close()
+    counted = client_of(job.nodes[0])._rejected.counted
+    wait_until(lambda: sum(counted.values()) == len(strangers), "each of them is counted")
+    job.close()
+    job.nodes = []
+    (log,) = job.logs.glob("ttp-agent-*.log")
+    assert f"{len(strangers)} rejected connections at the controller's port so far: " in log.read_text()
+
+
+@pytest.mark.robustness(
+    "C3",
+    "hundreds of connections that have proved the secret wait at a standby",
+    "one for each node, the newest",
+)
+def test_one_connection_of_each_node_waits_at_a_standby(two_plain_nodes: Job) -> None:
+    job = two_plain_nodes
+    standby = client_of(job.nodes[1])
+    port, secret = port_of(job.nodes[1]), standby._secret.hex()
+
+    async def act() -> None:
+        agents = [await Agent.connect(port) for _ in range(40)]
+        for agent in agents:
+            await agent.prove(secret)
+        for agent in agents[:20]:
+            agent.say(AgentHello(0, (0,)))
+        for agent in agents[20:]:
+            agent.say(AgentHello(7, (0,)))
+        ended = [asyncio.ensure_future(agent.is_shut_out()) for agent in agents]
+        while sum(task.done() for task in ended) < 39:
+            await asyncio.sleep(0.001)
+        assert [task.done() for task in ended[20:]] == [True] * 20
+        assert len(standby._waiting) == 1
+        for task in ended:
+            task.cancel()
+        for agent in agents:
+            await agent.close()
+
+    asyncio.run(asyncio.wait_for(act(), LONG_S))
+    job.train("step")
+    job.workers[0].process.kill()
+    assert of_both(job) == [("saved", FIRST, 137)]
+
+
+# the hub alone
+
+
+class Open:
+    """A controller host for two nodes, and its listener."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.rejected = RejectedConnections("the gate")
+        secret = secrets.token_bytes(32)
+        self.secret = secret.hex()
+        self.controller_host = ControllerHost(
+            0, 2, 2, 10.0, "127.0.0.1", IncidentTimeline(str(folder)), self.rejected
+        )
+        self.listener = AgentListener(secret, None, self.rejected, self.controller_host.serve)
+        self.port = self.listener.listen("127.0.0.1", port)
+        self.controller_host.start()
+
+    async def close(self) -> None:
+        await self.controller_host.close()
+        await self.listener.close()
+        self.rejected.close()
+
+
+def with_hub(act: Callable[[ControllerHost, int, str], Coroutine[Any, Any, None]], tmp_path: Path) -> None:
+    """Run `act(hub, port, secret)` beside a hub for two nodes."""
+
+    async def main() -> None:
+        opened = Open(tmp_path, free_port())
+        try:
+            await asyncio.wait_for(act(opened.controller_host, opened.port, opened.secret), LONG_S)
+        finally:
+            await opened.close()
+
+    asyncio.run(main())
+
+
+def test_an_agent_that_knows_the_secret_is_heard(tmp_path: Path) -> None:
+    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+        agent = await Agent.connect(port)
+        await agent.prove(secret)
+        agent.say(AgentHello(1, (1,)), Died(1, 3, 0.0, BoardRecord(1)))
+        verdict = await agent.hears()
+        assert isinstance(verdict, Verdict)
+        assert (verdict.outcome, verdict.exit_code) == ("nothing", 3)
+        await agent.close()
+
+    with_hub(act, tmp_path)
+
+
+def test_who_begins_with_something_else_is_shut_out(tmp_path: Path) -> None:
+    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+        agent = await Agent.connect(port)
+        await agent.prove(secret)
+        agent.say(Raised(1, "boom", 1))
+        assert await agent.is_shut_out()
+        assert controller_host.controller.verdict is None
+        await agent.close()
+
+    with_hub(act, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (AgentHello(0, (1,)), None),
+        (AgentHello(2, (1,)), None),
+        (AgentHello(1, (0, 1)), None),
+        (AgentHello(1, (1, 2)), None),
+        (AgentHello(1, (1,)), Died(0, -9, 0.0, BoardRecord(0))),
+        (AgentHello(1, (1,)), Raised(7, "boom", 1)),
+        (AgentHello(1, (1,)), AgentTerminationRequested(0, "SIGTERM")),
+        (AgentHello(1, (1,)), AgentHello(1, (1,))),
+    ],
+    ids=["the controller", "no node", "its rank", "no rank", "of another", "of nobody", "its end", "twice"],
+)
+def test_an_agent_speaks_for_itself_alone(first: AgentHello, then: Any, tmp_path: Path) -> None:
+    """Whoever knows the secret and is confused changes nothing for the others."""
+
+    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+        heard: list[ControllerToAgent] = []
+        controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
+        confused = await Agent.connect(port)
+        await confused.prove(secret)
+        confused.say(first)
+        if then is None:
+            assert await confused.is_shut_out()
+            assert controller_host.controller.membership.node_of == {0: 0}
+            agent = await Agent.connect(port)
+            await agent.prove(secret)
+            agent.say(AgentHello(1, (1,)))
+        else:
+            confused.say(then)
+            agent = confused
+        agent.say(Raised(1, "the only one", 1))
+        while controller_host.controller.incident is None:
+            await asyncio.sleep(0.001)
+        assert list(controller_host.controller._failures.raised) == [1]
+        assert not controller_host.controller.membership.dead
+        assert heard == []
+        assert sum(controller_host._rejected.counted.values()) == 1
+        await confused.close()
+        await agent.close()
+
+    with_hub(act, tmp_path)
+
+
+def test_a_second_agent_of_a_node_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
+    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+        agent, double = await Agent.connect(port), await Agent.connect(port)
+        for each in (agent, double):
+            await each.prove(secret)
+        agent.say(AgentHello(1, (1,)))
+        while 1 not in controller_host._sends:
+            await asyncio.sleep(0.001)
+        double.say(AgentHello(1, (1,)))
+        assert await double.is_shut_out()
+        agent.say(Died(1, 3, 0.0, BoardRecord(1)))
+        verdict = await agent.hears()
+        assert isinstance(verdict, Verdict)
+        assert verdict.line.startswith("rank 1 exited with code 3; ")
+        await agent.close()
+        await double.close()
+
+    with_hub(act, tmp_path)
+
+
+def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is in the middle of a message for too long is lost; one that says nothing is not."""
+    monkeypatch.setattr(wire, "SLOW_S", 0.05)
+
+    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+        heard: list[ControllerToAgent] = []
+        controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
+        agent = await Agent.connect(port)
+        await agent.prove(secret)
+        agent.say(AgentHello(1, (1,)))
+        while 1 not in controller_host._sends:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.2)
+        assert 1 in controller_host._sends
+        agent.writer.write(wire.frame(Raised(1, "boom", 1))[:-1])
+        await agent.is_dropped()
+        while not (verdicts := [order for order in heard if isinstance(order, Verdict)]):
+            await asyncio.sleep(0.01)  # what its rank held may be on its way
+        assert "node 1 is lost" in verdicts[0].line
+        await agent.close()
+
+    with_hub(act, tmp_path)
+
+
+@pytest.mark.parametrize("end", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"])
+def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path: Path) -> None:
+    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+        heard: list[ControllerToAgent] = []
+        controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
+        agent = await Agent.connect(port)
+        await agent.prove(secret)
+        agent.say(AgentHello(1, (1,)))
+        agent.writer.write(end)
+        if not end:
+            await agent.close()
+        while not heard:
+            await asyncio.sleep(0.001)
+        (verdict,) = [order for order in heard if isinstance(order, Verdict)]
+        assert "node 1 is lost" in verdict.line
+        await agent.close()
+
+    with_hub(act, tmp_path)
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+        other = Open(tmp_path, port)
+        assert other.port > port
+        assert other.secret != secret
+        await other.close()
+
+    with_hub(act, tmp_path)
+
+
+def test_no_port_is_left(tmp_path: Path) -> None:
+    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+        other = Open(tmp_path, 65535)
+        assert other.port == 65535
+        listener = AgentListener(b"", None, other.rejected, controller_host.serve)
+        with pytest.raises(OSError, match="no free port from 65535 on"):
+            listener.listen("127.0.0.1", 65535)
+        await other.close()
+
+    with_hub(act, tmp_path)
+
+
+def test_a_closed_hub_leaves_no_port(tmp_path: Path) -> None:
+    ports: list[int] = []
+    stores: list[str] = []
+
+    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+        ports.append(port)
+        stores.append(controller_host.store.host)
+        assert stores[0] in Path("/proc/net/unix").read_text()
+        agent = await Agent.connect(port)
+        await agent.prove(secret)
+        agent.say(AgentHello(1, (1,)))
+        await agent.close()
+
+    with_hub(act, tmp_path)
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), LONG_S)
+    assert stores[0] not in Path("/proc/net/unix").read_text()

@@ -1,0 +1,159 @@
+"""What the pages in docs/ tell a user to type works, and what they quote is there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from adaptor import config
+from adaptor.launchers import flags, tls
+from adaptor.launchers.agent_listener import AgentListener, connect
+from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.tls import Tls
+from adaptor.protocol import wire
+from adaptor.protocol.messages import AgentHello
+from tests.ports import free_port
+from tests.unit.threads import LONG_S
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(ROOT.glob("docs/*.md"))]
+SEVERAL_NODES = ROOT / "docs/several_nodes.md"
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _anchor(heading: str) -> str:
+    """The name that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert anchor in map(_anchor, headings), target
+
+
+def test_every_page_is_linked_from_another_one() -> None:
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if not target.startswith(("http", "#"))
+    }
+    assert {page.name for page in ROOT.glob("docs/*.md") if page not in linked} == set()
+
+
+def _modules() -> list[Path]:
+    """The files that a reader may look for; stand-ins and MindIO's interface are named as folders."""
+    left_out = ("adaptor/devices/cpu", "adaptor/mindio", "adaptor/launchers", "adaptor/patches")
+    found = [path for folder in ("adaptor", "launchers", "patches") for path in (ROOT / folder).rglob("*.py")]
+    return [
+        path
+        for path in found
+        if path.name != "__init__.py" and not str(path.relative_to(ROOT)).startswith(left_out)
+    ]
+
+
+def test_the_index_names_every_file_and_no_other() -> None:
+    """Whoever adds a file says in docs/architecture.md which question it answers."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", text))
+    assert {str(path.relative_to(ROOT)) for path in _modules() if path.name not in named} == set()
+    everything = {
+        path.name for folder in ("adaptor", "launchers", "patches") for path in (ROOT / folder).rglob("*.py")
+    }
+    everything |= {path.name for path in ROOT.glob("tests/**/*.py")}
+    assert named - everything == set()
+    paths = set(re.findall(r"`((?:adaptor|launchers|patches|tests)/[\w/]+\.py)`", text))
+    assert {path for path in paths if not (ROOT / path).is_file()} == set()
+
+
+def test_the_training_loop_is_that_of_the_example() -> None:
+    example = (ROOT / "examples/megatron_core/pretrain.py").read_text()
+    blocks = _blocks(ROOT / "docs/training_loops.md", "python")
+    assert blocks
+    assert [block for block in blocks if block not in example] == []
+
+
+def _commands() -> list[tuple[dict[str, str], list[str]]]:
+    """The commands of both nodes: their variables, and the arguments of ttprun."""
+    text = "\n".join(_blocks(SEVERAL_NODES, "bash"))
+    found = []
+    for line in re.findall(r"^\S+ ttprun .*$", text.replace("\\\n", " "), re.MULTILINE):
+        variable, _, *arguments = shlex.split(line)
+        name, _, value = variable.partition("=")
+        found.append(({name: value}, arguments))
+    return found
+
+
+def test_the_commands_of_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = _commands()
+    for node, (variables, arguments) in enumerate(commands):
+        for setting in config.SETTINGS:
+            monkeypatch.setenv(setting.variable, "")
+            monkeypatch.delenv(setting.variable)
+        parsed = flags.parse(arguments)
+        flags.require_sense(parsed)
+        settings = config.load()
+        assert (parsed.nnodes, parsed.node_rank, parsed.max_restarts) == ("2", node, 3)
+        assert parsed.training_script == "pretrain_gpt.py"
+        assert (settings.tls_cert, settings.tls_key) == (f"node{node}.pem", f"node{node}.key")
+        assert variables.keys() == {"GLOO_SOCKET_IFNAME"}
+    assert len(commands) == 2
+
+
+def test_the_certificates_let_two_nodes_meet(tmp_path: Path) -> None:
+    """As the page makes them; one node listens, the other connects, both with a certificate of the signer."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl program to make certificates with")
+    (commands,) = [block for block in _blocks(SEVERAL_NODES, "bash") if block.startswith("openssl")]
+    subprocess.run(["bash", "-euc", commands], cwd=tmp_path, check=True, capture_output=True)
+
+    def of(node: int) -> Tls:
+        files = {"CERT": f"node{node}.pem", "KEY": f"node{node}.key", "CA": "signer.pem"}
+        made = tls.load(config.load({f"TTP_TLS_{end}": str(tmp_path / name) for end, name in files.items()}))
+        assert made is not None
+        return made
+
+    async def meet() -> None:
+        came: list[AgentHello] = []
+
+        async def welcome(
+            hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            came.append(hello)
+            writer.write(b"welcome")
+            await reader.read()
+
+        rejected = RejectedConnections("the listener of the test")
+        listener = AgentListener(secret, of(0), rejected, welcome)
+        try:
+            port = listener.listen("127.0.0.1", free_port())
+            reader, writer = await connect("127.0.0.1", port, secret, of(1))
+            assert writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+            writer.write(wire.frame(AgentHello(1, (1,))))
+            assert await reader.readexactly(7) == b"welcome"
+            assert came == [AgentHello(1, (1,))]
+            writer.close()
+        finally:
+            await listener.close()
+            rejected.close()
+
+    secret = os.urandom(32)
+    asyncio.run(asyncio.wait_for(meet(), LONG_S))

@@ -1,0 +1,122 @@
+"""The incidents of a job as torch elastic's events: a real ttprun, and a handler of elastic's own kind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.events import handlers
+
+from adaptor.launchers.elastic_events import ElasticEvents
+from adaptor.protocol.messages import Fault, Resumed
+from tests.unit.test_ttprun import TWO, Ended, Launcher, launcher, zygote
+from tests.unit.threads import LONG_S
+
+__all__ = ["launcher", "zygote"]
+
+# As an operator's `sitecustomize` would: a handler, by its name for --event-log-handler.
+HANDLER = """
+import logging
+from torch.distributed.elastic.events import handlers
+
+class Handler(logging.Handler):
+    def emit(self, record):
+        if '"ttp.' in record.getMessage():
+            {what}
+
+handlers._log_handlers["ours"] = Handler()
+"""
+WRITES = "open('events', 'a').write(record.getMessage() + chr(10))"
+RAISES = "raise OSError('no such collector')"
+HANGS = "__import__('threading').Event().wait()"
+FAILS = """
+import os
+if os.environ["RANK"] == "1":
+    raise ValueError("bad sample")
+import time
+time.sleep(600)
+"""
+
+
+def train(launcher: Launcher, what: str) -> Ended:
+    script = launcher.script(FAILS)
+    return launcher.run(*TWO, "--event-log-handler", "ours", script, before=HANDLER.format(what=what))
+
+
+def test_a_handler_gets_the_incident_and_the_verdict(launcher: Launcher) -> None:
+    ended = train(launcher, WRITES)
+    assert ended.code == 1, ended.log
+    lines = (launcher.folder / "events").read_text().splitlines()
+    incident, verdict = (json.loads(line) for line in lines)
+    assert [event["name"] for event in (incident, verdict)] == ["ttp.incident", "ttp.verdict"]
+    assert [event["source"] for event in (incident, verdict)] == ["AGENT", "AGENT"]
+    assert incident["timestamp"] <= verdict["timestamp"]
+    told: dict[str, Any] = verdict["metadata"]
+    assert (told["rank"], told["step"], told["outcome"], told["exit_code"]) == (1, None, "nothing", 1)
+    assert told["cause"].startswith("rank 1 raised ValueError: bad sample")
+    assert told["cause"] in ended.last_line
+    assert (told["incident"], told["group_rank"]) == (1, 0)
+    assert {**told, "outcome": None, "exit_code": None} == {
+        **incident["metadata"],
+        "outcome": None,
+        "exit_code": None,
+    }
+
+
+@pytest.mark.robustness(
+    "B5",
+    "the handler of torch elastic's events raises, or never returns",
+    "the verdict and the exit code as ever",
+)
+@pytest.mark.parametrize("what", [RAISES, HANGS], ids=["raises", "hangs"])
+def test_a_handler_stops_nothing(launcher: Launcher, what: str) -> None:
+    ended = train(launcher, what)
+    assert ended.code == 1, ended.log
+    assert "[ttp] rank 1 raised ValueError: bad sample" in ended.log
+    raised = "[ttp] an event of torch elastic is not recorded: OSError: no such collector"
+    assert (raised in ended.log) == (what == RAISES)
+
+
+def test_a_handler_that_there_is_not_is_one_line(launcher: Launcher) -> None:
+    ended = launcher.run(*TWO, "--event-log-handler", "mine", launcher.script("print('started')"))
+    assert ended.code == 2
+    assert ended.last_line.startswith(
+        "ttprun: error: --event-log-handler is 'mine': torch elastic has no handler"
+    )
+    assert "started" not in ended.log
+
+
+class Handler(logging.Handler):
+    """A handler of elastic's own kind, in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.got.put(json.loads(record.getMessage()))
+
+
+def test_an_incident_that_was_recovered_online_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = Handler()
+    monkeypatch.setitem(handlers._log_handlers, "of-this-test", handler)
+    line = "rank 2 was ended by SIGKILL; replaced by pid 47, training goes on with step 48, 0 steps lost"
+    fault = Fault("SIGKILL", 47, (2,), 4242, "here")
+    ElasticEvents("of-this-test", "a-job").go_on(Resumed(3, 47, line, fault, (2,), (), 0.9), node=1)
+    incident, resumed = (handler.got.get(timeout=LONG_S) for _ in range(2))
+    assert [event["name"] for event in (incident, resumed)] == ["ttp.incident", "ttp.verdict"]
+    assert resumed["timestamp"] - incident["timestamp"] == pytest.approx(900, abs=2)
+    known = {"run_id": "a-job", "group_rank": 1, "incident": 3, "rank": 2, "step": 47, "cause": line}
+    assert incident["metadata"] == known
+    assert resumed["metadata"] == {**known, "outcome": "resumed", "exit_code": None}
+
+
+def test_an_incident_that_no_rank_caused_is_recorded_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = Handler()
+    monkeypatch.setitem(handlers._log_handlers, "of-another-test", handler)
+    resumed = Resumed(1, 5, "a hang", Fault("a hang"), seconds=2.0)
+    ElasticEvents("of-another-test", "a-job").go_on(resumed, node=0)
+    assert handler.got.get(timeout=LONG_S)["metadata"]["rank"] is None

@@ -1,0 +1,174 @@
+"""Whom an agent obeys, and where it goes when that one is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptor.controller.controller import Controller
+from adaptor.controller.failover import StandbyReplicator, Succession
+from adaptor.protocol.messages import (
+    AgentHello,
+    AgentLost,
+    Beat,
+    BoardRecord,
+    Died,
+    Dismissed,
+    Dying,
+    Endpoint,
+    Frozen,
+    Hello,
+    Layout,
+    Progress,
+    Raised,
+    ReplayComplete,
+    Resumed,
+    Share,
+    ToController,
+    Unprotected,
+    Verdict,
+)
+
+HELLO = AgentHello(2, (4, 5))
+FIRST = AgentHello(0, (0, 1))
+ENDPOINT = Endpoint("10.0.0.2", 8000)
+VERDICT = Verdict(1, "saved", 5, "as it was", 0, 3, "/save")
+
+
+def _terms(known: Succession) -> list[int]:
+    found = []
+    while known.go_on():
+        found.append(known.term)
+        if known.is_mine:
+            break
+    return found
+
+
+def test_the_nodes_that_stand_by_are_gone_through_in_their_order() -> None:
+    known = Succession(2, 4)
+    for order in (FIRST, AgentHello(1, (2, 3), ENDPOINT), AgentHello(3, (6, 7), ENDPOINT)):
+        assert not known.accept(order)
+    assert _terms(known) == [1, 2]
+    assert known.is_mine
+
+
+def test_who_does_not_know_all_of_them_goes_nowhere() -> None:
+    """They would go to another controller than those that do."""
+    known = Succession(2, 9)
+    for order in (FIRST, AgentHello(3, (6, 7), ENDPOINT), AgentHello(1, (2, 3), ENDPOINT)):
+        assert not known.knows_standby_endpoints
+        assert not known.go_on()
+        known.accept(order)
+    assert known.knows_standby_endpoints
+    assert _terms(known) == [1, 2]
+
+
+def test_who_may_have_the_controller_must_know_of_node_0() -> None:
+    known = Succession(1, 2)
+    assert not known.knows_standby_endpoints
+    known.accept(FIRST)
+    assert known.knows_standby_endpoints
+
+
+def test_a_node_that_does_not_stand_by_finds_the_others() -> None:
+    known = Succession(7, 8)
+    for node in (1, 2, 3):
+        known.accept(AgentHello(node, (node,), ENDPOINT))
+    assert _terms(known) == [1, 2, 3]
+    assert known.endpoint == ENDPOINT
+
+
+def test_a_job_of_one_node_has_no_other_controller() -> None:
+    known = Succession(0, 1)
+    assert known.knows_standby_endpoints
+    assert not known.go_on()
+
+
+def test_what_a_new_controller_is_told() -> None:
+    known = Succession(2, 3)
+    lasting = [HELLO, Hello(4, 1000), Unprotected(4, "no optimizer is known")]
+    for message in (*lasting, Progress(2, 7), Beat()):
+        known.keep(message)
+    assert known.all_again == [*lasting, ReplayComplete(2)]
+    assert known.accept(VERDICT)
+    assert known.all_again[-1] == ReplayComplete(2, VERDICT)
+
+
+def test_what_is_obeyed() -> None:
+    known = Succession(2, 3)
+    layout = Layout(0, (), "/save", 0, "same")
+    assert [known.accept(order) for order in (FIRST, layout, Beat())] == [False] * 3
+    assert known.standby_state == [FIRST, layout]
+    assert known.accept(Dismissed())
+    assert [known.accept(VERDICT), known.accept(VERDICT)] == [True, False]
+
+
+def test_a_next_controller_hears_of_the_new_process_and_not_of_what_is_over() -> None:
+    """Rank 4 was replaced, rank 5 had raised and went on; what fails after that is told."""
+    known = Succession(2, 4)
+    first, second = Layout(4, (), "/save", 0, "same"), Layout(4, (), "/save", 0, "same")
+    gone = BoardRecord(4, 10)
+    for message in (
+        *(HELLO, Hello(4, 10), Hello(5, 11), first, Layout(5, (), "/save", 0, "same")),
+        *(Dying(4, 0.0, gone), Raised(5, "an echo", 1), Died(4, -9, 0.0, gone)),
+        *(Hello(4, 12), second, Dying(4, 0.0, BoardRecord(4, 12))),
+    ):
+        known.keep(message)
+    assert known.accept(Resumed(1, 5, "as it was", replaced=(4,), retried=(5,)))
+    assert known.all_again == [
+        *(HELLO, Hello(5, 11), Layout(5, (), "/save", 0, "same"), Hello(4, 12), second),
+        *(Dying(4, 0.0, BoardRecord(4, 12)), ReplayComplete(2, None)),
+    ]
+    assert known.verdict is None, "the job goes on"
+
+
+def test_what_was_not_replaced_here_is_told_as_before() -> None:
+    known = Succession(2, 4)
+    told = [HELLO, Hello(4, 10), Hello(5, 11), Raised(5, "it failed", 1)]
+    for message in told:
+        known.keep(message)
+    known.accept(Resumed(1, 5, "as it was", replaced=(0,)))
+    assert known.all_again[:-1] == told
+
+
+@pytest.mark.robustness(
+    "B10",
+    "the controller's node is lost, and another takes its place, then a rank is killed",
+    "the report names the host of the rank that failed, of whichever node",
+)
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_the_next_controller_knows_the_hosts(failed: int) -> None:
+    """What the first has passed on is all that is known of the node that is lost: it says nothing again."""
+    passed_on, succession = StandbyReplicator(), Succession(1, 3)
+    for node in (1, 0, 2):
+        for to, known in passed_on.replicate(AgentHello(node, (node,), host=f"host{node}")):
+            if to == 1:
+                succession.accept(known)
+    assert [known.host for known in succession.standby_state if isinstance(known, AgentHello)] == [
+        "host0",
+        "host2",
+    ]
+    for rank in (0, 1, 2):
+        for to, known in passed_on.replicate(Layout(rank, (Share("g", 0, 1),), "/save", 0, "same")):
+            if to == 1:
+                succession.accept(known)
+    controller = Controller(3, 120.0, ("store", 1, b""), term=1)
+    controller.succeed(succession.standby_state, (1, 2), 0.0)
+    said: list[ToController] = []
+    for node in (1, 2):
+        said += [
+            AgentHello(node, (node,), host=f"host{node}"),
+            Hello(node, 1000 + node),
+            ReplayComplete(node),
+        ]
+    if failed == 0:
+        said.append(AgentLost(0))
+    else:
+        said += [Died(failed, -9, 1.0, BoardRecord(failed, 1000 + failed)), AgentLost(0)]
+    for message in said:
+        controller.handle(message, 1.0)
+    assert controller.incident is not None
+    for rank in {1, 2} - {failed}:
+        controller.handle(Frozen(rank, controller.incident.number, BoardRecord(rank)), 1.0)
+    controller.tick(1000.0)
+    assert controller.verdict is not None
+    assert (controller.verdict.fault.ranks[0], controller.verdict.fault.host) == (failed, f"host{failed}")

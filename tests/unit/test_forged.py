@@ -1,0 +1,134 @@
+"""Answers of a node that was not asked, and a hello in the place of a node that is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adaptor.controller.controller import Controller, Orders
+from adaptor.launchers.agent_registry import AgentRegistry
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import (
+    Addressed,
+    AgentHello,
+    AgentLost,
+    BoardRecord,
+    Died,
+    Dump,
+    FromAgent,
+    Frozen,
+    Hello,
+    Layout,
+    Phase,
+    Prepare,
+    Prepared,
+    Publish,
+    Published,
+    PublishFailed,
+    ReplayComplete,
+    Share,
+    Verdict,
+    Written,
+)
+
+STEP = 5
+FOLDER = f"/save/iter_{STEP:07d}_tmp_0f3a"
+FILE = FileEntry("model_optim_rng.pt", 1, "00", 1)
+
+
+class Job:
+    """Three nodes with two ranks each, rank 5 has died; node 0 is asked for all that is to be done."""
+
+    def __init__(self) -> None:
+        self.controller = Controller(6, 120.0, ("store", 1, b""))
+        self.roll = AgentRegistry(6, 3, self.controller.membership.lost)
+        for node in range(3):
+            self.say(node, AgentHello(node, (2 * node, 2 * node + 1)))
+        for rank in range(6):
+            self.say(rank // 2, Hello(rank, 1), Layout(rank, (Share("g", 0, 1),), "/save", 0, "same"))
+        self.say(2, Died(5, -9, 0.0, BoardRecord(5)))
+
+    def say(self, node: int, *messages: FromAgent) -> Orders:
+        """Pass on what the agent of `node` says, as the hub does."""
+        orders: Orders = []
+        for message in messages:
+            if not self.roll.rejection_reason(node, message):
+                orders += self.controller.handle(message, 1.0)
+        return orders
+
+    def freeze(self) -> Orders:
+        board = [BoardRecord(rank, 1, Phase.RUNNING, STEP, STEP, STEP) for rank in range(5)]
+        return [order for rank in range(5) for order in self.say(rank // 2, Frozen(rank, 1, board[rank]))]
+
+    @property
+    def verdict(self) -> Verdict:
+        assert self.controller.verdict is not None
+        return self.controller.verdict
+
+
+def kinds(orders: Orders) -> list[type[Any]]:
+    return [type(order.message if isinstance(order, Addressed) else order) for _, order in orders]
+
+
+@pytest.mark.robustness(
+    "C1", "an agent answers for the one that was asked, or names another folder", "its answer is ignored"
+)
+def test_answers_count_only_from_the_node_that_was_asked() -> None:
+    job = Job()
+    ((asked, order),) = job.freeze()
+    assert (asked, type(order)) == (0, Prepare)
+    for node in (1, 2):
+        assert job.say(node, Prepared(node, 1, FOLDER, ""), Prepared(node, 1, "", "no space")) == []
+        assert job.say(node, Published(node, 1, STEP, "/save"), PublishFailed(node, 1, "no")) == []
+        assert job.say(node, Prepared(asked, 1, FOLDER, "")) == []
+    for folder in (
+        "/home/user/.ssh",
+        f"/home/iter_{STEP:07d}_tmp_0f3a",
+        f"/save/iter_{STEP:07d}",
+        f"/save/iter_{STEP + 1:07d}_tmp_0f3a",
+        f"/save/iter_{STEP:07d}_tmp2_0f3a",
+        f"/save/../home/iter_{STEP:07d}_tmp",
+    ):
+        assert job.say(asked, Prepared(asked, 1, folder, "")) == [], folder
+    ((_, dump),) = job.say(asked, Prepared(asked, 1, FOLDER, ""))
+    assert isinstance(dump, Addressed)
+    assert isinstance(dump.message, Dump)
+    assert dump.message.folder == FOLDER
+    writer = dump.message.groups[0].writer
+    assert job.say(1, Published(1, 1, STEP, "/save"), Written(2, 1, 1, "g", (FILE,))) == []
+    for path in ("/etc/passwd", "../../.bashrc", "", "a/../../b"):
+        assert job.say(0, Written(writer, 1, 1, "g", (FileEntry(path, 1, "00", 1),))) == [], path
+    ((asked, publish),) = job.say(0, Written(writer, 1, 1, "g", (FILE,)))
+    assert (asked, type(publish)) == (0, Publish)
+    for node in (1, 2):
+        assert job.say(node, Published(node, 1, STEP, "/save"), PublishFailed(node, 1, "no")) == []
+    assert job.say(0, Published(0, 1, STEP - 1, "/save"), Published(0, 1, STEP, "/save", 7)) == []
+    job.say(0, Published(0, 1, STEP, "/save"))
+    assert (job.verdict.outcome, job.verdict.step) == ("saved", STEP)
+
+
+@pytest.mark.robustness("C1", "an agent comes in the place of a lost node", "it is told the verdict only")
+def test_the_place_of_a_lost_node_stays_lost() -> None:
+    """After a take-over, too, where the new controller has never seen the agent that was lost."""
+    job = Job()
+    job.controller.handle(AgentLost(2), 1.0)
+    job.roll = AgentRegistry(6, 3, job.controller.membership.lost)
+    hello = AgentHello(2, (4, 5))
+    assert job.roll.rejection_reason(2, hello) == "", "it is told the verdict"
+    assert job.roll.rejection_reason(2, Hello(4, 1)) == "spoke for a node that is lost"
+    job.roll = AgentRegistry(6, 3, job.controller.membership.lost)
+    assert job.say(2, hello, Hello(4, 1), Frozen(4, 1, BoardRecord(4, 1, Phase.RUNNING, 9, 9, 9))) == []
+    assert 2 not in job.controller.membership.agents
+    assert 4 not in job.controller.membership.alive
+    job.roll = AgentRegistry(6, 3, job.controller.membership.lost)
+    for node in (0, 1):
+        job.say(node, AgentHello(node, (2 * node, 2 * node + 1)), ReplayComplete(node))
+    ((asked, _),) = job.freeze()
+    ((_, dump),) = job.say(asked, Prepared(asked, 1, FOLDER, ""))
+    assert isinstance(dump, Addressed)
+    writer = dump.message.groups[0].writer  # type: ignore[union-attr]
+    job.say(writer // 2, Written(writer, 1, 1, "g", (FILE,)))
+    told = job.say(asked, Published(asked, 1, STEP, "/save"))
+    assert [(node, type(order)) for node, order in told if node == 2] == [(2, Verdict)]
+    assert job.verdict.step == STEP

@@ -1,0 +1,302 @@
+"""A hang is a step that does not end: never what comes before the first steps, or between two."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from adaptor.controller.hang_detector import ABSENT_S, AGAIN, FACTOR, OVERLONG, HangDetector, hang
+from adaptor.protocol.messages import CALL, BoardRecord, NodeResumed, NodeStalled, Phase, Standing
+from adaptor.worker import stacks
+from tests.unit.nodes import wait_until
+from tests.unit.threads import LONG_S, Thread
+
+IN_A_STEP = BoardRecord(0, 1, Phase.RUNNING, 4, 4, 4, inside=5, slowest=1.0)
+OTHER = msgspec.structs.replace(IN_A_STEP, rank=1)
+
+
+def _changed(**fields: Any) -> BoardRecord:
+    return msgspec.structs.replace(OTHER, **fields)
+
+
+def _still_for(
+    watch: HangDetector, seconds: int, boards: list[BoardRecord], start: int = 0, traced: bool = False
+) -> list[NodeStalled | NodeResumed]:
+    """Looks every second; what was said."""
+    looks = (watch.look(boards, float(now), traced=traced) for now in range(start, start + seconds + 1))
+    return [said for said in looks if said is not None]
+
+
+def test_a_step_that_does_not_end_is_a_hang() -> None:
+    watch = HangDetector(2, 10.0)
+    assert not _still_for(watch, 9, [IN_A_STEP, OTHER])
+    said = watch.look([IN_A_STEP, OTHER], 10.0)
+    assert said == NodeStalled(2, 10.0, 5, -1)
+    assert hang([said])
+
+
+def test_it_is_said_again_when_it_has_lasted_much_longer_and_when_it_is_over() -> None:
+    watch = HangDetector(2, 32.0)
+    said = _still_for(watch, 40, [IN_A_STEP, OTHER])
+    assert said == [NodeStalled(2, seconds, 5, -1) for seconds in (32.0, 32.0 * (1 + AGAIN), 37.0, 40.0)]
+    assert watch.look([IN_A_STEP, _changed(inside=6)], 41.0) == NodeResumed(2)
+    assert watch.look([IN_A_STEP, _changed(inside=6)], 42.0) is None
+
+
+def test_a_job_with_slow_steps_has_more_time() -> None:
+    watch = HangDetector(0, 10.0)
+    boards = [IN_A_STEP, _changed(slowest=20.0)]
+    assert not _still_for(watch, int(20 * FACTOR) - 1, boards)
+    assert watch.look(boards, 20 * FACTOR) == NodeStalled(0, 20 * FACTOR, 5, -1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"phase": Phase.READY}, {"finished": 5}, {"inside": 6}, {"progress": 1}, {"ahead": 5}],
+    ids=lambda change: next(iter(change)),
+)
+def test_one_that_moves_is_enough(change: dict[str, Any]) -> None:
+    watch = HangDetector(0, 10.0)
+    _still_for(watch, 9, [IN_A_STEP, OTHER])
+    assert not _still_for(watch, 9, [IN_A_STEP, _changed(**change)], start=10)
+
+
+def test_where_any_time_may_pass() -> None:
+    assert not _still_for(HangDetector(0, 10.0), 1000, [IN_A_STEP, _changed(phase=Phase.STARTING)])
+
+
+@pytest.mark.robustness(
+    "A2", "a collective hangs in one of the first steps", "a hang, after fifteen times TTP_HANG"
+)
+def test_the_first_steps_of_a_process_have_more_time() -> None:
+    first = [msgspec.structs.replace(board, slowest=0.0) for board in (IN_A_STEP, OTHER)]
+    for boards in (first, [IN_A_STEP, first[1]]):
+        watch = HangDetector(0, 10.0)
+        assert not _still_for(watch, int(OVERLONG * 10) - 1, boards)
+        said = watch.look(boards, OVERLONG * 10)
+        assert isinstance(said, NodeStalled)
+        assert hang([said])
+    nobody_has_begun = [msgspec.structs.replace(board, inside=-1) for board in first]
+    assert not hang([_last(HangDetector(0, 10.0), 1000, nobody_has_begun)])
+
+
+BETWEEN = _changed(inside=-1)  # step 4 is finished, and the next has not begun
+
+
+@pytest.mark.parametrize(
+    ("boards", "hangs"),
+    [
+        ([IN_A_STEP, OTHER], True),
+        ([IN_A_STEP, BETWEEN], False),
+        ([BETWEEN], False),
+        ([msgspec.structs.replace(IN_A_STEP, inside=4), BETWEEN], True),
+        ([msgspec.structs.replace(IN_A_STEP, finished=3, inside=4, phase=Phase.UPDATING), BETWEEN], True),
+        ([IN_A_STEP, _changed(phase=Phase.ENDED)], True),
+        ([_changed(phase=Phase.ENDED)], False),
+        ([], False),
+    ],
+    ids=[
+        "all in a step",
+        "one that others wait for saves",
+        "all evaluate",
+        "one is at the end of the step that others have left",
+        "one is in the update of the step that others have left",
+        "one has ended in the middle",
+        "all have ended",
+        "all are gone",
+    ],
+)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_who_is_between_two_steps_waits_or_is_waited_for(
+    boards: list[BoardRecord], hangs: bool, nodes: int
+) -> None:
+    apart = [boards] if nodes == 1 else [*([board] for board in boards), []]
+    said = [_still_for(HangDetector(node, 10.0), 10, there)[-1] for node, there in enumerate(apart)]
+    assert hang(still for still in said if isinstance(still, NodeStalled)) is hangs
+
+
+def _in_a_phase(rank: int, usual: float, **fields: Any) -> BoardRecord:
+    """Between steps 4 and 5, or where `fields` say."""
+    there = {"rank": rank, "inside": -1, "usual": usual, "turns": 1, **fields}
+    return msgspec.structs.replace(IN_A_STEP, **there)
+
+
+def _last(watch: HangDetector, seconds: int, boards: list[BoardRecord]) -> NodeStalled:
+    said = _still_for(watch, seconds, boards)[-1]
+    assert isinstance(said, NodeStalled)
+    return said
+
+
+@pytest.mark.robustness(
+    "A2", "a rank hangs in an evaluation or a save, others wait in the next step", "a hang, by its own limit"
+)
+@pytest.mark.parametrize(
+    ("usual", "limit"), [(1.0, 5 * 10), (20.0, 5 * 20)], ids=["the floor", "what is usual"]
+)
+@pytest.mark.parametrize("others", ["in the next step", "in the phase, too"])
+def test_a_phase_that_takes_too_long(usual: float, limit: int, others: str) -> None:
+    other = IN_A_STEP if others == "in the next step" else _in_a_phase(0, usual)
+    boards = [other, _in_a_phase(1, usual)]
+    watch = HangDetector(0, 10.0)
+    assert not hang([_last(watch, limit - 1, boards)])
+    said = watch.look(boards, float(limit))
+    assert said == NodeStalled(0, float(limit), 5, -1)
+    assert hang([said])
+
+
+def test_the_first_of_a_kind_may_take_any_time_that_nobody_waits() -> None:
+    boards = [_in_a_phase(0, 0.0), _in_a_phase(1, 0.0)]
+    assert not hang([_last(HangDetector(0, 10.0), 100_000, boards)])
+
+
+def test_a_first_phase_may_take_any_time_that_others_wait() -> None:
+    """A first save of 40 minutes: the next start would come to the same save."""
+    boards = [IN_A_STEP, _in_a_phase(1, 0.0)]
+    said = _last(HangDetector(0, 10.0), 100_000, boards)
+    assert not said.overlong
+    assert not hang([said])
+
+
+def test_whoever_is_waited_for_as_long_as_torch_would_wait() -> None:
+    """In no phase: it is worse than torchrun to wait for longer."""
+    boards = [IN_A_STEP, _in_a_phase(1, -1.0)]
+    watch = HangDetector(0, 10.0)
+    assert not hang([_last(watch, int(OVERLONG * 10) - 1, boards)])
+    said = watch.look(boards, OVERLONG * 10)
+    assert said == NodeStalled(0, OVERLONG * 10, 5, 4, overlong=True)
+    assert hang([said])
+    one_that_has_not_waited_so_long = msgspec.structs.replace(said, node=1, overlong=False)
+    assert not hang([said, one_that_has_not_waited_so_long])
+
+
+def test_a_phase_inside_a_step_is_waited_for_by_the_others_in_the_step() -> None:
+    boards = [IN_A_STEP, _in_a_phase(1, 1.0, inside=5, finished=5)]
+    watch = HangDetector(0, 10.0)
+    assert not hang([_last(watch, 49, boards)]), "it has its own limit, though the step's is over"
+    assert watch.look(boards, 50.0) == NodeStalled(0, 50.0, 5, -1)
+
+
+def test_to_begin_or_end_a_phase_is_to_move() -> None:
+    watch = HangDetector(0, 10.0)
+    _still_for(watch, 9, [IN_A_STEP, _in_a_phase(1, 1.0)])
+    assert not _still_for(watch, 9, [IN_A_STEP, _in_a_phase(1, 1.0, turns=2)], start=10)
+
+
+def test_it_can_be_switched_off() -> None:
+    assert not _still_for(HangDetector(0, 0.0), 100_000, [IN_A_STEP])
+
+
+def test_a_debugger_takes_its_time() -> None:
+    watch = HangDetector(0, 10.0)
+    assert not _still_for(watch, 100, [IN_A_STEP], traced=True)
+    assert not _still_for(watch, 8, [IN_A_STEP], start=101)
+    assert watch.look([IN_A_STEP], 110.0) is not None
+
+
+def test_a_watch_that_was_stopped_itself_starts_anew() -> None:
+    """As when the whole job is suspended, and goes on."""
+    watch = HangDetector(0, 30.0)
+    _still_for(watch, 20, [IN_A_STEP])
+    assert watch.look([IN_A_STEP], 20.5 + ABSENT_S + 1000) is None
+
+
+def _standing_in(act: Callable[[threading.Event], Any], path: Path) -> Standing:
+    """What is told of this thread while it is in `act`, in which it waits for what is given to it."""
+    written, told = threading.Event(), threading.Event()
+
+    def ask() -> Standing | None:
+        wait_until(lambda: "waiter.acquire(True, timeout)" in _line(), "the main thread waits")
+        try:
+            return stacks.look(path, LONG_S, written.set)
+        finally:
+            told.set()
+
+    with Thread(ask) as other:
+        act(told)
+        standing = other.result()
+    assert standing is not None
+    assert written.is_set()
+    return standing
+
+
+def _line() -> str:
+    """Where the main thread is."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
+def test_a_lock_is_no_collective(tmp_path: Path) -> None:
+    path = tmp_path / "stacks" / "rank0.txt"
+    there = _standing_in(lambda told: told.wait(LONG_S), path)
+    assert not there.waits
+    assert there.where.startswith("wait (threading.py:")
+    assert " in test_a_lock_is_no_collective\n" in path.read_text()
+
+
+def test_the_main_thread_is_the_first_of_however_many(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.txt"
+    go = threading.Event()
+    others = [threading.Thread(target=go.wait, name=f"one of many {number}") for number in range(150)]
+    for other in others:
+        other.start()
+    _standing_in(lambda told: told.wait(LONG_S), path)
+    go.set()
+    for other in others:
+        other.join()
+    stacks_of = path.read_text().split("\n\n")
+    assert "[MainThread]" in stacks_of[0]
+    assert " in test_the_main_thread_is_the_first_of_however_many\n" in stacks_of[0]
+    assert sum("[one of many " in stack for stack in stacks_of) == 150
+
+
+def test_the_way_to_where_one_stands(tmp_path: Path) -> None:
+    """The same from the outermost call to where two ways part."""
+
+    def stand(told: threading.Event, in_another_place: bool) -> None:
+        if in_another_place:
+            told.wait(LONG_S)
+        else:
+            told.wait(LONG_S)
+
+    ways = [
+        _standing_in(lambda told, place=place: stand(told, place), tmp_path / str(number)).way  # type: ignore[misc]
+        for number, place in enumerate((False, False, True))
+    ]
+    calls = [[way[start : start + CALL] for start in range(0, len(way), CALL)] for way in ways]
+    assert calls[0] == calls[1]
+    assert len(calls[0]) == len(calls[2]) > 10
+    differing = [
+        place for place, pair in enumerate(zip(calls[0], calls[2], strict=True)) if pair[0] != pair[1]
+    ]
+    assert differing == [len(calls[0]) - 3], "`stand`, which calls Event.wait, which calls Condition.wait"
+
+
+def test_a_folder_that_cannot_be_written_costs_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert (
+        stacks.look(tmp_path / "file" / "rank0.txt", LONG_S, lambda: pytest.fail("it is not there"))
+        is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "waits"),
+    [
+        ("self.grad_reduce_handle.wait()", True),
+        ("torch.cuda.synchronize()", True),
+        ("grad_norm = total_norm.item()", True),
+        ("torch.distributed.all_reduce(tensor, group=group)", True),
+        ("self._cond.wait(timeout)", False),
+        ("waiter.acquire()", False),
+        ("data = self._data_queue.get(timeout=timeout)", False),
+    ],
+)
+def test_a_collective_is_known_by_its_call(line: str, waits: bool) -> None:
+    assert bool(stacks._WAITS.search(line)) is waits

@@ -1,0 +1,63 @@
+"""Whose work on the save folder stands still."""
+
+from __future__ import annotations
+
+from adaptor.controller.failures import Failures
+from adaptor.controller.incident import Incident
+from adaptor.controller.membership import Membership
+from adaptor.controller.reassignment import IoStallDetector
+from adaptor.protocol.messages import BoardRecord, Dump, Layout, Phase, Share, Written
+
+
+def test_who_has_work_and_does_not_move_is_overdue() -> None:
+    still = IoStallDetector(10.0)
+    still.expect([0, 2])
+    assert still.overdue(100.0) == set()
+    still.moved(1)  # it has no work
+    still.moved(2)
+    assert still.overdue(105.0) == set()
+    assert still.overdue(110.0) == {0}
+    assert still.overdue(115.0) == {0, 2}
+
+
+def test_new_work_begins_anew() -> None:
+    still = IoStallDetector(10.0)
+    still.expect([0])
+    assert still.overdue(0.0) == set()
+    still.expect([1])
+    assert still.overdue(9.0) == set()
+    assert still.overdue(18.9) == set()
+    assert still.overdue(19.0) == {1}
+
+
+def test_who_has_written_all_of_its_part_is_not_overdue() -> None:
+    """Else the node on whose disk nothing hangs would be given up with the one where it does."""
+    group = {0: "g0", 1: "g1", 2: "g0", 3: "g1"}
+    membership = Membership(4)
+    membership.agents = {0, 1}
+    membership.enter(0, [0, 1])
+    membership.enter(1, [2, 3])
+    for rank, name in group.items():
+        membership.connected.add(rank)
+        membership.add(Layout(rank, (Share(name, 0, 1),), "/save", 0, "same"))
+    membership.record_deaths({0: -9})
+    incident = Incident(1, membership, Failures(), opened_at=0.0, timeout_s=120.0, store=("here", 1, b""))
+
+    def all_answer() -> None:
+        for rank in (1, 2, 3):
+            incident.on_frozen(rank, BoardRecord(rank, 1, Phase.RUNNING, 5, 5, 5))
+
+    incident.open(by_death=True)
+    all_answer()
+    orders = incident.on_prepared("/save/iter_0000005_tmp", "", 0)
+    assert {order.rank for _, order in orders} == {1, 2}
+    incident.on_tick(0.0)
+    incident.on_written(Written(2, 1, 1, "g0", ()), 0.0)
+    incident.on_progress(0, 0.0)
+    again = []
+    for at in (1.0, 7.0, 20.0, 39.0, 40.0, 41.5, 42.0):
+        again += incident.on_tick(at)
+        all_answer()
+    dumps = [order.rank for _, order in again if isinstance(order.message, Dump)]
+    assert dumps == [3]
+    assert incident.target.blocked == {0}

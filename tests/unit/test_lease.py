@@ -1,0 +1,300 @@
+"""One job at a time saves in a folder; one whose process is gone is no hindrance."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from adaptor import output
+from adaptor.checkpoint import lease, publish
+from adaptor.checkpoint.lease import Lease, Owner
+from adaptor.errors import ConfigError
+from adaptor.protocol import naming
+from tests.unit.threads import LONG_S, Thread
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """What has been told until now."""
+    output.drain()
+    return capsys.readouterr().out
+
+
+# A lease of another machine that nobody touches is watched for so long here.
+STALE_S = 0.2
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@contextmanager
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives until its input ends."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def mine() -> Owner:
+    return Owner.of(os.getpid())
+
+
+def elsewhere(owner: Owner, pid: int = 77) -> Owner:
+    """A process of another machine."""
+    return msgspec.structs.replace(owner, boot="another", host="node-b", pid=pid)
+
+
+def held_by(root: Path) -> Owner:
+    return msgspec.json.decode((root / naming.LEASE).read_bytes(), type=Owner)
+
+
+@pytest.mark.robustness(
+    "B10", "a job is started twice on one machine", "the second is refused in a line: machine, process, start"
+)
+def test_a_second_job_is_refused(tmp_path: Path, stack: ExitStack) -> None:
+    first = Owner.of(stack.enter_context(process()).pid)
+    Lease(tmp_path, first).take()
+    with pytest.raises(ConfigError) as caught:
+        Lease(tmp_path, mine()).take()
+    line = str(caught.value)
+    assert "\n" not in line
+    assert f"--save is {tmp_path}: the job of process {first.pid} on {first.host}, started 20" in line
+    assert held_by(tmp_path) == first
+
+
+@pytest.mark.robustness(
+    "B10", "a job starts again after a SIGKILL of ttprun", "it takes over at once, in one line"
+)
+def test_a_job_whose_process_is_gone_is_no_hindrance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with process() as child:
+        Lease(tmp_path, Owner.of(child.pid)).take()
+    Lease(tmp_path, mine()).take(stale_s=1e9)
+    (line,) = said(capsys).splitlines()
+    assert line.endswith("which is gone: this job saves there now")
+    assert held_by(tmp_path) == mine()
+
+
+def test_a_process_number_that_is_used_again_is_another_process(tmp_path: Path) -> None:
+    Lease(tmp_path, msgspec.structs.replace(mine(), ticks=1)).take()
+    Lease(tmp_path, mine()).take(stale_s=1e9)
+
+
+def test_a_restart_shares_the_lease_of_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        Lease(tmp_path, mine()).take()
+    assert said(capsys) == ""
+
+
+@pytest.mark.robustness(
+    "B10", "a second job on another machine, over a shared disk", "it is refused once the lease changes"
+)
+def test_a_job_of_another_machine_is_seen_to_live(tmp_path: Path) -> None:
+    other = Lease(tmp_path, elsewhere(mine()))
+    other.take()
+    done = threading.Event()
+
+    def touch() -> None:  # what its thread does, more often
+        while not done.wait(0.01):
+            os.utime(tmp_path / naming.LEASE)
+
+    with Thread(touch):
+        with pytest.raises(ConfigError, match="process 77 on node-b"):
+            Lease(tmp_path, mine()).take(stale_s=60.0)
+        done.set()
+
+
+@pytest.mark.robustness("B10", "a job goes on on another machine after a crash", "it takes over, in one line")
+def test_a_job_of_another_machine_that_is_gone_is_no_hindrance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Lease(tmp_path, elsewhere(mine())).take()
+    Lease(tmp_path, mine()).take(STALE_S)
+    waiting, taken = said(capsys).splitlines()
+    assert "waiting up to 0.2 s for a sign of the job of process 77 on node-b" in waiting
+    assert "which is gone" in taken
+
+
+def test_of_two_that_take_over_one_is_refused(tmp_path: Path) -> None:
+    Lease(tmp_path, elsewhere(mine())).take()
+    others = [elsewhere(mine(), pid) for pid in (78, 79)]
+    refused = []
+
+    def take(owner: Owner) -> None:
+        try:
+            Lease(tmp_path, owner).take(STALE_S)
+        except ConfigError:
+            refused.append(owner)
+
+    with Thread(take, others[0]), Thread(take, others[1]):
+        pass
+    (loser,) = refused
+    assert held_by(tmp_path) in others
+    assert held_by(tmp_path) != loser
+
+
+def test_it_is_touched_while_it_is_held_and_removed_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "REFRESH_S", 0.01)
+    held = Lease(tmp_path, mine())
+    held.take()
+    os.utime(tmp_path / naming.LEASE, (1, 1))
+    held.keep()
+    while (tmp_path / naming.LEASE).stat().st_mtime == 1:
+        pass
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_its_own_is_removed(tmp_path: Path) -> None:
+    Lease(tmp_path, elsewhere(mine())).take()
+    Lease(tmp_path, mine()).release()
+    assert held_by(tmp_path).pid == 77
+
+
+@pytest.mark.robustness(
+    "B10", "garbage, a FIFO, a link or a folder in place of the lease", "it is replaced, and the job starts"
+)
+@pytest.mark.parametrize("kind", ["garbage", "long", "fifo", "link", "folder"])
+def test_what_is_no_lease_is_replaced(tmp_path: Path, kind: str) -> None:
+    root, path = tmp_path / "save", tmp_path / "save" / naming.LEASE
+    root.mkdir()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    match kind:
+        case "garbage":
+            path.write_bytes(b"\xff{[")
+        case "long":
+            path.write_bytes(b"x" * 100_000)
+        case "fifo":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(victim)
+        case "folder":
+            path.mkdir()
+    Lease(root, mine()).take()
+    assert held_by(root) == mine()
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.robustness("B10", "the lease cannot be written", "a line says so, and the job starts")
+def test_a_lease_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lease.claim(tmp_path / "gone", {})
+    (line,) = said(capsys).splitlines()
+    assert "no lease (No such file or directory)" in line
+    assert "another job that saves there is not noticed" in line
+
+
+def test_cleaning_up_leaves_the_lease(tmp_path: Path) -> None:
+    Lease(tmp_path, mine()).take()
+    (tmp_path / f"{naming.LEASE}.0badf00d.tmp").touch()
+    publish.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [naming.LEASE]
+
+
+def test_a_copy_of_a_folder_is_free(
+    tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`cp -a` copies the lease, whose owner lives and saves elsewhere."""
+    first = Owner.of(stack.enter_context(process()).pid)
+    (tmp_path / "save").mkdir()
+    Lease(tmp_path / "save", first).take()
+    branch = Path(shutil.copytree(tmp_path / "save", tmp_path / "branch"))
+    Lease(branch, mine()).take()
+    assert "came here with a copy of its folder" in said(capsys)
+    assert held_by(branch) == mine()
+    with pytest.raises(ConfigError):
+        Lease(tmp_path / "save", mine()).take()
+
+
+def test_whose_lease_becomes_anothers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    lines: list[str] = []
+
+    def tell(line: str, **_: object) -> None:
+        lines.append(line)
+        told.set()
+
+    monkeypatch.setattr(lease, "REFRESH_S", 0.01)
+    held = Lease(tmp_path, mine())
+    held.take()
+    (tmp_path / naming.LEASE).write_bytes(msgspec.json.encode(elsewhere(mine())))
+    monkeypatch.setattr(output, "tell", tell)
+    held.keep()
+    told.wait()
+    held.release()
+    (line,) = lines
+    assert "is now of the job of process 77 on node-b" in line
+
+
+@pytest.mark.robustness(
+    "B10",
+    "a job is started again while the one before still saves",
+    "it waits, says for whom, and takes over",
+)
+def test_a_job_that_is_leaving_is_waited_for(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = threading.Event()
+    lines: list[str] = []
+
+    def tell(line: str, **_: object) -> None:
+        lines.append(line)
+        told.set()
+
+    monkeypatch.setattr(lease, "LOOK_S", 0.01)
+    monkeypatch.setattr(output, "tell", tell)
+    before = Owner.of(stack.enter_context(process()).pid)
+    held = Lease(tmp_path, before)
+    held.take()
+    held.leave()
+    held._marker.join()
+    with Thread(Lease(tmp_path, mine()).take, 1e9, 1e9):
+        assert told.wait(LONG_S)
+        assert held_by(tmp_path) == before
+        held.release()
+    assert (
+        lines[0] == f"[ttp] waiting for the job that is leaving {tmp_path} ({before.host}, pid {before.pid})"
+    )
+    assert held_by(tmp_path) == mine()
+
+
+@pytest.mark.robustness(
+    "B10", "a job that is leaving does not end within TTP_OT", "the next is refused in a line"
+)
+def test_a_job_that_does_not_leave(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LOOK_S", 0.01)
+    held = Lease(tmp_path, Owner.of(stack.enter_context(process()).pid))
+    held.take()
+    held.leave()
+    held._marker.join()
+    with pytest.raises(ConfigError, match="saves there"):
+        Lease(tmp_path, mine()).take(patience_s=0.05)
+
+
+def test_a_restart_of_a_job_takes_the_mark_away(tmp_path: Path, stack: ExitStack) -> None:
+    owner = Owner.of(stack.enter_context(process()).pid)
+    held = Lease(tmp_path, owner)
+    held.take()
+    held.leave()
+    held._marker.join()
+    Lease(tmp_path, owner).take()
+    assert b'"leaving":false' in (tmp_path / naming.LEASE).read_bytes()

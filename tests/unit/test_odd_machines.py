@@ -1,0 +1,365 @@
+"""Machines on which logs, terminals or temporary files cannot be had: the job is saved as ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+
+import pytest
+
+from tests.faults import cgroups
+from tests.unit.nodes import is_gone, wait_until
+from tests.unit.test_ttprun import TWO, Ended, Launcher, launcher, zygote
+
+__all__ = ["launcher", "zygote"]
+
+# Steps 11 to 13, then it waits to be killed; started again, it ends well.
+TRAINS = """
+import os, sys, time
+from pathlib import Path
+from adaptor.worker import runtime
+from adaptor.protocol.messages import Share
+from tests.unit.trainee import CountingTrainee, Loop
+restart, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+if restart:
+    Path(f"again{rank}").touch()
+    sys.exit(0)
+loop = Loop(runtime.get().session, CountingTrainee(os.path.join(os.getcwd(), "save"), (Share("g", 0, 1),)))
+loop.begin(10)
+for step in (11, 12, 13):
+    loop.step(step)
+Path(f"pid{rank}").write_text(f"{os.getpid()} ")
+ATTHEEND
+time.sleep(600)
+"""
+
+# The agent says when it knows what a rank holds: before that there is nothing to save.
+KNOWS = """
+from pathlib import Path
+from adaptor.controller.membership import Membership
+add = Membership.add
+def known(self, layout):
+    found = add(self, layout)
+    Path(f"known{layout.rank}").touch()
+    return found
+Membership.add = known
+"""
+
+
+class Training:
+    """A job of two ranks under the real ttprun, which may start again once."""
+
+    def __init__(self, launcher: Launcher, then: str = "", before: str = "", **env: str) -> None:
+        self.launcher = launcher
+        self.folder = launcher.folder
+        self.logs = self.folder / "logs"
+        (self.folder / "save").mkdir()
+        script = launcher.script(TRAINS.replace("ATTHEEND", then))
+        env = {"TTP_LOG_PATH": str(self.logs), **env}
+        self.agent = launcher.start(*TWO, "--max-restarts", "1", script, before=KNOWS + before, **env)
+
+    def begins(self) -> None:
+        """Return once every rank trains, and the agent knows of it."""
+        files = [self.folder / f"pid{rank}" for rank in (0, 1)]
+        wait_until(
+            lambda: all(file.exists() and file.read_text().endswith(" ") for file in files), "all train"
+        )
+        wait_until(lambda: all((self.folder / f"known{rank}").exists() for rank in (0, 1)), "the agent knows")
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"pid{rank}").read_text())
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.pid(rank), signal.SIGKILL)
+
+    @property
+    def gone(self) -> bool:
+        return all(is_gone(self.pid(rank)) for rank in (0, 1))
+
+    def restarts(self, traceback: bool = False) -> Ended:
+        """It ends well, after it was saved and started again."""
+        ended = self.launcher.wait(self.agent)
+        assert (self.folder / "save/latest_checkpointed_iteration.txt").read_text() == "13", ended.log
+        assert (ended.code, [(self.folder / f"again{rank}").exists() for rank in (0, 1)]) == (0, [True, True])
+        assert traceback or "Traceback" not in ended.log
+        return ended
+
+
+@pytest.mark.robustness(
+    "B5", "the log folder is removed while training, then a rank is killed", "saved, restarted"
+)
+def test_the_log_folder_is_removed(launcher: Launcher) -> None:
+    job = Training(launcher)
+    job.begins()
+    shutil.rmtree(job.logs)
+    job.kill(1)
+    job.restarts()
+    assert list(job.logs.glob("incident-*-1.json")), "it is made again"
+
+
+@pytest.mark.robustness("B5", "the log folder has become a file, then a rank is killed", "saved, restarted")
+def test_the_log_folder_cannot_be_had(launcher: Launcher) -> None:
+    job = Training(launcher)
+    job.begins()
+    shutil.rmtree(job.logs)
+    job.logs.touch()
+    job.kill(1)
+    assert "[ttp] the incident report cannot be written: " in job.restarts().log
+
+
+@pytest.mark.robustness(
+    "B5", "the disk of the logs hangs at the first line of an incident", "saved, restarted"
+)
+def test_the_log_disk_hangs(launcher: Launcher) -> None:
+    """A FIFO that nobody reads: opening it never returns."""
+    job = Training(launcher, TTP_LOG_STDOUT="1", before=A_LOG_THAT_HANGS)
+    job.begins()
+    job.kill(1)
+    job.restarts()
+
+
+A_LOG_THAT_HANGS = """
+import os, socket
+os.makedirs("logs")
+os.mkfifo(f"logs/ttp-agent-{socket.gethostname()}-{os.getpid()}.log")
+"""
+
+
+# What waits for the test, then ends rank 1 or both.
+ON_GO = """
+while not Path("go").exists():
+    time.sleep(0.01)
+"""
+RANK_1 = ON_GO + "if rank == '1':\n    "
+
+OUTPUTS = {
+    "a full disk": "there = os.open('/dev/full', os.O_WRONLY)",
+    "a closed pipe": "reader, there = os.pipe()\nos.close(reader)",
+    "a pipe that nobody reads": (
+        "reader, there = os.pipe()\nos.set_blocking(there, False)\n"
+        "try:\n    while True: os.write(there, bytes(4096))\n"
+        "except BlockingIOError: os.set_blocking(there, True)"
+    ),
+}
+
+
+@pytest.mark.robustness(
+    "B6", "stdout and stderr cannot be written when every rank raises", "saved, restarted"
+)
+@pytest.mark.parametrize("to", OUTPUTS)
+def test_nobody_can_read_what_is_said(to: str, launcher: Launcher) -> None:
+    before = f"import os\n{OUTPUTS[to]}\nos.dup2(there, 1)\nos.dup2(there, 2)\n"
+    job = Training(launcher, ON_GO + "raise ValueError('told to raise')", before)
+    job.begins()
+    (job.folder / "go").touch()
+    job.restarts()
+
+
+@pytest.mark.robustness(
+    "B1", "an exception names a file that is no UTF-8; or has 20 MB; an absurd exit code", "saved"
+)
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            "raise OSError('cannot open /data/caf\\udce9.bin')",
+            "OSError: cannot open /data/caf\\udce9.bin; step 13",
+        ),
+        ("sys.exit('caf\\udce9')", "SystemExit: caf\\udce9; step 13"),
+        ("sys.exit(10**30)", f"SystemExit: {10**30}; step 13"),
+        ("raise ValueError('x' * 20_000_000)", " more characters); step 13"),
+    ],
+)
+def test_words_that_cannot_be_sent(what: str, said: str, launcher: Launcher) -> None:
+    job = Training(launcher, RANK_1 + what)
+    job.begins()
+    (job.folder / "go").touch()
+    ended = job.restarts(traceback=True)
+    assert [
+        line for line in ended.log.splitlines() if line.startswith("[ttp] rank 1 raised ") and said in line
+    ]
+
+
+@pytest.mark.robustness("B1", "the save folder has a name that is no UTF-8", "refused in one line")
+def test_a_save_folder_that_cannot_be_named(launcher: Launcher) -> None:
+    script = launcher.script(TRAINS.replace('"save"', '"caf\\udce9"'))
+    ended = launcher.run(*TWO, script)
+    assert ended.code == 2, ended.log
+    assert "caf\\udce9: its name is not UTF-8" in ended.last_line
+
+
+@pytest.mark.robustness("B1", "a worker's processor fails", "its worker ends, the others save, restarted")
+def test_a_processor_that_fails(launcher: Launcher) -> None:
+    job = Training(launcher, RANK_1 + "runtime.get().processor.say(object())")
+    job.begins()
+    (job.folder / "go").touch()
+    ended = job.restarts(traceback=True)
+    assert "[ttp] rank 1 exited with code 77; step 13 is saved, " in ended.log
+    assert "[ttp] rank 1: its processor has failed: Traceback" in ended.log
+
+
+FAILS = """
+from adaptor.controller.hang_detector import HangDetector
+def look(self, *args, **kwargs):
+    if Path("go").exists():
+        raise {error}
+HangDetector.look = look
+"""
+
+
+@pytest.mark.robustness(
+    "B1", "a task of the agent's control thread fails", "saved and ended with exit code 1, in one line"
+)
+@pytest.mark.parametrize("error", ["KeyError: 7", "SystemExit: 7"])
+def test_a_task_of_the_control_thread_fails(error: str, launcher: Launcher) -> None:
+    """Also where that breaks off the event loop of the thread, which asyncio lets SystemExit alone do."""
+    job = Training(launcher, before=FAILS.format(error=error.replace(": ", "(") + ")"))
+    job.begins()
+    (job.folder / "go").touch()
+    ended = launcher.wait(job.agent)
+    assert ended.code == 1
+    assert ended.last_line.startswith(f"[ttp] ttprun has failed: {error}; step 13 is saved, "), ended.log
+    assert ended.log.count("an error in ttprun itself: Traceback") == 1
+    assert job.gone
+
+
+@pytest.mark.robustness(
+    "B1", "the agent's control thread ends", "the job ends with exit code 1 and one line, and every worker"
+)
+def test_the_control_thread_ends(launcher: Launcher) -> None:
+    """It breaks off, and again when it is to save."""
+    again = (
+        "from adaptor.launchers.save_folder_tasks import SaveFolderTasks\n"
+        "def do(*args):\n    raise SystemExit(8)\nSaveFolderTasks.do = do\n"
+    )
+    job = Training(launcher, before=FAILS.format(error="SystemExit(7)") + again)
+    job.begins()
+    (job.folder / "go").touch()
+    ended = launcher.wait(job.agent)
+    assert ended.code == 1
+    assert ended.last_line.startswith("[ttp] the control thread of ttprun has failed: SystemExit: 8; ")
+    wait_until(lambda: job.gone, "the workers are gone")
+
+
+# Whoever looks into the save folder from the verdict on waits until the test says that the disk answers.
+DISK_HANGS = """
+import threading
+from adaptor.checkpoint import publish
+from adaptor.launchers import account, save_folder_tasks
+account.TRACKER_S = save_folder_tasks.CLEAN_S = 600
+def hangs(act):
+    def waits(*args, **kwargs):
+        while not Path("answers").exists():
+            threading.Event().wait(0.01)
+        return act(*args, **kwargs)
+    return waits
+account.tracked_step = hangs(account.tracked_step)
+publish.clean = hangs(publish.clean)
+"""
+
+
+@pytest.mark.robustness(
+    "B5", "the save folder hangs once last words are saved", "the last line is told, the rest after it"
+)
+def test_the_last_line_on_a_save_folder_that_hangs(launcher: Launcher) -> None:
+    job = Training(launcher, before=DISK_HANGS, TTP_NO_PROGRESS="1")
+    job.begins()
+    job.kill(1)
+    wait_until(lambda: "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, " in launcher.log, "it is told")
+    assert job.gone
+    (job.folder / "answers").touch()
+    ended = launcher.wait(job.agent)
+    assert ended.code == 79
+    assert ended.last_line == f"[ttp] the newest checkpoint in {job.folder / 'save'} is step 13"
+
+
+@pytest.mark.robustness(
+    "B7", "a cleaner removes everything below the temporary folder, then a rank is killed", "restarted"
+)
+def test_a_cleaner_of_temporary_files(launcher: Launcher) -> None:
+    temporary = launcher.folder / "tmp"
+    temporary.mkdir()
+    job = Training(launcher, TMPDIR=str(temporary))
+    job.begins()
+    assert list(temporary.glob("ttp-*"))
+    for path in temporary.iterdir():
+        shutil.rmtree(path)
+    job.kill(1)
+    job.restarts()
+
+
+@pytest.mark.robustness("B7", "a survivor, and its agent, have no descriptor left", "saved")
+def test_no_descriptors(launcher: Launcher) -> None:
+    eats = (
+        "import os, resource\n"
+        "{pad}resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))\n"
+        "{pad}try:\n{pad}    while True: os.open('/dev/null', os.O_RDONLY)\n"
+        "{pad}except OSError: os.mkdir('eaten' + {name})\n"
+    )
+    # In the agent once it is asked for the time, in the worker before it waits.
+    before = (
+        "from adaptor.controller.hang_detector import HangDetector\nlook = HangDetector.look\n"
+        "def eat(self, *args, **kwargs):\n"
+        "    if not Path('eaten-agent').exists() and Path('go').exists():\n        "
+        + eats.format(pad="        ", name="'-agent'")
+        + "    return look(self, *args, **kwargs)\nHangDetector.look = eat\n"
+    )
+    job = Training(launcher, "if rank == '0':\n    " + eats.format(pad="    ", name="'0'"), before)
+    job.begins()
+    (job.folder / "go").touch()
+    wait_until(
+        lambda: (job.folder / "eaten-agent").exists() and (job.folder / "eaten0").exists(), "all is eaten"
+    )
+    job.kill(1)
+    ended = launcher.wait(job.agent)
+    assert "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, no finished step is lost" in ended.log
+
+
+@pytest.mark.robustness("B7", "a survivor, or the agent, gets no process and no thread (pids.max)", "saved")
+@pytest.mark.parametrize("who", ["worker", "agent"])
+def test_no_threads(who: str, launcher: Launcher) -> None:
+    job = Training(launcher)
+    job.begins()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(cgroups.no_more_threads(job.pid(0) if who == "worker" else job.agent))
+        except OSError as error:
+            job.kill(1)
+            launcher.wait(job.agent)
+            pytest.skip(f"not on this machine, or not for this user: {error}")
+        job.kill(1)
+        ended = launcher.wait(job.agent)
+    assert "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, no finished step is lost" in ended.log
+    assert "Traceback" not in ended.log
+    if who == "agent":
+        assert ended.code == 137
+        assert "; the workers cannot be started again: " in ended.last_line
+
+
+@pytest.mark.robustness(
+    "B8", "a killed worker has children in process groups of their own", "they end with it"
+)
+def test_children_in_groups_of_their_own(launcher: Launcher) -> None:
+    starts = (
+        "import subprocess\n"
+        "command = ['sh', '-c', 'sleep 600 & echo $! > child; wait']\n"
+        "child = subprocess.Popen(command, preexec_fn=lambda: os.setpgid(0, 0))\n"
+        "other = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "Path('other').write_text(f'{other.pid} ')\n"
+    )
+    job = Training(launcher, "if rank == '1':\n    " + starts.replace("\n", "\n    "))
+    job.begins()
+    files = [job.folder / name for name in ("child", "other")]
+    wait_until(
+        lambda: all(file.exists() and file.read_text().endswith(("\n", " ")) for file in files), "they run"
+    )
+    child, other = (int(file.read_text()) for file in files)
+    job.kill(1)
+    job.restarts()
+    try:
+        assert is_gone(child)
+        assert not is_gone(other), "it has left the session"
+    finally:
+        os.kill(other, signal.SIGKILL)

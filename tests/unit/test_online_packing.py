@@ -1,0 +1,68 @@
+"""The record of a step as bytes, and back: equal in every bit, and nothing is unpickled."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from adaptor.online import packing
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -1,
+        1 << 80,
+        0.1,
+        float("inf"),
+        "a",
+        b"\0",
+        [1, (2, [3])],
+        {"a": {"b": (1, None)}},
+        {1: 2},
+        random.Random(3).getstate(),
+    ],
+)
+def test_plain_values(value: object) -> None:
+    assert packing.unpack(packing.pack(value)) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape).to(dtype)
+    back = packing.unpack(packing.pack({"a": (tensor,)}))["a"][0]
+    assert (back.dtype, back.shape) == (dtype, shape)
+    assert torch.equal(back, tensor)
+
+
+def test_random_states_go_on_where_they_were() -> None:
+    numpy.random.seed(5)
+    numpy.random.standard_normal()
+    states = packing.unpack(
+        packing.pack((torch.get_rng_state(), numpy.random.get_state(), random.getstate()))
+    )
+    expected = torch.rand(3), numpy.random.standard_normal(3), random.random()
+    torch.set_rng_state(states[0])
+    numpy.random.set_state(states[1])
+    random.setstate(states[2])
+    assert torch.equal(torch.rand(3), expected[0])
+    assert numpy.array_equal(numpy.random.standard_normal(3), expected[1])
+    assert random.random() == expected[2]
+
+
+def test_a_generator_of_torch() -> None:
+    generator = torch.Generator().manual_seed(7)
+    torch.rand(2, generator=generator)
+    back = packing.unpack(packing.pack(generator))
+    assert torch.equal(torch.rand(2, generator=back), torch.rand(2, generator=generator))
+
+
+def test_what_cannot_be_passed_on_is_named() -> None:
+    with pytest.raises(TypeError, match="Random cannot be passed on"):
+        packing.pack({"a": [random.Random()]})

@@ -1,0 +1,103 @@
+"""What is told to people never waits, never raises, and never changes how a process ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from adaptor import output
+from tests.unit.threads import LONG_S
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(program: str, stdout: int | None = None, stderr: int | None = None) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", program], stdout=stdout, stderr=stderr, env=environment)
+
+
+def test_lines_are_written_in_their_order_before_the_process_ends() -> None:
+    program = "from adaptor.output import tell\nfor n in range(100): tell(f'{n} \\udce9', to='stdout')"
+    with run(program, stdout=subprocess.PIPE) as process:
+        said, _ = process.communicate(timeout=LONG_S)
+    assert said.decode() == "".join(f"{n} \\udce9\n" for n in range(100))
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("what", ["closed pipe", "full disk", "not there"])
+def test_a_stream_that_cannot_be_written_changes_nothing(stream: str, what: str) -> None:
+    program = f"from adaptor.output import tell\ntell('x' * 100_000, to={stream!r})\nraise SystemExit(7)"
+    if what == "not there":
+        program = f"import os, sys\nsys.{stream} = None\nos.close({1 + (stream == 'stderr')})\n{program}"
+    reader, writer = os.pipe()
+    os.close(reader)
+    place = os.open("/dev/full", os.O_WRONLY) if what == "full disk" else writer
+    process = run(program, **{stream: place})  # type: ignore[arg-type]
+    os.close(writer)
+    assert process.wait(LONG_S) == 7
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up() -> None:
+    """Neither who tells, nor the end of the process."""
+    reader, writer = os.pipe()
+    program = (
+        "from adaptor import output\n"
+        "for _ in range(20_000): output.tell('x' * 100)\n"
+        "open('/dev/fd/1', 'wb').write(b'told')\n"
+    )
+    with run(program, stdout=subprocess.PIPE, stderr=writer) as process:
+        said, _ = process.communicate(timeout=LONG_S)
+        assert (said, process.returncode) == (b"told", 0)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_without_another_thread_a_line_is_written_all_the_same() -> None:
+    program = (
+        "import threading\n"
+        'def refuse(self): raise RuntimeError("can\'t start new thread")\n'
+        "threading.Thread.start = refuse\n"
+        "from adaptor.output import tell\n"
+        "tell('said')\n"
+    )
+    with run(program, stderr=subprocess.PIPE) as process:
+        _, said = process.communicate(timeout=LONG_S)
+    assert (said, process.returncode) == (b"said\n", 0)
+
+
+def test_a_fork_tells_by_itself() -> None:
+    program = (
+        "import os\n"
+        "from adaptor.output import drain, tell\n"
+        "tell('parent')\n"
+        "drain()\n"
+        "if os.fork() == 0:\n"
+        "    tell('child')\n"
+        "else:\n"
+        "    os.wait()\n"
+    )
+    with run(program, stderr=subprocess.PIPE) as process:
+        _, said = process.communicate(timeout=LONG_S)
+    assert said == b"parent\nchild\n"
+
+
+def test_one_that_fails_does_not_end_the_others() -> None:
+    writer = output.Writer("test")
+    done = threading.Event()
+    writer.submit(lambda: 1 / 0)
+    writer.submit(done.set)
+    assert done.wait(LONG_S)
+    assert writer.close(LONG_S)
+
+
+def test_a_job_that_hangs_is_waited_for_only_so_long() -> None:
+    writer, go = output.Writer("test"), threading.Event()
+    writer.submit(go.wait)
+    assert not writer.drain(0.01)
+    go.set()
+    assert writer.close(LONG_S)

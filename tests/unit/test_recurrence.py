@@ -1,0 +1,87 @@
+"""Faults that come again without progress."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptor.controller.recurrence import EXIT_NO_PROGRESS, Recurrence
+from adaptor.protocol.messages import Fault, Verdict
+
+SAME = "ValueError at train.py:8"
+
+
+def verdict(
+    key: str = SAME, finished: int | None = 7, outcome: str = "nothing", step: int = 7, newest: int = 7
+) -> Verdict:
+    fault = Fault(key, finished, (0,))
+    return Verdict(1, outcome, step, "as it was", 0, 1, "/save", fault=fault, newest=newest)
+
+
+def stops(recurrence: Recurrence, *verdicts: Verdict) -> list[bool]:
+    """Whether each of them ends the job."""
+    judged = []
+    for given in verdicts:
+        made = recurrence.judge(given)
+        recurrence.note(made)
+        judged.append(bool(made.stop))
+    return judged
+
+
+def test_the_third_time() -> None:
+    first = verdict(outcome="saved")
+    assert stops(Recurrence(3), first, verdict(), verdict()) == [False, False, True]
+
+
+def test_what_it_says() -> None:
+    recurrence = Recurrence(2)
+    recurrence.note(verdict())
+    made = recurrence.judge(verdict())
+    assert (made.exit_code, made.stop) == (
+        EXIT_NO_PROGRESS,
+        f"{SAME} came 2 times after step 7 without a newer checkpoint (TTP_NO_PROGRESS)",
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        verdict(key="KeyError at train.py:8"),
+        verdict(key="ValueError at train.py:9"),
+        verdict(finished=8),
+        verdict(outcome="saved", step=8),
+        verdict(key=""),
+    ],
+    ids=["another exception", "another place", "another step", "a newer checkpoint", "told to end"],
+)
+def test_anything_else_begins_anew(other: Verdict) -> None:
+    recurrence = Recurrence(3)
+    assert stops(recurrence, verdict(), verdict(), other, verdict()) == [False] * 4
+
+
+def test_a_regular_checkpoint_is_progress() -> None:
+    """The job starts from a later step each time, and nothing of it was saved by the adaptor."""
+    from_later = [verdict(step=step, newest=step) for step in (7, 8, 9, 10)]
+    assert stops(Recurrence(2), *from_later) == [False] * 4
+
+
+def test_a_hang_of_nobody_in_particular_is_known_by_the_step_of_the_job() -> None:
+    hangs = [verdict("a hang", None, "lost", -1, newest=newest) for newest in (10, 20, 20)]
+    assert stops(Recurrence(2), *hangs) == [False, False, True]
+
+
+def test_a_lost_checkpoint_does_not_make_the_next_one_newer() -> None:
+    saved, lost = verdict(outcome="saved"), verdict(outcome="lost", step=-1)
+    assert stops(Recurrence(4), saved, lost, saved, lost) == [False, False, False, True]
+
+
+def test_once() -> None:
+    made = Recurrence(1).judge(verdict("exit code 1"))
+    assert made.stop == "exit code 1 came once after step 7 without a newer checkpoint (TTP_NO_PROGRESS)"
+
+
+def test_what_nothing_is_known_of_is_never_the_same() -> None:
+    assert stops(Recurrence(2), *[verdict(key="")] * 5) == [False] * 5
+
+
+def test_it_can_be_switched_off() -> None:
+    assert stops(Recurrence(0), *[verdict()] * 9) == [False] * 9

@@ -1,0 +1,112 @@
+"""Online recovery, as the controller decides it; its orders are in the golden traces `online_*`."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptor.controller.controller import Controller
+from adaptor.controller.incident_state import TRANSITIONS, IncidentState, Stage
+from adaptor.controller.outcome import Orders
+from adaptor.controller.regrouping import MAX_RESUMED
+from adaptor.protocol.messages import (
+    Addressed,
+    AgentHello,
+    BoardRecord,
+    Died,
+    Freeze,
+    Frozen,
+    Hello,
+    Joined,
+    Layout,
+    Phase,
+    Prepare,
+    Resume,
+    Resumed,
+    Share,
+)
+
+RANKS = range(4)
+
+
+def _job(online: str = "", term: int = 0) -> Controller:
+    job = Controller(len(RANKS), 120.0, ("store", 1, b""), term=term, online_s=60.0)
+    job.handle(AgentHello(0, tuple(RANKS)), 0.0)
+    for rank in RANKS:
+        job.handle(Hello(rank, rank), 0.0)
+        why_not = online if rank == 2 else ""
+        share = Share("g", rank % 2, 2)
+        job.handle(Layout(rank, (share,), "/save", 0, "same", False, why_not), 0.0)
+    return job
+
+
+def _kill(job: Controller, rank: int, step: int) -> Orders:
+    """Kill a rank, after `step` has finished; return what is ordered when all others have answered."""
+    number = job.handle(Died(rank, -9, 0.0, BoardRecord(rank)), 1.0)[0][1]
+    assert isinstance(number, Addressed)
+    assert isinstance(number.message, Freeze)
+    orders: Orders = []
+    for other in RANKS:
+        if other != rank:
+            board = BoardRecord(other, 1, Phase.RUNNING, step, step, step)
+            orders = job.handle(Frozen(other, number.message.incident, board), 1.0)
+    return orders
+
+
+def _join(job: Controller, pid: int, step: int) -> Orders:
+    assert job.incident is not None
+    (rank,) = job.incident.regrouping.newcomers
+    job.handle(Hello(rank, pid), 1.0)
+    number, attempt = job.incident.number, job.incident.writing.attempt
+    orders: Orders = []
+    for each in RANKS:
+        orders = job.handle(Joined(each, number, attempt, step, "a"), 2.0)
+    return orders
+
+
+def test_after_so_many_recoveries_all_are_started_again() -> None:
+    """What an exchange of groups leaves behind in each process is given back by a restart."""
+    job = _job()
+    for number in range(MAX_RESUMED):
+        _kill(job, number % 4, step=5 + number)
+        orders = _join(job, 100 + number, step=5 + number)
+        assert [type(order) for _, order in orders] == [Resumed, *[Addressed] * 4]
+        assert all(isinstance(order.message, Resume) for _, order in orders if isinstance(order, Addressed))
+        assert job.incident is None
+        assert job.verdict is None
+    ((_, order),) = _kill(job, 1, step=40)
+    assert isinstance(order, Prepare)
+    assert job.incident is not None
+    assert job.incident.regrouping.why_not == "10 faults were recovered online since the last start"
+
+
+def test_a_later_controller_uses_no_number_of_an_earlier_one() -> None:
+    job, next_one = _job(), _job(term=1)
+    numbers = set()
+    for number in range(MAX_RESUMED):
+        _kill(job, number % 4, step=5 + number)
+        assert job.incident is not None
+        numbers.add(job.incident.number)
+        _join(job, 100 + number, step=5 + number)
+    _kill(next_one, 1, step=5)
+    assert next_one.incident is not None
+    assert next_one.incident.number > max(numbers)
+
+
+def test_a_rank_that_cannot_take_part_says_why() -> None:
+    job = _job(online="CUDA graphs are on")
+    ((_, order),) = _kill(job, 1, step=5)
+    assert isinstance(order, Prepare)
+    assert job.incident is not None
+    assert job.incident.regrouping.why_not == "rank 2: CUDA graphs are on"
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_only_stages_that_may_follow_do(stage: Stage) -> None:
+    for another in Stage:
+        state = IncidentState(0.0, 120.0, {}, stage=stage)
+        if another in TRANSITIONS[stage]:
+            state.move(another)
+            assert state.stage is another
+        else:
+            with pytest.raises(AssertionError, match=f"{stage.name} is not followed by {another.name}"):
+                state.move(another)

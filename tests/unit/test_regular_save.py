@@ -1,0 +1,167 @@
+"""The names of a regular save, however the user writes the folder."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adaptor import context
+from adaptor.checkpoint import manifest
+from adaptor.frameworks.regular_save import RegularSaves
+from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.naming import TRACKER
+from adaptor.worker import runtime
+from adaptor.worker.session import Session
+
+FILE = "iter_0000003/mp_rank_00/model_optim_rng.pt"
+
+
+def saves() -> RegularSaves:
+    """Those of this process."""
+    return context.part(RegularSaves)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("root", ["ckpt", "./ckpt", "ckpt/", "ckpt//", "{here}/./ckpt", "{here}/ckpt"])
+def test_a_save_has_a_folder_of_its_own(root: str, tmp_path: Path) -> None:
+    root = root.format(here=tmp_path)
+    with saves().regular(root, 3):
+        named = Path(saves().renamed(os.path.join(root, FILE)))  # noqa: PTH118
+        base = Path(saves().renamed(os.path.join(root, "iter_0000003")))  # noqa: PTH118
+    assert named == Path(root) / FILE.replace("iter_0000003", "iter_0000003_saving")
+    assert base == Path(root) / "iter_0000003_saving"
+    assert saves().renamed(os.path.join(root, FILE)) == os.path.join(root, FILE)  # noqa: PTH118
+
+
+def test_other_steps_and_folders_keep_their_names() -> None:
+    with saves().regular("ckpt", 3):
+        for path in ("ckpt/iter_0000002/a.pt", "elsewhere/iter_0000003/a.pt", "ckpt/iter_00000031"):
+            assert saves().renamed(path) == path
+
+
+def test_a_dump_beside_a_save_is_none() -> None:
+    seen = []
+    with saves().regular("ckpt", 3):
+        beside = threading.Thread(target=lambda: seen.append(saves().renamed(f"ckpt/{FILE}")))
+        beside.start()
+        beside.join()
+    assert seen == [f"ckpt/{FILE}"]
+
+
+@pytest.mark.robustness(
+    "A2",
+    "a thread of the script saves while the training saves another step",
+    "each writes to its own folder",
+)
+def test_saves_in_two_threads() -> None:
+    seen: dict[str, str] = {}
+
+    def save() -> None:
+        with saves().regular("ckpt", 4):
+            seen["other"] = saves().renamed("ckpt/iter_0000004/a.pt")
+
+    with saves().regular("ckpt", 3):
+        beside = threading.Thread(target=save)
+        beside.start()
+        beside.join()
+        seen["main"] = saves().renamed(f"ckpt/{FILE}")
+    assert seen == {
+        "other": "ckpt/iter_0000004_saving/a.pt",
+        "main": f"ckpt/{FILE.replace('iter_0000003', 'iter_0000003_saving')}",
+    }
+    assert saves().renamed(f"ckpt/{FILE}") == f"ckpt/{FILE}"
+
+
+@pytest.fixture
+def _rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    memory = BoardMemory([0])
+    session = Session(Board(0, memory.path, memory.slots), lambda *_: None, lambda _: None)
+    monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(rank=0, session=session))
+    yield
+    memory.close()
+
+
+@pytest.mark.usefixtures("_rank_0")
+def test_a_framework_that_writes_over_the_tracker(tmp_path: Path) -> None:
+    """ModelLink does not empty it before it writes: 999 over 1000 would be 9990."""
+    (tmp_path / TRACKER).write_text("1000")
+    with saves().regular(str(tmp_path), 999):
+        (Path(saves().renamed(str(tmp_path / "iter_0000999"))) / "shard.pt").touch()
+        tracker = os.open(saves().tracker(str(tmp_path / TRACKER)), os.O_WRONLY | os.O_CREAT)
+        with os.fdopen(tracker, "w") as file:
+            file.write("999")
+    assert (tmp_path / TRACKER).read_text() == "1000"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000999", TRACKER]
+
+
+@pytest.mark.usefixtures("_rank_0")
+def test_an_asynchronous_save_has_its_name_when_it_is_finalized(tmp_path: Path) -> None:
+    put_off: list[Callable[[], Any]] = []
+    with saves().regular(str(tmp_path), 3, asynchronous=True):
+        folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
+        tracker = Path(saves().tracker(str(tmp_path / TRACKER)))
+        saves().scheduled(SimpleNamespace(add_finalize_fn=put_off.append))
+    (folder / "shard.pt").write_bytes(b"in the background")
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000003_saving"]
+    tracker.write_text("3")  # the framework does, before what was put off
+    (finalize,) = put_off
+    finalize()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", TRACKER]
+    assert (tmp_path / TRACKER).read_text() == "3"
+    assert manifest.verify(tmp_path / "iter_0000003") == []
+
+
+def test_who_asks_for_a_folder_is_told_when_it_has_its_name() -> None:
+    """On the last rank, which does not give it: Weights & Biases takes no folder that is not there."""
+    told: list[tuple[str, str]] = []
+    with saves().regular("ckpt", 3):
+        saves().tell(
+            saves().renamed(f"ckpt/{FILE}"),
+            f"ckpt/{TRACKER}",
+            lambda *named: told.append(named),
+        )
+        assert not told
+    assert told == [(f"ckpt/{FILE}", f"ckpt/{TRACKER}")]
+    saves().tell("elsewhere/a.pt", "elsewhere/t", lambda *named: told.append(named))
+    assert told[1:] == [("elsewhere/a.pt", "elsewhere/t")]
+
+
+def test_nobody_is_told_of_a_save_that_has_failed() -> None:
+    def save() -> None:
+        with saves().regular("ckpt", 3):
+            saves().tell(saves().renamed(f"ckpt/{FILE}"), f"ckpt/{TRACKER}", pytest.fail)
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        save()
+
+
+@pytest.mark.usefixtures("_rank_0")
+def test_of_an_asynchronous_save_they_are_told_when_all_ranks_have_met(tmp_path: Path) -> None:
+    at_the_end: list[Callable[[], Any]] = []
+    seen: list[tuple[str, list[str]]] = []
+
+    def look(what: str) -> None:
+        seen.append((what, sorted(path.name for path in tmp_path.iterdir())))
+
+    with saves().regular(str(tmp_path), 3, asynchronous=True):
+        folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
+        (folder / "shard.pt").touch()
+        saves().tracker(str(tmp_path / TRACKER))
+        at_the_end.append(lambda: saves().tell(str(folder), "", lambda *named: look(named[0])))
+        request = SimpleNamespace(add_finalize_fn=at_the_end.append)
+        saves().scheduled(request, lambda: look("met"))
+    for act in at_the_end:
+        act()
+    named = ["iter_0000003", TRACKER]
+    assert seen == [("met", named), (str(tmp_path / "iter_0000003"), named)]

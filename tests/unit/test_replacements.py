@@ -1,0 +1,442 @@
+"""One worker of a node is replaced while the others live: real processes, without a controller."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptor.launchers.programs import SPARE, WORKER
+from adaptor.launchers.replacements import Replacements
+from adaptor.launchers.spare_pool import MOST_DEATHS, Spare
+from adaptor.launchers.worker_processes import Workers
+from adaptor.protocol.deadline import deadline
+from adaptor.protocol.environment import AGENT, BOARD, BOARD_RANKS, GENERATION, NEWCOMER, SCRATCH
+from adaptor.protocol.messages import (
+    BoardRecord,
+    Died,
+    Dying,
+    FromAgent,
+    Hello,
+    Layout,
+    Modules,
+    Phase,
+    RegroupFailed,
+    Replace,
+)
+from tests.unit.nodes import ROOT, is_gone, state_of, wait_until
+from tests.unit.threads import LONG_S
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from adaptor.worker import runtime
+from adaptor.protocol.messages import Share
+from tests.unit.trainee import CountingTrainee, Loop
+loop = Loop(runtime.get().session, CountingTrainee(sys.argv[1], (Share("g", 0, 1),)))
+loop.begin(10)
+loop.step(11)
+note = Path(sys.argv[1], f"{os.environ['RANK']}-{os.getpid()}")
+{more}
+print("wrote", os.getpid(), flush=True)
+note.with_suffix(".done").write_text(os.environ.get("TTP_NEWCOMER", ""))
+import threading
+threading.Event().wait()
+"""
+
+
+class Node:
+    """The workers of a node, and those that replace them, without what speaks to the controller."""
+
+    def __init__(self, folder: Path, spares: int, more: str = "") -> None:
+        self.folder = folder
+        self.script = folder / "script.py"
+        self.script.write_text(SCRIPT.replace("{more}", more))
+        self.log = (folder / "log").open("ab")
+        self.heard: list[FromAgent] = []
+        self.news = asyncio.Event()
+        self.workers = Workers(asyncio.get_running_loop(), self.hear)
+        self.replacements = Replacements(self.workers, spares)
+        self.of_a_rank: tuple[str, ...] = ("RANK",)
+        self.may_spare = True
+        self.broken = False
+        self.spares: list[Spare] = []
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def hear(self, message: FromAgent) -> None:
+        self.heard.append(message)
+        self.news.set()
+
+    async def told(self, kind: type, count: int = 1) -> list[Any]:
+        """Return the messages of this kind, once there are so many."""
+        async with deadline(LONG_S):
+            while len(found := [message for message in self.heard if isinstance(message, kind)]) < count:
+                self.news.clear()
+                await self.news.wait()
+        return found
+
+    async def until(self, done: Callable[[], Any], what: str) -> None:
+        await asyncio.to_thread(wait_until, done, what)
+
+    async def begin(self, *ranks: int) -> None:
+        await self.workers.serve()
+        boards = self.workers.begin(ranks)
+        os.environ.update({BOARD: boards.path, BOARD_RANKS: boards.slots, AGENT: self.workers.address})
+        for rank in ranks:
+            self.processes[rank] = self._popen(rank, {})
+        self.workers.watch(self.processes, self.folder, self.folder)
+        self.replacements.begin(self)
+        await self.told(Layout, len(ranks))
+
+    async def has_run(self, rank: int) -> str:
+        """Return what the newest process of `rank` has noted at the end of its script."""
+        note = self.folder / f"{rank}-{self.processes[rank].pid}.done"
+        await self.until(note.exists, "the script has come to its end")
+        return note.read_text()
+
+    async def waits(self) -> Spare:
+        """Return the newest spare, once it has imported everything."""
+        await self.until(lambda: self.spares and self.spares[-1].ready, "a spare waits")
+        return self.spares[-1]
+
+    async def close(self) -> None:
+        await self.replacements.end()
+        self.workers.end_the_living()
+        await self.until(lambda: all(map(is_gone, self._pids)), "all have ended")
+        await self.workers.end()
+        await self.workers.close()
+        for process in self.processes.values():
+            process.wait()
+        self.log.close()
+
+    @property
+    def _pids(self) -> list[int]:
+        return [process.pid for process in self.processes.values()]
+
+    # as a starter
+
+    def start(self, rank: int, added: Mapping[str, str], spare: Spare | None) -> subprocess.Popen[bytes]:
+        if self.broken:
+            raise OSError(11, "Resource temporarily unavailable")
+        if spare is None:
+            self.processes[rank] = self._popen(rank, added)
+        else:
+            self.processes[rank] = spare.become(self._environment(rank, added), self.log, self.log)
+        return self.processes[rank]
+
+    def spare(self) -> Spare:
+        environment = self._environment(0, {})
+        del environment["RANK"]
+        self.spares.append(Spare(self._command(SPARE), environment))
+        return self.spares[-1]
+
+    def _popen(self, rank: int, added: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command(WORKER),
+            env=self._environment(rank, added),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+
+    def _command(self, program: Path) -> list[str]:
+        return [sys.executable, "-u", str(program), str(self.script), str(self.folder)]
+
+    def _environment(self, rank: int, added: Mapping[str, str]) -> dict[str, str]:
+        return {**os.environ, "RANK": str(rank), "MASTER_PORT": "0", "PYTHONPATH": str(ROOT), **added}
+
+
+@pytest.fixture(autouse=True)
+def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TTP_")]:
+        monkeypatch.delenv(name)
+    for name in (AGENT, BOARD, BOARD_RANKS, GENERATION):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv(SCRATCH, str(tmp_path))
+    monkeypatch.setenv("TTP_LOG_PATH", str(tmp_path))
+
+
+def runs(folder: Path, act: Callable[[Node], Any], **node: Any) -> None:
+    """`act` with a node, which is closed afterwards."""
+
+    async def scenario() -> None:
+        made = Node(folder, **{"spares": 0, **node})
+        try:
+            await act(made)
+        finally:
+            await made.close()
+
+    asyncio.run(scenario())
+
+
+def always() -> bool:
+    return True
+
+
+def test_a_new_process_takes_the_slot_of_a_dead_one(tmp_path: Path) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0, 1)
+        await node.has_run(1)
+        old = node.processes[1]
+        old.kill()
+        (died,) = await node.told(Died)
+        assert (died.rank, died.status, died.board.pid, died.board.finished) == (1, -9, old.pid, 11)
+        assert node.workers.alive == {0}
+        node.heard.clear()
+        assert await node.replacements.replace(Replace(7, 1, 1), always) is None
+        new = node.processes[1]
+        assert node.workers.alive == {0, 1}
+        assert (await node.told(Hello))[0] == Hello(1, new.pid)
+        await node.told(Layout)
+        assert await node.has_run(1) == "7"  # TTP_NEWCOMER
+        board = node.workers.boards.read(1)  # type: ignore[union-attr]
+        assert (board.pid, board.phase, board.finished) == (new.pid, Phase.RUNNING, 11)
+        assert [message for message in node.heard if message.rank != 1] == []  # type: ignore[union-attr]
+        # Its lifeline is a new one: the death of its main thread is known before its status.
+        new.kill()
+        (dying,), (died,) = await node.told(Dying), await node.told(Died)
+        assert (dying.rank, dying.board.pid, died.board.pid) == (1, new.pid, new.pid)
+
+    runs(tmp_path, act)
+
+
+def test_a_hung_process_is_ended_first(tmp_path: Path) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        old = node.processes[0]
+        old.send_signal(signal.SIGSTOP)
+        await node.until(lambda: state_of(old.pid) == "T", "it is stopped")
+        node.heard.clear()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        (hello,) = await node.told(Hello)
+        assert hello.pid == node.processes[0].pid != old.pid
+        told = [type(message) for message in node.heard]
+        assert told.index(Died) < told.index(Hello)
+
+    runs(tmp_path, act)
+
+
+def test_what_a_dead_worker_has_started_goes_before_the_new_one_comes(tmp_path: Path) -> None:
+    child = (
+        "import subprocess; pid = subprocess.Popen(['sleep', '600']).pid;"
+        " note.with_suffix('.child').write_text(str(pid))"
+    )
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        old = node.processes[0]
+        pid = int((tmp_path / f"0-{old.pid}.child").read_text())
+        old.kill()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        assert is_gone(pid)
+        await node.has_run(0)
+        assert not is_gone(int((tmp_path / f"0-{node.processes[0].pid}.child").read_text()))
+
+    runs(tmp_path, act, more=child)
+
+
+def test_a_newcomer_that_ends_before_it_has_said_anything_tells_its_pid(tmp_path: Path) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        node.processes[0].kill()
+        await node.told(Died)
+        node.heard.clear()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        node.processes[0].kill()  # it needs a second for its first import
+        (died,) = await node.told(Died)
+        assert died.board == BoardRecord(0, pid=node.processes[0].pid)
+        await node.replacements.replace(Replace(1, 2, 0, cold=True), always)
+        assert await node.has_run(0) == "1"
+
+    runs(tmp_path, act)
+
+
+def test_no_process_can_be_started(tmp_path: Path) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        node.processes[0].kill()
+        await node.told(Died)
+        node.broken = True
+        answer = await node.replacements.replace(Replace(3, 2, 0), always)
+        reason = "no process can be started in its place (Resource temporarily unavailable)"
+        assert answer == RegroupFailed(0, 3, 2, reason)
+        assert node.workers.alive == set()
+
+    runs(tmp_path, act)
+
+
+def test_nothing_is_started_where_it_is_not_wanted_any_more(tmp_path: Path) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        old = node.processes[0]
+        old.kill()
+        assert await node.replacements.replace(Replace(3, 1, 0), lambda: False) is None
+        assert node.processes[0] is old
+        assert node.workers.alive == set()
+
+    runs(tmp_path, act)
+
+
+def look(node: Node) -> None:
+    node.replacements.look(node.workers.read(), 10)
+
+
+def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
+    """It has imported what the worker had, and it is what a cold process would be."""
+    state = (
+        "import json, sys; note.with_suffix('.json').write_text(json.dumps(dict(argv=sys.argv, path=sys.path,"
+        " name=__name__, file=__file__, nice=os.nice(0), policy=os.sched_getscheduler(0),"
+        " input=os.readlink('/proc/self/fd/0'), group=os.getpgrp() == os.getpid(),"
+        " early='fractions' in EARLY, environment=dict(os.environ))))"
+    )
+
+    async def act(node: Node) -> None:
+        node.script.write_text(
+            "import sys; EARLY = set(sys.modules); import fractions\n" + node.script.read_text()
+        )
+        await node.begin(0, 1)
+        await node.has_run(0)
+        look(node)
+        (modules,) = await node.told(Modules)
+        assert {"adaptor.worker.runtime", "tests.unit.trainee", "fractions"} <= modules.origins.keys()
+        node.replacements.hear(modules)
+        spare = await node.waits()
+        node.processes[1].kill()
+        await node.told(Died)
+        await node.replacements.replace(Replace(1, 1, 1), always)
+        assert node.processes[1] is spare.process
+        assert await node.has_run(1) == "1"
+        first, warm = (
+            json.loads((tmp_path / f"{rank}-{node.processes[rank].pid}.json").read_text()) for rank in (0, 1)
+        )
+        assert (first.pop("early"), warm.pop("early")) == (False, True)
+        assert first.pop("environment") | {"RANK": "1", NEWCOMER: "1"} == warm.pop("environment")
+        assert first.pop("input") == "/dev/null"
+        assert not warm.pop("input").startswith("socket:")
+        assert first == warm
+        assert f"wrote {spare.process.pid}" in (tmp_path / "log").read_text()
+        # Another one comes when the incident is over, not before.
+        assert len(node.spares) == 1
+        node.replacements.resumed()
+        assert (await node.waits()).process.pid != spare.process.pid
+
+    runs(tmp_path, act, spares=1, more=state)
+
+
+def test_no_worker_is_asked_before_it_has_finished_a_step(tmp_path: Path) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        node.replacements.look(node.workers.read(), 11)
+        look(node)
+        await node.told(Modules)
+        assert len(await node.told(Modules)) == 1
+
+    runs(tmp_path, act, spares=1)
+
+
+def test_a_cold_process_where_no_spare_is_to_be_used(tmp_path: Path) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        spare = await node.waits()
+        node.processes[0].kill()
+        await node.replacements.replace(Replace(1, 2, 0, cold=True), always)
+        assert node.processes[0] is not spare.process
+        assert await node.has_run(0) == "1"
+
+    runs(tmp_path, act, spares=1)
+
+
+def test_a_spare_that_ends_is_made_again_a_few_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        for count in range(1, MOST_DEATHS + 1):
+            await node.until(lambda count=count: len(node.spares) == count, "another one is made")
+            (await node.waits()).process.kill()
+        await node.until(lambda: "no spare process" in capsys.readouterr().err, "it is said")
+        node.processes[0].kill()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        assert await node.has_run(0) == "1"
+        assert len(node.spares) == MOST_DEATHS
+
+    runs(tmp_path, act, spares=1)
+
+
+def test_a_module_that_asks_for_the_rank_makes_spares_unfit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "of_a_rank.py").write_text("import os\nDEVICE = int(os.environ.get('RANK', '0'))\n")
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        said = "of_a_rank reads RANK when it is imported"
+        await node.until(lambda: said in capsys.readouterr().err, "it is said")
+        node.processes[0].kill()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        assert await node.has_run(0) == "1"
+
+    runs(tmp_path, act, spares=1, more="import of_a_rank")
+
+
+def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        waiting = await node.waits()
+        importing = node.spares[0] if node.spares[0] is not waiting else node.spares[1]
+        await node.replacements.end()
+        for spare in (waiting, importing):
+            assert is_gone(spare.process.pid)
+
+    runs(tmp_path, act, spares=2)
+
+
+def test_a_module_that_has_the_name_of_another_one_is_left_alone(tmp_path: Path) -> None:
+    """The script's path was another one when it was imported; in a spare the first one would be found."""
+    for folder in ("first", "second"):
+        (tmp_path / folder / "twofold").mkdir(parents=True)
+        (tmp_path / folder / "twofold/__init__.py").touch()
+    (tmp_path / "second/twofold/inner.py").touch()
+    more = (
+        "import sys; early = 'twofold' in sys.modules; sys.path.append(sys.argv[1] + '/second');"
+        " import twofold.inner; sys.path.insert(0, sys.argv[1] + '/first');"
+        " note.with_suffix('.early').write_text(f'{early} {twofold.__file__}')"
+    )
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        spare = await node.waits()
+        node.processes[0].kill()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        assert node.processes[0] is spare.process
+        assert await node.has_run(0) == "1"
+        early = (tmp_path / f"0-{spare.process.pid}.early").read_text()
+        assert early == f"False {tmp_path}/second/twofold/__init__.py"
+
+    runs(tmp_path, act, spares=1, more=more)

@@ -1,0 +1,488 @@
+"""Before a resume: whatever is damaged is found, named and kept, and the newest intact checkpoint is used."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from adaptor import output
+from adaptor.checkpoint import disk, manifest, publish, resume_check
+from adaptor.checkpoint.hashing import HashingFile
+from adaptor.errors import ResumeError
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from tests.faults.warm import Warm
+from tests.unit.test_checkpoint_publish import Crash, crash_before
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("resume_check_script.py")
+FILES = ("mp_rank_00/distrib_optim.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt")
+OLDER, NEWER = 10, 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group_of_one() -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Last words of steps 10 and 20; the tracker names 20."""
+    root = tmp_path_factory.mktemp("pristine") / "save"
+    for step in (OLDER, NEWER):
+        add(root, step)
+    return root
+
+
+@pytest.fixture
+def root(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "save"))
+
+
+def add(root: Path, step: int) -> None:
+    folder = publish.prepare(root, step)
+    entries: list[FileEntry] = []
+    for name in FILES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        with HashingFile(folder / name) as file:
+            file.write(f"{name} of step {step}".encode())
+        entries.append(file.entry(name))
+    publish.publish(root, step, entries, {"mp_rank_00": (0, 1)}, 2)
+
+
+def add_of_framework(root: Path, step: int, *, cut: bool = False) -> None:
+    """What the framework has written without the adaptor."""
+    path = root / naming.final_name(step) / FILES[1]
+    path.parent.mkdir(parents=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data.pkl", b"x" * 100)
+    if cut:
+        os.truncate(path, 90)
+
+
+def resume(root: Path, save: Path | None = None, chosen: int | None = None) -> str:
+    """What is said."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        resume_check.require_intact(root, save or root, chosen)
+        output.drain()
+    return said.getvalue()
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def folder(step: int) -> str:
+    return naming.final_name(step)
+
+
+def assert_went_back(root: Path, before: dict[str, bytes], said: str, *words: str) -> None:
+    """Step 20 is aside as it was, step 10 is untouched and named; one line says so."""
+    after = content(root)
+    assert after.pop(naming.TRACKER) == b"10"
+    assert after == {
+        name.replace(f"{folder(NEWER)}/", f"{naming.aside_name(NEWER, 1)}/"): value
+        for name, value in before.items()
+        if name != naming.TRACKER
+    }
+    (line,) = said.splitlines()
+    assert line.startswith("[ttp] ")
+    assert line.endswith(
+        f"kept in {naming.aside_name(NEWER, 1)}; the newest intact checkpoint is step {OLDER}"
+    )
+    for word in words:
+        assert word in line
+
+
+def test_what_is_intact_is_left_as_it_is(root: Path) -> None:
+    before = content(root)
+    assert resume(root) == ""
+    assert content(root) == before
+
+
+@given(
+    place=st.tuples(st.sampled_from((*FILES, naming.MANIFEST)), st.integers(0, 2000)),
+    change=st.integers(1, 255),
+)
+@example(place=(naming.MANIFEST, 0), change=1)
+def test_any_changed_byte(pristine: Path, place: tuple[str, int], change: int) -> None:
+    """Of the manifest what a resume relies on: other words in it may change."""
+    name, offset = place
+    with contextlib.ExitStack() as stack:
+        root = pristine.with_name("changed")
+        shutil.copytree(pristine, root)
+        stack.callback(shutil.rmtree, root)
+        path = root / folder(NEWER) / name
+        text = bytearray(path.read_bytes())
+        text[offset % len(text)] ^= change
+        path.write_bytes(text)
+        before = content(root)
+        said = resume(root)
+        if said or name != naming.MANIFEST:
+            assert_went_back(root, before, said, f"{folder(NEWER)}/")
+            return
+        true, changed = (manifest.read(where / folder(NEWER)) for where in (pristine, root))
+        assert (changed.step, changed.files) == (true.step, true.files)
+        assert content(root) == before
+
+
+def _shorten(root: Path) -> str:
+    os.truncate(root / folder(NEWER) / FILES[0], 5)
+    return f"{FILES[0]}: 5 bytes, the manifest says"
+
+
+def _lengthen(root: Path) -> str:
+    with (root / folder(NEWER) / FILES[1]).open("ab") as file:
+        file.write(b"x")
+    return f"{FILES[1]}: "
+
+
+def _remove(root: Path) -> str:
+    (root / folder(NEWER) / FILES[2]).unlink()
+    return f"{FILES[2]}: missing"
+
+
+def _empty_manifest(root: Path) -> str:
+    (root / folder(NEWER) / naming.MANIFEST).write_bytes(b"")
+    return f"{naming.MANIFEST}: is not a manifest"
+
+
+def _manifest_of_another_step(root: Path) -> str:
+    shutil.copy(root / folder(OLDER) / naming.MANIFEST, root / folder(NEWER) / naming.MANIFEST)
+    return f"{naming.MANIFEST}: is not that of step {NEWER}"
+
+
+def _manifest_without_a_file(root: Path) -> str:
+    """Of two entries one has got the name of the other."""
+    path = root / folder(NEWER) / naming.MANIFEST
+    path.write_text(path.read_text().replace(FILES[1], FILES[2]))
+    return f"{naming.MANIFEST}: is not a manifest"
+
+
+def _folder_for_a_file(root: Path) -> str:
+    path = root / folder(NEWER) / FILES[0]
+    path.unlink()
+    path.mkdir()
+    (path / "x").touch()
+    return f"{FILES[0]}: "
+
+
+def _two_files(root: Path) -> str:
+    _shorten(root)
+    _remove(root)
+    return "(and 1 more)"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _shorten,
+        _lengthen,
+        _remove,
+        _empty_manifest,
+        _manifest_of_another_step,
+        _manifest_without_a_file,
+        _folder_for_a_file,
+        _two_files,
+    ],
+)
+def test_every_other_damage(root: Path, damage: Callable[[Path], str]) -> None:
+    words = damage(root)
+    before = content(root)
+    assert_went_back(root, before, resume(root), words)
+    assert resume(root) == ""
+
+
+def test_what_the_manifest_does_not_name_is_no_damage(root: Path) -> None:
+    (root / folder(NEWER) / "notes.txt").touch()
+    assert resume(root) == ""
+
+
+def test_nothing_that_was_damaged_is_lost(root: Path) -> None:
+    for length in (5, 6):
+        os.truncate(root / folder(NEWER) / FILES[0], length)
+        resume(root)
+        add(root, NEWER)
+    for number, length in ((1, 5), (2, 6)):
+        assert (root / naming.aside_name(NEWER, number) / FILES[0]).stat().st_size == length
+    assert resume(root) == ""
+
+
+def test_the_newest_intact_one_is_found_behind_others(root: Path) -> None:
+    add(root, 30)
+    for step in (NEWER, 30):
+        (root / folder(step) / FILES[0]).write_bytes(b"")
+    (line,) = resume(root).splitlines()
+    for step in (NEWER, 30):
+        assert f"{folder(step)}/{FILES[0]}: 0 bytes" in line
+        assert (root / naming.aside_name(step, 1)).is_dir()
+    assert publish.tracked_step(root) == OLDER
+
+
+def test_after_going_back_by_hand_nothing_newer_is_chosen(root: Path) -> None:
+    add(root, 30)
+    (root / naming.TRACKER).write_text(str(NEWER))
+    _shorten(root)
+    resume(root)
+    assert publish.tracked_step(root) == OLDER
+    assert (root / folder(30)).is_dir()
+
+
+def test_one_of_the_framework_is_taken_where_it_seems_whole(root: Path) -> None:
+    for step, cut in ((18, True), (16, False), (25, False)):
+        add_of_framework(root, step, cut=cut)
+    (root / folder(19)).mkdir()
+    _shorten(root)
+    assert resume(root).endswith("the newest intact checkpoint is step 16\n")
+    assert publish.tracked_step(root) == 16
+    assert (root / folder(18)).is_dir(), "it is not ours to move"
+
+
+def test_a_save_of_the_framework_is_left_to_it(tmp_path: Path) -> None:
+    add_of_framework(tmp_path, 5, cut=True)
+    (tmp_path / naming.TRACKER).write_text("5")
+    before = content(tmp_path)
+    assert resume(tmp_path) == ""
+    assert resume(tmp_path / "missing") == ""
+    (tmp_path / naming.TRACKER).write_text("five")
+    assert resume(tmp_path) == ""
+    assert {**content(tmp_path), naming.TRACKER: b"5"} == before
+
+
+def test_a_regular_save_is_known_by_its_sizes(root: Path) -> None:
+    add_of_framework(root, 30)
+    (root / folder(30)).rename(root / naming.regular_name(30))
+    publish.publish_regular(root, 30)
+    publish.replace_tracker(root, 30)
+    assert resume(root) == ""
+    os.truncate(root / folder(30) / FILES[1], 90)
+    assert f"{FILES[1]}: 90 bytes" in resume(root)
+    assert publish.tracked_step(root) == NEWER
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "names no step"), ("2o", "names no step"), ("7", "iter_0000007: missing")],
+)
+def test_a_tracker_that_names_nothing(root: Path, text: str, words: str) -> None:
+    """Else the framework would end with code 0."""
+    (root / naming.TRACKER).write_text(text)
+    (line,) = resume(root).splitlines()
+    assert words in line
+    assert publish.tracked_step(root) == NEWER
+    assert (root / folder(NEWER)).is_dir()
+
+
+@pytest.mark.robustness(
+    "B9",
+    "the tracker is gone, checkpoints are there",
+    "training goes on from the newest intact one, in a line",
+)
+def test_where_the_tracker_is_gone_training_goes_on_from_the_newest(root: Path) -> None:
+    (root / naming.TRACKER).unlink()
+    (line,) = resume(root).splitlines()
+    assert f"{naming.TRACKER}: missing beside checkpoints" in line
+    assert "to begin anew, choose another --save folder" in line
+    assert line.endswith(f"the newest intact checkpoint is step {NEWER}")
+    assert publish.tracked_step(root) == NEWER
+    assert resume(root) == ""
+
+
+def test_where_the_tracker_is_gone_and_the_newest_is_damaged(root: Path) -> None:
+    (root / naming.TRACKER).unlink()
+    _shorten(root)
+    assert resume(root).endswith(f"the newest intact checkpoint is step {OLDER}\n")
+    assert publish.tracked_step(root) == OLDER
+    assert (root / naming.aside_name(NEWER, 1)).is_dir()
+
+
+def test_a_tracker_that_is_gone_where_nothing_is_saved_is_refused(root: Path, tmp_path: Path) -> None:
+    (root / naming.TRACKER).unlink()
+    assert "missing beside checkpoints" in refused(root, tmp_path / "elsewhere")
+
+
+@pytest.mark.robustness(
+    "B9", "the tracker says release beside checkpoints", "the release is loaded, a line names the newest step"
+)
+def test_a_converted_model_is_loaded_and_newer_checkpoints_are_named(root: Path) -> None:
+    (root / naming.TRACKER).write_text("release\n")
+    (line,) = resume(root).splitlines()
+    assert f"not from step {NEWER}, which is saved beside it" in line
+    assert (root / naming.TRACKER).read_text() == "release\n"
+
+
+def refused(root: Path, save: Path | None = None, chosen: int | None = None) -> str:
+    """Why; nothing has been changed, and the reason is one line."""
+    before = content(root)
+    with pytest.raises(ResumeError) as caught:
+        resume(root, save, chosen)
+    assert content(root) == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_without_any_intact_one_the_start_is_refused(root: Path) -> None:
+    for step in (OLDER, NEWER):
+        (root / folder(step) / FILES[0]).unlink()
+    line = refused(root)
+    for step in (OLDER, NEWER):
+        assert f"{folder(step)}/{FILES[0]}: missing" in line
+    assert f"no other checkpoint in {root} is intact" in line
+
+
+def test_a_folder_that_is_not_saved_to_is_not_touched(root: Path) -> None:
+    words = _shorten(root)
+    line = refused(root, root.parent / "elsewhere")
+    assert words in line
+    assert "--load" in line
+
+
+def test_the_same_folder_under_another_name_is_the_same(root: Path) -> None:
+    (root.parent / "link").symlink_to(root)
+    _shorten(root)
+    assert "kept in" in resume(root, root.parent / "link")
+
+
+def test_a_step_that_the_user_chose_is_not_replaced(root: Path) -> None:
+    words = _shorten(root)
+    assert resume(root, chosen=OLDER) == ""
+    line = refused(root, chosen=NEWER)
+    assert words in line
+    assert "--ckpt-step" in line
+
+
+def test_a_folder_that_cannot_be_changed_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _shorten(root)
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(30, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert "Read-only file system" in refused(root)
+
+
+def test_after_any_crash_the_next_start_goes_on(root: Path, tmp_path: Path) -> None:
+    add(root, 30)
+    for step in (NEWER, 30):
+        (root / folder(step) / FILES[0]).write_bytes(b"damaged")
+    before = content(root)
+
+    for call in itertools.count(1):
+        here = Path(shutil.copytree(root, tmp_path / str(call)))
+        try:
+            with crash_before(call) as clock:
+                resume(here)
+            break
+        except Crash:
+            pass
+        publish.clean(here)  # as every start does
+        resume(here)
+        assert resume(here) == ""
+        after = content(here)
+        assert after.pop(naming.TRACKER) == b"10"
+        for step in (NEWER, 30):
+            for name in FILES:
+                kept = f"{naming.aside_name(step, 1)}/{name}"
+                assert after[kept] == before[f"{folder(step)}/{name}"]
+            assert not (here / folder(step)).exists()
+        assert len(after) == len(before) - 1
+    assert clock.calls.count("os.rename") == 3
+
+
+def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path, tmp_path: Path) -> None:
+    """An intact checkpoint, a damaged one, and a damaged one in a folder that is only loaded from."""
+    foreign = Path(shutil.copytree(root, tmp_path / "foreign"))
+    _shorten(root)
+    _remove(foreign)
+    pairs = [str(path) for path in (pristine, pristine, root, root, foreign, root)]
+    ranks = [
+        Warm(
+            [sys.executable, str(SCRIPT), str(tmp_path / "store"), str(rank), "3", *pairs],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    said = [[json.loads(line[1:]) for line in text.splitlines() if line[0] == "="] for text in outputs]
+    assert [len(lines) for lines in said] == [3, 3, 3], "\n".join(outputs)
+    intact, damaged, refusal = zip(*said, strict=True)
+    assert sorted(name for rank in intact for name in rank["read"]) == sorted(FILES)
+    assert all(len(rank["read"]) == 1 for rank in intact)
+    assert sorted(name for rank in damaged for name in rank["read"]) == sorted((*FILES, *FILES[1:]))
+    assert not any(rank["refused"] for rank in (*intact, *damaged))
+    (reason,) = {rank["refused"] for rank in refusal}
+    assert f"{FILES[2]}: missing" in reason
+    assert [text.count("[ttp]") for text in outputs] == [1, 0, 0]
+    assert publish.tracked_step(root) == OLDER
+
+
+@pytest.mark.robustness(
+    "B8",
+    "a rank cannot read a checkpoint: stale handle, I/O error, no descriptor, no right, no memory",
+    "the start is refused in a line: rank, host, file; nothing is moved",
+)
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES, MemoryError()])
+@pytest.mark.parametrize("name", [naming.MANIFEST, "shard"])
+def test_what_cannot_be_read_is_not_given_up(
+    root: Path, error: int | MemoryError, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = content(root)
+    name = FILES[0] if name == "shard" else name
+    open_regular = disk.open_regular
+
+    def troubled(path: Path) -> int:
+        if path == root / folder(NEWER) / name:
+            raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
+        return open_regular(path)
+
+    monkeypatch.setattr(disk, "open_regular", troubled)
+    with pytest.raises(ResumeError) as caught:
+        resume(root)
+    line = str(caught.value)
+    assert "\n" not in line
+    if isinstance(error, int):
+        assert f"rank 0 on {platform.node()}: {root / folder(NEWER) / name}: cannot be read" in line
+        assert "nothing was changed" in line
+    assert content(root) == before
+
+
+def test_damage_counts_beside_what_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = content(root)
+    (root / folder(NEWER) / FILES[1]).unlink()
+    before.pop(f"{folder(NEWER)}/{FILES[1]}")
+    open_regular = disk.open_regular
+
+    def stale(path: Path) -> int:
+        if path == root / folder(NEWER) / FILES[0]:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return open_regular(path)
+
+    monkeypatch.setattr(disk, "open_regular", stale)
+    said = resume(root)
+    monkeypatch.undo()
+    assert_went_back(root, before, said, "missing")

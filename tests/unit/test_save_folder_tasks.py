@@ -1,0 +1,119 @@
+"""An agent's jobs on the save folder, where the disk hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adaptor.checkpoint import publish
+from adaptor.errors import CheckpointError
+from adaptor.launchers import save_folder_tasks
+from adaptor.launchers.save_folder_tasks import SaveFolderTasks
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import Find, Prepare, Prepared, Publish, Published, PublishFailed
+from tests.unit.threads import LONG_S
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Hangs until it is set."""
+    goes_on = threading.Event()
+
+    def hang(*args: object) -> None:
+        goes_on.wait(LONG_S)
+
+    monkeypatch.setattr(publish, "clean", hang)
+    monkeypatch.setattr(save_folder_tasks, "CLEAN_S", 0.01)
+    yield goes_on
+    goes_on.set()
+
+
+def test_nobody_waits_for_a_disk_that_hangs(disk: threading.Event, tmp_path: Path) -> None:
+    async def clean() -> None:
+        before = set(threading.enumerate())
+        works = SaveFolderTasks()
+        await works.clean(tmp_path, 0, "")
+        assert works.busy, "nothing may be removed under it"
+        threads = [one for one in {*threading.enumerate()} - before if one.name == "ttp-save-folder"]
+        assert threads
+        assert all(thread.daemon for thread in threads), "none of them may keep ttprun from its end"
+        disk.set()
+        while works.busy:  # until the loop has heard of it
+            await asyncio.sleep(0.001)
+        works.close()
+
+    asyncio.run(asyncio.wait_for(clean(), LONG_S))
+
+
+def test_what_the_disk_refuses_is_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    save = str(tmp_path / "file" / "save")
+
+    async def work() -> None:
+        works = SaveFolderTasks()
+        works.saves.add(save)
+        answer = await works.do(Prepare(1, save, 5, number=2), 3, "")
+        assert isinstance(answer, Prepared)
+        assert (answer.node, answer.folder, answer.number) == (3, "", 2)
+        assert "Not a directory" in answer.reason
+        assert not works.busy
+
+    asyncio.run(work())
+
+
+def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:
+    """Thousands of files take a slow disk longer than anyone waits for one that hangs."""
+    folder = publish.prepare(tmp_path, 5, generation="mine")
+    entries = tuple(FileEntry(f"{name}.pt", 1, None, 1) for name in "abc")
+    for entry in entries:
+        (folder / entry.draft).write_bytes(b"x")
+
+    async def work() -> None:
+        works = SaveFolderTasks()
+        works.saves.add(str(tmp_path))
+        answer = await works.do(Publish(1, str(tmp_path), 5, entries, {}, 2), 3, "mine")
+        assert answer == Published(3, 1, 5, str(tmp_path))
+        assert works.moved == len(entries)
+
+    asyncio.run(work())
+
+
+def test_an_error_reaches_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*args: object) -> None:
+        raise CheckpointError("no")
+
+    monkeypatch.setattr(publish, "clean", refuse)
+    with pytest.raises(CheckpointError, match="no"):
+        asyncio.run(SaveFolderTasks().clean(tmp_path, 0, ""))
+
+
+@pytest.mark.robustness(
+    "C1",
+    "a forged order to make, publish or find a checkpoint elsewhere",
+    "refused in one line, nothing is touched",
+)
+@pytest.mark.parametrize("order", [Prepare, Publish, Find])
+def test_an_order_for_another_folder_is_refused(
+    tmp_path: Path, order: type[Prepare] | type[Publish] | type[Find]
+) -> None:
+    other = tmp_path / "precious"
+    orders = {
+        Prepare: Prepare(1, str(other), 5),
+        Publish: Publish(1, str(other), 5, (), {}, 2),
+        Find: Find(1, str(other), 5),
+    }
+
+    async def work(saves: set[str]) -> str:
+        works = SaveFolderTasks()
+        works.saves |= saves
+        answer = await works.do(orders[order], 3, "mine")
+        assert isinstance(answer, Prepared | PublishFailed)
+        return answer.reason
+
+    for saves in (set(), {str(tmp_path / "save")}):
+        assert "is not the save folder of this node's workers" in asyncio.run(work(saves))
+    assert list(tmp_path.iterdir()) == []

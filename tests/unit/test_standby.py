@@ -1,0 +1,36 @@
+"""What those that stand by are told, and nobody else."""
+
+from __future__ import annotations
+
+from adaptor.controller.failover import StandbyReplicator
+from adaptor.protocol.messages import AgentHello, AgentLost, Endpoint, Layout, Share
+
+
+def hello(node: int) -> AgentHello:
+    return AgentHello(node, (node,), Endpoint("10.0.0.1", 8000 + node) if 1 <= node <= 3 else None)
+
+
+def layout(rank: int) -> Layout:
+    return Layout(rank, (Share("g", rank, 6),), "/save", 0, "same")
+
+
+def test_who_stands_by_knows_everyone_and_everyone_knows_who_stands_by() -> None:
+    replicator = StandbyReplicator()
+    assert replicator.replicate(hello(0)) == []
+    assert replicator.replicate(layout(0)) == []
+    assert replicator.replicate(hello(5)) == []
+    assert replicator.replicate(hello(2)) == [
+        (2, hello(0)),
+        (2, hello(5)),
+        (2, layout(0)),
+        (5, hello(2)),
+    ]
+    assert replicator.replicate(hello(4)) == [(4, hello(2)), (2, hello(4))]
+    assert replicator.replicate(layout(4)) == [(2, layout(4))]
+    assert replicator.replicate(hello(1)) == [
+        *((1, hello(node)) for node in (0, 5, 2, 4)),
+        *((1, layout(rank)) for rank in (0, 4)),
+        *((node, hello(1)) for node in (5, 2, 4)),
+    ]
+    assert replicator.replicate(AgentLost(2)) == []
+    assert replicator.replicate(layout(5)) == [(1, layout(5))]

@@ -1,0 +1,328 @@
+"""Layouts and modes of Megatron that are refused, before anything is built."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adaptor import context
+from adaptor.errors import UnsupportedError
+from adaptor.frameworks import supported_options
+from adaptor.replica.choice import ReplicaChoice, describe
+
+# Megatron-LM's own defaults, and what the tests here are about.
+PROTECTED = {
+    "pipeline_model_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "num_experts": None,
+    "expert_tensor_parallel_size": None,
+    "overlap_param_gather_with_optimizer_step": False,
+    "sequence_parallel": False,
+    "use_megatron_fsdp": False,
+    "use_torch_fsdp2": False,
+    "use_precision_aware_optimizer": False,
+    "optimizer_cpu_offload": False,
+    "fp8": None,
+    "fp4": None,
+    "optimizer": "adam",
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "async_save": None,
+    "non_persistent_save_interval": None,
+    "no_save_optim": None,
+    "no_save_rng": None,
+    "ckpt_format": "torch",
+    "inprocess_restart": False,
+    "perform_rl_step": False,
+    "vision_pretraining_type": "classify",
+    "qk_clip": False,
+    "optimizer_cuda_graph": False,
+    "gtp_weight_remat_size": 1,
+    "expert_gtp_weight_remat_size": 1,
+    "world_size": 4,
+}
+
+REFUSED = [
+    ("overlap_param_gather_with_optimizer_step", True),
+    ("use_megatron_fsdp", True),
+    ("use_custom_fsdp", True),
+    ("use_torch_fsdp2", True),
+    ("use_precision_aware_optimizer", True),
+    ("optimizer_cpu_offload", True),
+    ("fp8", "hybrid"),
+    ("fp4", "e2m1"),
+    ("optimizer", "muon"),
+    ("non_persistent_save_interval", 100),
+    ("no_save_optim", True),
+    ("no_save_rng", True),
+    ("ckpt_format", "zarr"),
+    ("verify_integrity", True),
+    ("inprocess_restart", True),
+    ("perform_rl_step", True),
+    ("vision_pretraining_type", "dino"),
+    ("qk_clip", True),
+    ("optimizer_cuda_graph", True),
+    ("gtp_weight_remat_size", 2),
+    ("expert_gtp_weight_remat_size", 2),
+    ("dataloader_save", "dataloader"),
+    ("encoder_pipeline_model_parallel_size", 1),
+    ("yaml_cfg", "gpt.yaml"),
+]
+
+
+def args(**changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**PROTECTED, **changed})
+
+
+@pytest.mark.parametrize(
+    ("switch", "words"),
+    [
+        (
+            "enable_high_availability",
+            "--enable-high-availability is given (HIGH_AVAILABILITY sets it, too): ",
+        ),
+        ("ttp_enabled", "--ttp-enabled is given: "),
+    ],
+)
+def test_a_second_system_that_saves_the_job(switch: str, words: str) -> None:
+    supported_options.require_alone(args())
+    supported_options.require_alone(args(**{switch: False}))
+    with pytest.raises(UnsupportedError) as refused:
+        supported_options.require_alone(args(**{switch: True}))
+    assert str(refused.value) == (
+        f"{words}two systems cannot save the same job; leave it out, or set ENABLE_TTP=False"
+    )
+
+
+def test_what_is_protected_is_accepted() -> None:
+    supported_options.require_protected(args())
+    supported_options.require_protected(args(ckpt_format="torch_dist", tensor_model_parallel_size=2))
+    supported_options.require_protected(args(async_save=False, no_save_rng=False))
+    supported_options.require_protected(args(pipeline_model_parallel_size=2, sequence_parallel=True))
+
+
+def test_an_argument_that_this_version_does_not_have_is_no_obstacle() -> None:
+    supported_options.require_protected(SimpleNamespace())
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_what_is_not_protected_is_one_line_that_names_it(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        supported_options.require_protected(args(**{name: value}))
+    line = str(caught.value)
+    assert line.startswith(f"--{name.replace('_', '-')} is {value}: ")
+    assert line.endswith("or set ENABLE_TTP=False")
+    assert "\n" not in line
+
+
+def test_the_distributed_checkpoints_of_an_older_framework_are_refused() -> None:
+    supported_options.require_protected(args(use_dist_ckpt=True, ckpt_format="torch_dist"))
+    supported_options.require_protected(SimpleNamespace(use_dist_ckpt=False))
+    with pytest.raises(UnsupportedError, match="--use-dist-ckpt is True: "):
+        supported_options.require_protected(SimpleNamespace(use_dist_ckpt=True))
+
+
+def test_one_of_several_configs_is_enough_to_refuse() -> None:
+    supported_options.require_protected(args(), SimpleNamespace(optimizer_cpu_offload=False))
+    with pytest.raises(UnsupportedError, match="--optimizer-cpu-offload is True"):
+        supported_options.require_protected(args(), SimpleNamespace(optimizer_cpu_offload=True))
+
+
+def test_an_asynchronous_save_needs_a_format_that_has_it() -> None:
+    supported_options.require_protected(args(async_save=True, ckpt_format="torch_dist"))
+    with pytest.raises(
+        UnsupportedError, match="--async-save is True with --ckpt-format torch: the framework"
+    ):
+        supported_options.require_protected(args(async_save=True))
+
+
+def test_every_refusal_is_tested() -> None:
+    of_plug_ins = ("ckpt_format",)  # which values it may have depends on what is installed
+    refused = [name for name, _ in REFUSED if name not in of_plug_ins]
+    assert refused == [name for name, _, _ in supported_options.ALLOWED_VALUES]
+
+
+@pytest.mark.parametrize(("world", "tensor", "size"), [(1, 1, 1), (4, 1, 4), (4, 2, 2), (8, 4, 2), (6, 2, 3)])
+def test_the_data_parallel_size(world: int, tensor: int, size: int) -> None:
+    assert (
+        supported_options.data_parallel_size(args(world_size=world, tensor_model_parallel_size=tensor))
+        == size
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "setting", "expected"),
+    [
+        (2, "auto", "split"),
+        (64, "auto", "split"),
+        (3, "auto", "mirror"),
+        (1, "auto", "none"),
+        (4, "split", "split"),
+        (2, "mirror", "mirror"),
+        (3, "mirror", "mirror"),
+        (1, "none", "none"),
+        (4, "none", "none"),
+    ],
+)
+def test_the_replica(size: int, setting: str, expected: str) -> None:
+    assert chosen(setting).replica(size) == expected
+
+
+def test_ranks_with_the_same_experts_are_split_as_well() -> None:
+    assert chosen("auto").replica(4, experts=2) == "split"
+    assert chosen("auto").replica(4, experts=1) == "mirror"
+    assert chosen("auto").replica(6, experts=3) == "mirror"
+    with pytest.raises(UnsupportedError, match="3 ranks have the same experts, which is odd"):
+        chosen("split").replica(6, experts=3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "size"),
+    [
+        ({}, 4),
+        ({"num_experts": 4, "expert_model_parallel_size": 2}, 2),
+        ({"num_experts": 4, "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 1}, 1),
+        ({"num_experts": 4, "tensor_model_parallel_size": 2}, 2),
+        (
+            {
+                "num_experts": 4,
+                "tensor_model_parallel_size": 2,
+                "expert_tensor_parallel_size": 1,
+                "expert_model_parallel_size": 2,
+            },
+            2,
+        ),
+    ],
+)
+def test_the_data_parallel_size_of_experts(changed: dict[str, Any], size: int) -> None:
+    assert supported_options.expert_data_parallel_size(args(**changed)) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "setting", "words"),
+    [
+        (1, "split", "TTP_REPLICA is split, but the data-parallel size is 1"),
+        (1, "mirror", "TTP_REPLICA is mirror, but the data-parallel size is 1"),
+        (3, "split", "TTP_REPLICA is split, but the data-parallel size is 3, which is odd"),
+    ],
+)
+def test_a_size_that_does_not_allow_it_is_refused(size: int, setting: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        chosen(setting).replica(size)
+    assert "use auto" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_experts_of_an_odd_number_of_ranks_cannot_be_split(size: int) -> None:
+    words = "the data-parallel size is 3" if size == 3 else "3 ranks have the same experts"
+    with pytest.raises(UnsupportedError, match=f"TTP_REPLICA is split, but {words}, which is odd: use auto"):
+        chosen("split").replica(size, experts=3)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("experts", [1, 2, 3, 4])
+def test_experts_have_folders_or_are_refused(tensor: int, cut: int, experts: int) -> None:
+    """Rank by rank: who shares a folder has the same experts, and the first with them is among these."""
+    ranks = range(math.lcm(tensor, cut * experts) * 2)
+    folders: dict[tuple[int, int], list[int]] = {}
+    for rank in ranks:
+        folders.setdefault((rank % tensor, rank // cut % experts), []).append(rank)
+    fit = all(
+        len({rank % (cut * experts) for rank in members}) == 1 and members[0] < cut * experts
+        for members in folders.values()
+    )
+    if fit and tensor % cut == 0:
+        supported_options.require_folders_for_experts(tensor, cut, experts)
+    else:
+        with pytest.raises(
+            UnsupportedError, match=f"--expert-tensor-parallel-size is {cut}: .* or set ENABLE_TTP"
+        ):
+            supported_options.require_folders_for_experts(tensor, cut, experts)
+
+
+def test_experts_are_cut_like_the_rest_where_nothing_is_said() -> None:
+    supported_options.require_folders_for_experts(2, None, 1)
+
+
+def chosen(setting: str) -> ReplicaChoice:
+    """The choice of a job that has just begun, with TTP_REPLICA."""
+    return context.begin({"TTP_REPLICA": setting}).part(ReplicaChoice)
+
+
+def test_instances() -> None:
+    choice = chosen("auto")
+    assert choice.instances(4, asked=1) == 2
+    assert choice.instances(8, asked=4) == 4, "the user asked the framework for more"
+    assert choice.instances(3, asked=1) == 1
+    choice.decide(False, 4)
+    assert choice.instances(4, asked=1) == 1, "without a distributed optimizer every rank is a copy"
+    choice.decide(True, 4)
+    assert choice.instances(4, asked=1) == 2
+
+
+def test_mirrors() -> None:
+    choice = chosen("mirror")
+    choice.decide(True, 4)
+    assert choice.instances(4, asked=1) == 1
+    assert choice.wants_mirrors(4, made=1)
+    assert not choice.wants_mirrors(4, made=4)
+
+
+def test_no_replicas() -> None:
+    choice = chosen("none")
+    choice.decide(True, 4)
+    assert choice.instances(4, asked=1) == 1
+    assert not choice.wants_mirrors(3, made=1)
+    choice.require_instances(3, made=1)
+
+
+def test_split_of_an_odd_size_is_refused_once_the_optimizer_is_known() -> None:
+    choice = chosen("split")
+    assert choice.instances(3, asked=1) == 1, "nobody has said whether the optimizer is distributed"
+    with pytest.raises(UnsupportedError, match="odd"):
+        choice.require_instances(3, made=1)
+    choice.decide(False, 3)
+    with pytest.raises(UnsupportedError, match="odd"):
+        choice.decide(True, 3)
+
+
+NO_INSTANCES = "Megatron-core 0.9.0 has no optimizer instances"
+
+
+def test_a_framework_without_right_instances_has_mirrors() -> None:
+    choice = chosen("auto")
+    choice.cannot_split(NO_INSTANCES)
+    assert choice.replica(4) == "mirror"
+    assert choice.instances(4, asked=1) == 1
+    assert choice.instances(4, asked=2) == 2, "the user asked the framework for more"
+    assert choice.wants_mirrors(4, made=1)
+
+
+def test_split_is_refused_without_right_instances_once_the_optimizer_is_known() -> None:
+    choice = chosen("split")
+    choice.cannot_split(NO_INSTANCES)
+    assert choice.instances(4, asked=1) == 1, "nobody has said whether the optimizer is distributed"
+    choice.decide(False, 4)
+    with pytest.raises(
+        UnsupportedError, match=r"is split, but Megatron-core 0\.9\.0 has no .*: use auto or mirror"
+    ):
+        choice.decide(True, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "made", "sharded", "mirrored", "words"),
+    [
+        (1, 1, True, 0, "the death of a process is not"),
+        (2, 1, False, 0, "nothing is added"),
+        (4, 2, True, 0, "by split, 2 instances: 6.0 MiB more on rank 0"),
+        (3, 1, True, 3 << 20, "by mirror: 3.0 MiB more on rank 0"),
+        (4, 1, True, 0, "(TTP_REPLICA=none)"),
+    ],
+)
+def test_the_user_is_told(size: int, made: int, sharded: bool, mirrored: int, words: str) -> None:
+    assert words in describe(size, made, sharded, 1 << 20, mirrored)

@@ -1,0 +1,45 @@
+"""What a job can lose is computed from who holds what."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptor.protocol.messages import Share
+from adaptor.replica import tolerance
+
+
+def _shares(*held: tuple[int, ...], count: int) -> dict[int, list[Share]]:
+    """By rank: the shards that it holds, of one group."""
+    return {rank: [Share("g", index, count) for index in indices] for rank, indices in enumerate(held)}
+
+
+@pytest.mark.parametrize(
+    ("shares", "nodes", "words"),
+    [
+        (_shares((0,), (1,), (0,), (1,), count=2), (0, 0, 0, 0), "any 1 rank"),
+        (_shares((0,), (1,), (0,), (1,), count=2), (0, 0, 1, 1), "any 1 rank, any 1 node"),
+        (_shares((0,), (1,), (0,), (1,), count=2), (0, 1, 0, 1), "any 1 rank, but no whole node"),
+        (_shares((0, 1), (1, 2), (2, 0), count=3), (0, 0, 1), "any 1 rank, but no whole node"),
+        (_shares((0, 1), (1, 2), (2, 0), count=3), (0, 1, 2), "any 1 rank, any 1 node"),
+        (_shares((0,), (0,), (0,), (0,), count=1), (0, 1, 2, 3), "any 3 ranks, any 3 nodes"),
+    ],
+    ids=["one node", "a half on each", "halves across nodes", "mirror", "mirror apart", "whole copies"],
+)
+@pytest.mark.robustness(
+    "A1", "the user wants to know what the job survives", "computed from who holds what, not a constant text"
+)
+def test_how_many(shares: dict[int, list[Share]], nodes: tuple[int, ...], words: str) -> None:
+    assert tolerance.survives("kind", shares, dict(enumerate(nodes))) == f"kind; {words}"
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        _shares((0,), (1,), (0,), count=2),
+        {0: [Share("a", 0, 1)], 1: [Share("a", 0, 1), Share("b", 0, 1)], 2: [Share("b", 0, 1, foreign=True)]},
+    ],
+    ids=["one shard is on one rank alone", "one rank alone can write a group"],
+)
+def test_no_rank(shares: dict[int, list[Share]]) -> None:
+    words = tolerance.survives("mirror", shares, {0: 0, 1: 1, 2: 2})
+    assert words == "mirror; exceptions alone: a rank that dies takes the steps since the last save along"

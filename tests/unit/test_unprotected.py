@@ -1,0 +1,313 @@
+"""A script under ttprun that trains, and does not tell the adaptor of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.warm import Warm
+from tests.unit.nodes import wait_until
+from tests.unit.test_ttprun import ONE, ROOT, TWO, Launcher, launcher, zygote
+
+__all__ = ["launcher", "zygote"]
+
+# Most scripts here find torch imported (`warm_launcher`); it is a script's own import that is watched in
+# `test_it_is_said_once` and where the adaptor is disabled before it.
+
+# Makes as many updates as its argument says, then does what stands in {end}.
+TRAIN = """
+import os, signal, sys
+from pathlib import Path
+{start}
+import torch
+weight = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(int(sys.argv[1])):
+    weight.grad = torch.ones(1)
+    optimizer.step()
+print("trained", weight.item(), flush=True)
+{end}
+"""
+WAITS = "Path('pid' + os.environ['RANK']).write_text(str(os.getpid()))\nsignal.pause()"
+ENABLES = "import adaptor\nadaptor.enable()"
+LINE = (
+    "[ttp] NOT PROTECTED: SGD makes updates, and adaptor.protect was not called; call adaptor.protect before"
+)
+
+
+def _lines(log: str) -> list[str]:
+    return [line for line in log.splitlines() if "NOT PROTECTED" in line]
+
+
+class WarmLauncher(Launcher):
+    """Its ttprun and its workers are forks that have torch imported (`tests/faults/warm.py`)."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(None, folder)
+        self.processes: dict[int, Warm] = {}
+
+    def _ask(self, **line: Any) -> int:
+        if "wait" in line:
+            return self.processes[line["wait"]].wait()
+        ttprun = str(Path(sys.executable).with_name("ttprun"))
+        with Path(line["log"]).open("wb") as log:
+            process = Warm([ttprun, *line["argv"]], cwd=line["cwd"], env=line["env"], stdout=log, stderr=log)
+        self.processes[process.pid] = process
+        return process.pid
+
+
+@pytest.fixture
+def warm_launcher(tmp_path: Path) -> Iterator[WarmLauncher]:
+    launcher = WarmLauncher(tmp_path)
+    yield launcher
+    for process in launcher.processes.values():
+        process.kill()  # nothing, where it has been waited for
+        process.wait()
+
+
+@pytest.mark.robustness(
+    "A1", "enable() and no protect(), then training", "one line NOT PROTECTED with what to do"
+)
+@pytest.mark.parametrize("start", [ENABLES, ""], ids=["enabled by the script", "by ttprun alone"])
+@pytest.mark.parametrize(
+    ("updates", "by"),
+    [("1", "warm_launcher"), ("9", "launcher")],
+    ids=["it ends after its first update", "it goes on"],
+)
+def test_it_is_said_once(start: str, updates: str, by: str, request: pytest.FixtureRequest) -> None:
+    launcher: Launcher = request.getfixturevalue(by)
+    ended = launcher.run(*TWO, launcher.script(TRAIN.format(start=start, end="")), updates)
+    assert ended.code == 0, ended.log
+    (line,) = _lines(ended.log)
+    assert line.startswith(LINE)
+    assert line.endswith("or set ENABLE_TTP=False")
+
+
+@pytest.mark.robustness(
+    "A1", "enable() and no protect(), then a kill -9", "the last line says that it was not protected"
+)
+def test_the_last_line_does_not_say_that_no_step_has_finished(warm_launcher: Launcher) -> None:
+    ttprun = warm_launcher.start(*TWO, warm_launcher.script(TRAIN.format(start=ENABLES, end=WAITS)), "9")
+    pid, logs = warm_launcher.folder / "pid1", warm_launcher.folder / "logs"
+
+    def is_known() -> bool:
+        texts = [path.read_text() for path in logs.glob("*.log")]
+        return pid.exists() and pid.read_text() != "" and any("not protected" in text for text in texts)
+
+    wait_until(is_known, "the agent knows that nothing is protected")
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+    ended = warm_launcher.wait(ttprun)
+    assert ended.code == 137, ended.log
+    assert "nothing to save: the job was not protected: SGD makes updates" in ended.last_line
+    assert "no step has finished" not in ended.log
+
+
+# Rank 0 finishes step 11. Rank 1 was ready for it, but an error of the adaptor leaves its first update.
+REFUSES = """
+import os, sys, time
+from pathlib import Path
+from adaptor.errors import UnsupportedError
+from adaptor.protocol.messages import Share
+from adaptor.worker import runtime
+from tests.unit.trainee import CountingTrainee, Loop
+rank = os.environ["RANK"]
+Path("save").mkdir(exist_ok=True)
+loop = Loop(runtime.get().session, CountingTrainee(os.path.abspath("save"), (Share("g", 0, 1),)))
+loop.begin(10)
+if rank == "0":
+    while not Path("ready").exists():
+        time.sleep(0.01)
+    loop.step(11)
+    Path("finished").touch()
+    time.sleep(600)
+loop.session.begin_step(11)
+loop.session.before_update(loop.inner[0])
+Path("ready").touch()
+while not Path("finished").exists():
+    time.sleep(0.01)
+raise UnsupportedError("this optimizer keeps what cannot be copied")
+"""
+
+
+@pytest.mark.robustness(
+    "A1", "a rank refuses to go on in its first step, which others have finished", "the step is saved"
+)
+def test_a_rank_that_refuses_while_others_train(launcher: Launcher) -> None:
+    ended = launcher.run(*TWO, launcher.script(REFUSES))
+    assert ended.code == 1, ended.log
+    assert "[ttp] rank 1 raised UnsupportedError: this optimizer keeps" in ended.last_line
+    assert "step 11 is saved, no finished step is lost" in ended.last_line
+    assert (launcher.folder / "save/latest_checkpointed_iteration.txt").read_text() == "11"
+
+
+@pytest.mark.robustness(
+    "A1", "TTP_REQUIRE_PROTECTION=True and no protect()", "refused in one line, exit code 2"
+)
+def test_it_can_be_an_error(warm_launcher: Launcher) -> None:
+    script = warm_launcher.script(TRAIN.format(start="", end=""))
+    ended = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "9")
+    assert ended.code == 2, ended.log
+    assert ended.last_line.startswith("ttprun: error: NOT PROTECTED: SGD makes updates")
+    assert "Traceback" not in ended.log
+    assert "trained" not in ended.log
+
+
+FRAMEWORK = (
+    "from adaptor import context\nfrom adaptor.worker.unprotected import UnprotectedTraining\n"
+    "context.part(UnprotectedTraining).expect('Megatron-LM')"
+)
+# What the patch on get_megatron_optimizer says of those that it makes.
+ITS_OPTIMIZER = TRAIN.replace(
+    "for _ in", "context.part(UnprotectedTraining).is_of_the_framework(optimizer)\nfor _ in"
+)
+
+
+@pytest.mark.robustness(
+    "A1", "a script of the framework whose training goes past its loop", "refused in one line, exit code 2"
+)
+def test_in_the_framework_s_scripts_it_is_an_error(warm_launcher: Launcher) -> None:
+    script = warm_launcher.script(ITS_OPTIMIZER.format(start=FRAMEWORK, end=""))
+    ended = warm_launcher.run(*ONE, script, "9")
+    assert ended.code == 2, ended.log
+    said = "ttprun: error: NOT PROTECTED: SGD makes updates outside of the training loop of Megatron-LM"
+    assert ended.last_line.startswith(said)
+    assert "TTP_REQUIRE_PROTECTION=False" in ended.last_line
+    ended = warm_launcher.run(*ONE, "--ttp-require-protection", "False", script, "9")
+    assert ended.code == 0, ended.log
+    assert "trained" in ended.log
+    assert len(_lines(ended.log)) >= 1
+
+
+@pytest.mark.robustness(
+    "A1", "a framework's script makes warm-up updates of an own optimizer", "one line, and it goes on"
+)
+@pytest.mark.parametrize(("updates", "lines"), [("9", 1), ("2", 0)], ids=["training", "of nothing"])
+def test_what_a_framework_s_script_trains_besides_is_said(
+    warm_launcher: Launcher, updates: str, lines: int
+) -> None:
+    ended = warm_launcher.run(*ONE, warm_launcher.script(TRAIN.format(start=FRAMEWORK, end="")), updates)
+    assert ended.code == 0, ended.log
+    assert len(_lines(ended.log)) == lines
+
+
+def test_disabled_before_torch_is_imported_nothing_is_watched(launcher: Launcher) -> None:
+    """And the watchdogs are torch's own again."""
+    start = f"{ENABLES}\nadaptor.disable()"
+    script = TRAIN.format(start=start, end=f"print(*map(os.environ.get, {NAMES}), flush=True)")
+    ended = launcher.run(*ONE, launcher.script(script), "9", TORCH_HCCL_ASYNC_ERROR_HANDLING="2")
+    assert ended.code == 0, ended.log
+    assert _lines(ended.log) == []
+    assert ended.log.splitlines()[-1] == "1 None 2"
+
+
+@pytest.mark.robustness("A1", "a script under ttprun that trains nothing", "it hears nothing of protection")
+def test_data_preparation_is_not_bothered(launcher: Launcher) -> None:
+    prepare = "import torch, adaptor\nprint('prepared', torch.ones(3).sum().item(), flush=True)\n"
+    ended = launcher.run(*ONE, "--ttp-require-protection", "True", launcher.script(prepare))
+    assert ended.code == 0, ended.log
+    assert "prepared 3.0" in ended.log
+    assert "[ttp]" not in ended.log
+
+
+def test_switched_off_nothing_is_seen(warm_launcher: Launcher) -> None:
+    script = warm_launcher.script(TRAIN.format(start=ENABLES, end=""))
+    ended = warm_launcher.run(*ONE, script, "9", ENABLE_TTP="False", TTP_REQUIRE_PROTECTION="True")
+    assert ended.code == 0, ended.log
+    assert "NOT PROTECTED" not in ended.log
+
+
+NAMES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_HCCL_ASYNC_ERROR_HANDLING")
+SHOW = f"import os\n{{start}}\nprint(*map(os.environ.get, {NAMES}), flush=True)\n"
+
+
+@pytest.mark.robustness(
+    "A2", "a script under ttprun that is not protected hangs in NCCL", "torch's own watchdog stays on"
+)
+def test_where_nothing_is_protected_the_watchdogs_are_torch_s(launcher: Launcher) -> None:
+    ended = launcher.run(*ONE, launcher.script(SHOW.format(start="")), TORCH_HCCL_ASYNC_ERROR_HANDLING="2")
+    assert ended.code == 0, ended.log
+    assert ended.log.splitlines()[-1] == "1 None 2"
+
+
+# A plug-in: it patches a framework of its own, and what other scripts import, too.
+PLUG_IN = """
+from adaptor import patching
+for name, target in {"lab": "lab:train", "more": "megatron.ours:train"}.items():
+    unit = patching.Unit(name, framework=name, tested=">=1")
+    unit.patch(target, why="steps are counted", accepts="()")(lambda wrapped, *_: wrapped())
+"""
+
+
+@pytest.mark.robustness(
+    "A2", "a script, not edited, of a framework that a plug-in protects", "no watchdog ends its survivors"
+)
+@pytest.mark.parametrize(
+    ("start", "values"),
+    [
+        ("import lab", "0 0 0"),
+        ("import megatron.ours", "1 None None"),
+        ("", "1 None None"),
+        ("import adaptor; adaptor.disable(); import lab", "1 None None"),
+    ],
+)
+def test_the_framework_of_a_plug_in_is_imported(launcher: Launcher, start: str, values: str) -> None:
+    site = launcher.folder / "site"
+    files = {
+        "plug_in.py": PLUG_IN,
+        "lab.py": "def train(): ...",
+        "megatron/ours.py": "def train(): ...",
+        "plug_in-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: plug-in\nVersion: 1\n",
+        "plug_in-1.dist-info/entry_points.txt": "[ttp_adaptor.patches]\nlab = plug_in\n",
+    }
+    for name, text in files.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+    script = launcher.script(SHOW.format(start=start))
+    ended = launcher.run(*ONE, script, PYTHONPATH=os.pathsep.join([str(ROOT), str(site)]))
+    assert ended.code == 0, ended.log
+    assert ended.log.splitlines()[-1] == values
+
+
+@pytest.mark.parametrize(("hang", "said"), [("0", 1), ("60", 0)])
+def test_who_switches_hang_detection_off_hears_that_nobody_watches(
+    launcher: Launcher, hang: str, said: int
+) -> None:
+    ended = launcher.run(*TWO, "--ttp-hang", hang, launcher.script(SHOW.format(start=ENABLES)))
+    assert ended.code == 0, ended.log
+    assert (
+        ended.log.count(
+            "[ttp] a job that hangs is not ended: TTP_HANG is 0 and the NCCL/HCCL watchdogs are off"
+        )
+        == said
+    )
+
+
+MEETS = """
+import torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+"""
+
+
+def test_watchdogs_that_run_already_stay_what_they_are(launcher: Launcher) -> None:
+    """torch reads the variables when groups are made; what comes later must not say anything else."""
+    script = SHOW.format(start=MEETS + ENABLES)
+    ended = launcher.run(*ONE, launcher.script(script), **{NAMES[2]: "2"})
+    assert ended.code == 0, ended.log
+    assert ended.log.splitlines()[-1] == "1 None 2"
+    assert "watchdog" not in ended.log
+
+
+@pytest.mark.parametrize("value", ["3", "1"])
+def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher, value: str) -> None:
+    ended = launcher.run(*TWO, launcher.script(SHOW.format(start=ENABLES)), **{NAMES[0]: value})
+    assert ended.code == 0, ended.log
+    assert ended.log.splitlines().count("0 0 0") == 2
+    said = f"[ttp] {NAMES[0]} is {value}: set to 0: the watchdog would end"
+    assert ended.log.count(said) == (value != "1"), "1 is what torch elastic itself sets"
+    assert NAMES[2] not in ended.log

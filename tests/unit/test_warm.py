@@ -1,0 +1,91 @@
+"""Processes that are forks of a starter are what `Popen` would have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import leftovers, warm
+from tests.faults.warm import MARK, Warm
+
+
+def test_a_script_has_its_arguments_folder_environment_and_output(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "further.py").touch()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import beside, further, os, sys\n"
+        "print(os.getppid(), sys.argv[1:], os.getcwd(), os.environ['ONLY'], __name__)\n"
+        "print(sorted(name for name in sys.modules if name.partition('.')[0] in ('adaptor', 'megatron')))\n"
+    )
+    process = Warm(
+        [sys.executable, str(script), "a", "b"],
+        env={"ONLY": "this", "PYTHONPATH": str(tmp_path / "path")},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    said, _ = process.communicate()
+    assert said == f"{os.getpid()} ['a', 'b'] {tmp_path} this __main__\n[]\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import sys; sys.exit(3)", 3),
+        ("import sys; sys.exit('why')", 1),
+        ("import sys; sys.exit()", 0),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
+        ("1 / 0", 1),
+    ],
+    ids=["exit", "exit with a reason", "exit with nothing", "killed", "exception"],
+)
+def test_the_end_of_a_process_is_told(code: str, expected: int, tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        assert Warm([sys.executable, "-c", code], stderr=log).wait() == expected
+
+
+def test_a_process_ends_as_an_interpreter_does() -> None:
+    """Its threads have ended, what was registered has run, and all that was written has come out."""
+    code = (
+        "import atexit, sys, threading\n"
+        "threading.Thread(target=lambda: (threading.main_thread().join(), print('thread'))).start()\n"
+        "atexit.register(print, 'registered')\n"
+        "print('script')\n"
+        "sys.exit('why')\n"
+    )
+    done = warm.run([sys.executable, "-c", code])
+    assert (done.stdout, done.stderr) == ("script\nthread\nregistered\n", "why\n")
+
+
+def test_what_is_left_of_a_job_is_found_and_ended() -> None:
+    """By its mark, in a fork as in an interpreter that it starts."""
+    mark = f"{os.getpid():032x}"
+    code = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    with Warm(
+        [sys.executable, "-c", code], env={**os.environ, MARK: mark}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        below = int(process.stdout.readline())
+        assert sorted(leftovers.processes(mark)) == sorted([process.pid, below])
+        leftovers.end(mark)
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_a_semaphore_tells_whose_it_is() -> None:
+    mark = f"{os.getpid():032x}"
+    code = (
+        "import multiprocessing, os; from pathlib import Path\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        f"found = [path.name for path in Path({str(leftovers.SHARED)!r}).glob('sem.*{mark}*')]\n"
+        "assert len(found) == 1, found\n"
+    )
+    assert Warm([sys.executable, "-c", code], env={**os.environ, MARK: mark}).wait() == 0
+    assert not list(leftovers.SHARED.glob(f"sem.*{mark}*"))
