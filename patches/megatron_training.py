@@ -8,7 +8,7 @@ from typing import Any
 
 from adaptor import context, patching, preflight
 from adaptor.checkpoint import folder, lease, publish
-from adaptor.frameworks import supported_options
+from adaptor.frameworks import fine_tuning, supported_options
 from adaptor.patches._versions import MEGATRON
 from adaptor.patches.megatron_core import INSTANCES, detect_instance_support, inner_optimizers
 from adaptor.replica.choice import ReplicaChoice
@@ -62,6 +62,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
     yield lambda: supported_options.require_alone(parsed)
     yield from supported_options.checks(parsed)
     yield from supported_options.checks_of_values(mindspeed_wrappers.ALLOWED_VALUES, parsed)
+    yield from fine_tuning.checks(parsed)
     if getattr(parsed, "num_experts", None) is not None:
         yield lambda: supported_options.require_folders_for_experts(
             parsed.tensor_model_parallel_size,
@@ -97,6 +98,8 @@ def _require_protected(parsed: Any) -> None:
 
     supported_options.require_protected(parsed)
     supported_options.require_values(mindspeed_wrappers.ALLOWED_VALUES, parsed)
+    for check in fine_tuning.checks(parsed):
+        check()
 
 
 @training.patch(

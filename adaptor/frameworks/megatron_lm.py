@@ -41,6 +41,9 @@ _START_ONLY = {
     # Of ModelLink.
     "no_load_lr_state": False,
     "reset_iteration": False,
+    # Of MindSpeed-LLM: adapters that would replace those of --save, a conversion of what is in --load.
+    "lora_load": None,
+    "enable_hf2mg_convert": False,
 }
 
 

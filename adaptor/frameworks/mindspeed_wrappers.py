@@ -18,7 +18,6 @@ from adaptor.frameworks import supported_options
 
 # As `supported_options` has them for Megatron-LM.
 ALLOWED_VALUES: supported_options.Values = (
-    ("lora_target_modules", ([], None), "LoRA, whose checkpoints lack the model that it began from,"),
     ("reuse_fp32_param", (False, None), "main params that share their memory with the weights"),
     ("swap_optimizer", (False, None), "optimizer state that is on the host between updates"),
     ("virtual_optimizer", (None,), "optimizer state that is on the host between updates"),

@@ -109,7 +109,6 @@ MINDSPEED = {
         arguments=("--local-copy-os",),
     ),
     "odd-split": Check(replace(DP3, replica="split"), "none", refused("TTP_REPLICA is split, but "), REFUSED),
-    "lora": refuses("--lora-target-modules", "dense"),
     "reuse": refuses("--reuse-fp32-param"),
 }
 NODES_RESTART = replace(
@@ -122,6 +121,7 @@ NODES_RESTART = replace(
 CP2_DP2 = Layout("cp2-dp2", 4, extra=("--use-mcore-models", "--context-parallel-size", "2"))
 # Its own model is another than that of Megatron-core.
 MODELLINK = {
+    "lora": refuses("--lora-target-modules", "dense"),
     "tensor": CHECKS["tensor"],
     "pipeline": dies(PP2_DP2, 2, "norm", 5),
     "pipeline-door": dies(PP2_DP2, 1, "door-after", 6),
@@ -155,6 +155,7 @@ ULYSSES = _context("cp2-dp2", "ulysses_cp_algo", processes=4)
 RING = _context("cp2-dp2-ring", "megatron_cp_algo", processes=4)
 RING_TP2 = _context("cp2-tp2-dp2-ring", "megatron_cp_algo", processes=8, tp=2)
 LLM = {
+    "lora-filter": refuses("--lora-ckpt-filter"),
     "swap": refuses("--swap-optimizer"),
     "nodes": dies(DP4, 2, "norm", 5, nodes=2),
     "nodes-update": dies(DP4, 1, "update", 6, nodes=2),

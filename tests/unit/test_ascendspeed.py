@@ -54,10 +54,6 @@ def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -
     ("given", "line"),
     [
         (
-            {"lora_target_modules": ["dense"]},
-            r"--lora-target-modules is .'dense'.: LoRA, .*; leave it out, or",
-        ),
-        (
             {"reuse_fp32_param": True},
             "--reuse-fp32-param is True: main params that share .*; leave it out, or",
         ),
@@ -81,7 +77,7 @@ def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -
 def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
     """They add these options to Megatron-LM's own."""
     usual: dict[str, Any] = dict.fromkeys(name for name, _, _ in mindspeed_wrappers.ALLOWED_VALUES)
-    usual |= {"lora_target_modules": [], "reuse_fp32_param": False, "optimizer_selection": "fused_adamw"}
+    usual |= {"reuse_fp32_param": False, "optimizer_selection": "fused_adamw"}
     megatron_training._require_protected(Namespace(**usual))
     with pytest.raises(UnsupportedError, match=line):
         megatron_training._require_protected(Namespace(**given))

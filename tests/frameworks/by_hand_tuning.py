@@ -1,0 +1,240 @@
+"""Fine-tuning by MindSpeed-LLM: `python -m tests.frameworks.by_hand_tuning TREE --packages DIR --out OUT`.
+
+TREE is a checkout as for `by_hand`. DIR has peft, transformers and what both import (`pip install --target`);
+the tests need neither. A base model is trained first, by the same checkout; each job begins from it, by the
+framework's own `posttrain_gpt.py`. Prints a row of docs/compatibility.md for each check. The reference is the
+same checkout under plain torchrun, which has saved every step. The exit code is 1 if a check has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import re
+import shutil
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2, EXPERTS, ITERATIONS, PP2_DP2, TP2_DP2, Ended, Job, Layout
+from tests.faults.same import differences
+from tests.frameworks import prepare, record
+from tests.frameworks.by_hand import HEADER
+from tests.frameworks.checks import REFUSED, SAVED
+from tests.frameworks.tuning import BASE, SFT, Tuning
+
+MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+LORA = (*SFT, "--lora-r", "4", "--lora-alpha", "8", "--lora-target-modules", *MODULES)
+RESTARTED = "started again from step {} by itself, trained to the end, bitwise"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is done to a layout.
+
+    way       of tuning, in words
+    options   of the script for it
+    step      the one that has to be saved, None where nothing breaks
+    refused   what the line says, where the job is refused
+    prepared  options of the framework's preprocessing
+    """
+
+    way: str
+    layout: Layout
+    options: tuple[str, ...] = SFT
+    fault: str = "none"
+    spec: str = ""
+    step: int | None = None
+    restarts: int = 0
+    refused: str = ""
+    prepared: tuple[str, ...] = ()
+
+
+def dies(way: str, layout: Layout, options: tuple[str, ...], rank: int, step: int, phase: str) -> Check:
+    """A rank is killed; the step before is saved, unless every rank has come to the update."""
+    words = {"norm": "before the gradient norm of", "update": "in the update of"}
+    return Check(
+        way,
+        layout,
+        options,
+        f"SIGKILL of rank {rank}, {words[phase]} step {step}",
+        f"rank={rank},step={step},phase={phase},kind=sigkill",
+        step - (phase == "norm"),
+    )
+
+
+def refuses(way: str, options: tuple[str, ...], line: str) -> Check:
+    return Check(way, DP2, options, refused=line)
+
+
+def again(check: Check) -> Check:
+    return replace(check, restarts=1)
+
+
+# Experts are tuned with this dispatcher alone.
+_EXPERTS = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall_seq")
+MOE_DP2 = Layout("moe-dp2", 2, extra=_EXPERTS)
+MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*_EXPERTS, "--expert-model-parallel-size", "2"))
+# Each sample in its own length, those of a batch padded to the longest.
+VARIABLE = (*SFT, "--no-pad-to-seq-lengths")
+PACKED = (*SFT, "--use-flash-attn", "--reset-attention-mask", "--reset-position-ids")
+DPO = ("--stage", "dpo", "--is-pairwise-dataset", "--dpo-loss-type", "sigmoid", "--ref-model", BASE)
+PAIRS = ("--handler-name", "AlpacaStylePairwiseHandler")
+
+
+def packed(check: Check) -> Check:
+    return replace(check, prepared=("--pack",))
+
+
+def pairs(check: Check) -> Check:
+    return replace(check, prepared=PAIRS)
+
+
+CHECKS = {
+    "lora": Check("LoRA", DP2, LORA),
+    "lora-norm": dies("LoRA", DP2, LORA, 1, 6, "norm"),
+    "lora-update": dies("LoRA", DP2, LORA, 1, 6, "update"),
+    "lora-restart": again(dies("LoRA", DP2, LORA, 0, 4, "norm")),
+    "lora-tensor": dies("LoRA", TP2_DP2, LORA, 2, 6, "update"),
+    "lora-tensor-restart": again(dies("LoRA", TP2_DP2, LORA, 3, 4, "norm")),
+    "lora-pipeline": dies("LoRA", PP2_DP2, LORA, 2, 6, "update"),
+    "lora-pipeline-restart": again(dies("LoRA", PP2_DP2, LORA, 1, 4, "norm")),
+    "lora-experts": dies("LoRA", MOE_DP2, LORA, 1, 6, "norm"),
+    "lora-experts-restart": again(dies("LoRA", MOE_DP2, LORA, 0, 4, "norm")),
+    "lora-experts-parallel": dies("LoRA", MOE_EP2, LORA, 2, 6, "update"),
+    "lora-experts-parallel-restart": again(dies("LoRA", MOE_EP2, LORA, 1, 4, "norm")),
+    "lora-filter": refuses("LoRA, filtered", (*LORA, "--lora-ckpt-filter"), "--lora-ckpt-filter is True: "),
+    "full-restart": again(dies("full", DP2, SFT, 0, 4, "norm")),
+    "variable": dies("full, variable lengths", DP2, VARIABLE, 1, 6, "update"),
+    "variable-restart": again(dies("full, variable lengths", DP2, VARIABLE, 0, 4, "norm")),
+    "variable-pipeline-restart": again(dies("full, variable lengths", PP2_DP2, VARIABLE, 1, 4, "norm")),
+    "packed": packed(dies("full, packed", DP2, PACKED, 1, 6, "norm")),
+    "packed-restart": packed(again(dies("full, packed", DP2, PACKED, 0, 4, "norm"))),
+    "dpo": pairs(dies("DPO", DP2, DPO, 1, 6, "norm")),
+    "dpo-restart": pairs(again(dies("DPO", DP2, DPO, 0, 4, "norm"))),
+    "dpo-alone": refuses("DPO", DPO[:-2], "--stage is dpo without --ref-model: "),
+}
+
+
+class Bench:
+    """The checks on one tree."""
+
+    def __init__(self, tree: Path, packages: Path, out: Path, name: str) -> None:
+        self._tree, self._packages, self._out, self._name = tree, packages, out, name
+
+    def check(self, check: Check, name: str) -> bool:
+        """Run one check and print its row; what went wrong goes to stderr."""
+        replica = check.layout.replica
+        try:
+            replica, result = self._run(check, name)
+        except (AssertionError, pytest.fail.Exception):
+            traceback.print_exc()
+            result = "**failed**"
+        versions = f"{platform.python_version()}, {torch.__version__}"
+        today = datetime.date.today().isoformat()
+        cut = f"{check.way}, {check.layout.name}, {check.layout.precision}"
+        print(
+            f"| {self._name} | {versions} | {cut} | {replica} | {check.fault} | {result} | {today} |",
+            flush=True,
+        )
+        return result != "**failed**"
+
+    def _run(self, check: Check, name: str) -> tuple[str, str]:
+        """Which replicas the job had, and its outcome."""
+        layout = replace(check.layout, instances=False)
+        tuning = Tuning(
+            self._tree, self._packages, self._out / "data", self._base(layout), check.options, check.prepared
+        )
+        out = self._out / name
+        shutil.rmtree(out, ignore_errors=True)
+        faults = [check.spec] if check.spec else []
+        job = Job(out, layout, save=out / "save", restarts=check.restarts, faults=faults, program=tuning)
+        ended = harness.run(job)
+        if check.refused:
+            assert ended.code == 2, ended.log[-3000:]
+            assert ended.last_line.startswith(f"ttprun: error: {check.refused}"), ended.log[-3000:]
+            assert "Traceback" not in ended.log, ended.log[-3000:]
+            assert not any(ended.records.values())
+            return layout.replica, REFUSED
+        told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
+        replica = f"{told[1]} ({layout.replica})" if told else "none needed"
+        return replica, self._judge(check, ended, self._reference(check, layout, tuning), tuning)
+
+    def _judge(self, check: Check, ended: Ended, reference: Path, tuning: Tuning) -> str:
+        expected = record.read(reference / "record")
+        if check.step is None:
+            assert ended.code == 0, ended.log[-3000:]
+            outcome.assert_same_training(ended, expected)
+            return "bitwise plain torchrun"
+        save = ended.job.save
+        assert save is not None
+        assert ended.code == (0 if check.restarts else 137), ended.log[-3000:]
+        assert f"step {check.step} is saved, no finished step is lost" in ended.log, ended.log[-3000:]
+        assert outcome.steps_in(save) == ([check.step, ITERATIONS] if check.restarts else [check.step])
+        outcome.assert_saved(save, ITERATIONS if check.restarts else check.step)
+        folder = save / f"iter_{check.step:07d}"
+        found = differences(folder, reference / "save" / folder.name)
+        assert found == [], "\n".join(found[:20])
+        if check.restarts:
+            outcome.assert_same_training(ended, expected)
+            restarted = {
+                line["iteration"] for lines in ended.records.values() for line in lines if line["restart"]
+            }
+            assert restarted == set(range(check.step + 1, ITERATIONS + 1))
+            return RESTARTED.format(check.step)
+        outcome.assert_same_training(ended, expected, steps=range(1, check.step))
+        resumed = harness.run(
+            Job(ended.job.out / "resumed", ended.job.layout, "torchrun", load=save, program=tuning)
+        )
+        assert resumed.code == 0, resumed.log[-3000:]
+        outcome.assert_same_training(resumed, expected, steps=range(check.step + 1, ITERATIONS + 1))
+        return SAVED.format(check.step)
+
+    def _reference(self, check: Check, layout: Layout, tuning: Tuning) -> Path:
+        """The same under plain torchrun, undisturbed; it saves every step."""
+        return self._train(f"{check.way}-{layout.name}".replace(" ", "-"), layout, tuning, 1)
+
+    def _base(self, layout: Layout) -> Path:
+        """The model that jobs of this layout begin from."""
+        program = Tuning(self._tree, self._packages, self._out / "data")
+        return self._train(f"base-{layout.name}", layout, program, ITERATIONS) / "save"
+
+    def _train(self, name: str, layout: Layout, program: Tuning, interval: int) -> Path:
+        out = self._out / "references" / name
+        if not (out / "done").exists():
+            shutil.rmtree(out, ignore_errors=True)
+            job = Job(out, layout, "torchrun", save=out / "save", save_interval=interval, program=program)
+            ended = harness.run(job)
+            assert ended.code == 0, ended.log[-3000:]
+            (out / "done").touch()
+        return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tree", type=Path, help="a checkout of MindSpeed-LLM")
+    parser.add_argument("--packages", type=Path, required=True, help="where peft and transformers are")
+    parser.add_argument("--out", type=Path, required=True, help="where the jobs run; about 200 MB")
+    parser.add_argument("--name", default="MindSpeed-LLM", help="the tags and the commits, for the rows")
+    parser.add_argument("--only", action="append", choices=list(CHECKS), help="one check; repeat for more")
+    parsed = parser.parse_args()
+    tree = parsed.tree.resolve()
+    if not (tree / "posttrain_gpt.py").is_file():
+        parser.error(f"TREE is {parsed.tree}: it has no posttrain_gpt.py, as MindSpeed-LLM has")
+    if not (parsed.packages / "peft").is_dir():
+        parser.error(f"--packages is {parsed.packages}: it has no peft")
+    prepare.build_helpers(tree)
+    bench = Bench(tree, parsed.packages.resolve(), parsed.out.resolve(), parsed.name)
+    print(HEADER)
+    passed = [bench.check(CHECKS[name], name) for name in parsed.only or CHECKS]
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

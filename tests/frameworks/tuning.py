@@ -1,0 +1,141 @@
+"""The command, the data and the arguments with which MindSpeed-LLM's `posttrain_gpt.py` tunes a tiny GPT.
+
+Nothing stands in for peft and transformers here: both, and what they import, are in a folder of their own,
+which comes before the stand-ins for what only an Ascend machine has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.faults.harness import ITERATIONS, ROOT, Job
+from tests.frameworks import args
+
+STANDINS = ROOT / "tests/standins"
+SEQUENCE = 64
+VOCABULARY = 400
+WORDS = ("alpha", "beta", "gamma", "delta", "river", "stone", "light", "cloud", "seven", "blue", "tiger")
+# As `args.TINY`, with the data of an instruction.
+TINY = f"""
+    --use-mcore-models --num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128
+    --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --position-embedding-type rope
+    --untie-embeddings-and-output-weights --disable-bias-linear
+    --make-vocab-size-divisible-by 1 --padded-vocab-size {VOCABULARY}
+    --tokenizer-type PretrainedFromHF --num-workers 0 --split 100,0,0 --prompt-type qwen
+    --micro-batch-size 1 --global-batch-size 8 --hidden-dropout 0.1 --attention-dropout 0.1
+    --init-method-std 0.02 --lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 2
+    --clip-grad 1.0 --weight-decay 0.1 --eval-iters 0 --eval-interval 1000000 --log-interval 1
+    --distributed-timeout-minutes 2 --ckpt-format torch --bf16
+"""
+SFT = ("--stage", "sft", "--is-instruction-dataset")
+# In the options of a job: the folder of the model that it begins from.
+BASE = "BASE"
+# Run with transformers: a tokenizer of a few hundred tokens, in the form that AutoTokenizer loads.
+_TOKENIZER = """
+import sys
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+bpe = Tokenizer(models.BPE())
+bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+alphabet = pre_tokenizers.ByteLevel.alphabet()
+trainer = trainers.BpeTrainer(vocab_size=int(sys.argv[3]), special_tokens=special, initial_alphabet=alphabet)
+bpe.train([sys.argv[1]], trainer)
+fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[2], pad_token=special[0])
+fast.save_pretrained(sys.argv[2])
+"""
+
+
+class Tuning:
+    """A `Program` of the harness: a job begins from a base model, and goes on from what it has saved.
+
+    Args:
+        tree: a checkout of MindSpeed-LLM with `megatron` and `mindspeed` in it.
+        packages: the folder with peft and transformers.
+        work: for data and tokenizer.
+        base: of the model to tune; None: it is trained from nothing.
+        options: of the script, for the way of tuning.
+        prepared: options of the framework's preprocessing.
+    """
+
+    def __init__(
+        self,
+        tree: Path,
+        packages: Path,
+        work: Path,
+        base: Path | None = None,
+        options: tuple[str, ...] = SFT,
+        prepared: tuple[str, ...] = (),
+    ) -> None:
+        self._tree, self._work, self._base, self._options = tree, work, base, options
+        self.environment = {
+            "PYTHONPATH": f"{packages}{os.pathsep}{STANDINS}",
+            "PYTORCH_JIT": "0",
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._data = self._prepare(prepared)
+
+    def __call__(self, job: Job) -> list[str]:
+        layout = job.layout
+        given = [*shlex.split(args.PLAIN), *shlex.split(TINY), "--train-iters", str(ITERATIONS)]
+        given += ["--data-path", str(self._data), "--tokenizer-name-or-path", str(self._work / "tokenizer")]
+        given += ["--tensor-model-parallel-size", str(layout.tp)]
+        if layout.distributed_optimizer:
+            given += ["--use-distributed-optimizer"]
+        if job.save is not None:
+            given += ["--save", str(job.save), "--save-interval", str(job.save_interval)]
+        if job.load is not None:
+            given += ["--load", str(job.load)]
+        elif self._base is not None:
+            given += ["--load", str(self._base), "--finetune"]
+        return [
+            str(self._tree / "posttrain_gpt.py"),
+            *given,
+            *layout.arguments,
+            *(str(self._base) if word == BASE else word for word in self._options),
+            *job.arguments,
+        ]
+
+    def _prepare(self, prepared: tuple[str, ...]) -> Path:
+        """Have the framework preprocess 400 short instructions; return the prefix of what it wrote."""
+        work = self._work
+        prefix = work / "-".join(["data", *(word.lstrip("-") for word in prepared)]) / "instructions"
+        if prefix.parent.is_dir():
+            return prefix
+        prefix.parent.mkdir(parents=True)
+        source = work / "instructions.json"
+        if not source.exists():
+            drawn = random.Random(1234)
+
+            def words(least: int, most: int) -> str:
+                return " ".join(drawn.choice(WORDS) for _ in range(drawn.randint(least, most)))
+
+            columns = {"instruction": (1, 3), "input": (0, 2), "output": (1, 5)}
+            columns |= {"chosen": (1, 5), "rejected": (1, 5)}
+            rows = [{name: words(*most) for name, most in columns.items()} for _ in range(400)]
+            source.write_text(json.dumps(rows))
+        if not (work / "tokenizer").is_dir():
+            self._run("-c", _TOKENIZER, source, work / "tokenizer", VOCABULARY)
+        self._run(
+            *("-m", "adaptor.devices", "cpu", self._tree / "preprocess_data.py"),
+            *("--input", source, "--tokenizer-name-or-path", work / "tokenizer", "--output-prefix", prefix),
+            *("--tokenizer-type", "PretrainedFromHF", "--handler-name", "AlpacaStyleInstructionHandler"),
+            *("--prompt-type", "qwen", "--workers", "1", "--log-interval", "1000"),
+            *("--seq-length", SEQUENCE, *prepared),
+        )
+        return prefix
+
+    def _run(self, *words: object) -> None:
+        command = [sys.executable, *map(str, words)]
+        done = subprocess.run(
+            command, env=args.environment(**self.environment), cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

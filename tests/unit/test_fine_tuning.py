@@ -1,0 +1,102 @@
+"""Which ways of fine-tuning are refused, and what a restart of the others loads."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptor.errors import UnsupportedError
+from adaptor.frameworks import fine_tuning, megatron_lm
+from adaptor.patches import megatron_training
+from adaptor.protocol import environment
+
+# What parsers of MindSpeed-LLM give where nothing is asked for; those of Megatron-LM know none of it.
+SINCE_2_2: dict[str, Any] = {
+    "lora_target_modules": [],
+    "lora_ckpt_filter": False,
+    "lora_load": None,
+    "deprecated_use_mcore_models": False,
+    "stage": None,
+    "ref_model": None,
+    "lu_lora_final_layer_index": None,
+}
+BEFORE: dict[str, Any] = {
+    "lora_target_modules": [],
+    "lora_ckpt_filter": False,
+    "use_mcore_models": True,
+    "qlora": False,
+    "stage": None,
+}
+MODELLINK: dict[str, Any] = {"lora_target_modules": [], "use_mcore_models": False, "stage": None}
+LORA = {"lora_target_modules": ["linear_qkv"]}
+
+
+def _check(given: dict[str, Any]) -> None:
+    for check in fine_tuning.checks(Namespace(**given)):
+        check()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        SINCE_2_2,
+        BEFORE,
+        MODELLINK,
+        {**SINCE_2_2, **LORA},
+        {**SINCE_2_2, **LORA, "use_mcore_models": False},
+        {**BEFORE, **LORA, "stage": "sft"},
+        {**SINCE_2_2, "stage": "dpo", "ref_model": "/base"},
+    ],
+)
+def test_what_keeps_the_whole_model_is_protected(given: dict[str, Any]) -> None:
+    _check(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            {**SINCE_2_2, **LORA, "lora_ckpt_filter": True},
+            "--lora-ckpt-filter is True: LoRA whose checkpoints lack the model .*; leave it out, or",
+        ),
+        (
+            {**BEFORE, **LORA, "use_mcore_models": False},
+            r"--lora-target-modules is .'linear_qkv'.: checkpoints of models without --use-mcore-models lack",
+        ),
+        ({**MODELLINK, **LORA}, r"--lora-target-modules is .'linear_qkv'.: checkpoints of this version lack"),
+        ({**MODELLINK, **LORA, "use_mcore_models": True}, "checkpoints of this version lack the model"),
+        ({**BEFORE, **LORA, "qlora": True}, "--qlora is True: QLoRA, whose 4-bit weights"),
+        ({**SINCE_2_2, "lu_lora_final_layer_index": 0}, "--lu-lora-final-layer-index is 0: LU-LoRA, which"),
+        ({**BEFORE, "stage": "orm"}, "--stage is orm: a stage whose other models"),
+        ({**SINCE_2_2, "stage": "dpo"}, "--stage is dpo without --ref-model: .*; add --ref-model, or"),
+    ],
+)
+def test_what_does_not_is_refused(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(UnsupportedError, match=line):
+        _check(given)
+    with pytest.raises(UnsupportedError, match=line):
+        megatron_training._require_protected(Namespace(**given))
+
+
+def test_a_restart_loads_its_own_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of --lora-load would replace them; what is converted was in the first --load."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    monkeypatch.setenv(environment.RESUME, "1")
+    args = Namespace(
+        rank=0,
+        save=str(tmp_path),
+        load="/huggingface",
+        finetune=True,
+        lora_load="/adapters",
+        enable_hf2mg_convert=True,
+    )
+    megatron_lm.resume_after_restart(args)
+    assert args.load == str(tmp_path)
+    assert (args.finetune, args.lora_load, args.enable_hf2mg_convert) == (False, None, False)
+    assert "--finetune, --lora-load, --enable-hf2mg-convert: not for the restarted" in capsys.readouterr().out
