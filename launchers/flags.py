@@ -21,6 +21,9 @@ _PREFIX = "--ttp"
 _COUNT = "a number of processes from 1 on, or auto, cpu, gpu and the like where this machine has them"
 _NODES = "a number of nodes from 1 on, or MIN:MAX"
 _STREAMS = "0, 1, 2 or 3, or that for some of the ranks of this node, as 0:3,1:1"
+_ID = "up to 246 bytes without '/': torch names a folder by it"
+_ID_BYTES = 255 - len("_12345678")  # of a file name; torch appends what makes it unique
+_SHOWN = 80  # characters of a value in a line that refuses it
 _ANY = "0"  # an argument that any parser takes for a script, or for the value of a flag
 
 
@@ -64,9 +67,15 @@ def require_sense(parsed: argparse.Namespace) -> None:
     _require("monitor-interval", parsed.monitor_interval, _is_pause, "a number of seconds above 0")
     _require("redirects", parsed.redirects, streams, _STREAMS)
     _require("tee", parsed.tee, streams, _STREAMS)
+    if not parsed.standalone:  # else torch makes one
+        _require("rdzv-id", parsed.rdzv_id, _names_a_folder, _ID)
     _, most = run.parse_min_max_nnodes(parsed.nnodes)
     if most > 1 and parsed.rdzv_backend == "static" and not parsed.standalone:  # else nobody asks for it
         _require("node-rank", parsed.node_rank, range(most).__contains__, f"from 0 to {most - 1}")
+
+
+def _names_a_folder(text: str) -> bool:
+    return "/" not in text and len(os.fsencode(text)) <= _ID_BYTES
 
 
 def _is_pause(seconds: float) -> bool:
@@ -80,7 +89,11 @@ def _require(flag: str, value: T, makes_sense: Callable[[T], bool], allowed: str
     except (ValueError, RuntimeError):  # whatever torch raises for a text
         sense = False
     if not sense:
-        raise ConfigError(f"--{flag} is {value!r}: it must be {allowed}")
+        raise ConfigError(f"--{flag} is {_shortened(repr(value))}: it must be {allowed}")
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}... ({len(value)} characters)"
 
 
 def _ours() -> argparse.ArgumentParser:

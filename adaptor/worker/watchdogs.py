@@ -1,10 +1,12 @@
 """The framework's own watchdogs, which end a process some time after a collective has failed or hangs.
 
 In a protected job they would end survivors, which have the state that is to be saved, so they are switched
-off there, and the adaptor's hang detection watches in their place. torch reads the variables when a process
-group is made. Whether a job will be protected is known by then where the framework's own script has parsed
-its arguments, where the script has imported the framework of a plug-in, or where it has called
-`adaptor.enable()` itself. In any other script under ttprun they stay what they are.
+off there, and the adaptor's hang detection watches in their place. With TTP_HANG=0 nothing would, so they
+stay on: a job that hangs must come to an end.
+
+torch reads the variables when a process group is made. Whether a job will be protected is known by then where
+the framework's own script has parsed its arguments, where the script has imported the framework of a plug-in,
+or where it has called `adaptor.enable()` itself. In any other script under ttprun they stay what they are.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ class Watchdogs:
         self._before: dict[str, str | None] = {}  # what the variables were, while they are off
 
     def switch_off(self) -> None:
-        """Switch the watchdogs of NCCL and HCCL off; it has no effect once process groups are made."""
-        if self._off or _groups_are_made():
+        """Switch the watchdogs of NCCL and HCCL off; with TTP_HANG=0 they stay on.
+
+        It has no effect once process groups are made.
+        """
+        if self._off or not self._context.settings.hang_s or _groups_are_made():
             return
         self._off = True
-        settings = self._context.settings
-        if not settings.hang_s and settings.device != "cpu":
-            _say("a job that hangs is not ended: TTP_HANG is 0 and the NCCL/HCCL watchdogs are off")
         for name in VARIABLES:
             said = os.environ.get(name, "0")
             if said != "0" and (name, said) != _TORCHS:
@@ -65,11 +67,19 @@ class Watchdogs:
         """Warn, when training begins, if watchdogs are on that would end the survivors of a fault."""
         from torch import distributed
 
-        if not self._off and any(name in str(distributed.get_backend()).lower() for name in _WATCHED):
+        backend = str(distributed.get_backend()).lower()
+        if self._off or not any(name in backend for name in _WATCHED):
+            return
+        if not self._context.settings.hang_s:
             _say(
-                "the watchdog of NCCL or HCCL is on, and would end survivors before they are saved: call "
-                "adaptor.enable() in the script before torch.distributed.init_process_group"
+                "TTP_HANG is 0, so the watchdog of NCCL or HCCL stays what it was: it ends a job that hangs, "
+                "but also survivors of a fault, maybe before they are saved; with TTP_HANG=86400 it is off"
             )
+            return
+        _say(
+            "the watchdog of NCCL or HCCL is on, and would end survivors before they are saved: call "
+            "adaptor.enable() in the script before torch.distributed.init_process_group"
+        )
 
 
 def _groups_are_made() -> bool:

@@ -435,6 +435,8 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--monitor-interval", "nan"], "--monitor-interval is nan: it must be a number of seconds above 0"),
         (["--monitor-interval", "-5"], "--monitor-interval is -5.0: it must be a number of seconds above 0"),
         (["--monitor-interval", "inf"], "--monitor-interval is inf: it must be a number of seconds above 0"),
+        (["--rdzv-id", "a/b"], "--rdzv-id is 'a/b': it must be up to 246 bytes without '/'"),
+        (["--rdzv-id", "é" * 124], f"--rdzv-id is '{'é' * 79}... (126 characters): it must be up to 246"),
         ([], "the script absent.py cannot be run (No such file or directory)"),
         (["--ttp-device", "cpu", "--ttp-enable", "0"], "the script absent.py cannot be run"),
         (["--no-python"], "--no-python: only a Python script that ttprun starts itself can be protected"),
@@ -490,10 +492,20 @@ def test_a_port_that_another_job_has(launcher: Launcher) -> None:
     assert "Traceback" not in ended.log
 
 
+@pytest.mark.robustness(
+    "A4", "no node with the rendezvous store answers, or too few nodes come", "refused in one line, no stack"
+)
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["--node-rank", "1", "--rdzv-conf", "timeout=1"], "no rendezvous answers at 127.0.0.1:{port}: "),
+        (
+            [
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{port}"),
+                *("--rdzv-conf", "is_host=0,read_timeout=1"),
+            ],
+            "no rendezvous answers at localhost:{port}: ",
+        ),
         (
             ["--node-rank", "0", "--rdzv-conf", "timeout=1"],
             "node 1 of 2 did not come to 127.0.0.1:{port} in time; ",
@@ -510,7 +522,7 @@ def test_a_port_that_another_job_has(launcher: Launcher) -> None:
             "--nnodes is 2: fewer nodes came to the rendezvous at localhost:{port} in time; ",
         ),
     ],
-    ids=["nobody is there", "one with a number stays away", "one stays away"],
+    ids=["nobody is there", "no store of c10d", "one with a number stays away", "one stays away"],
 )
 def test_nodes_that_do_not_meet(arguments: list[str], line: str, launcher: Launcher) -> None:
     port = free_port()
@@ -518,7 +530,8 @@ def test_nodes_that_do_not_meet(arguments: list[str], line: str, launcher: Launc
     ended = launcher.run(*options, launcher.script("print('started')"))
     assert ended.code == 2, ended.log
     assert ended.last_line.startswith(f"ttprun: error: {line.format(port=port)}")
-    assert "Traceback" not in ended.log
+    said = [text for text in ended.log.splitlines() if not text.startswith("[ttp] waiting for ")]
+    assert said == [ended.last_line], "nor the stack of torch's C++ functions"
 
 
 # A shell may have had it ignored.

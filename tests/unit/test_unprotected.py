@@ -274,18 +274,42 @@ def test_the_framework_of_a_plug_in_is_imported(launcher: Launcher, start: str, 
     assert ended.log.splitlines()[-1] == values
 
 
-@pytest.mark.parametrize(("hang", "said"), [("0", 1), ("60", 0)])
-def test_who_switches_hang_detection_off_hears_that_nobody_watches(
-    launcher: Launcher, hang: str, said: int
-) -> None:
-    ended = launcher.run(*TWO, "--ttp-hang", hang, launcher.script(SHOW.format(start=ENABLES)))
+# A backend of torch's by the name that torch_npu gives to its own; what carries it is gloo.
+HCCL = """
+import torch.distributed as dist
+from adaptor import context
+from adaptor.worker.watchdogs import Watchdogs
+def gloo(store, rank, size, timeout):
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+dist.Backend.register_backend("hccl", gloo, devices=["cpu"])
+dist.init_process_group("hccl", rank=0, world_size=1, store=dist.HashStore())
+context.part(Watchdogs).warn_if_on()  # as adaptor.protect does, and the frameworks' loops
+"""
+STAYS_ON = "[ttp] TTP_HANG is 0, so the watchdog of NCCL or HCCL stays what it was: it ends a job that hangs"
+
+
+@pytest.mark.robustness(
+    "A2",
+    "hang detection is switched off (TTP_HANG=0)",
+    "the watchdog of NCCL or HCCL stays on, and one line says so",
+)
+@pytest.mark.parametrize("hang", ["0", "60"])
+def test_where_nothing_watches_the_watchdogs_are_torch_s(launcher: Launcher, hang: str) -> None:
+    script = launcher.script(SHOW.format(start=ENABLES + HCCL))
+    ended = launcher.run(*ONE, "--ttp-hang", hang, script, **{NAMES[2]: "2"})
     assert ended.code == 0, ended.log
-    assert (
-        ended.log.count(
-            "[ttp] a job that hangs is not ended: TTP_HANG is 0 and the NCCL/HCCL watchdogs are off"
-        )
-        == said
-    )
+    off = hang != "0"
+    assert ("0 0 0" if off else "1 None 2") in ended.log.splitlines()
+    assert ended.log.count(STAYS_ON) == (not off)
+    assert ended.log.count("call adaptor.enable() in the script") == 0
+
+
+def test_who_enables_too_late_hears_what_to_do(launcher: Launcher) -> None:
+    script = launcher.script(SHOW.format(start=HCCL))
+    ended = launcher.run(*ONE, script)
+    assert ended.code == 0, ended.log
+    assert ended.log.count("[ttp] the watchdog of NCCL or HCCL is on, and would end survivors") == 1
+    assert STAYS_ON not in ended.log
 
 
 MEETS = """
