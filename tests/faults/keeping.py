@@ -34,6 +34,9 @@ CODE = (
 )
 # Variables with these prefixes choose how numbers are computed.
 _PREFIXES = ("ATEN_", "DNNL_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH")
+# Where torch keeps what it has compiled, which nothing here does. It sets this in a process that has made an
+# update: the same run would be made twice, before and after.
+_NO_NUMBERS = "TORCHINDUCTOR_CACHE_DIR"
 _UNUSED_S = 7 * 24 * 3600.0
 
 
@@ -70,7 +73,11 @@ def key(framework: Path, *more: object) -> str:
         framework: the tree of the framework.
         more: what else the caller knows of; it is told apart by its `repr`.
     """
-    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(_PREFIXES))
+    variables = sorted(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(_PREFIXES) and name != _NO_NUMBERS
+    )
     versions = (sys.version, torch.__version__, numpy.__version__, torch.__config__.show(), _processor())
     return _digest(repr((versions, variables, _tree(framework), _tree(ROOT, CODE), more)).encode())
 
