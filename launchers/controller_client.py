@@ -99,16 +99,14 @@ class ControllerClient:
         self._listener: AgentListener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.controller_host: ControllerHost | None = None
+        # The node whose controller ended the last incident, and wrote the report; None before that. It stays
+        # when that node leaves: this one may still have to name it.
+        self.reporter: int | None = None
 
     @property
     def alone(self) -> bool:
         """Return whether this is the only node."""
         return self._nodes == 1
-
-    @property
-    def controller(self) -> int:
-        """The node that has the controller."""
-        return self._node if self.controller_host is not None else self._succession.term
 
     async def host(self, host: str, resume: bool) -> Invitation:
         """Run the first controller here.
@@ -312,6 +310,7 @@ class ControllerClient:
         if self._succession.accept(order):
             if isinstance(order, Verdict | Resumed):
                 self._timeline.next_incident = order.incident + 1
+                self.reporter = self._node if self.controller_host is not None else self._succession.term
             if isinstance(order, Verdict):
                 self._recurrence.note(order)
             self._obey(order)

@@ -220,10 +220,11 @@ class Node:
 
     @property
     def report(self) -> str:
-        """Return the path of the last report, or the node that writes it."""
-        if self._controller_host is not None:
-            return self._timeline.report
-        return f"on node {self._client.controller}" if self._client is not None else ""
+        """Return the path of the last report, or the node that writes it; '' if no controller has."""
+        reporter = self._client.reporter if self._client is not None else None
+        if reporter is None:
+            return ""
+        return self._timeline.report if reporter == self._node else f"on node {reporter}"
 
     @property
     def over(self) -> bool:

@@ -289,6 +289,19 @@ def test_a_node_loses_the_controller_and_others_do_not(job: Job, monkeypatch: py
     assert job.statuses() == dict.fromkeys(range(3), EXIT_SURVIVOR)
 
 
+def test_the_report_is_where_the_verdict_came_from(two_nodes: Job) -> None:
+    """Also when that node has left before this one names it."""
+    job = two_nodes
+    job.train("step")
+    job.workers[1].send("exit 5")
+    of_both(job)
+    assert Path(job.nodes[0].report).parent == job.logs
+    lose(job.nodes.pop(0))
+    (node,) = job.nodes
+    wait_until(lambda: client_of(node)._succession.is_mine, "node 1 has noticed that")
+    assert node.report == "on node 0"
+
+
 def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> None:
     job = two_nodes
     job.train("step")
@@ -297,6 +310,7 @@ def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> Non
     verdict = job.verdict()
     assert verdict.outcome == "lost"
     assert verdict.line.startswith("rank 1 ended with status -9 after node 0 had finished")
+    assert job.nodes[0].report == ""  # there is none
 
 
 def test_a_node_that_leaves_in_the_middle_of_an_incident(two_nodes: Job) -> None:
