@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,6 +47,13 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def stop(pid: int) -> None:
+    """Stop a process. The main thread takes the signal when it next runs; until then others still answer."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = [path.name for path in Path(f"/proc/{pid}/task").iterdir()]
+    wait_until(lambda: all(state_of(int(thread)) in ("", "T") for thread in threads), f"{pid} is stopped")
 
 
 def open_descriptors(pid: int) -> dict[str, str]:

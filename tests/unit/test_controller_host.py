@@ -40,7 +40,7 @@ from adaptor.worker.processor import EXIT_SURVIVOR
 from tests.certificates import Authority
 from tests.ports import free_port
 from tests.unit.agents import Agent
-from tests.unit.nodes import Job, controller_host_of, job, wait_until
+from tests.unit.nodes import Job, controller_host_of, job, stop, wait_until
 from tests.unit.threads import LONG_S, Thread
 
 __all__ = ["job"]
@@ -221,7 +221,7 @@ def test_the_node_that_takes_over_is_lost_as_well(job: Job) -> None:
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)
     job.train("step")
-    job.workers[1].process.send_signal(signal.SIGSTOP)
+    stop(job.workers[1].process.pid)
     lose(job.nodes.pop(0))
     wait_until(lambda: client_of(nodes[1]).controller_host is not None, "node 1 has taken over")
     wait_until(
@@ -260,7 +260,7 @@ def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) 
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)
     job.train("step")
-    job.workers[2].process.send_signal(signal.SIGSTOP)
+    stop(job.workers[2].process.pid)
     lose(job.nodes.pop(1))
     wait_until(lambda: controller_host_of(nodes[0]).controller.incident is not None, "it is known")
     lose(job.nodes.pop(0))
@@ -317,7 +317,7 @@ def test_a_node_that_leaves_in_the_middle_of_an_incident(two_nodes: Job) -> None
     """Nobody asks the others' workers for their state any more, until the next node does."""
     job = two_nodes
     job.train("step", "step")
-    job.workers[0].process.send_signal(signal.SIGSTOP)  # so that the incident cannot be over
+    stop(job.workers[0].process.pid)  # so that the incident cannot be over
     job.nodes[0].leave("SIGTERM", 0.0)
     job.nodes.pop(0).close()
     verdict = job.verdict()

@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from adaptor.launchers.stack_collector import StackCollector
 from adaptor.launchers.worker_processes import Workers
 from adaptor.protocol.messages import BusyReport, Freeze, NodeStalled
 from adaptor.worker import stacks
-from tests.unit.nodes import Job, job, state_of, wait_until
+from tests.unit.nodes import Job, job, stop, wait_until
 from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
@@ -51,9 +50,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     job.workers[0].stands_at_the_door()
     job.workers[1].send("hold")
     assert job.workers[1].hears() == "holding"
-    stopped = job.workers[2].process
-    stopped.send_signal(signal.SIGSTOP)
-    wait_until(lambda: state_of(stopped.pid) == "T", "the worker is stopped")
+    stop(job.workers[2].process.pid)
     node = job.nodes[0]
     node._loop.call_soon_threadsafe(node._up, NodeStalled(0, 60.0, FIRST, -1))
     verdict = job.verdict()

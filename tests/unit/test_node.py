@@ -21,7 +21,7 @@ from adaptor.protocol.lifeline import Lifeline
 from adaptor.protocol.messages import Hello, Raised, Verdict
 from adaptor.protocol.naming import temporary_name
 from adaptor.worker.processor import EXIT_SURVIVOR
-from tests.unit.nodes import Job, controller_host_of, is_gone, job, open_descriptors, state_of, wait_until
+from tests.unit.nodes import Job, controller_host_of, is_gone, job, open_descriptors, stop, wait_until
 from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
@@ -228,9 +228,7 @@ def test_children_of_a_worker_go_with_it(job: Job) -> None:
 def test_a_worker_that_does_not_go_is_ended(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.2)
     job.begin(2)
-    stopped = job.workers[0].process
-    stopped.send_signal(signal.SIGSTOP)
-    wait_until(lambda: state_of(stopped.pid) == "T", "the worker is stopped")
+    stop(job.workers[0].process.pid)
     job.workers[1].send("leave 3")
     assert job.verdict().outcome == "nothing"
     assert job.statuses() == {0: -signal.SIGKILL, 1: 3}

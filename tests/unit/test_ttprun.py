@@ -26,7 +26,7 @@ from adaptor.launchers.invitation import Invitation
 from adaptor.mindio.client import sdk
 from tests.certificates import Authority
 from tests.ports import free_port, free_ports
-from tests.unit.nodes import ROOT, is_gone, open_descriptors, state_of, wait_until
+from tests.unit.nodes import ROOT, is_gone, open_descriptors, stop, wait_until
 from tests.unit.threads import LONG_S
 
 ONE = ["--standalone", "--monitor-interval", "0.05", "--nproc-per-node", "1"]
@@ -1242,8 +1242,7 @@ def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
     wait_until(lambda: _says_all(file), "the worker runs")
     wait_until(lambda: "rank 0: begins to train after step 10\n" in launcher.log, "the agent knows of it")
     worker = int(file.read_text())
-    os.kill(worker, signal.SIGSTOP)
-    wait_until(lambda: state_of(worker) == "T", "the worker is stopped")
+    stop(worker)
     begun = time.monotonic()
     os.kill(pid, signal.SIGTERM)
     ended = launcher.wait(pid)
