@@ -27,28 +27,22 @@ from tests.faults.harness import (
 )
 from tests.faults.scenario import BaselineOf, first_of_each, survives
 
+# Each layout once; twice where the others do not wait in the same way before the update and in it.
+# `python -m tests.integration.matrix` kills a rank of each layout early and late in a step.
 KILLED = [
-    (DP2, 0, "backward", {5}),
     (DP2, 1, "update", {6}),
-    (DP2_WHOLE, 0, "reduction", {5}),
     (DP2_WHOLE, 1, "door-after", {6}),
     (TP2_DP2, 0, "gather", {6}),
-    (TP2_DP2, 1, "backward", {5}),
-    (TP2_DP2, 2, "update", {6}),
     (TP2_DP2, 3, "reduction", {5}),
-    (TP2_DP2_SP, 1, "backward", {5}),
     (TP2_DP2_SP, 2, "update", {6}),
     (PP2_DP2, 0, "backward", {5}),
     (PP2_DP2, 3, "update", {6}),
-    (PP2_DP2, 1, "door-after", {6}),
     (PP2_TP2_DP2, 5, "reduction", {5}),
-    (VPP2_DP2, 2, "gather", {6}),
     (VPP2_DP2, 1, "backward", {5}),
     (DP2_OVERLAP, 0, "backward", {5}),
     (DP2_OVERLAP, 1, "update", {6}),
     (DP3_OVERLAP, 1, "between", {6}),
     (DP2_FP32, 0, "gather", {6}),
-    (DP2_FP32, 1, "backward", {5}),
     (DP2_SGD, 1, "update", {6}),
     (DP2_RAMPUP, 1, "backward", {5}),
 ]

@@ -16,24 +16,20 @@ from tests.faults.scenario import BaselineOf, assert_last_words, ends, restarts
 # A node that falls silent is noticed after 1.5 s (`wire`), where the machine has nothing else to do. By what
 # is waited for otherwise it would take two minutes (TTP_HANG, TTP_OT).
 NOTICED_S = 20.0
-RANKS = pytest.mark.parametrize("rank", [1, 2], ids=["node0", "node1"])
 
 
-@RANKS
-def test_both_agents_end_with_the_code_of_the_failed_worker(
-    rank: int, tmp_path: Path, baseline_of: BaselineOf
-) -> None:
+def test_both_agents_end_with_the_code_of_the_failed_worker(tmp_path: Path, baseline_of: BaselineOf) -> None:
     job = Job(
         tmp_path / "job",
         DP4,
         save=tmp_path / "save",
         nodes=2,
-        faults=[f"rank={rank},step=6,phase=update,kind=sigkill"],
+        faults=["rank=2,step=6,phase=update,kind=sigkill"],
     )
     ends(job, baseline_of(DP4), code=137, saved={6})
 
 
-@RANKS
+@pytest.mark.parametrize("rank", [1, 2], ids=["node0", "node1"])
 def test_both_agents_restart_together(rank: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Where the other node's worker dies, with TLS between the two."""
     job = Job(

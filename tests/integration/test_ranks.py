@@ -11,7 +11,8 @@ from tests.faults.harness import DP2, DP4, ITERATIONS, Job
 from tests.faults.scenario import BaselineOf, restarts, survives
 
 
-@pytest.mark.parametrize("rank", range(4))
+# Ranks 1 and 2 are killed, and the job starts again, in test_nodes.py.
+@pytest.mark.parametrize("rank", [0, 3])
 def test_a_killed_rank_and_the_job_goes_on_by_itself(
     rank: int, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
@@ -27,7 +28,7 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(
     assert line.startswith(f"[ttp] rank {rank} was ended by SIGKILL; step 5 is saved")
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [0, 2])
 def test_an_exception_in_a_rank(rank: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
     job = Job(
         tmp_path / "job",

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP4, ITERATIONS, TP2_DP2, Job, Layout
+from tests.faults.harness import DP2, ITERATIONS, TP2_DP2, Job, Layout
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(DP4, marks=pytest.mark.cold), TP2_DP2], ids=["dp4", "tp2-dp2"]
+    "layout", [pytest.param(DP2, marks=pytest.mark.cold), TP2_DP2], ids=["dp2", "tp2-dp2"]
 )
 def test_no_fault(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
     baseline = baseline_of(layout)
