@@ -37,6 +37,7 @@ class Config:
     local_copy: bool
     require_protection: str
     provide_mindio: bool
+    platform: str
     log_path: str
     log_level: str
     log_stdout: bool
@@ -246,6 +247,15 @@ SETTINGS = (
         _truth,
         "True: for a script that was adapted to MindIO TTP by hand; importing mindio_ttp, which is not "
         "installed, finds the adaptor's, and no framework is patched",
+    ),
+    Setting(
+        "platform",
+        "TTP_PLATFORM",
+        "auto",
+        "auto, none, modelarts, ascend, volcano, ranktable, slurm or openmpi",
+        _one_of("auto", "none", "modelarts", "ascend", "volcano", "ranktable", "slurm", "openmpi"),
+        "where nodes, the number of this one, processes and address are read that no flag gives; auto: from "
+        "the platform that has started ttprun; none: nowhere",
     ),
     Setting("log_path", "TTP_LOG_PATH", "logs", "a folder", _folder, "where logs and incident reports go"),
     Setting(

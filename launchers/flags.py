@@ -49,6 +49,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parsed
 
 
+def given(arguments: list[str]) -> set[str]:
+    """Return the names in torch's namespace that flags among `arguments` set; a default is none."""
+    from torch.distributed.run import get_args_parser
+
+    torchs = get_args_parser()
+    unset = object()
+    names = [action.dest for action in torchs._actions if action.option_strings]
+    found = torchs.parse_args(_split(arguments, torchs)[1], argparse.Namespace(**dict.fromkeys(names, unset)))
+    return {name for name in names if getattr(found, name, unset) is not unset}
+
+
 def require_sense(parsed: argparse.Namespace) -> None:
     """Refuse flags that torch would meet with a traceback. Raises ConfigError for a wrong value."""
     from torch.distributed import run

@@ -15,12 +15,15 @@ import socket
 import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from adaptor import _script, config, devices, distributions, engines, output, text
 from adaptor.errors import AdaptorError, ConfigError, StartError
 from adaptor.launchers import flags, invitation, tls
+from adaptor.launchers.platforms import cards, detect
+from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
 
 USAGE_EXIT_CODE = 2
@@ -60,9 +63,41 @@ def _require_working_directory() -> None:
 
 
 def _main(arguments: list[str]) -> int:
+    machine = this_machine()
     try:
         parsed = flags.parse(arguments)
         settings = config.load()
+        read = detect.fill(parsed, flags.given(arguments), os.environ, settings.platform, machine)
+        if read is None:
+            return _run(parsed, settings)
+        if read.card is None:
+            output.tell(read.line)
+            return _run(parsed, settings)
+        if read.card.index:
+            return cards.wait_for_first(read.card, machine)
+        with cards.First(read.card) as first:
+            output.tell(read.line)
+            for name in cards.OF_A_CARD:
+                os.environ.pop(name, None)
+            code = _run(parsed, settings, first.tell)
+            first.tell(code)
+            return code
+    except ConfigError as error:
+        output.tell(f"ttprun: error: {error}")
+        return USAGE_EXIT_CODE
+
+
+def _run(
+    parsed: argparse.Namespace, settings: config.Config, ends: Callable[[int], None] = lambda code: None
+) -> int:
+    """Check what can be checked before anything starts, and run the job.
+
+    Args:
+        parsed: torchrun's arguments.
+        settings: the user's.
+        ends: is called with the exit code where this process ends without returning it.
+    """
+    try:
         if settings.enabled or settings.device:
             _require_script(parsed, settings)
             devices.require(settings.device)
@@ -84,7 +119,7 @@ def _main(arguments: list[str]) -> int:
         output.tell(f"ttprun: error: {error}")
         return USAGE_EXIT_CODE
     if engine is not None:
-        return _run_with_survivors(parsed, engine, settings)
+        return _run_with_survivors(parsed, engine, settings, ends)
     return _run_plain(parsed, settings.device)
 
 
@@ -198,7 +233,12 @@ def _insert_program(parsed: argparse.Namespace, program: Path, *arguments: str) 
     parsed.run_path = False
 
 
-def _run_with_survivors(parsed: argparse.Namespace, engine: engines.Engine, settings: config.Config) -> int:
+def _run_with_survivors(
+    parsed: argparse.Namespace,
+    engine: engines.Engine,
+    settings: config.Config,
+    ends: Callable[[int], None],
+) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher import api
 
@@ -232,6 +272,7 @@ def _run_with_survivors(parsed: argparse.Namespace, engine: engines.Engine, sett
             at_once = True
         # After an error of the control thread's own its tasks would complain at the interpreter's end.
         if at_once or SurvivorsAgent.has_broken_off:
+            ends(code)
             output.leave(code)
     return code
 

@@ -17,6 +17,15 @@ __all__ = ["pytest_configure", "pytest_runtest_makereport", "pytest_runtest_setu
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# What a platform gives the processes that it starts (launchers/platforms/), and torchrun's own variables.
+_OF_A_PLATFORM = (
+    *("MA_", "VC_", "VK_", "SLURM_", "OMPI_", "PET_", "MINDX_", "RANK", "ASCEND_DEVICE_ID"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_"),
+)
+# Tests start jobs of their own, also where a platform has started pytest.
+for _name in [name for name in os.environ if name.startswith(_OF_A_PLATFORM)]:
+    del os.environ[_name]
+
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Stop at once where the installation does not know of all that the sources declare."""

@@ -58,7 +58,7 @@ READS_ENVIRONMENT = {
     "adaptor.devices.cpu": "LOCAL_WORLD_SIZE, without anything else of the adaptor",
     "adaptor.launchers.spare_imports": "what modules ask of it while a spare imports them",
     "adaptor.launchers.starter": "that of a worker, for the worker that takes its place",
-    "adaptor.launchers.ttprun": "misspelt settings, and torch's GLOO_SOCKET_IFNAME",
+    "adaptor.launchers.ttprun": "misspelt settings, torch's GLOO_SOCKET_IFNAME, variables of platforms",
     "adaptor.launchers.worker_main": "RANK, for the line of a worker that cannot start; the scratch folder",
     "adaptor.mindio.client.engine": "the SDK's own variable",
     "adaptor.mindio.client.runtime": "the SDK's own variable; MASTER_ADDR",
@@ -72,7 +72,7 @@ WRITES_ENVIRONMENT = {
     "adaptor.launchers.flags": "of the workers: what the user gave as flags",
     "adaptor.launchers.node": "of the workers: where the agent is, and what it has decided",
     "adaptor.launchers.spare_imports": "of a spare that becomes a worker",
-    "adaptor.launchers.ttprun": "of the workers of another engine",
+    "adaptor.launchers.ttprun": "of the workers: of another engine; without the variables of one card",
     "adaptor.preflight": "of the script that is examined: what torch elastic would have set",
     "adaptor.worker.watchdogs": "torch reads there whether its watchdogs are on",
 }

@@ -400,6 +400,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         "1",
         "1",
         "1",
+        "slurm",
         "here",
         "ERROR",
     ]

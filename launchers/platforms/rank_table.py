@@ -1,0 +1,287 @@
+"""Rank tables of Ascend clusters: the file in RANK_TABLE_FILE, with the cards of all nodes and their ranks.
+
+Forms, of which the first three are documented for HCCL and the last for ModelArts:
+
+1.0, 1.2    servers with an address and the cards of each
+2.0         cards alone, with the rank of each and its number on its node; no server and no address
+group_list  containers with the cards of each, in the order of the ranks
+
+The Ascend operator and ModelArts write the file while containers start: its status is `initializing` until
+all cards are known.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adaptor.launchers.platforms.machine import Machine
+from adaptor.launchers.platforms.reading import Card, PlatformError, Reading, Value, host, number, shown
+
+NAME = "ranktable"
+TITLE = "the rank table"
+_FILE = "RANK_TABLE_FILE"
+_RANK = "RANK_ID"
+_SIZE = "RANK_SIZE"
+_DEVICE = "ASCEND_DEVICE_ID"
+# The address of its container, by ModelArts.
+_OWN_ADDRESS = "MA_CURRENT_IP"
+# RANK_TABLE_FILE is a folder in some images of ModelArts.
+_IN_FOLDER = ("jobstart_hccl.json", "hccl.json")
+# The table of 65,536 cards has about 15 MiB.
+MAX_BYTES = 64 << 20
+# The Ascend operator empties the file before it writes it, so a reader can meet half of it for a moment.
+WRITING_S = 10.0
+_GROUPS = "group_list"
+# The most nodes that are named in a line.
+_NAMED = 4
+# By which a node can be met and known, the best first.
+_ADDRESSES = ("container_ip", "server_ip", "host_ip", "server_id")
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One node: the ranks of its cards, in their order, and the names and addresses it goes by."""
+
+    ranks: list[int]
+    names: list[str]
+
+
+def is_here(environ: Mapping[str, str]) -> bool:
+    """Return whether there is a rank table."""
+    return bool(environ.get(_FILE))
+
+
+def read(environ: Mapping[str, str], machine: Machine) -> Reading:
+    """Return what the rank table tells; wait while it is not complete.
+
+    Raises:
+        PlatformError: it cannot be read, is not completed in time, or its content disagrees with itself or
+            with RANK_ID and RANK_SIZE.
+    """
+    if not is_here(environ):
+        raise PlatformError(f"{_FILE} is not set")
+    path = _path(environ[_FILE])
+    table, digest = _completed(path, machine)
+    found = _nodes(table, str(path))
+    _require_ranks(found, str(path))
+    total = sum(len(node.ranks) for node in found)
+    if _SIZE in environ and number(environ, _SIZE).value != total:
+        raise PlatformError(f"{_SIZE} is {environ[_SIZE]}, but {path} has {total} ranks")
+    own = _own_by_rank(found, environ, path)
+    per_node = len(found[0].ranks)
+    node_rank: Value[int] | None = None
+    card = None
+    if own is not None:
+        rank = number(environ, _RANK).value
+        node_rank = Value(own, f"{_RANK} in {path}")
+        if _DEVICE in environ:
+            number(environ, _DEVICE)
+            # Jobs that share a machine can have their tables at the same path: their cards differ.
+            card = Card(rank - found[own].ranks[0], per_node, f"{digest}-{own}")
+    elif len(found) == 1:
+        node_rank = Value(0, str(path))
+    elif any(node.names for node in found):
+        node_rank = Value(_own_by_name(found, environ, machine, path), f"own address in {path}")
+    names = found[0].names
+    address = None
+    if len(found) > 1 and names:
+        address = Value(host(names[0], str(path)), f"of rank 0 in {path}")
+    return Reading(
+        NAME,
+        Value(len(found), str(path)),
+        node_rank,
+        Value(per_node, str(path)),
+        address,
+        card=card,
+    )
+
+
+def _path(said: str) -> Path:
+    path = Path(said)
+    if path.is_dir():
+        for name in _IN_FOLDER:
+            if (path / name).exists():
+                return path / name
+        raise PlatformError(f"{_FILE} is the folder {path}: there is no {' or '.join(_IN_FOLDER)} in it")
+    return path
+
+
+def _completed(path: Path, machine: Machine) -> tuple[dict[str, Any], str]:
+    """Return the table, once its status is `completed`, and a digest of the file."""
+    found: list[tuple[dict[str, Any], str]] = []
+
+    def written() -> str:
+        found[:] = [(_parse(data := _load(path), path), hashlib.sha256(data).hexdigest())]
+        return "" if found[0][0] else f"the rank table {path}, which is no JSON object yet"
+
+    def completed() -> str:
+        machine.wait(written, WRITING_S)
+        return _pending(found[0][0], path)
+
+    machine.wait(completed)
+    return found[0]
+
+
+def _load(path: Path) -> bytes:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would keep the reader
+            raise OSError(errno.EINVAL, "not a regular file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # a path with a null byte raises the second
+        why = error.strerror if isinstance(error, OSError) else error
+        raise PlatformError(f"{_FILE} is {shown(str(path))}: the file cannot be read ({why})") from None
+    if len(data) > MAX_BYTES:
+        raise PlatformError(f"{_FILE} is {path}: the file has more than {MAX_BYTES >> 20} MiB")
+    return data
+
+
+def _parse(data: bytes, path: Path) -> dict[str, Any]:
+    """Return the object in `data`; {} if it is none, or empty."""
+    try:
+        table = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(table, dict):
+        raise PlatformError(f"{path} is no rank table: it has no JSON object, but {shown(table)}")
+    return table
+
+
+def _pending(table: dict[str, Any], path: Path) -> str:
+    status = table.get("status")
+    if status == "completed":
+        return ""
+    if status == "initializing":
+        return f"the rank table {path}, whose status is initializing"
+    raise PlatformError(f"{path} has the status {shown(status)}: it must be completed or initializing")
+
+
+def _nodes(table: dict[str, Any], where: str) -> list[_Node]:
+    """Return the nodes, in the order of their ranks."""
+    version = table.get("version")
+    if _GROUPS in table:
+        found = _of_groups(table, where)
+    elif version in ("1.0", "1.2"):
+        found = _of_servers(table, where)
+    elif version == "2.0":
+        return _of_cards(table, where)
+    else:
+        raise PlatformError(f"{where} has the version {shown(version)}: 1.0, 1.2 and 2.0 are known")
+    return sorted(found, key=lambda node: min(node.ranks))
+
+
+def _of_servers(table: dict[str, Any], where: str) -> list[_Node]:
+    servers = _list(table, "server_list", where)
+    _require_count(table, "server_count", len(servers), where)
+    found = []
+    for server in servers:
+        cards = _list(server, "device", where)
+        names = [str(server[key]) for key in _ADDRESSES if server.get(key)]
+        found.append(_Node([_number(card, "rank_id", where) for card in cards], names))
+    return found
+
+
+def _of_groups(table: dict[str, Any], where: str) -> list[_Node]:
+    groups = _list(table, _GROUPS, where)
+    _require_count(table, "group_count", len(groups), where)
+    if len(groups) != 1:
+        raise PlatformError(f"{where} has {len(groups)} groups: which one trains is known for one alone")
+    instances = _list(groups[0], "instance_list", where)
+    _require_count(groups[0], "instance_count", len(instances), where)
+    found: list[_Node] = []
+    total = 0
+    for instance in instances:
+        count = len(_list(instance, "devices", where))
+        names = [str(instance[key]) for key in (*_ADDRESSES, "pod_name") if instance.get(key)]
+        found.append(_Node(list(range(total, total + count)), names))
+        total += count
+    _require_count(groups[0], "device_count", total, where)
+    return found
+
+
+def _of_cards(table: dict[str, Any], where: str) -> list[_Node]:
+    """A node ends where the numbers of cards on it begin again: each node has consecutive ranks."""
+    cards = _list(table, "rank_list", where)
+    _require_count(table, "rank_count", len(cards), where)
+    found: list[_Node] = []
+    last = -1
+    for rank, local in sorted((_number(c, "rank_id", where), _number(c, "local_id", where)) for c in cards):
+        if not found or local <= last:
+            found.append(_Node([], []))
+        found[-1].ranks.append(rank)
+        last = local
+    return found
+
+
+def _require_ranks(found: list[_Node], where: str) -> None:
+    """Refuse ranks that torchrun would not give: each node has as many, one after the other, from 0 on."""
+    ranks = sorted(rank for node in found for rank in node.ranks)
+    for place, rank in enumerate(ranks):
+        if rank < place:
+            raise PlatformError(f"{where} has the rank {rank} twice")
+        if rank > place:
+            raise PlatformError(f"{where} has no rank {place}, but {len(ranks)} ranks up to {ranks[-1]}")
+    counts = {len(node.ranks) for node in found}
+    if len(counts) > 1:
+        raise PlatformError(
+            f"{where} has nodes with {' and '.join(map(str, sorted(counts)))} cards: all must have as many"
+        )
+    for node in found:
+        if node.ranks != list(range(node.ranks[0], node.ranks[0] + len(node.ranks))):
+            listed = ", ".join(map(str, node.ranks[:8]))
+            raise PlatformError(
+                f"{where} gives a node the ranks {listed}: torchrun gives each node consecutive ones"
+            )
+
+
+def _own_by_rank(found: list[_Node], environ: Mapping[str, str], path: Path) -> int | None:
+    """Return the node that has the rank of this process; None where the platform gives it none."""
+    if _RANK not in environ:
+        return None
+    rank = number(environ, _RANK).value
+    for n, node in enumerate(found):
+        if rank in node.ranks:
+            return n
+    raise PlatformError(f"{_RANK} is {rank}, but {path} has no such rank")
+
+
+def _own_by_name(found: list[_Node], environ: Mapping[str, str], machine: Machine, path: Path) -> int:
+    own = {machine.hostname, environ.get(_OWN_ADDRESS, machine.hostname)}
+    places = [
+        n for n, node in enumerate(found) if any(name in own or machine.owns(name) for name in node.names)
+    ]
+    if len(places) != 1:
+        listed = ", ".join(node.names[0] for node in found[:_NAMED] if node.names)
+        listed += ", ..." if len(found) > _NAMED else ""
+        how_often = "more than one" if places else "no"
+        raise PlatformError(f"{how_often} node of {path} has an address of this machine (there are {listed})")
+    return places[0]
+
+
+def _list(holder: object, key: str, where: str) -> list[dict[str, Any]]:
+    value = holder.get(key) if isinstance(holder, dict) else None
+    if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
+        raise PlatformError(f"{where}: {key} is {shown(value)}: it must be a list of objects, and not empty")
+    return value
+
+
+def _number(holder: dict[str, Any], key: str, where: str) -> int:
+    """Return a number, which the versions before 2.0 have as a text."""
+    if key not in holder:
+        raise PlatformError(f"{where}: a card has no {key}")
+    try:
+        return number({key: str(holder[key])}, key).value
+    except PlatformError as error:
+        raise PlatformError(f"{where}: {error}") from None
+
+
+def _require_count(holder: dict[str, Any], key: str, listed: int, where: str) -> None:
+    if key in holder and _number(holder, key, where) != listed:
+        raise PlatformError(f"{where}: {key} is {holder[key]}, but {listed} are listed")
