@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch.distributed import PrefixStore
@@ -21,8 +24,41 @@ from adaptor.launchers.node import Node
 from adaptor.launchers.starter import Starter
 from adaptor.protocol.messages import Verdict
 
+# A scheduler tells a job more than once that it is to end: at a time limit Slurm's daemons and its srun send
+# SIGTERM, some hundredths of a second apart. A person who repeats it has waited longer, or presses Ctrl-C.
+SAME_REQUEST_S = 5.0
+
 # torch's name for the file of a failure that has left none.
 _NO_FILE = "<N/A>"
+
+
+class OneRequest:
+    """A handler of SIGTERM before another: what comes soon after the first is the same request.
+
+    Args:
+        clock: seconds, which only go forward.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first: float | None = None
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+
+    def install(self) -> None:
+        """Stand before the handler that is set now; signals that are ignored stay so."""
+        handler = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            if handler != self.hear:
+                self._handler = handler
+            signal.signal(signal.SIGTERM, self.hear)
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        now = self._clock()
+        if self._first is not None and now - self._first < SAME_REQUEST_S:
+            return
+        self._first = now
+        if self._handler is not None:
+            self._handler(number, frame)
 
 
 class SurvivorsAgent(LocalElasticAgent):
@@ -52,6 +88,7 @@ class SurvivorsAgent(LocalElasticAgent):
         SurvivorsAgent._current = self
         self._generations = 0
         self._interrupted = False
+        self._sigterm = OneRequest()
         self._ends = False  # by a verdict
         self._closed = False
 
@@ -82,6 +119,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._control.meet()
         started: dict[int, Any] = super()._start_workers(worker_group)
         SurvivorsAgent.has_started = True
+        self._sigterm.install()  # torch has just set its own handler
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._handlers
         self._control.watch(
