@@ -1,0 +1,245 @@
+"""Runs jobs under a Slurm of its own, as root: `python -m tests.integration.by_hand_slurm --out OUT`.
+
+It needs Debian's slurmctld, slurmd, slurm-client and munge, and Megatron-core (tests/frameworks/prepare.py).
+In namespaces of its own (network, mounts, processes) it starts munged, slurmctld and two slurmd, and submits
+examples/megatron_core/pretrain.py on both nodes, by `srun ttprun` without flags of torchrun:
+
+end      a job that runs to its end
+limit    its time limit is over: SIGTERM, and the newest step is saved before KillWait is over
+requeue  `scontrol requeue`: saved, and the requeued job goes on from it
+preempt  a job of a partition that comes first: saved, and it goes on when that one has ended
+
+Each case prints a line; the exit code is 1 if one has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.frameworks import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+INSIDE = "TTP_BY_HAND_SLURM"
+# A step of the job on a loaded machine, with the imports of a start.
+LONG_S = 240.0
+NODES = ("n1", "n2")
+
+CONF = """\
+ClusterName=test
+SlurmctldHost=controller
+SlurmctldPort=17000
+AuthType=auth/munge
+AuthInfo=socket={out}/munge/socket
+CryptoType=crypto/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={out}/state
+SlurmdSpoolDir={out}/spool/%n
+SlurmdPidFile={out}/%n.pid
+SlurmctldPidFile={out}/controller.pid
+SlurmdLogFile={out}/%n.log
+SlurmctldLogFile={out}/controller.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+SchedulerType=sched/builtin
+MpiDefault=none
+ReturnToService=2
+KillWait=60
+JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=n[1-2] NodeHostname={host} NodeAddr=10.77.0.[2-3] Port=[17001-17002] CPUs=1 State=UNKNOWN
+PartitionName=low Nodes=n[1-2] Default=YES PriorityTier=1 GraceTime=60 PreemptMode=REQUEUE
+PartitionName=high Nodes=n[1-2] PriorityTier=2 PreemptMode=OFF
+"""
+
+BATCH = """\
+#!/usr/bin/env bash
+exec srun --kill-on-bad-exit=0 {python} -m adaptor.launchers.ttprun --ttp-tls plain --ttp-device cpu \
+    --ttp-grace 50 --ttp-log-path {out}/logs {root}/examples/megatron_core/pretrain.py \
+    --iters {iters} --save {out}/save
+"""
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}: {done.stderr}")
+    return done.stdout
+
+
+def wait_until(done: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not done():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not so after {LONG_S:g} s: {what}")
+        time.sleep(0.2)
+
+
+def start_slurm(out: Path) -> None:
+    run("ip", "link", "set", "lo", "up")
+    hosts = ["127.0.0.1 localhost"]
+    for number, name in enumerate(("controller", *NODES), start=1):
+        run("ip", "addr", "add", f"10.77.0.{number}/24", "dev", "lo")
+        hosts.append(f"10.77.0.{number} {name}")
+    own = os.uname().nodename
+    hosts.append(f"10.77.0.1 {own}")
+    (out / "hosts").write_text("\n".join(hosts) + "\n")
+    run("mount", "--bind", out / "hosts", "/etc/hosts")
+    for folder in ("munge", "state", *(f"spool/{name}" for name in NODES)):
+        (out / folder).mkdir(parents=True, mode=0o700)
+    munge = out / "munge"
+    (munge / "key").write_bytes(os.urandom(128))
+    (munge / "key").chmod(0o400)
+    places = [f"--{what}-file={munge / what}" for what in ("key", "pid", "log", "seed")]
+    run("munged", "--force", *places, f"--socket={munge / 'socket'}")
+    (out / "slurm.conf").write_text(CONF.format(out=out, host=own).replace("=controller", f"={own}"))
+    os.environ["SLURM_CONF"] = str(out / "slurm.conf")
+    run("slurmctld", "-c")
+    for name in NODES:
+        run("slurmd", "-N", name)
+    wait_until(lambda: run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", "both nodes are idle")
+
+
+class Job:
+    """A job that trains; `log` is what all of its starts have printed."""
+
+    def __init__(self, out: Path, name: str, iters: int, *options: str) -> None:
+        self._out = out / name
+        self._out.mkdir()
+        script = self._out / "job.sh"
+        script.write_text(BATCH.format(python=sys.executable, out=self._out, root=ROOT, iters=iters))
+        kept = [
+            "--nodes=2",
+            "--ntasks-per-node=1",
+            "--requeue",
+            "--open-mode=append",
+            f"--output={self._out}/log",
+        ]
+        self.number = run("sbatch", "--parsable", *kept, *options, script).strip()
+
+    @property
+    def log(self) -> str:
+        path = self._out / "log"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def last_lines(self) -> str:
+        lines = [line for line in self.log.splitlines() if not line.startswith("step ")]
+        return "\n".join(lines[-15:])
+
+    @property
+    def state(self) -> str:
+        return run("scontrol", "show", "job", self.number).partition("JobState=")[2].split()[0]
+
+    def steps(self) -> list[int]:
+        return [int(number) for number in re.findall(r"^step (\d+) loss", self.log, re.MULTILINE)]
+
+    def saved(self) -> list[int]:
+        return [int(number) for number in re.findall(r"step (\d+) is saved", self.log)]
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: step in self.steps(), f"step {step} of job {self.number}:\n{self.last_lines}")
+
+    def wait_for(self, *states: str) -> None:
+        wait_until(
+            lambda: self.state in states, f"job {self.number} is {' or '.join(states)}: {self.last_lines}"
+        )
+
+    def goes_on(self) -> None:
+        """Assert that it continues after the newest step that it has saved, and end it."""
+        (saved,) = set(self.saved())
+        before = self.steps().count(saved + 1)
+        wait_until(
+            lambda: self.steps().count(saved + 1) > before,
+            f"it goes on after step {saved}: {self.last_lines}",
+        )
+        assert self.steps()[-1] > saved
+        run("scancel", self.number)
+        self.wait_for("CANCELLED", "COMPLETED", "FAILED")
+
+
+def end(out: Path) -> None:
+    job = Job(out, "end", 5)
+    job.wait_for("COMPLETED", "FAILED")
+    assert job.state == "COMPLETED", job.last_lines
+    assert job.steps() == [1, 2, 3, 4, 5], job.last_lines
+    for number in (0, 1):
+        assert (
+            f"read from Slurm: 2 nodes (SLURM_STEP_NUM_NODES), this is node {number} (SLURM_NODEID)"
+            in job.log
+        )
+
+
+def limit(out: Path) -> None:
+    job = Job(out, "limit", 10**6, "--time=2")
+    job.wait_for_step(1)
+    job.wait_for("TIMEOUT", "COMPLETED", "FAILED")
+    assert job.state == "TIMEOUT", job.last_lines
+    assert job.saved(), job.last_lines
+
+
+def requeue(out: Path) -> None:
+    job = Job(out, "requeue", 10**6)
+    job.wait_for_step(2)
+    run("scontrol", "requeue", job.number)
+    wait_until(job.saved, f"it saves: {job.last_lines}")
+    job.goes_on()
+
+
+def preempt(out: Path) -> None:
+    job = Job(out, "preempt", 10**6)
+    job.wait_for_step(2)
+    run("sbatch", "--nodes=2", "--partition=high", f"--output={out}/first", "--wrap", "srun hostname")
+    wait_until(job.saved, f"it saves: {job.last_lines}")
+    job.goes_on()
+
+
+CASES = {case.__name__: case for case in (end, limit, requeue, preempt)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="a folder, which is made anew")
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="all, by default")
+    args = parser.parse_args()
+    core = prepare.megatron_core()
+    if INSIDE not in os.environ:
+        own = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        again = [sys.executable, "-m", "tests.integration.by_hand_slurm", *sys.argv[1:]]
+        path = os.pathsep.join([str(core), str(ROOT)])
+        return subprocess.run(
+            [*own, *again],
+            env={**os.environ, INSIDE: "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            check=False,
+        ).returncode
+    out = args.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    start_slurm(out)
+    failed = 0
+    for name in args.cases or CASES:
+        begun = time.monotonic()
+        try:
+            CASES[name](out)
+        except AssertionError as error:
+            print(f"{name}: failed: {error}", flush=True)
+            failed += 1
+        else:
+            print(f"{name}: passed ({time.monotonic() - begun:.0f} s)", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
