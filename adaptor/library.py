@@ -137,7 +137,7 @@ def protect(
     from megatron.core.package_info import __version__
 
     from adaptor import context, patching
-    from adaptor.checkpoint import folder, formats, lease, publish, step_record
+    from adaptor.checkpoint import folder, formats, lease, left_overs, step_record
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
     from adaptor.checkpoint.training_state import TrainingState, unwrapped
@@ -168,7 +168,7 @@ def protect(
     folder.require_newest(save, step)
     if torch.distributed.get_rank() == 0:
         lease.claim(save)
-        publish.clean(Path(save))
+        left_overs.clean(Path(save))
     where = model_parallel_folder(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank()

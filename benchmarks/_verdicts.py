@@ -16,7 +16,7 @@ from _layouts import CUTS
 from _schedule import CHOICE, IN_AN_INCIDENT, KINDS, SECOND, Planned
 
 from adaptor.checkpoint import manifest
-from adaptor.checkpoint.publish import tracked_step
+from adaptor.checkpoint.tracker import tracked_step
 from adaptor.launchers.node import EXIT_GRACE_S, SHUTDOWN_GRACE_S
 from adaptor.protocol import naming
 from tests.faults.fault import PHASES, Fault

@@ -33,7 +33,7 @@ from _schedule import KINDS, SAVE_INTERVAL, Planned, schedule
 from _verdicts import OUTCOMES, compare, cut_table, fault_table, second_table
 from _watcher import Campaign, Watcher
 
-from adaptor.checkpoint.publish import tracked_step
+from adaptor.checkpoint.tracker import tracked_step
 from tests.faults import cgroups, namespaces
 from tests.faults.namespaces import Namespaces
 

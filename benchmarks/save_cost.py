@@ -20,7 +20,7 @@ from typing import Any
 from _bench import Benchmark, spread, table
 from _job import RANKS, Job, JobError, first, last, model, new_folder, run
 
-from adaptor.checkpoint.publish import tracked_step
+from adaptor.checkpoint.tracker import tracked_step
 from tests.faults.fault import Fault
 
 TARGET = 1.5

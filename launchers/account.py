@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from adaptor import output, threads
-from adaptor.checkpoint.publish import tracked_step
+from adaptor.checkpoint.tracker import tracked_step
 from adaptor.protocol.messages import Resumed, Verdict
 
 # A save folder may be what hangs. The last line waits this long for what its tracker names, which is read

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from adaptor import text
-from adaptor.checkpoint import disk, publish
+from adaptor.checkpoint import disk, left_overs, publish, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import Find, FromAgent, Prepare, Prepared, Publish, Published, PublishFailed
@@ -85,16 +85,16 @@ class SaveFolderTasks:
         what = (order.step, order.files, order.writers, order.world_size, generation)
         publish.publish(root, *what, order.term, order.number, order.written, self._move)
         # The other side of a cut network may have saved a later step.
-        return max(order.step, publish.tracked_step(root) or 0)
+        return max(order.step, tracker.tracked_step(root) or 0)
 
     def _move(self) -> None:
         self.moved += 1
 
     async def clean(self, root: Path, term: int | None = None, generation: str = "") -> None:
-        """Call `publish.clean`, and wait for it CLEAN_S at most: the disk may hang."""
+        """Call `left_overs.clean`, and wait for it CLEAN_S at most: the disk may hang."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with deadline(CLEAN_S):
-                await self._in_thread(publish.clean, root, term, generation)
+                await self._in_thread(left_overs.clean, root, term, generation)
 
     async def _in_thread(self, act: Callable[..., Any], *args: Any) -> Any:
         """Run `act` in a thread that is not joined: a thread that hangs must not keep ttprun from its end."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, patching, preflight
-from adaptor.checkpoint import folder, lease, publish
+from adaptor.checkpoint import folder, lease, left_overs
 from adaptor.patches._versions import MODELLINK
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
@@ -41,7 +41,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     folder.require_writable(parsed.save)
     if parsed.rank == 0:
         lease.claim(parsed.save)
-        publish.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
+        left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
     megatron_lm.resume_after_restart(parsed)
     return parsed
 

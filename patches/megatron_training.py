@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, patching, preflight
-from adaptor.checkpoint import folder, lease, publish
+from adaptor.checkpoint import folder, lease, left_overs
 from adaptor.frameworks import fine_tuning, supported_options
 from adaptor.patches._versions import MEGATRON
 from adaptor.patches.megatron_core import INSTANCES, detect_instance_support, inner_optimizers
@@ -49,7 +49,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     if worker is not None and worker.newcomer:  # this job is in the middle of its training
         return parsed
     if parsed.rank == 0:
-        publish.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
+        left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
     megatron_lm.resume_after_restart(parsed)
     return parsed
 

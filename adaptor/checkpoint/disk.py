@@ -17,6 +17,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -84,6 +85,11 @@ def is_same(one: Path, other: Path) -> bool:
         return one == other or one.samefile(other)
     except (OSError, ValueError):
         return False
+
+
+def free_name(root: Path, name: Callable[[int], str]) -> Path:
+    """Return the first name in `root`, by number, that nothing bears yet."""
+    return next(path for number in count(1) if not os.path.lexists(path := root / name(number)))
 
 
 def open_regular(path: Path) -> int:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from adaptor import context, output
-from adaptor.checkpoint import disk, publish
+from adaptor.checkpoint import disk, saved_steps, tracker
 from adaptor.errors import ConfigError
 from adaptor.protocol.environment import Place
 
@@ -70,7 +70,7 @@ def require_newest(save: str | Path, step: int) -> None:
     Raises:
         ConfigError: the tracker names a later step.
     """
-    saved = publish.tracked_step(Path(save))
+    saved = tracker.tracked_step(Path(save))
     if saved is None and context.part(Place).rank == 0:
         _tell_of_untracked(Path(save), step)
     if saved is not None and saved > step:
@@ -81,7 +81,7 @@ def require_newest(save: str | Path, step: int) -> None:
 
 
 def _tell_of_untracked(save: Path, step: int) -> None:
-    newer = [one for one in publish.steps(save) if one > step and publish.has_manifest(save, one)]
+    newer = [one for one in saved_steps.steps(save) if one > step and saved_steps.has_manifest(save, one)]
     if newer:
         output.tell(
             f"[ttp] {save} holds checkpoints up to step {newer[-1]} that no tracker names: training begins at"

@@ -16,13 +16,14 @@ import contextlib
 import os
 import platform
 import zipfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor import output
-from adaptor.checkpoint import disk, manifest, publish
+from adaptor.checkpoint import disk, left_overs, manifest, publish, saved_steps, tracker
 from adaptor.checkpoint.manifest import Unreadable
+from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, ResumeError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
@@ -113,7 +114,7 @@ def _next(judgement: _Judgement, problems: list[str] | None) -> _Told:
 
 def _judge(load: Path, save: Path, chosen: int | None) -> _Judgement:
     _require_readable(load)
-    named = publish.tracked_step(load) if chosen is None else chosen
+    named = tracker.tracked_step(load) if chosen is None else chosen
     with contextlib.suppress(Exception):  # it only prints
         _tell_ignored(load)
     problems = _of_tracker(load) if named is None else (yield from _examine(load, named))
@@ -131,7 +132,7 @@ def _judge(load: Path, save: Path, chosen: int | None) -> _Judgement:
 
 def _replace(root: Path, named: int | None, problems: list[str]) -> _Judgement:
     """Find the newest checkpoint that is intact, and let it take the place of what the tracker names."""
-    steps, damaged, words = publish.steps(root), {}, []
+    steps, damaged, words = saved_steps.steps(root), {}, []
     if named is not None and os.path.lexists(root / naming.final_name(named)):
         steps = [step for step in steps if step < named]  # newer ones: a user has gone back by hand
         damaged[named] = problems
@@ -141,7 +142,7 @@ def _replace(root: Path, named: int | None, problems: list[str]) -> _Judgement:
         problems = yield from _examine(root, step)
         if problems:
             damaged[step] = problems
-        elif publish.has_manifest(root, step) or (
+        elif saved_steps.has_manifest(root, step) or (
             named is not None and step < named and _seems_whole(root, step)
         ):
             break
@@ -155,7 +156,21 @@ def _replace(root: Path, named: int | None, problems: list[str]) -> _Judgement:
     words += [f"{_first(problems)}, kept in {aside[which].name}" for which, problems in damaged.items()]
     more = [f"and {len(words) - _TOLD} more"] if len(words) > _TOLD else []
     _say(*words[:_TOLD], *more, f"the newest intact checkpoint is step {step}")
-    publish.go_back(root, step, aside)
+    _go_back(root, step, aside)
+
+
+@disk.one_line
+def _go_back(root: Path, step: int, damaged: Mapping[int, Path]) -> None:
+    """Move the folders of damaged checkpoints, by step, aside, and let the tracker name `step`.
+
+    Here alone the tracker goes backwards: what it named is not there any more. It comes last, as ever. After
+    a crash in between it names a folder that is gone, which the next start takes for one more damage.
+    """
+    for which, aside in damaged.items():
+        (root / naming.final_name(which)).rename(aside)
+    disk.sync(root)
+    with locked(root):
+        tracker.set_tracker(root, step)
 
 
 def _examine(root: Path, step: int) -> Generator[_Files, list[str], list[str]]:
@@ -168,7 +183,7 @@ def _examine(root: Path, step: int) -> Generator[_Files, list[str], list[str]]:
     _require_answer(folder)
     if not disk.is_folder(folder):
         return [f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"]
-    if not publish.has_manifest(root, step):
+    if not saved_steps.has_manifest(root, step):
         return []
     try:
         known = manifest.read(folder)
@@ -188,13 +203,13 @@ def _examine(root: Path, step: int) -> Generator[_Files, list[str], list[str]]:
 def _require_readable(root: Path) -> None:
     """Refuse a folder, or a tracker, of which nobody can tell what it says. Raises ResumeError."""
     _require_answer(root)
-    tracker = root / naming.TRACKER
-    _require_answer(tracker)
+    path = root / naming.TRACKER
+    _require_answer(path)
     try:
-        os.close(disk.open_regular(tracker))
+        os.close(disk.open_regular(path))
     except OSError as error:
         if not disk.is_wrong(error):
-            raise ResumeError(_refusal([_by(0, f"{tracker}: cannot be read ({error.strerror})")])) from error
+            raise ResumeError(_refusal([_by(0, f"{path}: cannot be read ({error.strerror})")])) from error
 
 
 def _require_answer(path: Path) -> None:
@@ -221,18 +236,18 @@ def _of_tracker(root: Path) -> list[str]:
     Raises:
         ResumeError: the tracker is not a file, so the framework could load nothing.
     """
-    tracker = root / naming.TRACKER
-    ours = [step for step in publish.steps(root) if publish.has_manifest(root, step)]
+    path = root / naming.TRACKER
+    ours = [step for step in saved_steps.steps(root) if saved_steps.has_manifest(root, step)]
     if not ours:
-        if os.path.lexists(tracker) and not tracker.is_file():
-            raise ResumeError(f"{tracker}: is not a file, so nothing can be loaded: remove it")
+        if os.path.lexists(path) and not path.is_file():
+            raise ResumeError(f"{path}: is not a file, so nothing can be loaded: remove it")
         return []
-    if not os.path.lexists(tracker):
-        return [f"{tracker}: missing beside checkpoints (to begin anew, choose another --save folder)"]
-    if publish.tracker_text(root) != RELEASE:
-        return [f"{tracker}: names no step"]
+    if not os.path.lexists(path):
+        return [f"{path}: missing beside checkpoints (to begin anew, choose another --save folder)"]
+    if tracker.tracker_text(root) != RELEASE:
+        return [f"{path}: names no step"]
     _say(
-        f"{tracker} says release: training begins from {root / RELEASE}, not from step {ours[-1]}, which is"
+        f"{path} says release: training begins from {root / RELEASE}, not from step {ours[-1]}, which is"
         f" saved beside it; write {ours[-1]} into the file to go on from there"
     )
     return []
@@ -242,9 +257,9 @@ def _tell_ignored(root: Path) -> None:
     """Name what looks like a checkpoint and is none: it is left as it is."""
     ignored = [
         name
-        for name in publish.names(root)
+        for name in saved_steps.names(root)
         if (name.startswith("iter_") and naming.step_of(name) is None and not naming.is_temporary(name))
-        or (naming.is_temporary(name) and not publish.is_left_over(root / name))
+        or (naming.is_temporary(name) and not left_overs.is_left_over(root / name))
     ]
     if ignored:
         more = f" (and {len(ignored) - _TOLD} more)" if len(ignored) > _TOLD else ""

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from adaptor import context, output
-from adaptor.checkpoint import publish
+from adaptor.checkpoint import tracker
 from adaptor.checkpoint.formats import in_format
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
@@ -86,8 +86,8 @@ def _has_saved_nothing(args: Any) -> bool:
         or getattr(args, "reset_iteration", False)
     ):
         return False
-    began = getattr(args, "ckpt_step", None) or publish.tracked_step(Path(args.load))
-    saved = publish.tracked_step(Path(args.save))
+    began = getattr(args, "ckpt_step", None) or tracker.tracked_step(Path(args.load))
+    saved = tracker.tracked_step(Path(args.save))
     return began is not None and saved is not None and saved <= began
 
 

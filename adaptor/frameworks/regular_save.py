@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, descriptors
-from adaptor.checkpoint import publish
+from adaptor.checkpoint import regular_folder, tracker
 from adaptor.context import Context
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation
@@ -72,7 +72,7 @@ class RegularSaves:
             asynchronous: it goes on writing in the background after that (`scheduled`).
         """
         save = _Save(Path(root), step, asynchronous)
-        publish.prepare_regular(save.root, step, _generation())
+        regular_folder.prepare_regular(save.root, step, _generation())
         before, self._running.save = self._running.save, save
         try:
             yield
@@ -105,7 +105,7 @@ class RegularSaves:
         if save is None or runtime.get().rank != 0:
             return path
         if save.draft is None:
-            old = publish.tracked_step(save.root) or 0
+            old = tracker.tracked_step(save.root) or 0
             if not save.asynchronous:
                 _complete(save)
             save.draft = _draft()
@@ -159,13 +159,13 @@ def _draft() -> int:
 
 
 def _complete(save: _Save) -> None:
-    publish.sync_regular(save.root, save.step, _generation())
+    regular_folder.sync_regular(save.root, save.step, _generation())
     runtime.get().session.publishing(lambda: _publish(save))
 
 
 def _publish(save: _Save) -> None:
-    publish.publish_regular(save.root, save.step, _generation())
-    publish.replace_tracker(save.root, save.step)
+    regular_folder.publish_regular(save.root, save.step, _generation())
+    tracker.replace_tracker(save.root, save.step)
 
 
 def _generation() -> str:

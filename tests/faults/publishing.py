@@ -41,7 +41,7 @@ def main() -> int:
                 return wrapped(*args, **kwargs)
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-        name = {"name": "_name", "move-in": "_move_in", "announce": "_tell_tracker"}[point]
+        name = {"name": "_name", "move-in": "move_in", "announce": "_tell_tracker"}[point]
         wrapt.wrap_function_wrapper(publish, name, breaks)
     return ttprun.main()
 

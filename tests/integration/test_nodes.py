@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import publish
+from adaptor.checkpoint import left_overs
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP2, DP4, Job
@@ -120,7 +120,7 @@ def test_the_node_that_takes_over_is_killed_while_it_saves(tmp_path: Path, basel
     assert ended.codes == (137,) * 4, ended.log[-3000:]
     for log in ended.logs[2:]:
         assert "[ttp] node 0 is lost, node 1 is lost; step 5 is saved, no finished step is lost" in log
-    (left,) = publish.clean(save)  # what the next start does
+    (left,) = left_overs.clean(save)  # what the next start does
     assert left.startswith("iter_0000005_tmp1_")
     assert_last_words(save, 5, baseline_of(DP4))
 

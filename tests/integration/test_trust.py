@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import publish
+from adaptor.checkpoint import tracker
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, DP4, ITERATIONS, Job
@@ -43,7 +43,7 @@ def test_a_byte_of_the_last_words_is_changed(tmp_path: Path, baseline_of: Baseli
     )
     assert (save / naming.aside_name(6, 1) / "mp_rank_00" / damaged.name).read_bytes() == text
     assert outcome.steps_in(save) == [4, ITERATIONS]
-    assert publish.tracked_step(save) == ITERATIONS
+    assert tracker.tracked_step(save) == ITERATIONS
     last = (root / naming.final_name(ITERATIONS) for root in (save, baseline.checkpoints))
     # What a resumed run says of itself in its arguments.
     assert [line for line in differences(*last) if "/args." not in line] == []
@@ -86,4 +86,4 @@ def test_a_save_folder_that_somebody_has_been_in(tmp_path: Path, baseline_of: Ba
     steps = range(7, ITERATIONS + 1)
     outcome.assert_same_training(ended, baseline.records, steps=steps)
     assert {entry["iteration"] for lines in ended.records.values() for entry in lines} == set(steps)
-    assert publish.tracked_step(save) == ITERATIONS
+    assert tracker.tracked_step(save) == ITERATIONS

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from adaptor import config
-from adaptor.checkpoint import publish
+from adaptor.checkpoint import saved_steps, tracker
 from adaptor.launchers import node as node_module
 from adaptor.launchers.controller_host import ControllerHost
 from adaptor.launchers.node import Node
@@ -222,10 +222,10 @@ class Job:
 
     def saved(self) -> dict[str, str]:
         """The files of the checkpoint that the tracker names, by name."""
-        step = publish.tracked_step(self.save)
+        step = tracker.tracked_step(self.save)
         if step is None:
             return {}
-        assert publish.is_complete(self.save, step)
+        assert saved_steps.is_complete(self.save, step)
         folder = self.save / f"iter_{step:07d}"
         return {path.name: path.read_text().strip() for path in folder.glob("*.txt")}
 

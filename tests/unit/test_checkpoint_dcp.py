@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from adaptor.checkpoint import manifest, publish
+from adaptor.checkpoint import manifest, publish, tracker
 from adaptor.checkpoint.dcp import METADATA, Part
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
@@ -122,7 +122,7 @@ def test_only_what_was_reported_is_read(tmp_path: Path) -> None:
         publish.publish(tmp_path, 3, entries, {}, 2)
 
 
-@pytest.mark.parametrize("last", ["_drop_others", "_move_in", "_tell_tracker"])
+@pytest.mark.parametrize("last", ["_drop_others", "move_in", "_tell_tracker"])
 def test_publishing_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     """The parts are gone then, and what they were joined to is not made again."""
     entries = write(publish.prepare(tmp_path, 3), HALVES)
@@ -141,4 +141,4 @@ def test_publishing_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.Monk
     assert manifest.verify(final) == []
     assert (final / METADATA).exists()
     assert torch.equal(sharded.load(final)["weight"], WHOLE)
-    assert publish.tracked_step(tmp_path) == 3
+    assert tracker.tracked_step(tmp_path) == 3

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.checkpoint import disk, manifest, publish
+from adaptor.checkpoint import disk, left_overs, manifest, publish, regular_folder, saved_steps, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
@@ -78,7 +78,7 @@ def crash_before(call: int) -> Iterator[_Clock]:
 @pytest.fixture(autouse=True)
 def _watch_calls_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """fsync and the exchange of two names raise no audit event."""
-    fsync, exchange = os.fsync, publish._exchange
+    fsync, exchange = os.fsync, regular_folder._exchange
 
     def watched_fsync(descriptor: int) -> None:
         CLOCK.tick("os.fsync")
@@ -89,7 +89,7 @@ def _watch_calls_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
         return exchange(one, other)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(publish, "_exchange", watched_exchange)
+    monkeypatch.setattr(regular_folder, "_exchange", watched_exchange)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def content_of(root: Path, step: int) -> bytes:
     return (root / naming.final_name(step) / "mp_rank_00/model.pt").read_bytes()
 
 
-def tracker(root: Path) -> str:
+def tracked(root: Path) -> str:
     return (root / naming.TRACKER).read_text()
 
 
@@ -126,7 +126,7 @@ def check_promises(root: Path) -> None:
     """What must hold at any time, whatever crashed before."""
     assert content_of(root, OLDER) == b"oldermp_rank_00/model.pt"
     assert manifest.verify(root / naming.final_name(OLDER)) == []
-    named = int(tracker(root))
+    named = int(tracked(root))
     assert named in (OLDER, STEP)
     assert named_is_there(root, named)
     if (root / naming.final_name(STEP)).is_dir() and is_sound(root):
@@ -191,7 +191,7 @@ def test_a_dump_gets_its_name_and_the_tracker_names_it(root: Path) -> None:
     assert manifest.verify(final) == []
     read = manifest.read(final)
     assert (read.step, read.world_size, read.groups) == (STEP, 2, {"dense": {"0": 1}})
-    assert tracker(root) == "20"
+    assert tracked(root) == "20"
     assert left_over(root) == []
 
 
@@ -201,23 +201,23 @@ def test_publishing_twice_is_publishing_once(root: Path) -> None:
     before = (root / naming.final_name(STEP) / naming.MANIFEST).read_bytes()
     assert not publish.publish(root, STEP, entries, {}, 2)
     assert (root / naming.final_name(STEP) / naming.MANIFEST).read_bytes() == before
-    assert tracker(root) == "20"
+    assert tracked(root) == "20"
 
 
 def recover_by_a_new_dump(root: Path) -> None:
     dump(root)
-    assert tracker(root) == "20"
-    publish.clean(root)
+    assert tracked(root) == "20"
+    left_overs.clean(root)
 
 
 def recover_by_a_new_save(root: Path) -> None:
-    publish.clean(root)
-    if not publish.is_complete(root, STEP):
+    left_overs.clean(root)
+    if not saved_steps.is_complete(root, STEP):
         (root / naming.regular_name(STEP)).mkdir()
         write(root / naming.regular_name(STEP), b"again")
-    publish.publish_regular(root, STEP)
-    publish.replace_tracker(root, STEP)
-    assert tracker(root) == "20"
+    regular_folder.publish_regular(root, STEP)
+    tracker.replace_tracker(root, STEP)
+    assert tracked(root) == "20"
 
 
 def test_no_crash_breaks_a_promise(root: Path, copies: Callable[[], Path]) -> None:
@@ -277,10 +277,12 @@ def test_no_crash_breaks_a_regular_save(
     root: Path, copies: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(regular_folder, "_exchange", lambda one, other: False)
     (root / naming.regular_name(STEP)).mkdir()
     write(root / naming.regular_name(STEP), b"regular")
-    survive_every_crash(copies, lambda here: publish.publish_regular(here, STEP), recover_by_a_new_save)
+    survive_every_crash(
+        copies, lambda here: regular_folder.publish_regular(here, STEP), recover_by_a_new_save
+    )
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -288,7 +290,7 @@ def test_a_newer_save_of_the_same_step_replaces_the_older_one(
     root: Path, copies: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(regular_folder, "_exchange", lambda one, other: False)
         # For a moment no folder bears the name; clean() ends that moment.
         monkeypatch.setattr(sys.modules[__name__], "named_is_there", lambda root, named: True)
     dump(root, b"first")
@@ -296,11 +298,11 @@ def test_a_newer_save_of_the_same_step_replaces_the_older_one(
     write(root / naming.regular_name(STEP), b"second")
 
     def recover(here: Path) -> None:
-        publish.clean(here)
+        left_overs.clean(here)
         assert content_of(here, STEP) in (b"firstmp_rank_00/model.pt", b"secondmp_rank_00/model.pt")
 
-    survive_every_crash(copies, lambda here: publish.publish_regular(here, STEP), recover)
-    publish.publish_regular(root, STEP)
+    survive_every_crash(copies, lambda here: regular_folder.publish_regular(here, STEP), recover)
+    regular_folder.publish_regular(root, STEP)
     assert content_of(root, STEP) == b"secondmp_rank_00/model.pt"
     assert left_over(root) == []
 
@@ -309,12 +311,12 @@ def test_two_names_are_exchanged_where_the_filesystem_can(tmp_path: Path) -> Non
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    if not publish._exchange(tmp_path / "a", tmp_path / "b"):
+    if not regular_folder._exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this filesystem cannot exchange two names")
     assert (tmp_path / "a" / "b").exists()
     assert (tmp_path / "b" / "a").exists()
     with pytest.raises(OSError, match="No such file"):
-        publish._exchange(tmp_path / "a", tmp_path / "missing")
+        regular_folder._exchange(tmp_path / "a", tmp_path / "missing")
 
 
 def test_a_complete_checkpoint_of_the_framework_wins(root: Path) -> None:
@@ -342,7 +344,7 @@ def test_a_complete_checkpoint_of_an_earlier_run_is_moved_aside(root: Path) -> N
 def test_a_regular_save_of_the_same_generation_wins(root: Path) -> None:
     (root / naming.regular_name(STEP, "second")).mkdir()
     write(root / naming.regular_name(STEP, "second"), b"regular")
-    publish.publish_regular(root, STEP, "second")
+    regular_folder.publish_regular(root, STEP, "second")
     entries = write(publish.prepare(root, STEP, generation="second"), b"now")
     assert not publish.publish(root, STEP, entries, {}, 2, "second")
     assert content_of(root, STEP).startswith(b"regular")
@@ -377,7 +379,7 @@ def test_an_incomplete_one_is_moved_aside_and_kept(root: Path) -> None:
 def test_the_tracker_never_goes_backwards(root: Path, before: str, after: str) -> None:
     (root / naming.TRACKER).write_text(before)
     dump(root)
-    assert tracker(root) == after
+    assert tracked(root) == after
 
 
 @pytest.mark.parametrize("before", ["30", " 30\n"])
@@ -385,12 +387,12 @@ def test_a_tracker_of_a_later_step_is_not_touched_and_said(root: Path, before: s
     (root / naming.TRACKER).write_text(before)
     with pytest.raises(CheckpointError, match="names step 30, so step 20 would not be resumed from"):
         dump(root)
-    assert tracker(root) == before
+    assert tracked(root) == before
 
 
 def test_a_missing_tracker_is_made(tmp_path: Path) -> None:
     dump(tmp_path / "new" / "root")
-    assert tracker(tmp_path / "new" / "root") == "20"
+    assert tracked(tmp_path / "new" / "root") == "20"
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "none"])
@@ -407,7 +409,7 @@ def test_what_was_not_written_is_not_published(root: Path, damage: str) -> None:
         publish.publish(root, STEP, entries, {}, 2)
     assert "\n" not in str(caught.value)
     check_promises(root)
-    assert tracker(root) == "10"
+    assert tracked(root) == "10"
 
 
 def test_a_full_disk_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +439,7 @@ def test_clean_leaves_checkpoints_and_what_it_does_not_know(root: Path) -> None:
     ):
         (root / name).mkdir()
         (root / name / "file").touch()
-    assert publish.clean(root) == ["iter_0000021_tmp", "iter_0000022_saving"]
+    assert left_overs.clean(root) == ["iter_0000021_tmp", "iter_0000022_saving"]
     assert sorted(path.name for path in root.iterdir()) == [
         "aside_iter_0000024.1",
         "iter_0000010",
@@ -445,7 +447,7 @@ def test_clean_leaves_checkpoints_and_what_it_does_not_know(root: Path) -> None:
         naming.TRACKER,
         "mine_tmp",
     ]
-    assert publish.clean(root / "missing") == []
+    assert left_overs.clean(root / "missing") == []
 
 
 def test_both_sides_of_a_cut_network_publish(root: Path) -> None:
@@ -459,7 +461,7 @@ def test_both_sides_of_a_cut_network_publish(root: Path) -> None:
     with Thread(save, 0), Thread(save, 1):
         pass
     assert sorted(made.values()) == [False, True]
-    assert tracker(root) == str(STEP)
+    assert tracked(root) == str(STEP)
     check_promises(root)
     assert left_over(root) == []
 
@@ -471,7 +473,7 @@ def test_an_agent_that_was_given_up_comes_back_late(root: Path) -> None:
     write(late, b"late")
     assert publish.publish(root, STEP, entries, {}, 2, "ours", number=1)
     check_promises(root)
-    assert publish.clean(root, 0, "ours") == [late.name]
+    assert left_overs.clean(root, 0, "ours") == [late.name]
 
 
 def test_whoever_publishes_may_be_lost_anywhere(root: Path, copies: Callable[[], Path]) -> None:
@@ -480,7 +482,7 @@ def test_whoever_publishes_may_be_lost_anywhere(root: Path, copies: Callable[[],
 
     def act(here: Path, number: int) -> None:
         publish.publish(here, STEP, entries, {}, 2, number=number, written=0)
-        publish.clean(here)
+        left_overs.clean(here)
 
     third = functools.partial(act, number=2)
     for first in (0, 1):
@@ -519,7 +521,7 @@ def test_many_sides_publish_different_steps(root: Path) -> None:
 
     def look() -> None:
         while not done.is_set():
-            seen.append(int(tracker(root)))
+            seen.append(int(tracked(root)))
 
     with ExitStack() as stack:
         stack.enter_context(Thread(look))
@@ -527,7 +529,7 @@ def test_many_sides_publish_different_steps(root: Path) -> None:
         for step in steps:
             stack.enter_context(Thread(publish.publish, root, step, entries[step], {}, 2, "ours", step))
     assert seen == sorted(seen)
-    assert tracker(root) == str(steps[-1])
+    assert tracked(root) == str(steps[-1])
     assert [naming.step_of(path.name) for path in sorted(root.glob("iter_*"))] == [OLDER, *steps]
 
 
@@ -536,7 +538,7 @@ def test_a_step_of_this_run_that_is_newer_than_ours_stays(root: Path) -> None:
     theirs = write(publish.prepare(root, STEP + 1, generation="ours"), b"theirs")
     assert publish.publish(root, STEP + 1, theirs, {}, 2, "ours")
     assert publish.publish(root, STEP, ours, {}, 2, "ours", 1)
-    assert tracker(root) == str(STEP + 1)
+    assert tracked(root) == str(STEP + 1)
     assert content_of(root, STEP).startswith(b"ours")
 
 
@@ -550,17 +552,17 @@ def _leftovers_of_a_turn(root: Path) -> list[Path]:
 def test_what_a_process_has_left_that_died_in_its_turn_is_removed(root: Path) -> None:
     left = _leftovers_of_a_turn(root)
     assert dump(root)
-    assert tracker(root) == str(STEP)
+    assert tracked(root) == str(STEP)
     assert not any(path.exists() for path in left)
     left = _leftovers_of_a_turn(root)
-    publish.clean(root, 1)
+    left_overs.clean(root, 1)
     assert not any(path.exists() for path in left)
 
 
 def test_nothing_is_removed_in_the_turn_of_another(root: Path) -> None:
     with locked(root):
         (draft, lock) = _leftovers_of_a_turn(root)
-        publish.clean(root, 1)
+        left_overs.clean(root, 1)
         assert draft.exists()
         assert lock.exists()
     assert not lock.exists()
@@ -570,9 +572,9 @@ def test_one_side_does_not_clean_up_after_the_other(root: Path) -> None:
     names = ("iter_0000021_tmp", "iter_0000021_tmp1", "iter_0000021_tmp2", "iter_0000022_saving")
     for name in names:
         (root / name).mkdir()
-    assert publish.clean(root, 1) == ["iter_0000021_tmp1"]
-    assert publish.clean(root, 0) == ["iter_0000021_tmp", "iter_0000022_saving"]
-    assert publish.clean(root) == ["iter_0000021_tmp2"]
+    assert left_overs.clean(root, 1) == ["iter_0000021_tmp1"]
+    assert left_overs.clean(root, 0) == ["iter_0000021_tmp", "iter_0000022_saving"]
+    assert left_overs.clean(root) == ["iter_0000021_tmp2"]
 
 
 def test_a_disk_that_hung_wakes_in_a_later_generation(root: Path) -> None:
@@ -584,12 +586,12 @@ def test_a_disk_that_hung_wakes_in_a_later_generation(root: Path) -> None:
     publish.prepare(root, 21, generation="old")
     with pytest.raises(CheckpointError, match="nothing was written"):
         publish.publish(root, 21, (), {}, 2, "old")
-    assert publish.clean(root, 0, "old") == [naming.temporary_name(21, generation="old")]
+    assert left_overs.clean(root, 0, "old") == [naming.temporary_name(21, generation="old")]
     assert all((root / name / "shard.pt").exists() for name in mine)
 
 
 def _regular(root: Path, step: int, generation: str) -> Path:
-    publish.prepare_regular(root, step, generation)
+    regular_folder.prepare_regular(root, step, generation)
     folder = root / naming.regular_name(step, generation)
     (folder / "shard.pt").write_bytes(b"half")
     return folder
@@ -608,7 +610,7 @@ def test_regular_saves_that_cannot_be_completed_make_room(root: Path) -> None:
         assert still_open.seek(0, os.SEEK_END) == 0
     assert left_over(root) == [made.name]
     with pytest.raises(CheckpointError, match="missing, so the save of step 20 cannot be completed"):
-        publish.publish_regular(root, STEP, "mine")
+        regular_folder.publish_regular(root, STEP, "mine")
 
 
 def test_regular_saves_of_others_stay(root: Path) -> None:
@@ -635,16 +637,16 @@ def test_what_is_there_is_found(root: Path) -> None:
     (root / naming.TRACKER).write_text("10")
     with pytest.raises(CheckpointError, match="no checkpoint of step 20, or a later one, of this run"):
         publish.find(root, STEP, "another")
-    assert tracker(root) == "10"
+    assert tracked(root) == "10"
     assert publish.find(root, 15, "mine") == STEP
-    assert tracker(root) == str(STEP)
+    assert tracked(root) == str(STEP)
 
 
 def test_last_words_of_an_earlier_step_are_found_and_no_regular_save(root: Path) -> None:
     """Ranks had gone back to that step; with a regular save of it alone, later ones would be lost."""
     (root / naming.regular_name(STEP, "mine")).mkdir()
     write(root / naming.regular_name(STEP, "mine"), b"regular")
-    publish.publish_regular(root, STEP, "mine")
+    regular_folder.publish_regular(root, STEP, "mine")
     with pytest.raises(CheckpointError, match="no checkpoint of step 22"):
         publish.find(root, STEP + 2, "mine")
     entries = write(publish.prepare(root, STEP + 1, generation="mine"), b"new")
@@ -653,21 +655,21 @@ def test_last_words_of_an_earlier_step_are_found_and_no_regular_save(root: Path)
     with pytest.raises(CheckpointError, match="no checkpoint of step 22"):
         publish.find(root, STEP + 2, "another")
     assert publish.find(root, STEP + 2, "mine") == STEP + 1
-    assert tracker(root) == str(STEP + 1)
+    assert tracked(root) == str(STEP + 1)
 
 
 def test_a_regular_save_that_is_not_there_is_one_line(root: Path) -> None:
     with pytest.raises(CheckpointError, match="iter_0000020_saving: missing"):
-        publish.publish_regular(root, STEP)
+        regular_folder.publish_regular(root, STEP)
 
 
 def test_a_regular_save_knows_that_it_is_complete_before_the_tracker_says_so(root: Path) -> None:
     (root / naming.regular_name(STEP)).mkdir()
     write(root / naming.regular_name(STEP), b"regular")
-    publish.publish_regular(root, STEP)
-    publish.publish_regular(root, STEP)
-    assert tracker(root) == "10"
-    assert publish.is_complete(root, STEP)
+    regular_folder.publish_regular(root, STEP)
+    regular_folder.publish_regular(root, STEP)
+    assert tracked(root) == "10"
+    assert saved_steps.is_complete(root, STEP)
     assert not dump(root)
     assert content_of(root, STEP) == b"regularmp_rank_00/model.pt"
     assert manifest.read(root / naming.final_name(STEP)).files[0] == FileEntry(
@@ -688,7 +690,7 @@ def test_last_words_do_not_wait_for_a_disk_that_removes_slowly(
         done.set()
 
     monkeypatch.setattr(disk, "discard", slow)
-    monkeypatch.setattr(publish, "_ROOM_S", 0.01)
+    monkeypatch.setattr(left_overs, "ROOM_S", 0.01)
     made = publish.prepare(root, STEP, generation="mine")
     assert not folder.exists(), "whoever would publish it finds nothing"
     assert len(left_over(root)) == 2, "it is still there"
@@ -712,8 +714,8 @@ class SlowDisk:
             remove(*args, **kwargs)
 
         monkeypatch.setattr(os, "unlink", unlink)
-        for patience in ("_ROOM_S", "_LEFT_OVER_S"):
-            monkeypatch.setattr(publish, patience, 0.01)
+        for patience in ("ROOM_S", "_LEFT_OVER_S"):
+            monkeypatch.setattr(left_overs, patience, 0.01)
 
     def answer(self) -> None:
         """Return when everything has been removed that is to be."""
@@ -766,12 +768,12 @@ def test_a_regular_save_does_not_wait_until_an_older_version_is_removed(
     root: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(regular_folder, "_exchange", lambda one, other: False)
     for content in (b"older", b"newer"):
         folder = _large(root / naming.regular_name(STEP))
         (folder / "other.pt").write_bytes(content)
         _large(root / naming.replaced_name(STEP))
-        publish.publish_regular(root, STEP)
+        regular_folder.publish_regular(root, STEP)
     assert (root / naming.final_name(STEP) / "other.pt").read_bytes() == b"newer"
     slow_disk.answer()
     if not exchanges:
@@ -783,7 +785,7 @@ def test_a_start_does_not_wait_for_ever_until_an_earlier_job_s_folders_are_remov
     root: Path, slow_disk: SlowDisk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _large(root / naming.temporary_name(STEP, generation="earlier"))
-    assert publish.clean(root) == []
+    assert left_overs.clean(root) == []
     assert f"[ttp] {root}: what earlier jobs left over is still being removed" in capsys.readouterr().out
     made = publish.prepare(root, STEP, generation="mine")
     slow_disk.answer()
@@ -791,26 +793,26 @@ def test_a_start_does_not_wait_for_ever_until_an_earlier_job_s_folders_are_remov
 
 
 def test_a_regular_save_without_a_file_is_none(root: Path) -> None:
-    publish.prepare_regular(root, STEP)
+    regular_folder.prepare_regular(root, STEP)
     with pytest.raises(CheckpointError, match="nothing was written"):
-        publish.publish_regular(root, STEP)
+        regular_folder.publish_regular(root, STEP)
     (root / naming.final_name(STEP)).mkdir()
     disk.write(root / naming.final_name(STEP), naming.MANIFEST, Manifest.now(STEP, [], {}, 0).encode())
-    assert not publish.is_complete(root, STEP)
+    assert not saved_steps.is_complete(root, STEP)
 
 
 def test_what_a_server_keeps_for_a_moment_is_no_part_of_a_regular_save(root: Path) -> None:
     folder = _regular(root, STEP, "mine")
     (folder / ".nfs0001").touch()
-    publish.sync_regular(root, STEP, "mine")
-    publish.publish_regular(root, STEP, "mine")
+    regular_folder.sync_regular(root, STEP, "mine")
+    regular_folder.publish_regular(root, STEP, "mine")
     entries = manifest.read(root / naming.final_name(STEP)).files
     assert [entry.path for entry in entries] == ["shard.pt"]
 
 
 def test_an_older_version_is_removed_after_the_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _regular(root, STEP, "")
-    publish.publish_regular(root, STEP)
+    regular_folder.publish_regular(root, STEP)
     _regular(root, STEP, "")
     remove = disk.remove
 
@@ -820,7 +822,7 @@ def test_an_older_version_is_removed_after_the_turn(root: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(disk, "remove", without_the_turn)
-        publish.publish_regular(root, STEP)
+        regular_folder.publish_regular(root, STEP)
     assert left_over(root) == []
 
 
@@ -833,4 +835,4 @@ def test_no_save_is_lost_for_its_rights(root: Path, code: int, monkeypatch: pyte
     monkeypatch.setattr(Path, "chmod", refuse)
     monkeypatch.setattr(os, "chmod", refuse)
     assert publish.publish(root, STEP, entries, {}, 2)
-    assert publish.is_complete(root, STEP)
+    assert saved_steps.is_complete(root, STEP)

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adaptor import output
-from adaptor.checkpoint import manifest, publish
+from adaptor.checkpoint import left_overs, manifest, publish, regular_folder, saved_steps, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, ResumeError
@@ -73,7 +73,7 @@ def assert_goes_back(root: Path) -> str:
     assert line.isprintable()
     assert len(line) < 5000
     assert line.endswith(f"the newest intact checkpoint is step {OLDER}")
-    assert publish.tracked_step(root) == OLDER
+    assert tracker.tracked_step(root) == OLDER
     assert os.path.lexists(root / naming.aside_name(NEWER, 1))
     assert resume(root) == ""
     return line
@@ -238,7 +238,7 @@ def test_no_regular_file(root: Path, make: Callable[[Path], None], name: str) ->
     if change:  # the size that the system tells of it
         change_manifest(root, lambda body: body["files"][name].update(change))
     assert_goes_back(root)
-    assert not publish.is_complete(root, NEWER)
+    assert not saved_steps.is_complete(root, NEWER)
 
 
 @pytest.mark.robustness("B3", "the folder of a checkpoint is a file, FIFO or link loop", SET_ASIDE)
@@ -258,9 +258,9 @@ def test_no_folder(root: Path, make: Callable[[Path], None]) -> None:
 def test_the_tracker_is_no_file(root: Path, make: Callable[[Path], None]) -> None:
     (root / naming.TRACKER).unlink()
     make(root / naming.TRACKER)
-    assert publish.tracked_step(root) is None
+    assert tracker.tracked_step(root) is None
     assert resume(root).endswith(f"the newest intact checkpoint is step {NEWER}\n")
-    assert publish.tracked_step(root) == NEWER
+    assert tracker.tracked_step(root) == NEWER
     assert not (root / naming.TRACKER).is_symlink()
 
 
@@ -287,7 +287,7 @@ def test_a_tracker_that_names_nothing(root: Path, text: bytes | None) -> None:
         (root / naming.TRACKER).write_bytes(text)
     (line,) = resume(root).splitlines()
     assert "names no step" in line
-    assert publish.tracked_step(root) == NEWER
+    assert tracker.tracked_step(root) == NEWER
 
 
 @pytest.mark.robustness(
@@ -303,7 +303,7 @@ def test_what_only_looks_like_a_checkpoint_is_ignored(root: Path) -> None:
     (root / "iter_0000032_tmp_y").symlink_to("/etc")
     before = content(root)
     for _ in range(3):
-        assert publish.clean(root) == []
+        assert left_overs.clean(root) == []
         (line,) = resume(root).splitlines()
         assert "no checkpoint, and ignored: iter_00000025, " in line
         assert "(and 2 more)" in line
@@ -319,7 +319,7 @@ def test_what_only_looks_like_a_checkpoint_is_ignored(root: Path) -> None:
 def test_a_copy_under_another_name_is_not_found(root: Path) -> None:
     shutil.copytree(root / folder(NEWER), root / folder(99))
     assert publish.find(root, NEWER, "") == NEWER
-    assert not publish.is_complete(root, 99)
+    assert not saved_steps.is_complete(root, 99)
 
 
 @pytest.mark.robustness("B3", "a left-over folder that cannot be removed", "one line, and the job starts")
@@ -334,7 +334,7 @@ def test_what_cannot_be_removed_is_left(root: Path, capsys: pytest.CaptureFixtur
         here = below
     os.close(here)
     try:
-        publish.clean(root)
+        left_overs.clean(root)
         assert left.exists() == ("cannot be removed" in said(capsys))
     finally:
         subprocess.run(["rm", "-rf", str(left)], check=True)
@@ -374,7 +374,7 @@ def test_any_manifest_is_understood_or_refused(tmp_path: Path, body: Any, file: 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tracker_names_a_step_or_none(tmp_path: Path, text: bytes) -> None:
     (tmp_path / naming.TRACKER).write_bytes(text)
-    step = publish.tracked_step(tmp_path)
+    step = tracker.tracked_step(tmp_path)
     assert step is None or naming.step_of(naming.final_name(step)) == step
 
 
@@ -412,11 +412,11 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 def test_the_tracker_is_not_written_through_a_link(root: Path, victim: Path) -> None:
     for name in (f"{naming.TRACKER}.tmp", naming.LOCK, f"{naming.TRACKER}.30.saving"):
         (root / name).symlink_to(victim)
-    assert publish.replace_tracker(root, 30)
-    assert publish.tracked_step(root) == 30
+    assert tracker.replace_tracker(root, 30)
+    assert tracker.tracked_step(root) == 30
     (root / naming.TRACKER).unlink()
     (root / naming.TRACKER).symlink_to(victim)
-    assert publish.replace_tracker(root, 31)
+    assert tracker.replace_tracker(root, 31)
     assert not (root / naming.TRACKER).is_symlink()
 
 
@@ -457,10 +457,10 @@ def test_a_manifest_is_not_written_through_a_link(root: Path, victim: Path) -> N
     publish.publish(root, 30, [file.entry("model.pt")], {}, 1)
     assert manifest.verify(root / folder(30)) == []
     saving = root / naming.regular_name(40)
-    publish.prepare_regular(root, 40)
+    regular_folder.prepare_regular(root, 40)
     (saving / "model.pt").touch()
     (saving / naming.MANIFEST).symlink_to(victim)
-    publish.publish_regular(root, 40)
+    regular_folder.publish_regular(root, 40)
     assert manifest.verify(root / folder(40)) == []
 
 
@@ -468,7 +468,7 @@ def test_a_manifest_is_not_written_through_a_link(root: Path, victim: Path) -> N
 def test_a_regular_save_goes_into_no_link(root: Path, victim: Path) -> None:
     (root / naming.regular_name(30)).symlink_to(victim.parent)
     with pytest.raises(CheckpointError, match="is not a folder, so nothing is written there"):
-        publish.prepare_regular(root, 30)
+        regular_folder.prepare_regular(root, 30)
 
 
 @needs_root
@@ -479,7 +479,7 @@ def test_a_regular_save_goes_into_no_folder_of_another(root: Path) -> None:
     (root / naming.regular_name(30)).mkdir()
     os.chown(root / naming.regular_name(30), OTHER_USER, OTHER_USER)
     with pytest.raises(CheckpointError, match="belongs to user 65534"):
-        publish.prepare_regular(root, 30)
+        regular_folder.prepare_regular(root, 30)
 
 
 @pytest.mark.robustness(
@@ -492,14 +492,14 @@ def test_what_is_being_written_is_private(root: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         made = publish.prepare(root, 30)
-        publish.prepare_regular(root, 40)
+        regular_folder.prepare_regular(root, 40)
         drafts = (made, root / naming.regular_name(40))
         assert [stat.S_IMODE(path.stat().st_mode) for path in drafts] == [0o700, 0o700]
         for path in drafts:
             with HashingFile(path / "model.pt") as file:
                 file.write(b"x")
         publish.publish(root, 30, [file.entry("model.pt")], {}, 1)
-        publish.publish_regular(root, 40)
+        regular_folder.publish_regular(root, 40)
     finally:
         os.umask(before)
     for step in (30, 40):
@@ -546,9 +546,9 @@ def held(path: Path) -> Iterator[None]:
 def test_a_lock_of_another_user_stops_no_save(root: Path, name: str) -> None:
     """One that others could open is none of ours."""
     with held(root / name):
-        assert publish.replace_tracker(root, 30)
-        assert publish.tracked_step(root) == 30
-    assert publish.tracked_step(root) == 30
+        assert tracker.replace_tracker(root, 30)
+        assert tracker.tracked_step(root) == 30
+    assert tracker.tracked_step(root) == 30
     assert not (root / naming.LOCK).exists()
 
 
@@ -560,7 +560,7 @@ def test_a_lock_s_file_of_another_user_is_removed(root: Path) -> None:
     (root / naming.LOCK).touch(0o600)
     os.chown(root / naming.LOCK, OTHER_USER, OTHER_USER)
     with held(root / naming.LOCK):
-        assert publish.replace_tracker(root, 30)
+        assert tracker.replace_tracker(root, 30)
 
 
 @pytest.mark.robustness(
@@ -569,7 +569,7 @@ def test_a_lock_s_file_of_another_user_is_removed(root: Path) -> None:
 @ODD
 def test_no_lock_but_something_else(root: Path, make: Callable[[Path], None]) -> None:
     make(root / naming.LOCK)
-    assert publish.replace_tracker(root, 30)
+    assert tracker.replace_tracker(root, 30)
     assert not os.path.lexists(root / naming.LOCK)
 
 

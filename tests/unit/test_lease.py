@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from adaptor import output
-from adaptor.checkpoint import lease, publish
+from adaptor.checkpoint import lease, left_overs
 from adaptor.checkpoint.lease import Lease, Owner
 from adaptor.errors import ConfigError
 from adaptor.protocol import naming
@@ -206,7 +206,7 @@ def test_a_lease_that_cannot_be_written_stops_nothing(
 def test_cleaning_up_leaves_the_lease(tmp_path: Path) -> None:
     Lease(tmp_path, mine()).take()
     (tmp_path / f"{naming.LEASE}.0badf00d.tmp").touch()
-    publish.clean(tmp_path)
+    left_overs.clean(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [naming.LEASE]
 
 

@@ -246,7 +246,7 @@ def test_the_control_thread_ends(launcher: Launcher) -> None:
 # Whoever looks into the save folder from the verdict on waits until the test says that the disk answers.
 DISK_HANGS = """
 import threading
-from adaptor.checkpoint import publish
+from adaptor.checkpoint import left_overs
 from adaptor.launchers import account, save_folder_tasks
 account.TRACKER_S = save_folder_tasks.CLEAN_S = 600
 def hangs(act):
@@ -256,7 +256,7 @@ def hangs(act):
         return act(*args, **kwargs)
     return waits
 account.tracked_step = hangs(account.tracked_step)
-publish.clean = hangs(publish.clean)
+left_overs.clean = hangs(left_overs.clean)
 """
 
 

@@ -23,7 +23,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from adaptor import output
-from adaptor.checkpoint import disk, manifest, publish, resume_check
+from adaptor.checkpoint import disk, left_overs, manifest, publish, regular_folder, resume_check, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import ResumeError
 from adaptor.protocol import naming
@@ -238,7 +238,7 @@ def test_the_newest_intact_one_is_found_behind_others(root: Path) -> None:
     for step in (NEWER, 30):
         assert f"{folder(step)}/{FILES[0]}: 0 bytes" in line
         assert (root / naming.aside_name(step, 1)).is_dir()
-    assert publish.tracked_step(root) == OLDER
+    assert tracker.tracked_step(root) == OLDER
 
 
 def test_after_going_back_by_hand_nothing_newer_is_chosen(root: Path) -> None:
@@ -246,7 +246,7 @@ def test_after_going_back_by_hand_nothing_newer_is_chosen(root: Path) -> None:
     (root / naming.TRACKER).write_text(str(NEWER))
     _shorten(root)
     resume(root)
-    assert publish.tracked_step(root) == OLDER
+    assert tracker.tracked_step(root) == OLDER
     assert (root / folder(30)).is_dir()
 
 
@@ -256,7 +256,7 @@ def test_one_of_the_framework_is_taken_where_it_seems_whole(root: Path) -> None:
     (root / folder(19)).mkdir()
     _shorten(root)
     assert resume(root).endswith("the newest intact checkpoint is step 16\n")
-    assert publish.tracked_step(root) == 16
+    assert tracker.tracked_step(root) == 16
     assert (root / folder(18)).is_dir(), "it is not ours to move"
 
 
@@ -274,12 +274,12 @@ def test_a_save_of_the_framework_is_left_to_it(tmp_path: Path) -> None:
 def test_a_regular_save_is_known_by_its_sizes(root: Path) -> None:
     add_of_framework(root, 30)
     (root / folder(30)).rename(root / naming.regular_name(30))
-    publish.publish_regular(root, 30)
-    publish.replace_tracker(root, 30)
+    regular_folder.publish_regular(root, 30)
+    tracker.replace_tracker(root, 30)
     assert resume(root) == ""
     os.truncate(root / folder(30) / FILES[1], 90)
     assert f"{FILES[1]}: 90 bytes" in resume(root)
-    assert publish.tracked_step(root) == NEWER
+    assert tracker.tracked_step(root) == NEWER
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_tracker_that_names_nothing(root: Path, text: str, words: str) -> None
     (root / naming.TRACKER).write_text(text)
     (line,) = resume(root).splitlines()
     assert words in line
-    assert publish.tracked_step(root) == NEWER
+    assert tracker.tracked_step(root) == NEWER
     assert (root / folder(NEWER)).is_dir()
 
 
@@ -306,7 +306,7 @@ def test_where_the_tracker_is_gone_training_goes_on_from_the_newest(root: Path) 
     assert f"{naming.TRACKER}: missing beside checkpoints" in line
     assert "to begin anew, choose another --save folder" in line
     assert line.endswith(f"the newest intact checkpoint is step {NEWER}")
-    assert publish.tracked_step(root) == NEWER
+    assert tracker.tracked_step(root) == NEWER
     assert resume(root) == ""
 
 
@@ -314,7 +314,7 @@ def test_where_the_tracker_is_gone_and_the_newest_is_damaged(root: Path) -> None
     (root / naming.TRACKER).unlink()
     _shorten(root)
     assert resume(root).endswith(f"the newest intact checkpoint is step {OLDER}\n")
-    assert publish.tracked_step(root) == OLDER
+    assert tracker.tracked_step(root) == OLDER
     assert (root / naming.aside_name(NEWER, 1)).is_dir()
 
 
@@ -397,7 +397,7 @@ def test_after_any_crash_the_next_start_goes_on(root: Path, tmp_path: Path) -> N
             break
         except Crash:
             pass
-        publish.clean(here)  # as every start does
+        left_overs.clean(here)  # as every start does
         resume(here)
         assert resume(here) == ""
         after = content(here)
@@ -438,7 +438,7 @@ def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path
     (reason,) = {rank["refused"] for rank in refusal}
     assert f"{FILES[2]}: missing" in reason
     assert [text.count("[ttp]") for text in outputs] == [1, 0, 0]
-    assert publish.tracked_step(root) == OLDER
+    assert tracker.tracked_step(root) == OLDER
 
 
 @pytest.mark.robustness(

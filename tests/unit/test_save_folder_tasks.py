@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import publish
+from adaptor.checkpoint import left_overs, publish
 from adaptor.errors import CheckpointError
 from adaptor.launchers import save_folder_tasks
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
@@ -26,7 +26,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     def hang(*args: object) -> None:
         goes_on.wait(LONG_S)
 
-    monkeypatch.setattr(publish, "clean", hang)
+    monkeypatch.setattr(left_overs, "clean", hang)
     monkeypatch.setattr(save_folder_tasks, "CLEAN_S", 0.01)
     yield goes_on
     goes_on.set()
@@ -86,7 +86,7 @@ def test_an_error_reaches_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     def refuse(*args: object) -> None:
         raise CheckpointError("no")
 
-    monkeypatch.setattr(publish, "clean", refuse)
+    monkeypatch.setattr(left_overs, "clean", refuse)
     with pytest.raises(CheckpointError, match="no"):
         asyncio.run(SaveFolderTasks().clean(tmp_path, 0, ""))
 

@@ -1002,11 +1002,11 @@ import os
 from adaptor.worker import runtime
 from adaptor.protocol.messages import Share
 from tests.unit.trainee import CountingTrainee, Loop
-from adaptor.checkpoint import publish
+from adaptor.checkpoint import tracker
 from pathlib import Path
 print("start", flush=True)
 here = Path.cwd()
-step = publish.tracked_step(here) or 0
+step = tracker.tracked_step(here) or 0
 loop = Loop(runtime.get().session, CountingTrainee(str(here), (Share("g", 0, 1),)))
 loop.begin(step)
 while step < 9:

@@ -1,0 +1,148 @@
+"""Removes what dead processes have left in a save folder; neither a save nor a start waits for it for long.
+
+What is large is removed in a thread: a disk may need minutes for thousands of files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from adaptor import output
+from adaptor.checkpoint import disk, saved_steps, tracker
+from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+
+# Seconds that a save waits until useless folders are removed and their room is free. Thousands of files on a
+# slow disk take longer: a thread goes on removing them beside the save.
+ROOM_S = 2.0
+# A start waits as long for what earlier jobs have left to be removed. All other ranks wait for it, some of
+# them within time-outs of minutes; after this it goes on beside them.
+_LEFT_OVER_S = 60.0
+
+
+@disk.one_line
+def clean(root: Path, term: int | None = None, generation: str = "") -> list[str]:
+    """Remove what dead processes left behind, and return the names; only call it while no worker lives.
+
+    What is large is removed in a thread that outlives this call, where it takes long: a line says so.
+
+    At the end of an incident workers on the other side of a cut network may live, and the disk may hang until
+    those of a later generation do: only what was made for the controller of `term` in this `generation` is
+    removed then; regular saves count as made for the first one, with rank 0.
+    """
+    left_over: list[Path] = []
+    removed: list[str] = []
+    for path in (root / name for name in saved_steps.names(root)):
+        if term is not None and not _is_left_by(path.name, term, generation):
+            continue
+        step = naming.step_of_replaced(path.name)
+        if step is not None and not (root / naming.final_name(step)).exists():
+            path.rename(root / naming.final_name(step))
+            disk.sync(root)
+        elif (step is not None or naming.is_temporary(path.name)) and is_left_over(path):
+            left_over.append(path)
+
+    def remove(path: Path) -> None:
+        if _is_removed(path):
+            removed.append(path.name)
+
+    if not remove_beside(left_over, remove, _LEFT_OVER_S):
+        output.tell(f"[ttp] {root}: what earlier jobs left over is still being removed", to="stdout")
+    _remove_drafts(root)
+    return list(removed)
+
+
+def is_left_over(path: Path) -> bool:
+    """Return whether what bears the name of a folder of ours is one; a file or a link is not, and is left."""
+    return not path.is_symlink() and disk.is_folder(path)
+
+
+def abandon(folder: Path) -> list[Path]:
+    """Take its name from a temporary folder, if it is there; return what is to be removed of it."""
+    if not os.path.lexists(folder):
+        return []
+    if not is_left_over(folder):
+        disk.remove(folder)  # a file or a link
+        return []
+    abandoned = disk.free_name(folder.parent, partial(naming.abandoned_name, folder.name))
+    folder.rename(abandoned)
+    return [abandoned]
+
+
+def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
+    """Take their names from the regular saves of this generation, which cannot be completed; return the new
+    ones.
+
+    Under the lock, so that whoever is about to publish one has done so or finds nothing.
+    """
+    found = []
+    for name in filter(lambda name: naming.is_regular(name, generation), saved_steps.names(root)):
+        with contextlib.suppress(OSError, CheckpointError), _locked_on_a_full_disk(root):
+            found += abandon(root / name)
+    return found
+
+
+def remove_beside(folders: list[Path], remove: Callable[[Path], Any], patience_s: float) -> bool:
+    """Remove folders in a thread that is waited for, but not for ever; return whether it has come to its end.
+
+    What it does not come to is removed by the next start.
+    """
+
+    def remove_all() -> None:
+        for folder in folders:
+            with contextlib.suppress(OSError, RecursionError):
+                remove(folder)
+
+    if not folders:
+        return True
+    # Daemon: on a disk that hangs it keeps nobody from the end.
+    thread = threading.Thread(target=remove_all, name="ttp-remove", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be had
+        remove_all()
+    else:
+        thread.join(patience_s)
+    return not thread.is_alive()
+
+
+@contextlib.contextmanager
+def _locked_on_a_full_disk(root: Path) -> Iterator[None]:
+    """Hold the lock, waiting no longer than last words can; without room for its file, nobody holds it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(root, patience_s=1.0))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        yield
+
+
+def _is_removed(path: Path) -> bool:
+    """Remove a folder; one that cannot be removed is in nobody's way."""
+    try:
+        disk.remove(path)
+    except (OSError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or "its folders are nested too deep"
+        output.tell(f"[ttp] {path}: is left over, and cannot be removed ({why})", to="stdout")
+        return False
+    return True
+
+
+def _remove_drafts(root: Path) -> None:
+    """Remove what a process has left that died with the lock; nothing while somebody holds it."""
+    if any(root.glob(f"{naming.TRACKER}.*")) or any(root.glob(f"{naming.LEASE}.*")):
+        with contextlib.suppress(CheckpointError), locked(root, patience_s=0):
+            tracker.remove_drafts(root)
+
+
+def _is_left_by(name: str, term: int, generation: str) -> bool:
+    return naming.term_of(name) == term and (naming.is_of(name, generation) or not naming.is_temporary(name))

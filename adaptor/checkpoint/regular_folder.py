@@ -1,0 +1,113 @@
+"""The folders of regular saves: the framework writes each under a temporary name, and it gets its final name
+when it is complete and on disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from functools import partial
+from pathlib import Path
+
+from adaptor.checkpoint import disk, left_overs, publish, saved_steps
+from adaptor.checkpoint.manifest import Manifest
+from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+# Files that are no part of a save: what an NFS server keeps of a removed open file, and short-lived probes.
+_PASSING = (".nfs", disk.PROBE)
+
+
+@disk.one_line
+def prepare_regular(root: Path, step: int, generation: str = "") -> None:
+    """Make the folder that the framework writes a regular save to, on each rank.
+
+    Raises CheckpointError where another user has put a link or a folder in its place.
+    """
+    saving = root / naming.regular_name(step, generation)
+    root.mkdir(parents=True, exist_ok=True)
+    disk.ensure_private(saving)
+
+
+@disk.one_line
+def sync_regular(root: Path, step: int, generation: str = "") -> None:
+    """Bring a regular save to disk, which may take long, so that `publish_regular` does not."""
+    for path in _written(root / naming.regular_name(step, generation)):
+        disk.sync(path)
+
+
+@disk.one_line
+def publish_regular(root: Path, step: int, generation: str = "") -> None:
+    """Give a regular save, which the framework wrote to `regular_name(step, generation)`, its final name.
+
+    The tracker is not touched: the caller replaces it by `replace_tracker`. A complete checkpoint of the same
+    step is replaced by the newer one, without a moment in which neither bears the name where the filesystem
+    can exchange two names. Raises CheckpointError.
+    """
+    saving, final = root / naming.regular_name(step, generation), root / naming.final_name(step)
+    if not saving.is_dir():
+        if saved_steps.is_complete(root, step):
+            return
+        raise CheckpointError(f"{saving}: missing, so the save of step {step} cannot be completed")
+    entries = []
+    for path in _written(saving):
+        disk.sync(path)
+        entries.append(FileEntry(path.relative_to(saving).as_posix(), path.stat().st_size, None))
+    if not entries:
+        raise CheckpointError(f"{saving}: nothing was written, so there is nothing to publish")
+    disk.write(saving, naming.MANIFEST, Manifest.now(step, entries, {}, 0, generation).encode())
+    disk.share(saving)
+    disk.sync_folders(saving)
+    with locked(root):
+        older = _replace_regular(root, step, saving, final)
+    # The caller may keep a window open, in which this rank gives nothing to last words.
+    left_overs.remove_beside(older, disk.remove, left_overs.ROOM_S)
+
+
+def _written(saving: Path) -> list[Path]:
+    """Return the files of a regular save, without the manifest of an earlier call that was not completed."""
+    return [
+        path
+        for path in disk.files(saving)
+        if path != saving / naming.MANIFEST and not path.name.startswith(_PASSING)
+    ]
+
+
+def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[Path]:
+    """Under the lock: let `saving` become `final`; return where older versions of it are, to be removed."""
+    if not saved_steps.is_complete(root, step):
+        publish.move_in(root, step, saving, final)
+        return []
+    if not _exchange(saving, final):
+        # A crash between these two is undone by left_overs.clean().
+        replaced = root / naming.replaced_name(step)
+        older = []
+        if left_overs.is_left_over(replaced):
+            older = [disk.free_name(root, partial(naming.abandoned_name, saving.name))]
+            replaced.rename(older[0])
+        else:
+            disk.remove(replaced)
+        final.rename(replaced)
+        saving.rename(final)
+        disk.sync(root)
+        return [replaced, *older]
+    disk.sync(root)
+    return [saving]
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; return False where the system or its filesystem cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(one))

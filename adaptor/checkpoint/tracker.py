@@ -1,0 +1,67 @@
+"""The tracker: the file that names the step which the framework loads.
+
+It is replaced atomically, under the lock of the save folder. It goes backwards only from a checkpoint that is
+damaged (`resume_check`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from adaptor.checkpoint import disk
+from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.protocol import naming
+
+# In bytes: a step, and the spaces and line ends that somebody may have added.
+_LONGEST_TRACKER = 256
+
+
+def tracked_step(root: Path) -> int | None:
+    """Return the step that the tracker names; None if it is missing, empty, damaged, or says `release`."""
+    text = tracker_text(root)
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
+def tracker_text(root: Path) -> str:
+    """Return the text of the tracker; empty if it is missing, unreadable, or longer than any tracker."""
+    try:
+        return disk.read(root / naming.TRACKER, _LONGEST_TRACKER).decode().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+@disk.one_line
+def replace_tracker(root: Path, step: int) -> bool:
+    """Let the tracker name `step`, unless it names a later one; return whether it was changed.
+
+    `release` (a converted model to start from) counts as older than any step: the framework replaces it as
+    well.
+    """
+    with locked(root):
+        return advance_tracker(root, step)
+
+
+def advance_tracker(root: Path, step: int) -> bool:
+    """Do what `replace_tracker` does, under a lock that is held."""
+    named = tracked_step(root)
+    if named is not None and named >= step:
+        return False
+    set_tracker(root, step)
+    return True
+
+
+def set_tracker(root: Path, step: int) -> None:
+    """Let the tracker name `step`, whatever it names, under a lock that is held."""
+    remove_drafts(root)  # of a process that died with the lock
+    tracker = root / naming.TRACKER
+    if tracker.is_dir() and not tracker.is_symlink():  # no file can take its place
+        tracker.rename(disk.free_name(root, lambda number: f"aside_{naming.TRACKER}.{number}"))
+    disk.replace(root, naming.TRACKER, str(step).encode())
+
+
+def remove_drafts(root: Path) -> None:
+    """Remove the drafts of tracker and lease that dead processes have left, under a lock that is held."""
+    for name in (naming.TRACKER, naming.LEASE):
+        for draft in root.glob(f"{name}.*{disk.DRAFT}"):
+            disk.remove(draft)
