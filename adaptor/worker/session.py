@@ -2,7 +2,7 @@
 
 The main thread calls `begin_training`, then in every step `begin_step`, `before_update` and `after_update`
 (from the optimizer's own step hooks) and `end_update`. The processor's threads call the rest. Between them
-stand the door and one attribute that is replaced as a whole (`_history`); no lock is held across a call into
+stand the door and the history of steps (`step_history`); no lock is held across a call into
 the framework.
 """
 
@@ -12,8 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -25,33 +24,7 @@ from adaptor.protocol.state_provider import Trainee
 from adaptor.worker.door import PUBLISH, Door, Unwind
 from adaptor.worker.loop_position import LoopPosition
 from adaptor.worker.pace import Pace
-
-# The time for a record that is read to be copied, unless a collective that never ends is before it.
-RECORD_S = 2.0
-
-
-class _Taken(NamedTuple):
-    """A record, and the device's mark behind which its tensors are complete."""
-
-    record: Any
-    mark: Any
-
-
-@dataclass(frozen=True)
-class _History:
-    """The records that a dump may need.
-
-    Attributes:
-        records: by finished step.
-        snapshot_step: the newest step that has come to its update, or was skipped.
-        snapshot: what that step had changed before its update.
-        updated: whether that step was updated; False: it was skipped.
-    """
-
-    records: dict[int, _Taken] = field(default_factory=dict)
-    snapshot_step: int = -1
-    snapshot: Any = None
-    updated: bool = True
+from adaptor.worker.step_history import StepHistory, Taken
 
 
 class Session:
@@ -78,7 +51,7 @@ class Session:
         self._say = say
         self._broke = broke
         self._protected = protected
-        self._history = _History()
+        self._history = StepHistory()
         self._mark: Any = None  # behind the last update on the device, and the last local copy
         self._last_believed: BoardRecord | None = None
         self._step = -1
@@ -132,7 +105,7 @@ class Session:
         self._leave_earlier_step()
         self._thread = threading.get_ident()
         self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
-        self._history = _History()
+        self._history.restart()
         self._mark = trainee.device.mark()
         self.trainee = trainee
         self._step = -1
@@ -159,7 +132,7 @@ class Session:
         self.interrupted = ""
         self._step = -1
         self._mark = trainee.device.mark()
-        self._history = _History({step: _Taken(record, None)})
+        self._history.restart({step: Taken(record, None)})
         comes_new = self.trainee is None
         self.trainee = trainee
         self.board.start(step)
@@ -221,16 +194,12 @@ class Session:
         self.give_up()  # an earlier step that an exception left inside its update, and the script caught it
         self._thread = threading.get_ident()
         self._report_protection_once()
-        history = self._history
-        # From the record before, that of the door's step can be derived.
-        oldest = min(self.board.oldest, history.snapshot_step - 1)
-        newest = max(self.board.finished, history.snapshot_step - 1)
-        kept = {k: taken for k, taken in history.records.items() if oldest <= k <= newest}
-        left_out = not updates_finish and self.board.finished < step - 1 and self.trainee.has_state()
-        if left_out and self.board.finished == history.snapshot_step:
-            kept[self.board.finished] = _Taken(self.record_of(self.board.finished), None)
-        kept[step - 1] = _Taken(self.trainee.take_record(step - 1), self.trainee.device.mark())
-        self._history = _History(kept, history.snapshot_step, history.snapshot, history.updated)
+        finished, records = self.board.finished, dict[int, Taken]()
+        left_out = not updates_finish and finished < step - 1 and self.trainee.has_state()
+        if left_out and finished == self._history.snapshot_step:
+            records[finished] = Taken(self.record_of(finished), None)
+        records[step - 1] = Taken(self.trainee.take_record(step - 1), self.trainee.device.mark())
+        self._history.add(records, oldest=self.board.oldest, newest=finished)
         self._step = step
         if left_out:  # the framework skipped steps as a whole (Megatron's --iterations-to-skip)
             self.board.finish(step - 1)
@@ -456,9 +425,7 @@ class Session:
 
     def _take_snapshot(self, updated: bool) -> None:
         assert self.trainee is not None
-        self._history = _History(
-            self._history.records, self._step, self.trainee.snapshot_before_update(), updated
-        )
+        self._history.add_snapshot(self._step, self.trainee.snapshot_before_update(), updated)
 
     # processor's threads
 
@@ -525,18 +492,9 @@ class Session:
         return step < self.board.live
 
     def record_of(self, step: int) -> Any:
-        """Return what belongs to `step` besides tensors."""
+        """Return what belongs to `step` besides tensors. Raises LookupError if it is not known any more."""
         assert self.trainee is not None
-        history = self._history
-        taken, before = history.records.get(step), history.records.get(step - 1)
-        if taken is not None and self._device.done(taken.mark):
-            return taken.record
-        # Not taken yet, or taken behind a collective of the device that never ends; the door came before it.
-        if history.snapshot_step == step and before is not None:
-            return self.trainee.derive(before.record, history.snapshot, history.updated)
-        if taken is not None and self._device.wait(taken.mark, RECORD_S):
-            return taken.record
-        raise LookupError(f"step {step} is not among the steps that this rank still knows")
+        return self._history.record_of(step, self.trainee)
 
     def _updates_are_over(self, until: float) -> bool:
         """Wait for the device, which may be behind the main thread."""

@@ -132,7 +132,7 @@ def test_a_record_that_is_not_there_yet_is_not_read(
     worker: Worker, device: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is behind a collective that never ends has not been copied."""
-    monkeypatch.setattr("adaptor.worker.session.RECORD_S", SHORT_S)
+    monkeypatch.setattr("adaptor.worker.step_history.RECORD_S", SHORT_S)
     device.standing = True
     worker.loop.begin(4)
     worker.session.begin_step(5)

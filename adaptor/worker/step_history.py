@@ -1,0 +1,93 @@
+"""The records of the last steps, from which a dump takes what belongs to its step besides tensors.
+
+The main thread adds to it, the processor's threads read it: all of it is one value, which is replaced as a
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from adaptor.protocol.state_provider import Trainee
+
+# The time for a record that is read to be copied, unless a collective that never ends is before it.
+RECORD_S = 2.0
+
+
+class Taken(NamedTuple):
+    """A record, and the device's mark behind which its tensors are complete; None: they are."""
+
+    record: Any
+    mark: Any
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What the history holds.
+
+    Attributes:
+        records: by finished step.
+        snapshot_step: the newest step that has come to its update, or was skipped.
+        snapshot: what that step had changed before its update.
+        updated: whether that step was updated; False: it was skipped.
+    """
+
+    records: dict[int, Taken] = field(default_factory=dict)
+    snapshot_step: int = -1
+    snapshot: Any = None
+    updated: bool = True
+
+
+class StepHistory:
+    """The history of one training; `restart` begins another."""
+
+    def __init__(self) -> None:
+        self._content = _Content()
+
+    @property
+    def snapshot_step(self) -> int:
+        """Return the newest step that has come to its update, or was skipped; -1: none."""
+        return self._content.snapshot_step
+
+    def restart(self, records: Mapping[int, Taken] | None = None) -> None:
+        """Forget all but `records`, by finished step."""
+        self._content = _Content(dict(records or {}))
+
+    def add(self, records: Mapping[int, Taken], oldest: int, newest: int) -> None:
+        """Add `records`, by finished step, and drop those of steps that nobody asks for any more.
+
+        Args:
+            records: those that are added.
+            oldest, newest: the finished steps that can be saved from this rank.
+        """
+        content = self._content
+        # From the record before, that of the step at its update can be derived.
+        oldest = min(oldest, content.snapshot_step - 1)
+        newest = max(newest, content.snapshot_step - 1)
+        kept = {step: taken for step, taken in content.records.items() if oldest <= step <= newest}
+        self._content = _Content(
+            {**kept, **records}, content.snapshot_step, content.snapshot, content.updated
+        )
+
+    def add_snapshot(self, step: int, snapshot: Any, updated: bool) -> None:
+        """Add what `step` has changed before its update; `updated`: False if it has none."""
+        self._content = _Content(self._content.records, step, snapshot, updated)
+
+    def record_of(self, step: int, trainee: Trainee) -> Any:
+        """Return what belongs to `step` besides tensors.
+
+        Raises:
+            LookupError: it is not known any more.
+        """
+        content = self._content
+        taken, before = content.records.get(step), content.records.get(step - 1)
+        if taken is not None and trainee.device.done(taken.mark):
+            return taken.record
+        # Not taken yet, or taken behind a collective of the device that never ends; the door came before it.
+        if content.snapshot_step == step and before is not None:
+            return trainee.derive(before.record, content.snapshot, content.updated)
+        if taken is not None and trainee.device.wait(taken.mark, RECORD_S):
+            return taken.record
+        raise LookupError(f"step {step} is not among the steps that this rank still knows")
