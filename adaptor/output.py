@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn, TextIO
 
 from adaptor.text import PAGE, encodable
 
@@ -180,7 +180,7 @@ class _Told(io.TextIOBase):
 _TOLD = _Told()
 
 
-def _descriptor(stream: Any, original: Any) -> int | None:
+def _descriptor(stream: TextIO, original: TextIO | None) -> int | None:
     """Of the process's own stream; None where somebody has put another one in its place."""
     if stream is not original:
         return None
@@ -190,7 +190,7 @@ def _descriptor(stream: Any, original: Any) -> int | None:
         return None
 
 
-def _write_to_stream(stream: Any, text: str) -> None:
+def _write_to_stream(stream: TextIO, text: str) -> None:
     stream.write(text)
     stream.flush()
 

@@ -24,10 +24,10 @@ from typing import Any
 
 from _bench import Benchmark, table
 
-from adaptor.launchers.agent_listener import LOOPBACK, AgentListener, connect
+from adaptor.launchers.agent_listener import LOOPBACK, AgentListener, connect, read_hello
 from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.rejected_connections import RejectedConnections
-from adaptor.launchers.timeline import IncidentTimeline
 from adaptor.protocol import wire
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -175,9 +175,9 @@ async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, flo
     """One job from its start to its end: seconds, MiB, and the share of a core at rest."""
     rejected, secret = RejectedConnections("the controller's port"), secrets.token_bytes(32)
     controller_host = CountingHub(
-        0, nodes * PER_NODE, nodes, GIVE_UP_S, LOOPBACK, IncidentTimeline(folder), rejected
+        0, nodes * PER_NODE, nodes, GIVE_UP_S, LOOPBACK, IncidentReport(folder), rejected
     )
-    listener = AgentListener(secret, None, rejected, controller_host.serve)
+    listener = AgentListener(secret, None, rejected, controller_host.serve, read_hello)
     before = _resident_mib()
     controller_host.start()
     port = listener.listen(LOOPBACK, PORT)

@@ -21,9 +21,9 @@ from _bench import Benchmark, table
 from adaptor import config
 from adaptor.launchers.agent_listener import LOOPBACK
 from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.log import Log
 from adaptor.launchers.rejected_connections import RejectedConnections
-from adaptor.launchers.timeline import IncidentTimeline
 from adaptor.protocol import wire
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -67,9 +67,9 @@ class Job:
         self.orders: list[ControllerToAgent] = []
 
     def _controller_host(self, term: int) -> ControllerHost:
-        nodes, timeline = self.ranks // PER_NODE, IncidentTimeline(self.folder)
+        nodes, report = self.ranks // PER_NODE, IncidentReport(self.folder)
         return ControllerHost(
-            term, self.ranks, nodes, 120.0, LOOPBACK, timeline, RejectedConnections("the controller's port")
+            term, self.ranks, nodes, 120.0, LOOPBACK, report, RejectedConnections("the controller's port")
         )
 
     def _send(self, orders: Sequence[ControllerToAgent]) -> None:
@@ -198,7 +198,7 @@ def main() -> None:
 def measure(ranks: int, groups: int, folder: str) -> tuple[dict[str, float], float]:
     """Seconds by what was done, and MiB at rest."""
     ControllerHost(
-        0, 1, 1, 120.0, LOOPBACK, IncidentTimeline(folder), RejectedConnections("")
+        0, 1, 1, 120.0, LOOPBACK, IncidentReport(folder), RejectedConnections("")
     )  # imports torch, as any agent has
     gc.collect()
     before = resident_mib()

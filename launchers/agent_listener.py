@@ -18,7 +18,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -46,8 +46,9 @@ LOOPBACK = "127.0.0.1"
 BACKLOG = 1024  # every node of a large job comes at once
 
 # Reads the first message of an agent; None: it was not the expected one.
-First = Callable[[asyncio.StreamReader], Awaitable[Any]]
-Welcome = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+T = TypeVar("T")
+First = Callable[[asyncio.StreamReader], Awaitable[T | None]]
+Welcome = Callable[[T, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def read_hello(reader: asyncio.StreamReader) -> AgentHello | None:
@@ -55,7 +56,7 @@ async def read_hello(reader: asyncio.StreamReader) -> AgentHello | None:
     return hello if isinstance(hello, AgentHello) else None
 
 
-class AgentListener:
+class AgentListener(Generic[T]):
     """Listens for agents, and gives each that has proved the secret to `welcome`.
 
     Args:
@@ -73,8 +74,8 @@ class AgentListener:
         secret: bytes,
         tls: Tls | None,
         rejected: RejectedConnections,
-        welcome: Welcome,
-        first: First = read_hello,
+        welcome: Welcome[T],
+        first: First[T],
         *,
         first_at_once: bool = True,
         more: int = 0,
@@ -167,7 +168,7 @@ class AgentListener:
                     wire.notice_silence(connection)
                 certificates = await self._tls.newest() if self._tls is not None else None
                 reader, writer = await _streams(connection, certificates and certificates.server)
-                await authentication.ask(reader, writer, self._secret)
+                await authentication.challenge(reader, writer, self._secret)
                 self._unproved.pop(task, None)
                 if self._first_at_once:
                     hello = await self._first(reader)
@@ -256,7 +257,7 @@ async def _connect_once(
         )
         wire.notice_silence(writer.get_extra_info("socket"))
     try:
-        await authentication.give(reader, writer, secret)
+        await authentication.answer(reader, writer, secret)
     except BaseException:
         writer.close()
         raise

@@ -42,7 +42,7 @@ class DumpStore:
             self.port = int(self._sockets[0].getsockname()[1])
         self._rejected = RejectedConnections("the store for dumps")
         # Between its proof and its first message gloo looks for addresses, which may take name servers long.
-        self._listener = AgentListener(
+        self._listener = AgentListener[Keep | Ask](
             self.secret, None, self._rejected, self._serve, _first, first_at_once=False, more=world_size
         )
         self._groups: dict[str, dict[str, bytes]] = {}  # by the beginning of their keys
@@ -95,5 +95,5 @@ class DumpStore:
         return values
 
 
-async def _first(reader: asyncio.StreamReader) -> Keep | Ask:
+async def _first(reader: asyncio.StreamReader) -> Keep | Ask | None:
     return await wire.read(reader, to_store)

@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 from adaptor import text
 from adaptor.checkpoint import disk, left_overs, publish, tracker
@@ -16,6 +16,7 @@ from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import Find, FromAgent, Prepare, Prepared, Publish, Published, PublishFailed
 from adaptor.threads import Reserve
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # The time to remove what was not published; the next start removes what is left.
@@ -34,7 +35,7 @@ class SaveFolderTasks:
     def __init__(self) -> None:
         self._threads = Reserve("ttp-save-folder")
         self._threads.prepare(RESERVE)
-        self._running: set[Callable[[], Any]] = set()
+        self._running: set[Callable[[], object]] = set()
         self.moved = 0
         self.saves: set[str] = set()
 
@@ -57,9 +58,11 @@ class SaveFolderTasks:
         root = Path(order.save)
         match order:
             case Prepare():
-                where = (root, order.step, order.term, order.number, generation)
+                make = functools.partial(
+                    publish.prepare, root, order.step, order.term, order.number, generation
+                )
                 try:
-                    folder = await self._in_thread(self._below, root, publish.prepare, *where)
+                    folder = await self._in_thread(self._below, root, make)
                 except Exception as error:
                     return Prepared(node, order.incident, "", _line(error), order.number)
                 return Prepared(node, order.incident, str(folder), "", order.number)
@@ -74,12 +77,12 @@ class SaveFolderTasks:
         except Exception as error:
             return PublishFailed(node, order.incident, _line(error), order.number)
 
-    def _below(self, root: Path, act: Callable[..., T], *args: object) -> T:
+    def _below(self, root: Path, act: Callable[[], T]) -> T:
         """Call `act`, after making sure that `root` is a folder that this node's workers save to."""
         if not any(disk.is_same(root, Path(save)) for save in self.saves):
             told = " or ".join(sorted(self.saves)) or "none yet"
             raise CheckpointError(f"{root}: is not the save folder of this node's workers ({told})")
-        return act(*args)
+        return act()
 
     def _publish(self, root: Path, order: Publish, generation: str) -> int:
         what = (order.step, order.files, order.writers, order.world_size, generation)
@@ -96,24 +99,25 @@ class SaveFolderTasks:
             async with deadline(CLEAN_S):
                 await self._in_thread(left_overs.clean, root, term, generation)
 
-    async def _in_thread(self, act: Callable[..., Any], *args: Any) -> Any:
+    async def _in_thread(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `act` in a thread that is not joined: a thread that hangs must not keep ttprun from its end."""
-        job = functools.partial(act, *args)
+        job = functools.partial(act, *args, **kwargs)
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
+        done: asyncio.Future[T] = loop.create_future()
 
-        def tell(tell_it: Callable[[Any], None], what: Any) -> None:
+        def end(tell: Callable[[], None]) -> None:
             self._running.discard(job)
             if not done.done():  # else nobody waits any longer
-                tell_it(what)
+                tell()
 
         def run() -> None:
             try:
-                answer = done.set_result, job()
+                tell = functools.partial(done.set_result, job())
             except BaseException as error:  # an answer is waited for, whatever it is
-                answer = done.set_exception, error if isinstance(error, Exception) else OSError(_line(error))
+                told = error if isinstance(error, Exception) else OSError(_line(error))
+                tell = functools.partial(done.set_exception, told)
             with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
-                loop.call_soon_threadsafe(tell, *answer)
+                loop.call_soon_threadsafe(end, tell)
 
         self._running.add(job)
         try:

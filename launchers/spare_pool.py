@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -21,6 +21,8 @@ from adaptor.launchers import procfs
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.spare_messages import Become, Import, from_spare
+
+_Stream = IO[str] | IO[bytes]
 
 # Spares of a generation that may end by themselves before no more are made.
 MOST_DEATHS = 3
@@ -71,7 +73,7 @@ class Spare:
         return unfit
 
     def become(
-        self, environment: Mapping[str, str], stdout: IO[Any] | None, stderr: IO[Any] | None
+        self, environment: Mapping[str, str], stdout: _Stream | None, stderr: _Stream | None
     ) -> subprocess.Popen[bytes]:
         """Let it be a worker, which writes to these streams; None: to those of this process.
 

@@ -10,7 +10,8 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from types import FrameType
+from typing import TypeVar
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -84,7 +85,7 @@ def _say(what: str) -> None:
 def _signals_raise() -> Iterator[None]:
     """Let SIGTERM raise SignalException; before the first workers torch has no handler for it."""
 
-    def end(number: int, frame: Any) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
         raise SignalException("", sigval=signal.Signals(number))
 
     on_main = threading.current_thread() is threading.main_thread()

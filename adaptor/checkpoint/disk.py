@@ -19,11 +19,12 @@ import stat
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 from adaptor.errors import CheckpointError
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # Errors about the file itself: it is missing, or is no regular file. Any other error is about the machine or
 # the file system, and the file may be intact.
@@ -43,11 +44,11 @@ _WRONG = frozenset(
 PRIVATE = 0o700  # of a folder that is being written: nobody else can put anything into it
 
 
-def one_line(function: _F) -> _F:
+def one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let `function` raise CheckpointError where it met an OSError, or a tree that is too deep to walk."""
 
     @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
         except OSError as error:
@@ -56,7 +57,7 @@ def one_line(function: _F) -> _F:
         except RecursionError as error:
             raise CheckpointError(f"{args[0]}: folders are nested too deep ({function.__name__})") from error
 
-    return guarded  # type: ignore[return-value]
+    return guarded
 
 
 def is_wrong(error: OSError) -> bool:

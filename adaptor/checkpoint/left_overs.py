@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from adaptor import output
 from adaptor.checkpoint import disk, saved_steps, tracker
@@ -90,7 +89,7 @@ def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
     return found
 
 
-def remove_beside(folders: list[Path], remove: Callable[[Path], Any], patience_s: float) -> bool:
+def remove_beside(folders: list[Path], remove: Callable[[Path], object], patience_s: float) -> bool:
     """Remove folders in a thread that is waited for, but not for ever; return whether it has come to its end.
 
     What it does not come to is removed by the next start.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import msgspec
 
@@ -33,7 +33,7 @@ class Manifest:
 
     step: int
     files: tuple[FileEntry, ...]
-    groups: Mapping[str, Any]
+    groups: Mapping[str, object]
     world_size: int
     created: str
     generation: str = ""
@@ -43,7 +43,7 @@ class Manifest:
         cls,
         step: int,
         files: Iterable[FileEntry],
-        groups: Mapping[str, Any],
+        groups: Mapping[str, object],
         world_size: int,
         generation: str = "",
     ) -> Manifest:
@@ -88,7 +88,7 @@ class _Body(msgspec.Struct):
 
     step: _Count
     files: dict[str, _File]
-    groups: dict[str, Any]
+    groups: dict[str, object]
     world_size: _Count
     created: str
     generation: str = ""  # earlier versions did not write it
@@ -149,7 +149,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Refuse a JSON object with a key twice: one of two files with the same name would go unchecked."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key is there twice")

@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from adaptor.checkpoint import dcp, disk, left_overs, manifest, saved_steps, tracker
 from adaptor.checkpoint.manifest import Manifest
@@ -49,7 +48,7 @@ def publish(
     root: Path,
     step: int,
     files: Iterable[FileEntry],
-    groups: Mapping[str, Any],
+    groups: Mapping[str, object],
     world_size: int,
     generation: str = "",
     term: int = 0,

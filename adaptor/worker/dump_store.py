@@ -81,7 +81,7 @@ class DumpStore(Store):
             self._connection.shutdown(socket.SHUT_RDWR)
 
 
-def meet(store: Store, prefix: str, rank: int, size: int, timeout_s: float) -> Any:
+def meet(store: Store, prefix: str, rank: int, size: int, timeout_s: float) -> ProcessGroupGloo:
     """Return a gloo group of `size` processes that owes nothing to the groups of the framework."""
     return ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timedelta(seconds=timeout_s))
 
@@ -105,7 +105,7 @@ def _connect_once(place: Endpoint, secret: bytes, timeout_s: float) -> socket.so
     connection = _reach(place, timeout_s)
     try:
         connection.settimeout(timeout_s)
-        authentication.give_blocking(connection, secret)
+        authentication.answer_blocking(connection, secret)
     except BaseException:
         connection.close()
         raise

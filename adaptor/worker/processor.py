@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from adaptor import output, text, threads
 from adaptor.descriptors import Descriptors
@@ -50,6 +51,13 @@ from adaptor.protocol.messages import (
 from adaptor.protocol.state_provider import DumpRun, NotFiniteError
 from adaptor.worker import abort_gloo, modules, stacks
 from adaptor.worker.session import Session
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroupGloo
+
+    from adaptor.worker.dump_store import DumpStore
+
+T = TypeVar("T")
 
 # A worker that is ended after an incident it did not cause has not failed: its agent knows the verdict.
 EXIT_SURVIVOR = 0
@@ -141,7 +149,7 @@ class Processor:
     def _hears_sigterm(self) -> bool:
         return signal.getsignal(signal.SIGTERM) == self._on_sigterm
 
-    def _on_sigterm(self, number: int, frame: Any) -> None:
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Report SIGTERM if a script has taken the pipe away; a second report has no effect."""
         self.say(TerminationRequested(self._rank, "SIGTERM"))
 
@@ -225,10 +233,10 @@ class Processor:
                     output.tell(self.held)
                 _leave(self.exit_code)
 
-    def _in_thread(self, name: str, act: Callable[[Any], None], order: ToWorker) -> None:
+    def _in_thread(self, name: str, act: Callable[[T], None], order: T) -> None:
         threads.reserve.run(f"ttp-{name}", functools.partial(self._do, act, order))
 
-    def _do(self, act: Callable[[Any], None], order: ToWorker) -> None:
+    def _do(self, act: Callable[[T], None], order: T) -> None:
         """Run `act`, and report its error, because the controller waits for the answer."""
         try:
             act(order)
@@ -261,7 +269,7 @@ class Processor:
         assert session is not None
         assert session.trainee is not None
         group = order.groups[0]
-        stores: list[Any] = []
+        stores: list[DumpStore] = []
         try:
             behind = session.board.finished < order.step
             keep = frozenset({self._store_port, order.store_port})
@@ -338,7 +346,9 @@ def why_not(error: Exception) -> str:
     return text.say(error) if isinstance(error, CannotRejoinError) else text.describe(error)
 
 
-def _connect(order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...], stores: list[Any]) -> Any:
+def _connect(
+    order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...], stores: list[DumpStore]
+) -> ProcessGroupGloo:
     """Return a gloo group of `ranks` that owes nothing to the groups of the framework.
 
     Its store goes to `stores`, to be closed after the group.

@@ -68,7 +68,7 @@ class Runtime:
         Args:
             by: the exception, by which it is known when it comes again.
         """
-        starting = self.session.trainee is None and not context.part(Generation).resumes
+        starting = self.session.trainee is None and not context.part(Generation).is_restart
         self.session.give_up()
         self.session.board.fail(error)
         self.processor.exit_code = exit_code

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import wrapt
@@ -45,12 +44,12 @@ class Watch:
         self._worker = worker
         self._expected = expected
         self._pid = worker.pid  # a child that was forked is no worker
-        self._updates: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._updates: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._most = 0  # of one optimizer
         self._kind = ""  # of the optimizer that made the first update; it may be gone at the end
         self._said: set[str] = set()
 
-    def before_update(self, optimizer: Any, *_: Any) -> None:
+    def before_update(self, optimizer: object, *_: object) -> None:
         """Check an update before it is made.
 
         Raises:
@@ -62,7 +61,7 @@ class Watch:
         if os.getpid() == self._pid:
             self._say(_NO_STEP)
 
-    def after_update(self, optimizer: Any, *_: Any) -> None:
+    def after_update(self, optimizer: object, *_: object) -> None:
         """Count an update that was made.
 
         Raises:
@@ -117,12 +116,12 @@ class UnprotectedTraining:
     def __init__(self, context: Context) -> None:
         self.setting = context.settings.require_protection
         self.framework = ""
-        self.of_the_framework: WeakSet[Any] = WeakSet()
+        self.of_the_framework: WeakSet[object] = WeakSet()
         self._armed = False
         self._watch: Watch | None = None
         self._remove: list[Callable[[], None]] = []
 
-    def is_of_the_framework(self, optimizer: Any) -> None:
+    def is_of_the_framework(self, optimizer: object) -> None:
         """`optimizer` was made by the framework, for its own training loop."""
         self.of_the_framework.add(optimizer)
 

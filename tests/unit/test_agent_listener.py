@@ -23,7 +23,7 @@ from adaptor.errors import StartError
 from adaptor.launchers import agent_listener as gate_module
 from adaptor.launchers import rejected_connections as rejected_module
 from adaptor.launchers import tls
-from adaptor.launchers.agent_listener import AgentListener, connect, try_connect
+from adaptor.launchers.agent_listener import AgentListener, connect, read_hello, try_connect
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.launchers.tls import Contexts, Tls
 from adaptor.protocol import authentication, wire
@@ -44,7 +44,7 @@ class Open:
 
     def __init__(self, certificates: Tls | None) -> None:
         self.rejected = RejectedConnections("the gate")
-        self.listener = AgentListener(SECRET, certificates, self.rejected, self._welcome)
+        self.listener = AgentListener(SECRET, certificates, self.rejected, self._welcome, read_hello)
         self.port = self.listener.listen("127.0.0.1", free_port())
         self.came: list[AgentHello] = []
 
@@ -183,7 +183,7 @@ def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.Monke
         if who == "stranger":
             writer.write(secrets.token_bytes(64))
         elif len(came) == 3:
-            await authentication.ask(reader, writer, SECRET)
+            await authentication.challenge(reader, writer, SECRET)
         if who != "crowded":
             await reader.read()
 

@@ -95,6 +95,41 @@ STATE = {
     "adaptor.replica.group._everyone": "a process group, as torch's own are the process's",
     "adaptor.worker.runtime._runtime": "the connection to the agent",
 }
+# Where a value may be of a type that nobody can name (`Any`), and why. Objects of frameworks and of torch
+# elastic have no types; others are read by their owners alone. A name stands for the modules below it, too.
+USES_ANY = {
+    "adaptor": "model, optimizer and scheduler of the user's framework",
+    "adaptor.checkpoint.dcp": "the metadata of torch.distributed.checkpoint",
+    "adaptor.checkpoint.finite": "an entry of a state dict",
+    "adaptor.checkpoint.format_torch": "state dicts of Megatron",
+    "adaptor.checkpoint.format_torch_dist": "state dicts of Megatron",
+    "adaptor.checkpoint.local_copy": "a framework's optimizer",
+    "adaptor.checkpoint.rng": "Megatron's RNG tracker",
+    "adaptor.checkpoint.shards": "state dicts of Megatron",
+    "adaptor.checkpoint.state_writer": "state dicts of Megatron",
+    "adaptor.checkpoint.step_record": "state dicts of Megatron",
+    "adaptor.checkpoint.trainee": "a framework's model, optimizer and scheduler",
+    "adaptor.checkpoint.training_state": "state dicts of Megatron",
+    "adaptor.checkpoint.weights": "a framework's model and optimizer",
+    "adaptor.config": "the values of all settings, before they are a Config",
+    "adaptor.devices": "what is replaced in torch; streams and events of accelerators",
+    "adaptor.frameworks": "the frameworks",
+    "adaptor.launchers.agent": "the worker group of torch elastic",
+    "adaptor.launchers.rendezvous": "rendezvous handlers of torch elastic",
+    "adaptor.launchers.starter": "the command of a process that torch elastic has started",
+    "adaptor.library": "model, optimizer and scheduler of the user's framework",
+    "adaptor.mindio": "what scripts and the SDK of MindIO TTP hand over",
+    "adaptor.online": "process groups of torch, models and optimizers of frameworks",
+    "adaptor.patches": "the frameworks",
+    "adaptor.patching": "functions of frameworks",
+    "adaptor.preflight": "functions of torch that are replaced while a script is examined",
+    "adaptor.protocol.state_provider": "records and snapshots, which only the provider reads",
+    "adaptor.protocol.wire": "a message on its way into its encoder",
+    "adaptor.replica": "the state of optimizers of torch",
+    "adaptor.worker.dump_store": "what torch hands to a store",
+    "adaptor.worker.session": "records, and marks of a device, which only their owners read",
+    "adaptor.worker.step_history": "records, and marks of a device, which only their owners read",
+}
 # The decisions depend on messages alone.
 PURE = {"adaptor.controller": ("adaptor.controller", "adaptor.protocol")}
 
@@ -284,3 +319,25 @@ def test_arguments_are_named_and_not_grouped() -> None:
         if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)
     ]
     assert grouped == []
+
+
+def _uses_any() -> set[str]:
+    return {
+        module
+        for module, path in _modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name) and node.id == "Any"
+    }
+
+
+def test_any_stands_where_types_end() -> None:
+    modules = _uses_any()
+    # "adaptor" itself stands for the one module.
+    names = {
+        module: [n for n in USES_ANY if n == module or (n != "adaptor" and _belongs(module, n))]
+        for module in modules
+    }
+    assert sorted(module for module, found in names.items() if not found) == [], "say the type"
+    assert USES_ANY.keys() - {name for found in names.values() for name in found} == set(), (
+        "declared, and not needed"
+    )

@@ -14,7 +14,7 @@ import pytest
 
 from adaptor import config
 from adaptor.launchers import flags, tls
-from adaptor.launchers.agent_listener import AgentListener, connect
+from adaptor.launchers.agent_listener import AgentListener, connect, read_hello
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.launchers.tls import Tls
 from adaptor.protocol import wire
@@ -142,7 +142,7 @@ def test_the_certificates_let_two_nodes_meet(tmp_path: Path) -> None:
             await reader.read()
 
         rejected = RejectedConnections("the listener of the test")
-        listener = AgentListener(secret, of(0), rejected, welcome)
+        listener = AgentListener(secret, of(0), rejected, welcome, read_hello)
         try:
             port = listener.listen("127.0.0.1", free_port())
             reader, writer = await connect("127.0.0.1", port, secret, of(1))

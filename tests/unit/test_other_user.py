@@ -12,7 +12,7 @@ import torch.distributed as dist
 from adaptor.errors import StartError
 from adaptor.launchers import agent_listener as gate_module
 from adaptor.launchers import invitation
-from adaptor.launchers.agent_listener import AgentListener, connect, try_connect
+from adaptor.launchers.agent_listener import AgentListener, connect, read_hello, try_connect
 from adaptor.launchers.invitation import PLAIN, TLS, UNIX, Invitation
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.protocol.messages import AgentHello
@@ -117,7 +117,7 @@ def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def act() -> None:
         rejected = RejectedConnections("the gate")
-        listener = AgentListener(b"secret", None, rejected, welcome)
+        listener = AgentListener(b"secret", None, rejected, welcome, read_hello)
         name = listener.listen_here()
         found = await asyncio.gather(*(try_connect(name, 0, b"secret", None) for _ in range(20)))
         assert None not in found
@@ -132,12 +132,12 @@ def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [UNIX, TLS, PLAIN])
 def test_the_secret_is_in_the_store_only_where_the_network_is_trusted(kind: str) -> None:
-    drawn = Invitation.draw(kind, resume=True)._replace(port=8000 if kind != UNIX else 0)
+    drawn = Invitation.draw(kind, restart=True)._replace(port=8000 if kind != UNIX else 0)
     if kind == UNIX:
         drawn = drawn._replace(name="ttp-0123456789abcdef")
     assert Invitation.decode(drawn.encode(), kind) == drawn
     assert drawn.secret != drawn._replace(generation="0" * 16).secret, "the generation is proved"
-    assert drawn.secret != drawn._replace(resume=False).secret, "so is the restart"
+    assert drawn.secret != drawn._replace(restart=False).secret, "so is the restart"
     assert (drawn.secret.split()[-1] == drawn.name.encode()) == (kind == PLAIN)
 
 
@@ -145,7 +145,7 @@ def test_the_secret_is_in_the_store_only_where_the_network_is_trusted(kind: str)
 @pytest.mark.parametrize("said", [UNIX, TLS, PLAIN])
 def test_nobody_talks_an_agent_into_a_weaker_way(settings: str, said: str) -> None:
     """What the store says does not change what this node's settings ask for."""
-    encoded = Invitation.draw(said, resume=False).encode()
+    encoded = Invitation.draw(said, restart=False).encode()
     if said == settings:
         assert Invitation.decode(encoded, settings).kind == settings
         return
