@@ -70,7 +70,7 @@ class Account:
         """Count a restart: the workers are about to be started again."""
         self._begun += 1
 
-    def resumed(self, origin: int, at: float) -> None:
+    def training_began(self, origin: int, at: float) -> None:
         """Write the line of a restart, once training goes on.
 
         Args:

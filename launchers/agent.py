@@ -174,8 +174,8 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         self._tell_of_recoveries()
-        if self._control.resumed is not None:
-            self.account.resumed(*self._control.resumed)
+        if self._control.training_began is not None:
+            self.account.training_began(*self._control.training_began)
         verdict = self._control.verdict
         if verdict is not None:
             # Not HEALTHY meanwhile: torch would take agents that are ahead of this one for new nodes.

@@ -15,19 +15,25 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
 
 import msgspec
 
-from adaptor import output, text
 from adaptor.config import Config
 from adaptor.controller.failover import Succession, stands_by
 from adaptor.controller.recurrence import Recurrence
-from adaptor.launchers.agent_listener import CONNECT_TIMEOUT_S, LOOPBACK, AgentListener, connect, try_connect
+from adaptor.launchers.agent_listener import (
+    CONNECT_TIMEOUT_S,
+    LOOPBACK,
+    AgentListener,
+    connect,
+    read_hello,
+    try_connect,
+)
 from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.invitation import UNIX, Invitation, kind_of
+from adaptor.launchers.log import tell_error
 from adaptor.launchers.rejected_connections import RejectedConnections
-from adaptor.launchers.timeline import IncidentTimeline
 from adaptor.launchers.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
@@ -46,6 +52,36 @@ from adaptor.protocol.messages import (
 PATIENCE_S = 5.0
 
 
+class _LocalLink:
+    """The way to a controller in this process.
+
+    Args:
+        host: drives the controller.
+        node: this agent's node.
+        obey: is called with the orders for this node, which may be while `send` runs.
+    """
+
+    def __init__(
+        self, host: ControllerHost, node: int, obey: Callable[[Sequence[ControllerToAgent]], None]
+    ) -> None:
+        self._host = host
+        self._node = node
+        self._obey = obey
+
+    def send(self, message: FromAgent) -> None:
+        self._host.receive(self._node, message, self._obey)
+
+
+class _RemoteLink:
+    """The way to a controller on another node."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    def send(self, message: FromAgent) -> None:
+        self._writer.write(wire.frame(message))
+
+
 class ControllerClient:
     """The agent's connection to the controller, for one generation; used on its control thread.
 
@@ -56,7 +92,7 @@ class ControllerClient:
         nodes, world_size: the numbers of nodes and ranks of the job.
         config: the settings.
         tls: the certificates of this node; None: without TLS.
-        timeline: records messages, where this node has the controller.
+        report: records messages, where this node has the controller.
         online_s: how long an online recovery may take; 0: there is none.
         obey: is called with each order.
         on_controller_unreachable: is called when there is no controller any more.
@@ -70,7 +106,7 @@ class ControllerClient:
         world_size: int,
         config: Config,
         tls: Tls | None,
-        timeline: IncidentTimeline,
+        report: IncidentReport,
         online_s: float,
         obey: Callable[[ControllerToAgent], None],
         on_controller_unreachable: Callable[[], None],
@@ -81,7 +117,7 @@ class ControllerClient:
         self._world_size = world_size
         self._config = config
         self._tls = tls
-        self._timeline = timeline
+        self._incident_report = report
         self._online_s = online_s
         self._obey = obey
         self._on_controller_unreachable = on_controller_unreachable
@@ -90,13 +126,13 @@ class ControllerClient:
         self._kind = kind_of(config)
         self._address = LOOPBACK
         self._succession = Succession(node, nodes)
-        self._transmit: Callable[[FromAgent], object] | None = None
+        self._link: _LocalLink | _RemoteLink | None = None  # None: no controller is reached now
         self._resting = False
         self._my_turn = asyncio.Event()
         self._knows_standbys = asyncio.Event()
         self._waiting: dict[int, asyncio.Event] = {}  # agents, by node, that are here before this node's turn
         self._rejected = RejectedConnections("the controller's port")
-        self._listener: AgentListener | None = None
+        self._listener: AgentListener[AgentHello] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.controller_host: ControllerHost | None = None
         # The node whose controller ended the last incident, and wrote the report; None before that. It stays
@@ -108,17 +144,17 @@ class ControllerClient:
         """Return whether this is the only node."""
         return self._nodes == 1
 
-    async def host(self, host: str, resume: bool) -> Invitation:
+    async def host(self, host: str, restart: bool) -> Invitation:
         """Run the first controller here.
 
         Args:
             host: the address at which other nodes reach this one.
-            resume: True if workers ran before, in an earlier generation.
+            restart: True if workers ran before, in an earlier generation.
 
         Returns:
             The invitation, with which other nodes find the controller.
         """
-        drawn = Invitation.draw(self._kind, resume)
+        drawn = Invitation.draw(self._kind, restart)
         self._secret = drawn.secret
         if self._kind != UNIX:
             self._address = host
@@ -148,7 +184,7 @@ class ControllerClient:
             if self._kind != UNIX:
                 self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
             endpoint = self._listen()
-        self._transmit = _sender(writer)
+        self._link = _RemoteLink(writer)
         self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname()))
         self._spawn(self._follow(reader, writer))
         return found
@@ -166,8 +202,8 @@ class ControllerClient:
     def send(self, message: FromAgent) -> None:
         """Send `message` to the controller; keep it for the next one, if that must know it, too."""
         self._succession.keep(message)
-        if self._transmit is not None:
-            self._transmit(message)
+        if self._link is not None:
+            self._link.send(message)
 
     def rest(self) -> None:
         """Stop reacting to the loss of the controller: the job is over on this node."""
@@ -175,7 +211,7 @@ class ControllerClient:
 
     async def close(self) -> None:
         self.rest()
-        self._transmit = None
+        self._link = None
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -185,7 +221,7 @@ class ControllerClient:
             await self._listener.close()
         self._rejected.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[object, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
@@ -196,12 +232,12 @@ class ControllerClient:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, OSError):  # else the connection is gone: see `_follow`
-            output.tell(text.trace(error))
             self._on_controller_unreachable()
+            tell_error("an error of ttprun in the connection to the controller", error)
 
     def _listen(self) -> Endpoint:
         """Listen for agents of other nodes; return the address."""
-        self._listener = AgentListener(self._secret, self._tls, self._rejected, self._welcome)
+        self._listener = AgentListener(self._secret, self._tls, self._rejected, self._welcome, read_hello)
         if self._kind == UNIX:
             return Endpoint(self._listener.listen_here(), 0)
         port = self._listener.listen(LOOPBACK if self._address == LOOPBACK else "", self._config.port)
@@ -217,13 +253,13 @@ class ControllerClient:
             nodes=self._nodes,
             timeout_s=self._config.timeout_s,
             host=address,
-            timeline=self._timeline,
+            report=self._incident_report,
             rejected=self._rejected,
             recurrence=self._recurrence,
             online_s=self._online_s,
         )
         controller_host.start()
-        self._transmit = lambda message: controller_host.receive(self._node, message, self._obey_soon)
+        self._link = _LocalLink(controller_host, self._node, self._obey_soon)
         self._my_turn.set()
         return controller_host
 
@@ -286,7 +322,7 @@ class ControllerClient:
             try:
                 await self._read_orders(reader, patience_s)
             except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
-                self._transmit = None
+                self._link = None
                 self._knows_standbys.set()  # or never will
             finally:
                 beats.cancel()
@@ -296,7 +332,7 @@ class ControllerClient:
                 return
             reader, writer = found
             patience_s = PATIENCE_S
-            self._transmit = _sender(writer)
+            self._link = _RemoteLink(writer)
             self._report_again()
 
     async def _read_orders(self, reader: asyncio.StreamReader, patience_s: float | None) -> None:
@@ -309,7 +345,7 @@ class ControllerClient:
     def _on_order(self, order: ControllerToAgent) -> None:
         if self._succession.accept(order):
             if isinstance(order, Verdict | Resumed):
-                self._timeline.next_incident = order.incident + 1
+                self._incident_report.next_incident = order.incident + 1
                 self.reporter = self._node if self.controller_host is not None else self._succession.term
             if isinstance(order, Verdict):
                 self._recurrence.note(order)
@@ -325,7 +361,7 @@ class ControllerClient:
                     self._take_over()
                 except Exception as error:  # others go on to the next node
                     self._on_controller_unreachable()
-                    output.tell(text.trace(error))
+                    tell_error("an error of ttprun as its controller took over", error)
                 return None
             endpoint = self._succession.endpoint
             assert endpoint is not None
@@ -336,13 +372,9 @@ class ControllerClient:
         return None
 
     def _report_again(self) -> None:
-        assert self._transmit is not None
+        assert self._link is not None
         for message in self._succession.all_again:
-            self._transmit(message)
-
-
-def _sender(writer: asyncio.StreamWriter) -> Callable[[FromAgent], None]:
-    return lambda message: writer.write(wire.frame(message))
+            self._link.send(message)
 
 
 async def _beat(writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,7 @@
 """Drives the controller of a generation of workers, in the agent of a node.
 
 It owns what the controller must not have: the clock, the connections to the agents, the store for dumps, the
-timeline. Everything runs in the event loop of the agent's control thread.
+report. Everything runs in the event loop of the agent's control thread.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from adaptor import output, text
+from adaptor import text
 from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator
 from adaptor.controller.outcome import Orders
 from adaptor.controller.recurrence import Recurrence
 from adaptor.launchers.agent_registry import AgentRegistry
 from adaptor.launchers.dump_store import DumpStore
+from adaptor.launchers.incident_report import IncidentReport
+from adaptor.launchers.log import tell_error
 from adaptor.launchers.rejected_connections import RejectedConnections
-from adaptor.launchers.timeline import IncidentTimeline
 from adaptor.protocol import wire
 from adaptor.protocol.messages import (
     Addressed,
@@ -53,7 +54,7 @@ class ControllerHost:
         nodes: the number of nodes.
         timeout_s: TTP_OT, in seconds.
         host: the address at which other nodes reach this one.
-        timeline: records messages and orders.
+        report: records messages and orders.
         rejected: counts messages that an agent may not send.
         recurrence: the faults of earlier generations.
         online_s: so long a recovery without a restart may take; 0: there is none.
@@ -66,7 +67,7 @@ class ControllerHost:
         nodes: int,
         timeout_s: float,
         host: str,
-        timeline: IncidentTimeline,
+        report: IncidentReport,
         rejected: RejectedConnections,
         recurrence: Recurrence | None = None,
         online_s: float = 0.0,
@@ -78,10 +79,10 @@ class ControllerHost:
         self.store = DumpStore(host, world_size)
         store = (self.store.host, self.store.port, self.store.secret)
         self.controller = Controller(
-            world_size, timeout_s, store, timeline.next_incident, term, recurrence, online_s
+            world_size, timeout_s, store, report.next_incident, term, recurrence, online_s
         )
         self._registry = AgentRegistry(world_size, nodes, self.controller.membership.lost)
-        self._timeline = timeline
+        self._incident_report = report
         self._rejected = rejected
         self._replicator = StandbyReplicator() if term == 0 else None
         self.dismissed = False
@@ -98,13 +99,13 @@ class ControllerHost:
         """End the job if the task of the clock fails: the controller would wait for ever without it."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            output.tell(text.trace(error))
             self._deliver(self.controller.give_up(text.describe(error)))
+            tell_error("an error in the controller's clock", error)
 
     def take_over(self, standby_state: Iterable[StandbyState]) -> None:
         """Take over from the controllers of earlier terms; `standby_state`: what they have passed on."""
         self.controller.succeed(standby_state, range(self.term, self._nodes), time.monotonic())
-        self._record(functools.partial(self._timeline.record_takeover, self.term))
+        self._record(functools.partial(self._incident_report.record_takeover, self.term))
 
     def lose(self, node: int) -> None:
         """Tell the controller that the agent of `node` is lost."""
@@ -137,7 +138,7 @@ class ControllerHost:
         for standby, order in self._replicator.replicate(message) if self._replicator else ():
             self._send(standby, [order])
         orders = self._decide(functools.partial(self.controller.handle, message))
-        self._record(functools.partial(self._timeline.record_message, node, message, now))
+        self._record(functools.partial(self._incident_report.record_message, node, message, now))
         self._record_orders(orders, now)
 
     def _send(self, node: int, orders: Sequence[ControllerToAgent]) -> None:
@@ -172,14 +173,14 @@ class ControllerHost:
     def _record_orders(self, orders: Orders, now: float) -> None:
         for node, order in orders:
             rank, message = (order.rank, order.message) if isinstance(order, Addressed) else (None, order)
-            self._record(functools.partial(self._timeline.record_order, node, rank, message, now))
+            self._record(functools.partial(self._incident_report.record_order, node, rank, message, now))
 
     def _record(self, write: Callable[[], None]) -> None:
-        """Record in the timeline; it is for people, so an error in it ends nothing."""
+        """Record in the report; it is for people, so an error in it ends nothing."""
         try:
             write()
         except Exception as error:
-            output.tell(f"[ttp] the timeline of the incident has a gap: {text.trace(error)}")
+            tell_error("the report of the incident has a gap", error)
 
     async def _tick(self) -> None:
         while True:
@@ -197,12 +198,14 @@ class ControllerHost:
 
         An error of its own ends the job, because nobody else would.
         """
+        failure = None
         try:
             orders = decide(time.monotonic())
         except Exception as error:
-            orders = self.controller.give_up(text.describe(error))
-            output.tell(text.trace(error))
+            orders, failure = self.controller.give_up(text.describe(error)), error
         self._deliver(orders)
+        if failure is not None:
+            tell_error("an error in the controller", failure)
         if self.controller.membership.everyone_is_dead:
             self._dismiss_others()
         return orders
@@ -222,5 +225,5 @@ class ControllerHost:
         except (EOFError, OSError, msgspec.DecodeError):
             self.lose(node)
         except Exception as error:  # an error of ours: a node that is no longer read from is a lost one
-            output.tell(text.trace(error))
             self.lose(node)
+            tell_error(f"an error in the connection of node {node}", error)

@@ -34,31 +34,31 @@ def kind_of(config: Config) -> str:
 class Invitation(NamedTuple):
     """The invitation of one generation of workers.
 
-    resume  whether workers ran before, in this job
+    restart  whether workers ran before, in this job
     port    of the controller, at the address of node 0; 0 where it has an abstract socket
     name    of that socket; plain: a random number that only agents of this job know
     """
 
     kind: str
     generation: str
-    resume: bool
+    restart: bool
     port: int = 0
     name: str = _NOTHING
 
     @classmethod
-    def draw(cls, kind: str, resume: bool) -> Invitation:
+    def draw(cls, kind: str, restart: bool) -> Invitation:
         """Make one whose port, or socket, is not known yet."""
         name = secrets.token_hex(32) if kind == PLAIN else _NOTHING
-        return cls(kind, secrets.token_hex(8), resume, name=name)
+        return cls(kind, secrets.token_hex(8), restart, name=name)
 
     @property
     def secret(self) -> bytes:
         """Return what both sides of a connection prove to know."""
         token = self.name if self.kind == PLAIN else ""
-        return f"{self.generation} {self.resume:d} {token}".encode()
+        return f"{self.generation} {self.restart:d} {token}".encode()
 
     def encode(self) -> bytes:
-        return f"{self.kind} {self.generation} {self.resume:d} {self.port} {self.name}".encode()
+        return f"{self.kind} {self.generation} {self.restart:d} {self.port} {self.name}".encode()
 
     @classmethod
     def decode(cls, said: bytes, kind: str) -> Invitation:

@@ -1,4 +1,4 @@
-"""The agent's log: a file that is made when there is something to say, and stdout if asked for."""
+"""The log of the agent, with times in UTC: a file, which is made when it is needed; stdout, if asked for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ import logging
 import logging.handlers
 import os
 import socket
+import time
 from functools import partial
 from pathlib import Path
 
-from adaptor import output
+from adaptor import output, text
 from adaptor.config import Config
+
+_log = logging.getLogger("adaptor")
+
+
+def tell_error(what: str, error: BaseException) -> None:
+    """Tell the user of an error of ttprun's own, with its traceback, and log it.
+
+    It reads sources, and their disk may hang: call it behind the decision.
+
+    Args:
+        what: the beginning of the line.
+        error: the error.
+    """
+    page = f"{what}: {text.trace(error)}"
+    output.tell(f"[ttp] {page}")
+    _log.error("%s", page)
 
 
 class Log:
@@ -21,7 +38,7 @@ class Log:
 
     def __init__(self, config: Config) -> None:
         name = f"ttp-agent-{socket.gethostname()}-{os.getpid()}.log"
-        self._logger = logging.getLogger("adaptor")
+        self._logger = _log
         self._logger.setLevel(config.log_level)
         self._logger.propagate = False
         self._file = _File(Path(config.log_path) / name)
@@ -29,7 +46,7 @@ class Log:
         if config.log_stdout:
             self._handlers.append(_Stdout())
         for handler in self._handlers:
-            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
             self._logger.addHandler(handler)
 
     def close(self) -> None:
@@ -38,6 +55,14 @@ class Log:
             self._logger.removeHandler(handler)
             handler.close()
         self._logger.propagate = True
+
+
+class _Formatter(logging.Formatter):
+    """Writes times as 2026-01-31T12:00:00.000Z."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
 
 class _Quiet(logging.Handler):

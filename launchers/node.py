@@ -8,8 +8,8 @@ files of multiprocessing in workers that may be killed.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
+import enum
 import os
 import queue
 import socket
@@ -19,30 +19,28 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Protocol
 
 from adaptor import output, text
-from adaptor.checkpoint import lease
 from adaptor.config import Config
 from adaptor.controller.hang_detector import HangDetector
 from adaptor.controller.recurrence import Recurrence
 from adaptor.descriptors import Descriptors
-from adaptor.errors import AdaptorError, CheckpointError
+from adaptor.errors import CheckpointError
 from adaptor.launchers import invitation, tls
-from adaptor.launchers.agent_listener import EXHAUSTED
+from adaptor.launchers.control_thread import ControlThread, ControlThreadError
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.invitation import Invitation
+from adaptor.launchers.job_lease import JobLease
 from adaptor.launchers.log import Log
 from adaptor.launchers.replacements import Replacements, Starter
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
-from adaptor.launchers.timeline import IncidentTimeline
 from adaptor.launchers.waiting import wait_for
 from adaptor.launchers.worker_processes import Workers
 from adaptor.protocol import stack_files
-from adaptor.protocol.environment import AGENT, BOARD, BOARD_RANKS, GENERATION, RESUME, SCRATCH
+from adaptor.protocol.environment import AGENT, BOARD, BOARD_RANKS, GENERATION, IS_RESTART, SCRATCH
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -68,8 +66,6 @@ from adaptor.protocol.messages import (
     Verdict,
 )
 
-T = TypeVar("T")
-
 # How often the boards are read, for progress (TTP_OT is at least 10 s) and for hangs.
 PROGRESS_S = 0.5
 # A worker that was told to exit and has not done so by then hangs in the kernel or holds the interpreter
@@ -77,14 +73,25 @@ PROGRESS_S = 0.5
 EXIT_GRACE_S = 3.0
 # How much longer this node waits for the reports of other nodes, which end their workers in the same time.
 SHUTDOWN_GRACE_S = EXIT_GRACE_S + 2.0
-# How often the main thread checks that the control thread, for which it waits, lives.
-ALIVE_S = 1.0
 # Descriptors that are kept for an incident: folders and files of a checkpoint, the log, the report.
 DESCRIPTORS = 16
 
 
-class ControlThreadError(AdaptorError):
-    """The control thread of the agent has ended before it was to."""
+class RendezvousStore(Protocol):
+    """The store over which the agents of a generation have met, of torch elastic."""
+
+    def get(self, key: str) -> bytes: ...
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+
+class Reports(enum.Enum):
+    """What the agent does with a message of a worker of this node, or with the report of its death."""
+
+    IGNORED = "no generation is open: nobody waits for it"
+    SENT = "it goes to the controller"
+    RELEASES = "the agent ends its workers itself: one that waits to be a holder is told to exit"
+    JUDGED_HERE = "the controller has left after the end of the job: a failure gets its verdict here"
 
 
 class Node:
@@ -93,10 +100,10 @@ class Node:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._tls = tls.load(config)
-        self._loop = asyncio.new_event_loop()
-        self._workers = Workers(self._loop, self._hear)
+        self._control = ControlThread(self._on_failure, self._on_broken_off)
+        self._workers = Workers(self._control.loop, self._hear)
         self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
-        self._timeline = IncidentTimeline(config.log_path)
+        self._incident_report = IncidentReport(config.log_path)
         self._log = Log(config)
         self._recurrence = Recurrence(config.no_progress)
         self._node = 0
@@ -106,26 +113,20 @@ class Node:
         self._folder_tasks = SaveFolderTasks()
         self._replacements = Replacements(self._workers, config.spares if config.online_s else 0)
         self._descriptors = Descriptors(0)
-        self._owner = lease.Owner.of(os.getpid())
-        self._lease: lease.Lease | None = None
-        self._up: Callable[[FromAgent], None] = lambda message: None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._lease = JobLease(Path(self._scratch.name), config.timeout_s)
+        self._reports = Reports.IGNORED
         self.verdict: Verdict | None = None
-        self._dismissed = self._resting = False
+        self._dismissed = False
         self._unbegun: set[int] = set()  # ranks on which training has not begun
         self._first_raised = -1  # the rank of this node that has raised first
         self.noticed = 0.0  # when the fault was, in Unix seconds; 0: none is known
-        self.resumed: tuple[int, float] | None = None  # the step, and when, on the monotonic clock
+        self.training_began: tuple[int, float] | None = None  # the step, and when, on the monotonic clock
         # Incidents after which training goes on, with the paths of their reports.
         self.recovered: queue.SimpleQueue[tuple[Resumed, str]] = queue.SimpleQueue()
         self.reaped = threading.Event()  # after a verdict: every worker has gone, or was ended
         self.settled = threading.Event()  # and nothing is at work in the save folder, as far as that is known
-        self._loop.set_exception_handler(self._on_error)
-        self._closing = False
-        self._failure: BaseException | None = None  # the last error of the control thread's own
-        self._thread = threading.Thread(target=self._run, name="ttp-agent", daemon=True)
-        self._thread.start()
-        self._await(self._workers.serve())
+        self._control.start()
+        self._control.wait_for(self._workers.serve())
 
     # the agent's main thread
 
@@ -135,7 +136,7 @@ class Node:
         node: int,
         nodes: int,
         world_size: int,
-        store: Any,
+        store: RendezvousStore,
         host: str,
         *,
         may_restart: bool = True,
@@ -151,7 +152,7 @@ class Node:
         """
         self._node = node
         if node != 0:
-            self._release()  # rank 0, which takes the lease, is on another node from now on
+            self._lease.release()  # rank 0, which takes the lease, is on another node from now on
         self._begun += 1
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)
@@ -163,50 +164,48 @@ class Node:
         os.environ[SCRATCH] = self._scratch.name
         with contextlib.suppress(OSError):  # something may have cleaned up there; workers do without it
             Path(self._scratch.name).mkdir(mode=0o700, exist_ok=True)
-        os.environ[lease.NOTE] = str(self._lease_note)
-        os.environ[lease.PATIENCE] = f"{self._config.timeout_s:g}"
-        os.environ[lease.OWNER] = msgspec.json.encode(self._owner).decode()
+        os.environ.update(self._lease.environment())
         self.verdict = None
-        self._dismissed = self._resting = False
-        self._unbegun, self.noticed, self.resumed, self._first_raised = set(ranks), 0.0, None, -1
+        self._dismissed = False
+        self._unbegun, self.noticed, self.training_began, self._first_raised = set(ranks), 0.0, None, -1
         self.reaped.clear()
         self.settled.clear()
-        self._timeline.begin()
+        self._incident_report.begin()
         client = ControllerClient(
             node=node,
             nodes=nodes,
             world_size=world_size,
             config=self._config,
             tls=self._tls,
-            timeline=self._timeline,
+            report=self._incident_report,
             online_s=self._config.online_s if may_restart else 0.0,
             obey=self._obey,
             on_controller_unreachable=lambda: self._judge("the controller's node is lost"),
             recurrence=self._recurrence,
         )
         self._client = client
-        self._up = client.send
+        self._reports = Reports.SENT
         if node == 0:
-            made: Invitation = self._await(client.host(host, resume=self._begun > 1))
+            made: Invitation = self._control.wait_for(client.host(host, restart=self._begun > 1))
             if nodes > 1:
                 store.set(invitation.KEY, made.encode())
-            self._await(self._say(AgentHello(node, tuple(ranks), host=socket.gethostname())))
+            self._control.wait_for(self._say(AgentHello(node, tuple(ranks), host=socket.gethostname())))
         else:
             there = f"the controller, on node 0 of {nodes} at {host}"
             told: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: there)
             join = client.join(host, told, tuple(ranks))
-            made = wait_for(lambda: self._await(join), lambda: there)
+            made = wait_for(lambda: self._control.wait_for(join), lambda: there)
         self._generation = os.environ[GENERATION] = made.generation
-        os.environ[RESUME] = str(int(made.resume))
+        os.environ[IS_RESTART] = str(int(made.restart))
 
     def meet(self) -> None:
         """Wait for the addresses of the nodes that stand by."""
         assert self._client is not None
-        self._await(self._client.meet())
+        self._control.wait_for(self._client.meet())
 
     def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: Starter) -> None:
         """Watch the workers, which have been started; `processes` by rank; `starter` starts more of them."""
-        self._await(self._watch(processes, starter))
+        self._control.wait_for(self._watch(processes, starter))
 
     @property
     def running(self) -> bool:
@@ -224,7 +223,7 @@ class Node:
         reporter = self._client.reporter if self._client is not None else None
         if reporter is None:
             return ""
-        return self._timeline.report if reporter == self._node else f"on node {reporter}"
+        return self._incident_report.path if reporter == self._node else f"on node {reporter}"
 
     @property
     def over(self) -> bool:
@@ -243,14 +242,13 @@ class Node:
         """
         if self.running:
             with contextlib.suppress(ControlThreadError):
-                self._await(self._say(AgentTerminationRequested(self._node, signal)))
+                self._control.wait_for(self._say(AgentTerminationRequested(self._node, signal)))
             self.mark_leaving()
             self.reaped.wait(grace_s)
 
     def mark_leaving(self) -> None:
         """The job ends, and may save until then: one that is started again waits for that."""
-        if self._lease is not None:
-            self._lease.leave()
+        self._lease.mark_leaving()
 
     def dismiss(self, *, at_once: bool = False) -> None:
         """Stop reporting: the workers are about to be ended by this agent, and their deaths are no failures.
@@ -259,123 +257,79 @@ class Node:
             at_once: kill them now, whatever they are doing.
         """
         with contextlib.suppress(ControlThreadError):
-            self._await(self._stop_reporting())
+            self._control.wait_for(self._stop_reporting())
         if at_once:
-            self._loop.call_soon_threadsafe(self._workers.end_the_living)
+            self._control.loop.call_soon_threadsafe(self._workers.end_the_living)
 
     @property
     def has_broken_off(self) -> bool:
         """Return whether the control thread has ended by itself."""
-        return not self._closing and not self._thread.is_alive()
+        return self._control.has_broken_off
 
     def end(self) -> None:
         """Close the generation: every worker is dead."""
         if self.verdict is not None:  # what is removed then must not be what others have begun to write
             self.settled.wait()
         with contextlib.suppress(ControlThreadError):
-            self._await(self._end())
+            self._control.wait_for(self._end())
 
     def close(self) -> None:
         """Stop the control thread."""
         self.end()
         with contextlib.suppress(ControlThreadError):
-            self._await(self._workers.close())
-        self._closing = True
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            self._control.wait_for(self._workers.close())
+        self._control.stop()
         self._folder_tasks.close()
         self._descriptors.release()
-        self._release()
-        self._timeline.close()
+        self._lease.release()
+        self._incident_report.close()
         self._log.close()
         self._scratch.cleanup()
 
-    def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the control thread, and return its result.
-
-        Raises:
-            ControlThreadError: the thread has ended.
-        """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        while True:
-            try:
-                return future.result(ALIVE_S)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    return future.result()
-                if not self._thread.is_alive():
-                    work.close()
-                    raise ControlThreadError("the control thread of ttprun has ended") from None
-
     # the control thread
 
-    def _run(self) -> None:
-        """Run the event loop. Nobody else would decide anything: if it ends before it is to, the job does."""
-        try:
-            self._loop.run_forever()
-        except BaseException as error:  # SystemExit: asyncio hands all others to `_on_error`
-            self._loop.call_soon(self._fail, error)
-        if not self._closing:
-            self._run_to_the_verdict()
+    def _on_broken_off(self, reason: str) -> None:
+        """End what is left: nothing runs on the control thread any more."""
+        self._workers.end_the_living()
+        if self.verdict is None:
+            line = f"the control thread of ttprun has failed: {reason}; nothing more can be saved here"
+            self.verdict = _verdict_here(line, stop="its control thread has failed")
+        self.reaped.set()
+        self.settled.set()
 
-    def _run_to_the_verdict(self) -> None:
-        """Go on in a loop that has broken off: what is still at work there may save the job."""
-        reason = "it was stopped"
-        try:
-            self._loop.run_forever()
-        except BaseException as error:
-            reason = text.describe(error)
-            output.tell(text.trace(error))
-        if not self._closing:
-            self._workers.end_the_living()
-            if self.verdict is None:
-                line = f"the control thread of ttprun has failed: {reason}; nothing more can be saved here"
-                self.verdict = Verdict(0, "lost", -1, line, -1, 1, "", stop="its control thread has failed")
-            self.reaped.set()
-            self.settled.set()
-
-    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle an uncaught error of a task or a callback."""
-        error = context.get("exception")
-        if isinstance(error, ConnectionError):  # of a connection that is gone, which is noticed elsewhere
-            return
-        # asyncio only reports these: it tries again if there was no descriptor or no memory.
-        exhausted = isinstance(error, OSError) and error.errno in EXHAUSTED
-        if error is None or exhausted or isinstance(error, asyncio.CancelledError):
-            reason = "" if error is None else f" ({text.describe(error)})"
-            output.tell(f"[ttp] the control thread of ttprun: {context.get('message')}{reason}")
-            return
-        self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """Have the job saved and ended after an error in this thread, on which it may depend."""
-        if error is self._failure:  # told already, by the loop or by the task
-            return
-        self._failure = error
+    def _on_failure(self, error: BaseException) -> None:
+        """Have the job saved and ended after an error on the control thread, on which it may depend."""
         what = text.describe(error)
         try:
             if self.verdict is not None:
                 self.reaped.set()
                 self.settled.set()
             else:
-                self._up(AgentTerminationRequested(self._node, "", what))
+                self._report(AgentTerminationRequested(self._node, "", what))
         except Exception as another:
             what = f"{what}, then {text.describe(another)}"
             self._judge(f"ttprun has failed: {what}", stop="its control thread has failed")
-        # Afterwards: it reads sources, and their disk may hang.
-        output.tell(f"[ttp] an error in ttprun itself: {text.trace(error)}")
+
+    def _report(self, message: FromAgent) -> None:
+        """Do with `message` what the state says."""
+        match self._reports:
+            case Reports.SENT:
+                assert self._client is not None
+                self._client.send(message)
+            case Reports.RELEASES:
+                self._release_worker(message)
+            case Reports.JUDGED_HERE:
+                self._judge_here(message)
 
     def _judge(self, what: str, stop: str = "") -> None:
         """The verdict where no controller gives one; `stop`: why the job is not started again."""
         if self.verdict is None:
             line = f"{what}; nothing more can be saved from node {self._node}"
-            self._obey(Verdict(0, "lost", -1, line, -1, 1, "", stop=stop))
+            self._obey(_verdict_here(line, stop))
             for rank in sorted(self._workers.alive):  # else they would be ended, and show nothing
                 self._workers.order(rank, Exit(0, blamed=rank == self._first_raised))
 
-    def _judge_alone(self, message: FromAgent) -> None:
+    def _judge_here(self, message: FromAgent) -> None:
         """Handle reports after the controller has left: a failure gives a verdict here."""
         match message:
             case Died(rank=rank, status=status) if status != 0:
@@ -395,10 +349,11 @@ class Node:
             case Layout(rank=rank, origin=origin, save=save):
                 if save:
                     self._folder_tasks.saves.add(save)
-                    self._keep_lease(Path(save))
+                    if self._node == 0:
+                        self._lease.keep(Path(save))
                 self._unbegun.discard(rank)
-                if not self._unbegun and self.resumed is None:
-                    self.resumed = origin, time.monotonic()
+                if not self._unbegun and self.training_began is None:
+                    self.training_began = origin, time.monotonic()
             case Modules():
                 self._replacements.hear(message)
                 return  # it stays here
@@ -408,33 +363,14 @@ class Node:
                 self.noticed = self.noticed or time.time()
                 if isinstance(message, Raised) and self._first_raised < 0:
                     self._first_raised = message.rank
-        self._up(message)
-
-    def _keep_lease(self, save: Path) -> None:
-        """Refresh the lease that rank 0 has taken, also while no worker lives: the job restarts."""
-        if self._node == 0 and self._lease is None:
-            self._lease = lease.Lease(save, self._owner)
-            self._lease.keep()
-
-    @property
-    def _lease_note(self) -> Path:
-        return Path(self._scratch.name, "lease")
-
-    def _release(self) -> None:
-        if self._lease is None:  # training has not begun
-            with contextlib.suppress(OSError):
-                self._lease = lease.Lease(Path(self._lease_note.read_text()), self._owner)
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        self._report(message)
 
     async def _stop_reporting(self) -> None:
-        self._rest(self._release_worker)
+        self._rest(Reports.RELEASES)
 
-    def _rest(self, up: Callable[[FromAgent], None]) -> None:
+    def _rest(self, reports: Reports) -> None:
         """Send nothing more to the controller, and ignore its loss."""
-        self._up = up
-        self._resting = True
+        self._reports = reports
         if self._client is not None:
             self._client.rest()
 
@@ -444,13 +380,13 @@ class Node:
             self._obey(Addressed(message.rank, Exit(0)))
 
     async def _say(self, message: FromAgent) -> None:
-        self._up(message)
+        self._report(message)
 
     async def _watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: Starter) -> None:
         self._replacements.begin(starter)
         folder = stack_files.folder(self._config.log_path, self._generation)
         self._workers.watch(processes, folder, Path(self._scratch.name))
-        self._spawn(self._watch_boards())
+        self._control.spawn(self._watch_boards())
 
     def _job_is_over(self) -> bool:
         controller_host = self._controller_host
@@ -471,26 +407,29 @@ class Node:
                 self._workers.order(rank, message)
             case Prepare() | Publish() | Find():
                 self._descriptors.release()
-                self._spawn(self._answer(self._folder_tasks.do(order, self._node, self._generation)))
+                self._control.spawn(self._answer(self._folder_tasks.do(order, self._node, self._generation)))
             case Replace():
-                self._spawn(self._replace(order))
+                self._control.spawn(self._replace(order))
             case Resumed():
                 self._end_incident(order)
             case Dismissed():
                 self._dismissed = True
-                self._rest(self._judge_alone)
+                self._rest(Reports.JUDGED_HERE)
             case Verdict():
                 self.verdict = order
-                self._spawn(self._reap_workers())
+                self._control.spawn(self._reap_workers())
 
-    async def _answer(self, work: Coroutine[Any, Any, FromAgent]) -> None:
-        self._up(await work)
+    async def _answer(self, work: Coroutine[object, None, FromAgent]) -> None:
+        self._report(await work)
 
     async def _replace(self, order: Replace) -> None:
         self._descriptors.release()
-        failed = await self._replacements.replace(order, lambda: not self._resting and self.verdict is None)
+        failed = await self._replacements.replace(order, self._wants_replacements)
         if failed is not None:
-            self._up(failed)
+            self._report(failed)
+
+    def _wants_replacements(self) -> bool:
+        return self._reports is Reports.SENT and self.verdict is None
 
     def _end_incident(self, order: Resumed) -> None:
         """Close an incident after which all ranks go on: pass it to the main thread, and reset."""
@@ -498,7 +437,7 @@ class Node:
         self.noticed = 0.0
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)
-        self._replacements.resumed()
+        self._replacements.end_incident()
 
     async def _reap_workers(self) -> None:
         """Wait for the workers to go; end those that do not."""
@@ -512,8 +451,8 @@ class Node:
         await self._settle()
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
-        deadline = self._loop.time() + seconds
-        while not done() and self._loop.time() < deadline:
+        deadline = self._control.loop.time() + seconds
+        while not done() and self._control.loop.time() < deadline:
             await asyncio.sleep(0.01)
 
     async def _settle(self) -> None:
@@ -540,24 +479,22 @@ class Node:
         while self._workers.boards is not None:
             await asyncio.sleep(PROGRESS_S)
             boards = self._workers.read()
-            if self.resumed is not None and not self.noticed:
-                self._replacements.look(boards, self.resumed[0])
-            said = hang_detector.look(boards, self._loop.time(), traced=self._workers.traced)
+            if self.training_began is not None and not self.noticed:
+                self._replacements.look(boards, self.training_began[0])
+            said = hang_detector.look(boards, self._control.loop.time(), traced=self._workers.traced)
             if isinstance(said, NodeStalled) and not still and await self._workers.are_busy():
-                said = hang_detector.look(boards, self._loop.time(), traced=True)
+                said = hang_detector.look(boards, self._control.loop.time(), traced=True)
             if said is not None:
                 still = isinstance(said, NodeStalled)
-                self._up(said)
+                self._report(said)
             total = sum(board.progress for board in boards) + self._folder_tasks.moved
             if total != last:
                 last = total
-                self._up(Progress(self._node, total))
+                self._report(Progress(self._node, total))
 
     async def _end(self) -> None:
-        self._up = lambda message: None
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._reports = Reports.IGNORED
+        await self._control.cancel_tasks()
         await self._replacements.end()
         await self._workers.end()
         client, self._client = self._client, None
@@ -573,13 +510,9 @@ class Node:
                     await self._folder_tasks.clean(Path(client.controller_host.controller.membership.save))
             await client.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_done)
 
-    def _on_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._fail(error)
+def _verdict_here(line: str, stop: str) -> Verdict:
+    """Return the verdict of an agent that has no controller to ask."""
+    return Verdict(
+        incident=0, outcome="lost", step=-1, line=line, cause_rank=-1, exit_code=1, save="", stop=stop
+    )

@@ -82,7 +82,7 @@ class Replacements:
             return RegroupFailed(order.rank, order.incident, order.attempt, reason)
         return None
 
-    def resumed(self) -> None:
+    def end_incident(self) -> None:
         """End the incident: all ranks train again."""
         self._newcomers = set()
         self._spares.fill()

@@ -328,13 +328,29 @@ class Controller:
         if self.verdict is not None:
             return []
         number = self.incident.number if self.incident is not None else 0
-        self.verdict = Verdict(number, "lost", -1, f"the controller failed: {reason}", -1, 1, "")
+        self.verdict = Verdict(
+            incident=number,
+            outcome="lost",
+            step=-1,
+            line=f"the controller failed: {reason}",
+            cause_rank=-1,
+            exit_code=1,
+            save="",
+        )
         return self._broadcast_verdict(number)
 
     def _refuse(self, rank: int, reason: str) -> Orders:
         if self.verdict is not None:
             return []
-        self.verdict = Verdict(0, "refused", -1, reason, rank, REFUSED_EXIT_CODE, "")
+        self.verdict = Verdict(
+            incident=0,
+            outcome="refused",
+            step=-1,
+            line=reason,
+            cause_rank=rank,
+            exit_code=REFUSED_EXIT_CODE,
+            save="",
+        )
         return self._broadcast_verdict(0)
 
     def _broadcast_verdict(self, number: int) -> Orders:

@@ -50,7 +50,7 @@ _START_ONLY = {
 def resume_after_restart(args: Any) -> None:
     """Let a restarted job load the newest checkpoint in its --save folder, whatever it began from."""
     if (
-        not context.part(Generation).resumes
+        not context.part(Generation).is_restart
         or not (Path(args.save) / TRACKER).is_file()
         or _has_saved_nothing(args)
     ):

@@ -21,7 +21,7 @@ from adaptor.checkpoint.trainee import apart, mirror_of
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import ascendspeed, supported_options
 from adaptor.frameworks import ascendspeed_shards as shards
-from adaptor.frameworks import mindio_groups as groups
+from adaptor.frameworks import mindio_modellink_groups as groups
 from adaptor.mindio.job import job
 from adaptor.mindio.optimizer import ReplicaOptimizer
 from adaptor.replica import kinds

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adaptor.devices.device import HOST, Device
-from adaptor.mindio import groups
+from adaptor.mindio import handler_groups
 from adaptor.mindio.handlers import Handlers
 from adaptor.mindio.replicas import Replicas
 from adaptor.protocol.file_entry import FileEntry
@@ -92,8 +92,8 @@ class HandledTrainee:
             if run.cancelled():
                 raise RuntimeError("a newer attempt has taken the place of this one")
             if self._groups is None:
-                self._groups = groups.present()
-            groups.drop_all_but(self._groups)
+                self._groups = handler_groups.present()
+            handler_groups.drop_all_but(self._groups)
             with self.device.beside():
                 if self.resets:
                     self.handlers.stop_device()

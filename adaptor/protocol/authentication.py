@@ -20,7 +20,7 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
 
-async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+async def challenge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
     """The controller's side, up to where it knows that the other side is an agent of this job.
 
     The answer that lets the agent know as much is on its way when this returns: who has it is not shut out.
@@ -37,7 +37,7 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret
     writer.write(_proof(secret, b"controller", mine, theirs))
 
 
-async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
     """The agent's side.
 
     Raises:
@@ -52,8 +52,8 @@ async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secre
         raise ConnectionError("the other side does not know the secret of this job")
 
 
-def give_blocking(connection: socket.socket, secret: bytes) -> None:
-    """Do what `give` does, over a blocking socket.
+def answer_blocking(connection: socket.socket, secret: bytes) -> None:
+    """Do what `answer` does, over a blocking socket.
 
     Raises:
         ConnectionError, EOFError: as there.

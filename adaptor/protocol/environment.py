@@ -17,7 +17,7 @@ BOARD = "TTP_BOARD"
 BOARD_RANKS = "TTP_BOARD_RANKS"
 SCRATCH = "TTP_SCRATCH"
 GENERATION = "TTP_GENERATION"
-RESUME = "TTP_RESUME"
+IS_RESTART = "TTP_IS_RESTART"
 # The number of the incident in which this process takes the place of another; not set at a start of all.
 NEWCOMER = "TTP_NEWCOMER"
 
@@ -26,12 +26,12 @@ class Generation:
     """The start of the workers that this process belongs to, a part of its context.
 
     name     of this start, drawn at random; '' outside of ttprun
-    resumes  True if workers of this job ran before, so that it goes on from its save folder
+    is_restart  True if workers of this job ran before, so that it goes on from its save folder
     """
 
     def __init__(self, context: Context) -> None:
         self.name = os.environ.get(GENERATION, "")
-        self.resumes = os.environ.get(RESUME, "0") == "1"
+        self.is_restart = os.environ.get(IS_RESTART, "0") == "1"
 
 
 class Place:

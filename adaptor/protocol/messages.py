@@ -623,7 +623,7 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
         return f"after step {self.finished}" if self.finished >= 0 else "before training"
 
 
-class Verdict(Message, frozen=True):
+class Verdict(Message, frozen=True, kw_only=True):
     """The end of an incident.
 
     `outcome` is saved, nothing or lost; `leaves`: nodes that leave the job; `lost`: the agent of one is gone;

@@ -136,7 +136,7 @@ class OnlineAgent:
                 names.BOARD_RANKS: self._boards.slots,
                 names.SCRATCH: str(job.out / "scratch"),
                 names.GENERATION: "0",
-                names.RESUME: "0",
+                names.IS_RESTART: "0",
             },
         )
         given.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -92,14 +92,14 @@ import mindio_ttp.modellink
 from mindio_ttp.modellink import build_optimizer_replica_group, get_dp_rank_list
 from mindio_ttp.modellink.os_shard_parallel import get_os_shard_group
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import mindio_groups
+from adaptor.frameworks import mindio_modellink_groups
 assert get_dp_rank_list() == []
 with pytest.raises(
     UnsupportedError, match="3 data-parallel ranks cannot be cut in two: use an even number"):
     build_optimizer_replica_group([0, 1, 2])
 with pytest.raises(
     UnsupportedError, match="build_optimizer_replica_group was not called for the data-parallel"):
-    mindio_groups.half()
+    mindio_modellink_groups.half()
 for name in ("TTPReplicaOptimizer", "TTPOddReplicaOptimizer"):
     with pytest.raises(ModuleNotFoundError, match="ascendspeed"):
         getattr(mindio_ttp.modellink, name)

@@ -190,7 +190,9 @@ class Agent(Follower):
     def _judge(self, what: str) -> None:
         self.controlled = False
         if self.verdict is None:
-            self.obey(Verdict(0, "lost", -1, what, -1, 1, ""))
+            self.obey(
+                Verdict(incident=0, outcome="lost", step=-1, line=what, cause_rank=-1, exit_code=1, save="")
+            )
 
     def _judge_alone(self, message: FromAgent) -> None:
         if (isinstance(message, Died) and message.status) or isinstance(

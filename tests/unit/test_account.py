@@ -23,7 +23,16 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def lost(newest: int, save: str = "") -> Verdict:
-    return Verdict(1, "lost", -1, "as it was", 0, 1, save, newest=newest)
+    return Verdict(
+        incident=1,
+        outcome="lost",
+        step=-1,
+        line="as it was",
+        cause_rank=0,
+        exit_code=1,
+        save=save,
+        newest=newest,
+    )
 
 
 def test_a_start_that_fails_before_training_takes_no_lost_step_from_the_sum(said: list[str]) -> None:
@@ -32,7 +41,7 @@ def test_a_start_that_fails_before_training_takes_no_lost_step_from_the_sum(said
     account.restart()
     account.fault(lost(-1), now, "")
     account.restart()
-    account.resumed(20, time.monotonic())
+    account.training_began(20, time.monotonic())
     assert ": from step 20, 10 steps lost, 100." in said[-1]
     account.ended()
     assert "2 incidents, 10 steps lost" in said[-1]
@@ -47,7 +56,7 @@ def test_a_recovery_is_an_incident_and_no_restart(said: list[str]) -> None:
     assert said[-1].endswith("1 incident (1 without a restart), 0 steps lost; reports in /logs")
     account.fault(lost(50), time.time(), "")
     account.restart()
-    account.resumed(49, time.monotonic())
+    account.training_began(49, time.monotonic())
     assert "restart 1 of 1: from step 49, 1 step lost" in said[-1]
     account.ended()
     assert "2 incidents (1 without a restart), 1 step lost" in said[-1]

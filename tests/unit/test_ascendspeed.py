@@ -118,7 +118,7 @@ def test_a_restart_loads_all_that_was_saved(
     args = Namespace(rank=0, save=str(tmp_path), load="/weights", finetune=False, **began)
     if tracked:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    monkeypatch.setenv(environment.RESUME, "1")
+    monkeypatch.setenv(environment.IS_RESTART, "1")
     megatron_lm.resume_after_restart(args)
     given = {name: getattr(args, name) for name in began}
     said = capsys.readouterr().out
@@ -144,7 +144,7 @@ def test_a_restart_says_nothing_of_what_nobody_gave(
     (save / "latest_checkpointed_iteration.txt").write_text("3")
     none = dict.fromkeys(("no_load_optim", "no_load_rng", "load_main_params_from_ckpt", "ckpt_step"))
     args = Namespace(rank=0, save=str(save), load=same.format(save), finetune=False, **none)
-    monkeypatch.setenv(environment.RESUME, "1")
+    monkeypatch.setenv(environment.IS_RESTART, "1")
     megatron_lm.resume_after_restart(args)
     assert (args.load, capsys.readouterr().out) == (str(save), "")
 
@@ -155,7 +155,7 @@ def test_a_restart_loads_the_optimizer_from_its_own_folder(
     """However the folder is spelt, and also before it has saved anything later."""
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     args = Namespace(rank=0, save=str(tmp_path), load=f"{tmp_path}/", finetune=False, no_load_optim=True)
-    monkeypatch.setenv(environment.RESUME, "1")
+    monkeypatch.setenv(environment.IS_RESTART, "1")
     megatron_lm.resume_after_restart(args)
     assert not args.no_load_optim
 
@@ -181,7 +181,7 @@ def test_a_restart_goes_back_to_no_earlier_run(
     args = Namespace(
         rank=0, save=str(save), load=str(load), **{"finetune": False, "ckpt_step": None, **given}
     )
-    monkeypatch.setenv(environment.RESUME, "1")
+    monkeypatch.setenv(environment.IS_RESTART, "1")
     megatron_lm.resume_after_restart(args)
     assert args.load == str(save if loads == "--save" else load)
     if loads != "--save":

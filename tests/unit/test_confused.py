@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from adaptor.controller.controller import Controller, Orders
 from adaptor.launchers.agent_registry import AgentRegistry
-from adaptor.launchers.timeline import IncidentTimeline
+from adaptor.launchers.incident_report import IncidentReport
 from adaptor.protocol import messages, wire
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -83,8 +83,8 @@ class Job:
     """Two nodes with two ranks each; every shard of group `g` is on both. Node 1 is the confused one."""
 
     def __init__(self, folder: Path) -> None:
-        self.roll = AgentRegistry(4, 2)
-        self.timeline = IncidentTimeline(str(folder))
+        self.registry = AgentRegistry(4, 2)
+        self.report = IncidentReport(str(folder))
         self.controller = Controller(4, 120.0, ("store", 1, b""))
         self.now = 0.0
         for node in (0, 1):
@@ -99,8 +99,8 @@ class Job:
             heard = wire.from_agent(wire.frame(message)[4:])
         except (msgspec.DecodeError, OverflowError):  # it could not have come over one
             return
-        if not self.roll.rejection_reason(node, heard):
-            self.timeline.record_message(node, heard)
+        if not self.registry.rejection_reason(node, heard):
+            self.report.record_message(node, heard)
             self._deliver(self.controller.handle(heard, self.now))
 
     def tick(self, seconds: float) -> None:
@@ -113,7 +113,7 @@ class Job:
             self.take(0, Died(rank, -9, 0.0, BoardRecord(rank)))
         for _ in range(4):
             self.tick(130.0)
-        self.timeline.close()  # its report is written by a thread
+        self.report.close()  # its report is written by a thread
         assert self.controller.verdict is not None
         return self.controller.verdict
 
@@ -121,7 +121,7 @@ class Job:
         for node, order in orders:
             assert node in (0, 1)
             wire.frame(order)
-            self.timeline.record_order(node, getattr(order, "rank", None), getattr(order, "message", order))
+            self.report.record_order(node, getattr(order, "rank", None), getattr(order, "message", order))
 
 
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))

@@ -19,12 +19,12 @@ from adaptor.controller import failover
 from adaptor.errors import StartError
 from adaptor.launchers import controller_client
 from adaptor.launchers import node as node_module
-from adaptor.launchers.agent_listener import MOST, AgentListener
+from adaptor.launchers.agent_listener import MOST, AgentListener, read_hello
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.node import Node
 from adaptor.launchers.rejected_connections import RejectedConnections
-from adaptor.launchers.timeline import IncidentTimeline
 from adaptor.protocol import wire
 from adaptor.protocol.messages import (
     AgentHello,
@@ -92,7 +92,7 @@ def lose(node: Node) -> None:
     """A node that is lost takes no leave."""
     controller_host = client_of(node).controller_host
     if controller_host is not None:
-        node._loop.call_soon_threadsafe(controller_host._sends.clear)
+        node._control.loop.call_soon_threadsafe(controller_host._sends.clear)
     node.close()
 
 
@@ -240,8 +240,16 @@ def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job, monkeypatch
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)
     job.train("step")
-    told = Verdict(1, "saved", FIRST, "as it was", 0, 3, str(job.save))
-    loop = nodes[0]._loop
+    told = Verdict(
+        incident=1,
+        outcome="saved",
+        step=FIRST,
+        line="as it was",
+        cause_rank=0,
+        exit_code=3,
+        save=str(job.save),
+    )
+    loop = nodes[0]._control.loop
     loop.call_soon_threadsafe(lambda: controller_host_of(nodes[0])._sends[2]([told]))
     wait_until(lambda: nodes[2].verdict == told, "node 2 has been told")
     lose(job.nodes.pop(0))
@@ -277,7 +285,7 @@ def test_a_node_loses_the_controller_and_others_do_not(job: Job, monkeypatch: py
     job.begin(3, nodes)
     job.train("step", "step")
     refused = TimelineEvent(-1, 0, 0.0, "of no rank")  # no message: nothing more is read after it
-    nodes[2]._loop.call_soon_threadsafe(lambda: client_of(nodes[2]).send(refused))
+    nodes[2]._control.loop.call_soon_threadsafe(lambda: client_of(nodes[2]).send(refused))
     lines = [job.verdict(node).line for node in range(3)]
     kept = f"step {FIRST + 1} is saved, no finished step is lost"
     assert lines == [f"node 2 is lost; {kept}"] * 2 + [f"node 0 is lost, node 1 is lost; {kept}"]
@@ -424,9 +432,9 @@ class Open:
         secret = secrets.token_bytes(32)
         self.secret = secret.hex()
         self.controller_host = ControllerHost(
-            0, 2, 2, 10.0, "127.0.0.1", IncidentTimeline(str(folder)), self.rejected
+            0, 2, 2, 10.0, "127.0.0.1", IncidentReport(str(folder)), self.rejected
         )
-        self.listener = AgentListener(secret, None, self.rejected, self.controller_host.serve)
+        self.listener = AgentListener(secret, None, self.rejected, self.controller_host.serve, read_hello)
         self.port = self.listener.listen("127.0.0.1", port)
         self.controller_host.start()
 
@@ -597,7 +605,7 @@ def test_no_port_is_left(tmp_path: Path) -> None:
     async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
         other = Open(tmp_path, 65535)
         assert other.port == 65535
-        listener = AgentListener(b"", None, other.rejected, controller_host.serve)
+        listener = AgentListener(b"", None, other.rejected, controller_host.serve, read_hello)
         with pytest.raises(OSError, match="no free port from 65535 on"):
             listener.listen("127.0.0.1", 65535)
         await other.close()

@@ -137,7 +137,7 @@ def test_who_is_turned_out_comes_again() -> None:
             if len(came) < 3:
                 writer.close()
                 return
-            await authentication.ask(reader, writer, secret)
+            await authentication.challenge(reader, writer, secret)
             proved.set()
             writer.close()
 

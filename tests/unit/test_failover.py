@@ -31,7 +31,9 @@ from adaptor.protocol.messages import (
 HELLO = AgentHello(2, (4, 5))
 FIRST = AgentHello(0, (0, 1))
 ENDPOINT = Endpoint("10.0.0.2", 8000)
-VERDICT = Verdict(1, "saved", 5, "as it was", 0, 3, "/save")
+VERDICT = Verdict(
+    incident=1, outcome="saved", step=5, line="as it was", cause_rank=0, exit_code=3, save="/save"
+)
 
 
 def _terms(known: Succession) -> list[int]:

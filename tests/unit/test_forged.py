@@ -42,7 +42,7 @@ class Job:
 
     def __init__(self) -> None:
         self.controller = Controller(6, 120.0, ("store", 1, b""))
-        self.roll = AgentRegistry(6, 3, self.controller.membership.lost)
+        self.registry = AgentRegistry(6, 3, self.controller.membership.lost)
         for node in range(3):
             self.say(node, AgentHello(node, (2 * node, 2 * node + 1)))
         for rank in range(6):
@@ -53,7 +53,7 @@ class Job:
         """Pass on what the agent of `node` says, as the hub does."""
         orders: Orders = []
         for message in messages:
-            if not self.roll.rejection_reason(node, message):
+            if not self.registry.rejection_reason(node, message):
                 orders += self.controller.handle(message, 1.0)
         return orders
 
@@ -113,15 +113,15 @@ def test_the_place_of_a_lost_node_stays_lost() -> None:
     """After a take-over, too, where the new controller has never seen the agent that was lost."""
     job = Job()
     job.controller.handle(AgentLost(2), 1.0)
-    job.roll = AgentRegistry(6, 3, job.controller.membership.lost)
+    job.registry = AgentRegistry(6, 3, job.controller.membership.lost)
     hello = AgentHello(2, (4, 5))
-    assert job.roll.rejection_reason(2, hello) == "", "it is told the verdict"
-    assert job.roll.rejection_reason(2, Hello(4, 1)) == "spoke for a node that is lost"
-    job.roll = AgentRegistry(6, 3, job.controller.membership.lost)
+    assert job.registry.rejection_reason(2, hello) == "", "it is told the verdict"
+    assert job.registry.rejection_reason(2, Hello(4, 1)) == "spoke for a node that is lost"
+    job.registry = AgentRegistry(6, 3, job.controller.membership.lost)
     assert job.say(2, hello, Hello(4, 1), Frozen(4, 1, BoardRecord(4, 1, Phase.RUNNING, 9, 9, 9))) == []
     assert 2 not in job.controller.membership.agents
     assert 4 not in job.controller.membership.alive
-    job.roll = AgentRegistry(6, 3, job.controller.membership.lost)
+    job.registry = AgentRegistry(6, 3, job.controller.membership.lost)
     for node in (0, 1):
         job.say(node, AgentHello(node, (2 * node, 2 * node + 1)), ReplayComplete(node))
     ((asked, _),) = job.freeze()

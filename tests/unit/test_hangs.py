@@ -52,7 +52,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     assert job.workers[1].hears() == "holding"
     stop(job.workers[2].process.pid)
     node = job.nodes[0]
-    node._loop.call_soon_threadsafe(node._up, NodeStalled(0, 60.0, FIRST, -1))
+    node._control.loop.call_soon_threadsafe(node._report, NodeStalled(0, 60.0, FIRST, -1))
     verdict = job.verdict()
     assert (verdict.outcome, verdict.step, verdict.cause_rank) == ("saved", FIRST + 1, 1)
     assert verdict.line.startswith("nothing has moved for 60 s: rank 1, 2 does not answer; ")

@@ -350,8 +350,10 @@ def test_nothing_is_removed_under_a_publisher_at_work(job: Job, monkeypatch: pyt
     job.workers[0].process.kill()
     assert at_work.wait(LONG_S)
     node, line = job.nodes[0], "not done after 10 s (TTP_OT) in state publishing"
-    late = Verdict(1, "lost", -1, line, 0, 137, str(job.save))
-    node._loop.call_soon_threadsafe(node._obey, late)
+    late = Verdict(
+        incident=1, outcome="lost", step=-1, line=line, cause_rank=0, exit_code=137, save=str(job.save)
+    )
+    node._control.loop.call_soon_threadsafe(node._obey, late)
     job.workers[1].process.kill()
     assert job.verdict() == late
     folder = temporary_name(FIRST, generation=os.environ[GENERATION])

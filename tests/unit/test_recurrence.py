@@ -14,7 +14,17 @@ def verdict(
     key: str = SAME, finished: int | None = 7, outcome: str = "nothing", step: int = 7, newest: int = 7
 ) -> Verdict:
     fault = Fault(key, finished, (0,))
-    return Verdict(1, outcome, step, "as it was", 0, 1, "/save", fault=fault, newest=newest)
+    return Verdict(
+        incident=1,
+        outcome=outcome,
+        step=step,
+        line="as it was",
+        cause_rank=0,
+        exit_code=1,
+        save="/save",
+        fault=fault,
+        newest=newest,
+    )
 
 
 def stops(recurrence: Recurrence, *verdicts: Verdict) -> list[bool]:

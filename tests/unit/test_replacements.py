@@ -327,7 +327,7 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
         assert f"wrote {spare.process.pid}" in (tmp_path / "log").read_text()
         # Another one comes when the incident is over, not before.
         assert len(node.spares) == 1
-        node.replacements.resumed()
+        node.replacements.end_incident()
         assert (await node.waits()).process.pid != spare.process.pid
 
     runs(tmp_path, act, spares=1, more=state)

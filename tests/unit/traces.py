@@ -224,7 +224,19 @@ class Trace:
             case "agent-hello":
                 return AgentHello(rank, tuple(range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)))
             case "recalled":
-                verdict = Verdict(1, words[1], 5, "as it was", 0, 3, SAVE) if words[1:] else None
+                verdict = (
+                    Verdict(
+                        incident=1,
+                        outcome=words[1],
+                        step=5,
+                        line="as it was",
+                        cause_rank=0,
+                        exit_code=3,
+                        save=SAVE,
+                    )
+                    if words[1:]
+                    else None
+                )
                 return ReplayComplete(rank, verdict)
             case "agent-lost":
                 return AgentLost(rank)

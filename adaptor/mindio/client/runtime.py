@@ -43,7 +43,7 @@ class MindioRuntime:
         # Until the ranks have met and agree on another one.
         self._generation = context.part(Generation)
         self._generation.name = f"{environ.get('TORCHELASTIC_RUN_ID', '')}-{restarts}"
-        self._generation.resumes = restarts > 0
+        self._generation.is_restart = restarts > 0
         self._known = False  # to the SDK
         self._memory = BoardMemory([self.rank])  # nobody else reads it
         board = Board(self.rank, self._memory.path, self._memory.slots)

@@ -11,8 +11,8 @@ from typing import Any
 _PLACES = {
     "TTPReplicaOptimizer": "mindio_modellink",
     "TTPOddReplicaOptimizer": "mindio_modellink",
-    "build_optimizer_replica_group": "mindio_groups",
-    "get_dp_rank_list": "mindio_groups",
+    "build_optimizer_replica_group": "mindio_modellink_groups",
+    "get_dp_rank_list": "mindio_modellink_groups",
 }
 
 

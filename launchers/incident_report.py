@@ -1,4 +1,4 @@
-"""The timeline of an incident, and the report that is written when it has ended."""
+"""The report of an incident: its timeline is collected meanwhile, and written to a file when it has ended."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Event(TypedDict):
     detail: str
 
 
-class IncidentTimeline:
-    """Collects messages and orders with wall-clock times, and writes `incident-<time>-<n>.json`.
+class IncidentReport:
+    """Collects messages and orders with wall-clock times, and writes `incident-<time in UTC>-<n>.json`.
 
     The report is written in a thread of its own, which is there before an incident.
     """
@@ -88,7 +88,7 @@ class IncidentTimeline:
         self._still_s = 0.0
         self._over = 0  # the newest incident that has ended without a verdict
         self.next_incident = 1
-        self.report = ""  # the path of the last one
+        self.path = ""  # the path of the last one
 
     def record_message(self, node: int, message: ToController, now: float | None = None) -> None:
         """Record a message of the agent of `node`, or of a worker by way of it.
@@ -194,9 +194,9 @@ class IncidentTimeline:
         if isinstance(end, Verdict) and end.outcome == "refused":
             return
         self.next_incident = end.incident + 1
-        name = f"incident-{time.strftime('%Y%m%d-%H%M%S')}-{end.incident}.json"
+        name = f"incident-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{end.incident}.json"
         path = self._folder / name
-        self.report = str(path)
+        self.path = str(path)
         self._writer.submit(partial(_write_report, path, end, list(self._events)))
 
 

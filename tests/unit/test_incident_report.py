@@ -1,4 +1,4 @@
-"""The timeline of an incident: what of it is a line of the log."""
+"""The report of an incident: what of it is a line of the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaptor import output
-from adaptor.launchers.timeline import IncidentTimeline
+from adaptor.launchers.incident_report import IncidentReport
 from adaptor.protocol.messages import (
     BoardRecord,
     Died,
@@ -37,12 +37,12 @@ def test_what_every_rank_does_is_for_debugging(
     monkeypatch.setattr(logging.getLogger("adaptor"), "propagate", True)
     caplog.set_level(level, "adaptor")
     board = BoardRecord(1, 1, Phase.RUNNING, 5, 5, 5)
-    timeline = IncidentTimeline(str(tmp_path))
-    timeline.record_message(0, Died(0, -9, 0.0, board))
-    timeline.record_order(0, 1, Freeze(1))
-    timeline.record_message(0, Frozen(1, 1, board))
-    timeline.record_order(0, None, Prepare(1, "/save", 5))
-    timeline.record_order(0, 1, Exit(1))
+    report = IncidentReport(str(tmp_path))
+    report.record_message(0, Died(0, -9, 0.0, board))
+    report.record_order(0, 1, Freeze(1))
+    report.record_message(0, Frozen(1, 1, board))
+    report.record_order(0, None, Prepare(1, "/save", 5))
+    report.record_order(0, 1, Exit(1))
     said = ["rank 0: fault-noticed status -9, RUNNING after step 5", "node 0: prepare step 5"]
     if level == logging.DEBUG:
         said[1:1] = ["rank 1: freeze ", "rank 1: frozen RUNNING after step 5"]
@@ -56,38 +56,50 @@ def test_what_every_rank_does_is_for_debugging(
     "the report and the verdict name one rank",
 )
 def test_the_fault_of_the_report_is_that_of_the_verdict(tmp_path: Path) -> None:
-    timeline = IncidentTimeline(str(tmp_path))
-    timeline.record_message(0, Raised(0, "RuntimeError: Connection closed by peer", 1))
-    timeline.record_message(0, Dying(1, 2.0, BoardRecord(1)))
-    timeline.record_message(0, Died(1, -9, 3.0, BoardRecord(1)))
+    report = IncidentReport(str(tmp_path))
+    report.record_message(0, Raised(0, "RuntimeError: Connection closed by peer", 1))
+    report.record_message(0, Dying(1, 2.0, BoardRecord(1)))
+    report.record_message(0, Died(1, -9, 3.0, BoardRecord(1)))
     fault = Fault("SIGKILL", 5, (1,))
-    timeline.record_order(
-        0, None, Verdict(1, "saved", 5, "rank 1 was ended by SIGKILL", 1, 137, "", fault=fault)
+    report.record_order(
+        0,
+        None,
+        Verdict(
+            incident=1,
+            outcome="saved",
+            step=5,
+            line="rank 1 was ended by SIGKILL",
+            cause_rank=1,
+            exit_code=137,
+            save="",
+            fault=fault,
+        ),
     )
     assert output.drain()
-    report = json.loads(Path(timeline.report).read_text())
-    assert (report["fault"]["rank"], report["fault"]["t"], report["cause_rank"]) == (1, 2.0, 1)
+    written = json.loads(Path(report.path).read_text())
+    told = (written["fault"]["rank"], written["fault"]["t"], written["cause_rank"])
+    assert told == (1, 2.0, 1)
 
 
 def test_an_incident_that_ends_without_a_restart_has_its_own_report(tmp_path: Path) -> None:
     """What is told of it later is in no report of the next one."""
-    timeline = IncidentTimeline(str(tmp_path))
+    report = IncidentReport(str(tmp_path))
     board = BoardRecord(1, 7, Phase.RUNNING, 5, 5)
     fault = Fault("SIGKILL", 5, (1,), 7, "host")
     told = []
     for number in (1, 2):
-        timeline.record_message(0, Dying(1, 2.0, board))
-        timeline.record_message(0, Died(1, -9, 3.0, board))
-        timeline.record_order(0, 0, Freeze(number))
-        timeline.record_order(0, None, Replace(number, 1, 1))
-        timeline.record_message(0, Hello(1, 8))
-        timeline.record_message(0, Joined(0, number, 1, 5, "same"))
+        report.record_message(0, Dying(1, 2.0, board))
+        report.record_message(0, Died(1, -9, 3.0, board))
+        report.record_order(0, 0, Freeze(number))
+        report.record_order(0, None, Replace(number, 1, 1))
+        report.record_message(0, Hello(1, 8))
+        report.record_message(0, Joined(0, number, 1, 5, "same"))
         line = f"rank 1 was ended by SIGKILL; replaced by pid {number}"
         for node in (0, 1):  # every agent is told
-            timeline.record_order(node, None, Resumed(number, 5, line, fault, (1,)))
-        timeline.record_message(0, Frozen(0, number, board))
+            report.record_order(node, None, Resumed(number, 5, line, fault, (1,)))
+        report.record_message(0, Frozen(0, number, board))
         assert output.drain()
-        told.append(json.loads(Path(timeline.report).read_text()))
+        told.append(json.loads(Path(report.path).read_text()))
     assert [(report["incident"], report["reason"]) for report in told] == [
         (1, "rank 1 was ended by SIGKILL; replaced by pid 1"),
         (2, "rank 1 was ended by SIGKILL; replaced by pid 2"),
@@ -102,4 +114,4 @@ def test_an_incident_that_ends_without_a_restart_has_its_own_report(tmp_path: Pa
         assert report["fault"]["rank"] == 1
         kinds = ["fault-noticed", "died", "freeze", "replace", "started", "joined", "resumed"]
         assert [event["what"] for event in report["events"]] == kinds
-    assert timeline.next_incident == 3
+    assert report.next_incident == 3
