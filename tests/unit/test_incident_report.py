@@ -100,12 +100,12 @@ def test_an_incident_that_ends_without_a_restart_has_its_own_report(tmp_path: Pa
         report.record_message(0, Frozen(0, number, board))
         assert output.drain()
         told.append(json.loads(Path(report.path).read_text()))
-    assert [(report["incident"], report["reason"]) for report in told] == [
+    assert [(one["incident"], one["reason"]) for one in told] == [
         (1, "rank 1 was ended by SIGKILL; replaced by pid 1"),
         (2, "rank 1 was ended by SIGKILL; replaced by pid 2"),
     ]
-    for report in told:
-        assert (report["verdict"], report["cause_rank"], report["pid"], report["step"]) == (
+    for one in told:
+        assert (one["verdict"], one["cause_rank"], one["pid"], one["step"]) == (
             "resumed",
             1,
             7,
