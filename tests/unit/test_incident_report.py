@@ -111,7 +111,7 @@ def test_an_incident_that_ends_without_a_restart_has_its_own_report(tmp_path: Pa
             7,
             5,
         )
-        assert report["fault"]["rank"] == 1
+        assert one["fault"]["rank"] == 1
         kinds = ["fault-noticed", "died", "freeze", "replace", "started", "joined", "resumed"]
-        assert [event["what"] for event in report["events"]] == kinds
+        assert [event["what"] for event in one["events"]] == kinds
     assert report.next_incident == 3
