@@ -87,7 +87,7 @@ def test_a_restart_loads_its_own_adapters(
 ) -> None:
     """Those of --lora-load would replace them; what is converted was in the first --load."""
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    monkeypatch.setenv(environment.RESUME, "1")
+    monkeypatch.setenv(environment.IS_RESTART, "1")
     args = Namespace(
         rank=0,
         save=str(tmp_path),
