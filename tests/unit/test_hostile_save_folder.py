@@ -14,12 +14,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +28,19 @@ from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, ResumeError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from tests.unit.test_resume_check import FILES, NEWER, OLDER, add, content, folder, resume
+from tests.unit.test_resume_check import (
+    FILES,
+    NEWER,
+    OLDER,
+    _group_of_one,
+    content,
+    folder,
+    pristine,
+    resume,
+    root,
+)
+
+__all__ = ["_group_of_one", "pristine", "root"]  # fixtures
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
@@ -43,28 +53,6 @@ OTHER_USER = 65534
 IN_MANIFEST = "a manifest that no sound writer makes"
 SET_ASIDE = "it is set aside in one line, the newest intact checkpoint is used"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user's files can only be made by root")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group_of_one() -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
-    )
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("pristine") / "save"
-    for step in (OLDER, NEWER):
-        add(root, step)
-    return root
-
-
-@pytest.fixture
-def root(pristine: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(pristine, tmp_path / "save"))
 
 
 def assert_goes_back(root: Path) -> str:
