@@ -24,12 +24,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 @pytest.mark.parametrize(
     ("engine", "fault", "code", "step"),
     [
-        ("builtin", "rank=0,step=6,phase=backward,kind=sigkill", 137, 5),
         ("builtin", "rank=3,step=6,phase=update,kind=sigkill", 137, 6),
         ("builtin", "rank=1,step=6,phase=reduction,kind=exception", 1, 5),
         ("mindio", "rank=1,step=6,phase=reduction,kind=exception", 1, 5),
     ],
-    ids=["rank0-backward", "rank3-update", "rank1-exception", "mindio-rank1-exception"],
+    ids=["rank3-update", "rank1-exception", "mindio-rank1-exception"],
 )
 def test_a_fault(engine: str, fault: str, code: int, step: int, tmp_path: Path, undisturbed: Ended) -> None:
     save = tmp_path / "save"
