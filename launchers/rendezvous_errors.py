@@ -40,7 +40,7 @@ def why_not(error: Exception, parsed: argparse.Namespace) -> str:
     """
     where = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
     match error:
-        case DistError() if _TAKEN in str(error):
+        case RuntimeError() if _TAKEN in str(error):  # of torch 2.4 it is no DistError
             return (
                 f"the port of {where} is taken on this machine: another job has it, or what is left of one;"
                 " choose another one (--master-port, or the port in --rdzv-endpoint)"

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from tests.faults import cgroups
-from tests.unit.nodes import is_gone, wait_until
+from tests.unit.nodes import is_gone, state_of, wait_until
 from tests.unit.test_ttprun import TWO, Ended, Launcher, launcher, zygote
 
 __all__ = ["launcher", "zygote"]
@@ -125,6 +125,21 @@ import os, socket
 os.makedirs("logs")
 os.mkfifo(f"logs/ttp-agent-{socket.gethostname()}-{os.getpid()}.log")
 """
+
+
+@pytest.mark.robustness(
+    "A4", "ttprun is stopped (Ctrl-Z), a rank is killed, ttprun goes on (fg)", "saved, restarted"
+)
+def test_ttprun_is_stopped_for_a_time(launcher: Launcher) -> None:
+    """SIGSTOP in place of SIGTSTP, which the kernel drops where no shell could go on with it."""
+    job = Training(launcher)
+    job.begins()
+    os.kill(job.agent, signal.SIGSTOP)
+    wait_until(lambda: state_of(job.agent) == "T", "ttprun is stopped")
+    job.kill(1)
+    wait_until(lambda: is_gone(job.pid(1)), "rank 1 is dead")
+    os.kill(job.agent, signal.SIGCONT)
+    job.restarts()
 
 
 # What waits for the test, then ends rank 1 or both.

@@ -1197,13 +1197,13 @@ SubprocessContext._poll = poll
 # the end of ttprun itself
 
 
-def start_and_find_workers(launcher: Launcher) -> tuple[int, list[int]]:
+def start_and_find_workers(launcher: Launcher, before: str = "") -> tuple[int, list[int]]:
     script = launcher.script(
         "import os, time\n"
         "from pathlib import Path\n"
         "Path(f'pid{os.environ[\"RANK\"]}').write_text(f'{os.getpid()} ')\n" + WAIT
     )
-    pid = launcher.start(*TWO, script)
+    pid = launcher.start(*TWO, script, before=before)
     files = [launcher.folder / f"pid{rank}" for rank in (0, 1)]
     wait_until(lambda: all(map(_says_all, files)), "the workers run")
     wait_until(lambda: _watches(pid) == len(files), "the agent knows that they have been started")
@@ -1215,12 +1215,20 @@ def _watches(pid: int) -> int:
     return list(open_descriptors(pid).values()).count("anon_inode:[pidfd]")
 
 
-def test_a_terminated_ttprun_takes_its_workers_along(launcher: Launcher) -> None:
-    pid, workers = start_and_find_workers(launcher)
-    os.kill(pid, signal.SIGTERM)
+@pytest.mark.robustness(
+    "A4",
+    "ttprun gets Ctrl-C, Ctrl-\\ (SIGQUIT), SIGTERM, or its terminal is closed (SIGHUP)",
+    "a last line, exit code 128 + N, no process stays",
+)
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_terminated_ttprun_takes_its_workers_along(by: signal.Signals, launcher: Launcher) -> None:
+    # Where the tests themselves run under nohup it would be ignored.
+    before = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+    pid, workers = start_and_find_workers(launcher, before)
+    os.kill(pid, by)
     ended = launcher.wait(pid)
-    assert ended.code == 128 + signal.SIGTERM, ended.log
-    assert ended.last_line.startswith("[ttp] ttprun was told to end by SIGTERM; nothing to save: ")
+    assert ended.code == 128 + by, ended.log
+    assert ended.last_line.startswith(f"[ttp] ttprun was told to end by {by.name}; nothing to save: ")
     assert all(is_gone(worker) for worker in workers)
 
 

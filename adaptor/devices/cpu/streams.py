@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABCMeta
 from typing import Any
 
 import torch
@@ -76,7 +77,23 @@ class Context:
 _ONLY = Stream()
 
 
+def _register_with_the_compiler() -> None:
+    """Let torch 2.4 import its compiler, which accepts only subclasses of abstract classes of its own.
+
+    Later versions of torch have no such classes, and ask for nothing.
+    """
+    try:
+        from torch import _streambase
+    except ImportError:
+        return
+    for name, stand_in in (("_EventBase", Event), ("_StreamBase", Stream)):
+        base = getattr(_streambase, name, None)
+        if isinstance(base, ABCMeta):
+            base.register(stand_in)
+
+
 def install() -> None:
+    _register_with_the_compiler()
     classes = {
         "Event": Event,
         "Stream": Stream,
