@@ -19,7 +19,6 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from adaptor.launchers.platforms.machine import Machine
 from adaptor.launchers.platforms.reading import Card, PlatformError, Reading, Value, host, number, shown
@@ -113,9 +112,9 @@ def _path(said: str) -> Path:
     return path
 
 
-def _completed(path: Path, machine: Machine) -> tuple[dict[str, Any], str]:
+def _completed(path: Path, machine: Machine) -> tuple[dict[str, object], str]:
     """Return the table, once its status is `completed`, and a digest of the file."""
-    found: list[tuple[dict[str, Any], str]] = []
+    found: list[tuple[dict[str, object], str]] = []
 
     def written() -> str:
         found[:] = [(_parse(data := _load(path), path), hashlib.sha256(data).hexdigest())]
@@ -143,7 +142,7 @@ def _load(path: Path) -> bytes:
     return data
 
 
-def _parse(data: bytes, path: Path) -> dict[str, Any]:
+def _parse(data: bytes, path: Path) -> dict[str, object]:
     """Return the object in `data`; {} if it is none, or empty."""
     try:
         table = json.loads(data)
@@ -154,7 +153,7 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
     return table
 
 
-def _pending(table: dict[str, Any], path: Path) -> str:
+def _pending(table: dict[str, object], path: Path) -> str:
     status = table.get("status")
     if status == "completed":
         return ""
@@ -163,7 +162,7 @@ def _pending(table: dict[str, Any], path: Path) -> str:
     raise PlatformError(f"{path} has the status {shown(status)}: it must be completed or initializing")
 
 
-def _nodes(table: dict[str, Any], where: str) -> list[_Node]:
+def _nodes(table: dict[str, object], where: str) -> list[_Node]:
     """Return the nodes, in the order of their ranks."""
     version = table.get("version")
     if _GROUPS in table:
@@ -177,7 +176,7 @@ def _nodes(table: dict[str, Any], where: str) -> list[_Node]:
     return sorted(found, key=lambda node: min(node.ranks))
 
 
-def _of_servers(table: dict[str, Any], where: str) -> list[_Node]:
+def _of_servers(table: dict[str, object], where: str) -> list[_Node]:
     servers = _list(table, "server_list", where)
     _require_count(table, "server_count", len(servers), where)
     found = []
@@ -188,7 +187,7 @@ def _of_servers(table: dict[str, Any], where: str) -> list[_Node]:
     return found
 
 
-def _of_groups(table: dict[str, Any], where: str) -> list[_Node]:
+def _of_groups(table: dict[str, object], where: str) -> list[_Node]:
     groups = _list(table, _GROUPS, where)
     _require_count(table, "group_count", len(groups), where)
     if len(groups) != 1:
@@ -206,7 +205,7 @@ def _of_groups(table: dict[str, Any], where: str) -> list[_Node]:
     return found
 
 
-def _of_cards(table: dict[str, Any], where: str) -> list[_Node]:
+def _of_cards(table: dict[str, object], where: str) -> list[_Node]:
     """A node ends where the numbers of cards on it begin again: each node has consecutive ranks."""
     cards = _list(table, "rank_list", where)
     _require_count(table, "rank_count", len(cards), where)
@@ -265,14 +264,14 @@ def _own_by_name(found: list[_Node], environ: Mapping[str, str], machine: Machin
     return places[0]
 
 
-def _list(holder: object, key: str, where: str) -> list[dict[str, Any]]:
+def _list(holder: object, key: str, where: str) -> list[dict[str, object]]:
     value = holder.get(key) if isinstance(holder, dict) else None
     if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
         raise PlatformError(f"{where}: {key} is {shown(value)}: it must be a list of objects, and not empty")
     return value
 
 
-def _number(holder: dict[str, Any], key: str, where: str) -> int:
+def _number(holder: dict[str, object], key: str, where: str) -> int:
     """Return a number, which the versions before 2.0 have as a text."""
     if key not in holder:
         raise PlatformError(f"{where}: a card has no {key}")
@@ -282,6 +281,6 @@ def _number(holder: dict[str, Any], key: str, where: str) -> int:
         raise PlatformError(f"{where}: {error}") from None
 
 
-def _require_count(holder: dict[str, Any], key: str, listed: int, where: str) -> None:
+def _require_count(holder: dict[str, object], key: str, listed: int, where: str) -> None:
     if key in holder and _number(holder, key, where) != listed:
         raise PlatformError(f"{where}: {key} is {holder[key]}, but {listed} are listed")
