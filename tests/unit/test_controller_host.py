@@ -234,8 +234,7 @@ def test_the_node_that_takes_over_is_lost_as_well(job: Job) -> None:
     assert job.saved() == {"g.txt": f"{FIRST} {FIRST} {FIRST * 4} 1024.0"}
 
 
-def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.1)  # the workers are not told
+def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)

@@ -79,7 +79,7 @@ def test_another_user_comes_to_the_gate(two_here: tuple[Job, Any]) -> None:
     "an agent tells it nothing, and says so",
 )
 def test_another_user_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", 1.0)
     name = f"ttp-test-{secrets.token_hex(8)}"
     with other_user(LISTEN, name) as child:
         assert child.stdout is not None
@@ -101,7 +101,7 @@ def test_agents_of_one_machine_save_together(job: Job) -> None:
 
 
 def test_nobody_listens_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", 1.0)
     with pytest.raises(StartError, match=r"the socket ttp-none of this machine cannot be reached: .*refused"):
         asyncio.run(connect("ttp-none", 0, b"secret", None))
 
