@@ -34,9 +34,10 @@ CODE = (
 )
 # Variables with these prefixes choose how numbers are computed.
 _PREFIXES = ("ATEN_", "DNNL_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH")
-# Where torch keeps what it has compiled, which nothing here does. It sets this in a process that has made an
-# update: the same run would be made twice, before and after.
-_NO_NUMBERS = "TORCHINDUCTOR_CACHE_DIR"
+# But these choose none, and are set in the middle of a run of tests: where torch keeps what it has
+# compiled (set at the first update of a process), watchdogs (by the adaptor), and what a launcher tells
+# its workers. The same baseline would be trained before and after.
+_NO_NUMBERS = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_HCCL_", "TORCH_NCCL_", "TORCHELASTIC_")
 _UNUSED_S = 7 * 24 * 3600.0
 
 
@@ -76,7 +77,7 @@ def key(framework: Path, *more: object) -> str:
     variables = sorted(
         (name, value)
         for name, value in os.environ.items()
-        if name.startswith(_PREFIXES) and name != _NO_NUMBERS
+        if name.startswith(_PREFIXES) and not name.startswith(_NO_NUMBERS)
     )
     versions = (sys.version, torch.__version__, numpy.__version__, torch.__config__.show(), _processor())
     return _digest(repr((versions, variables, _tree(framework), _tree(ROOT, CODE), more)).encode())

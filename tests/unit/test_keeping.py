@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from adaptor.worker import watchdogs
 from tests.faults import keeping
 
 
@@ -24,7 +25,15 @@ def test_an_update_in_this_process_changes_no_key(framework: Path, monkeypatch: 
     weight.grad = torch.ones(1)
     torch.optim.Adam([weight]).step()
     assert keeping.key(framework) == before
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", *watchdogs.VARIABLES, "TORCHELASTIC_RUN_ID"])
+def test_a_variable_that_chooses_no_numbers(
+    name: str, framework: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "before")
+    before = keeping.key(framework)
+    monkeypatch.setenv(name, "after")
     assert keeping.key(framework) == before
 
 
