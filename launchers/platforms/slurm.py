@@ -30,7 +30,8 @@ def read(environ: Mapping[str, str], machine: Machine) -> Reading:
     if _PARTS in environ and number(environ, _PARTS).value > 1:
         raise PlatformError(f"this is a heterogeneous job ({_PARTS}): each component counts its own nodes")
     nodes = number(environ, _first(environ, _NODES[0 if in_step else 1 :]), least=1)
-    per_node = number(environ, _GPUS, least=1) if _GPUS in environ else None
+    gpus = number(environ, _GPUS) if _GPUS in environ else None
+    per_node = gpus if gpus is not None and gpus.value else None
     if not in_step and nodes.value > 1:
         raise PlatformError(
             f"this job has {nodes.value} nodes ({nodes.source}), and this process is in no step of it: start"

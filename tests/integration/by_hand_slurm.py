@@ -8,6 +8,7 @@ end      a job that runs to its end
 limit    its time limit is over: SIGTERM, and the newest step is saved before KillWait is over
 requeue  `scontrol requeue`: saved, and the requeued job goes on from it
 preempt  a job of a partition that comes first: saved, and it goes on when that one has ended
+grace    the same with a GraceTime: a job that ends within it is requeued by its own script
 
 Each case prints a line; the exit code is 1 if one has failed.
 """
@@ -28,8 +29,8 @@ from tests.frameworks import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = "TTP_BY_HAND_SLURM"
-# A step of the job on a loaded machine, with the imports of a start.
-LONG_S = 240.0
+# A start of the job on a loaded machine, and the two minutes for which Slurm keeps a requeued job.
+LONG_S = 480.0
 NODES = ("n1", "n2")
 
 CONF = """\
@@ -58,15 +59,19 @@ JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=n[1-2] NodeHostname={host} NodeAddr=10.77.0.[2-3] Port=[17001-17002] CPUs=1 State=UNKNOWN
-PartitionName=low Nodes=n[1-2] Default=YES PriorityTier=1 GraceTime=60 PreemptMode=REQUEUE
+PartitionName=low Nodes=n[1-2] Default=YES PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=grace Nodes=n[1-2] PriorityTier=1 GraceTime=60 PreemptMode=REQUEUE
 PartitionName=high Nodes=n[1-2] PriorityTier=2 PreemptMode=OFF
 """
 
 BATCH = """\
 #!/usr/bin/env bash
-exec srun --kill-on-bad-exit=0 {python} -m adaptor.launchers.ttprun --ttp-tls plain --ttp-device cpu \
+srun --kill-on-bad-exit=0 {python} -m adaptor.launchers.ttprun --ttp-tls plain --ttp-device cpu \
     --ttp-grace 50 --ttp-log-path {out}/logs {root}/examples/megatron_core/pretrain.py \
     --iters {iters} --save {out}/save
+code=$?
+{last}
+exit $code
 """
 
 
@@ -113,11 +118,13 @@ def start_slurm(out: Path) -> None:
 class Job:
     """A job that trains; `log` is what all of its starts have printed."""
 
-    def __init__(self, out: Path, name: str, iters: int, *options: str) -> None:
+    def __init__(self, out: Path, name: str, iters: int, *options: str, last: str = "") -> None:
         self._out = out / name
         self._out.mkdir()
         script = self._out / "job.sh"
-        script.write_text(BATCH.format(python=sys.executable, out=self._out, root=ROOT, iters=iters))
+        script.write_text(
+            BATCH.format(python=sys.executable, out=self._out, root=ROOT, iters=iters, last=last)
+        )
         kept = [
             "--nodes=2",
             "--ntasks-per-node=1",
@@ -197,14 +204,22 @@ def requeue(out: Path) -> None:
 
 
 def preempt(out: Path) -> None:
-    job = Job(out, "preempt", 10**6)
+    _preempt(out, Job(out, "preempt", 10**6))
+
+
+def grace(out: Path) -> None:
+    again = '[ $code -ne 143 ] || scontrol requeue "$SLURM_JOB_ID"'
+    _preempt(out, Job(out, "grace", 10**6, "--partition=grace", last=again))
+
+
+def _preempt(out: Path, job: Job) -> None:
     job.wait_for_step(2)
     run("sbatch", "--nodes=2", "--partition=high", f"--output={out}/first", "--wrap", "srun hostname")
     wait_until(job.saved, f"it saves: {job.last_lines}")
     job.goes_on()
 
 
-CASES = {case.__name__: case for case in (end, limit, requeue, preempt)}
+CASES = {case.__name__: case for case in (end, limit, requeue, preempt, grace)}
 
 
 def main() -> int:
