@@ -1,4 +1,5 @@
-"""torch's process groups: how each was made is remembered, so that its backend can be made anew.
+"""torch's process groups: how each was made is remembered, so that its backend can be made anew, and a wait
+for work that gloo has forgotten can be ended.
 
 Armed only where TTP_ONLINE is not 0.
 """
@@ -7,8 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptor import patching
+from adaptor import context, patching
 from adaptor.online import groups
+from adaptor.waits import Waits
+
+# torch's numbers of SEND, RECV and RECVANYSOURCE (`OpType`).
+_MESSAGES = (12, 13, 14)
 
 process_groups = patching.Unit("process-groups", framework="torch", tested=">=2.13,<2.14", group="online")
 
@@ -22,3 +27,19 @@ process_groups = patching.Unit("process-groups", framework="torch", tested=">=2.
 def groups_are_remembered(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     made = groups.of_this_process()
     return wrapped(*args, **kwargs) if made is None else made.make(wrapped, args, kwargs)
+
+
+waits = patching.Unit("waits", framework="torch", tested=">=2.13,<2.14", group="online")
+
+
+@waits.patch(
+    "torch.distributed.distributed_c10d:Work.wait",
+    why="a survivor leaves a collective that gloo has forgotten",
+    accepts="(...)",  # a method of C++, which has no signature
+    optional=True,
+)
+def waits_can_be_ended(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    of_this_process = context.part(Waits)
+    if args or kwargs or not of_this_process.acts:  # a wait with a time of its own ends by itself
+        return wrapped(*args, **kwargs)
+    return of_this_process.wait(instance, wrapped, message=instance._get_op_type() in _MESSAGES)

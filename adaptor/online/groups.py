@@ -11,6 +11,7 @@ nothing more. None of this is documented by torch: `why_not` tries it when a wor
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -133,8 +134,16 @@ class Groups:
             "pg_tag": None,
         }
         fresh, _ = self._helper(**arguments)
+        for device in made.group._device_types:
+            _never_destroy(made.group._get_backend(device))
         self._number = _adopt(made.group, fresh, self._number)
         _forget(made.group, fresh)
+
+
+def _never_destroy(backend: Any) -> None:
+    """Keep a backend to the end of the process: its destructor waits for its threads, and one of them may be
+    in work that gloo has forgotten."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
 def _adopt(group: Any, fresh: Any, number: int) -> int:

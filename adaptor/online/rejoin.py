@@ -18,13 +18,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from adaptor import context
 from adaptor.checkpoint.step_record import StepRecord, inner
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.errors import AdaptorError
 from adaptor.online import groups, state, transfer
 from adaptor.online.meeting import Meeting
 from adaptor.protocol.messages import Joined, Regroup, RegroupFailed, Replacement, Resume
+from adaptor.waits import Waits
 from adaptor.worker import stacks
+from adaptor.worker.abort_gloo import LOOK_S
 from adaptor.worker.door import Unwind
 from adaptor.worker.processor import CannotRejoinError, MainThreadHangsError, why_not
 from adaptor.worker.runtime import Runtime
@@ -34,9 +37,9 @@ T = TypeVar("T")
 # What the framework does after a step and does not do again when its loop is called: last words and a restart
 # leave a checkpoint of the step instead, and data that is read where the evaluation would have ended.
 UNFINISHED = ("evaluation", "save")
-# When the connections of all groups are shut, what waits for them raises within milliseconds. A main thread
-# that has stood at the same place in a collective for so long waits for work that gloo has forgotten (see
-# `abort_gloo`), whose own time-out is half an hour.
+# When the connections of all groups are shut, what waits for them raises within milliseconds, and a wait for
+# work that gloo has forgotten is ended within half a second (`abort_gloo.Waker`). A main thread that stands
+# still for so long waits for others in a way that nothing here can end.
 UNWIND_S = 3.0
 
 
@@ -99,15 +102,11 @@ class Rejoin:
     def decide(self, why_not: str) -> None:
         """On the main thread, before training begins: why this rank is not recovered online; empty: it is."""
         self._worker.online = why_not
+        context.part(Waits).acts = not why_not
 
     # processor's threads
 
-    def sockets(self) -> frozenset[int]:
-        """See `processor.Rejoin`."""
-        made = groups.of_this_process()
-        return frozenset() if made is None else made.sockets()
-
-    def regroup(self, order: Regroup, wake: Callable[[], int]) -> None:
+    def regroup(self, order: Regroup, wake: Callable[[frozenset[int]], int]) -> None:
         """See `processor.Rejoin`.
 
         Raises:
@@ -123,17 +122,26 @@ class Rejoin:
         session = self._session
         if session.trainee is None or not session.is_training:
             raise CannotRejoinError("it is not in its training loop")
-        self._until_it_comes(order, lambda slice_s: self._brought_to(order.step, wake, slice_s))
+
+        def shut() -> int:
+            made = groups.of_this_process()
+            with self._changed:  # behind that the main thread makes new connections
+                if made is None or self._settled is order:
+                    return 0
+                inodes = made.sockets()
+            return wake(inodes)
+
+        self._until_it_comes(order, shut, lambda slice_s: self._brought_to(order.step, shut, slice_s))
         session.door.turn_away()
-        wake()
-        self._until_it_comes(order, lambda slice_s: self._wait(order, lambda: self._left, slice_s))
+        shut()
+        self._until_it_comes(order, shut, lambda slice_s: self._wait(order, lambda: self._left, slice_s))
         with self._changed:
             if self._is_old(order):
                 return
             self._ready = order
             self._changed.notify_all()
         self._until_it_comes(
-            order, lambda slice_s: self._wait(order, lambda: self._settled is order, slice_s)
+            order, shut, lambda slice_s: self._wait(order, lambda: self._settled is order, slice_s)
         )
         if self._is_old(order):
             return
@@ -141,22 +149,29 @@ class Rejoin:
             if self._worker.rank in (one.twin, *(source.source for source in one.sources)):
                 self._answer(order, one)
 
-    def _until_it_comes(self, order: Regroup, done: Callable[[float], bool]) -> None:
+    def _until_it_comes(self, order: Regroup, shut: Callable[[], int], done: Callable[[float], bool]) -> None:
         """Wait until the main thread has done its part, as `done` tells after so many seconds at most.
+
+        Args:
+            shut: is called until then: what is broken is broken whenever the main thread comes to it.
 
         Raises:
             MainThreadHangsError: it waits for work that will not end.
             CannotRejoinError: the time is over.
         """
-        until = time.monotonic() + order.timeout_s
+        since = time.monotonic()
+        until = since + order.timeout_s
         before = stacks.awaited()
-        while not done(min(UNWIND_S, max(0.0, until - time.monotonic()))):
-            there = stacks.awaited()
-            if there is not None and before is not None and there.way == before.way:
-                raise MainThreadHangsError(f"its main thread hangs in {there.where}")
-            if time.monotonic() >= until:
+        while not done(max(0.0, min(LOOK_S, until - time.monotonic()))):
+            now = time.monotonic()
+            if now >= until:
                 raise CannotRejoinError("its main thread has not left the training loop in time")
-            before = there
+            shut()
+            there = stacks.awaited()
+            if there is None or before is None or there.way != before.way:
+                before, since = there, now
+            elif now - since >= UNWIND_S:
+                raise MainThreadHangsError(f"its main thread hangs in {there.where}")
 
     def _wait(self, order: Regroup, done: Callable[[], bool], timeout_s: float) -> bool:
         with self._changed:

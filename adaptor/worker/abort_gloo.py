@@ -2,11 +2,12 @@
 
 Nothing in torch aborts a gloo operation (pytorch#130345), and a rank that is not connected to the dead one
 waits for as long as its neighbours live. Shutting down the process's own gloo sockets makes every waiting
-operation raise at once.
+operation raise at once, but for those that gloo forgets (`adaptor.waits`): of them there are few when nothing
+is on its way, so the ranks come to rest first, and the wait for one of them is ended.
 
-But gloo forgets a send that is half written when its connection breaks (pair.cc, signalException: of an
-unbound buffer it does not tell), and who waits for it waits to the time-out of the group. So nothing may be
-on its way: when all ranks stand still, what was sent has been received, or nobody reads it.
+Invariant: a main thread whose waits go through `adaptor.waits` (with TTP_ONLINE all of the framework's, but
+those with a time of their own) leaves a gloo collective as long as its `Waker` is called, whatever was on its
+way, whoever has died, and whichever end was shut first.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from adaptor import context
+from adaptor.waits import Wait, Waits
+
 # Of a connection: bytes that are sent and not yet received by the other kernel; bytes that nobody has read.
 _SIOCOUTQ = 0x5411
 _FIONREAD = 0x541B
@@ -31,6 +35,66 @@ _STILL_S = 0.012
 _LOOK_S = 0.002
 # A rank that goes on sending is not waited for longer: it does not wait for the lost one.
 _PATIENCE_S = 0.5
+# Between two calls of a `Waker`: gloo's threads have seen that their connections are shut.
+LOOK_S = 0.2
+# gloo's threads in which collectives run, by the name that torch gives them.
+_RUNNERS = "pt_gloo_runloop"
+
+
+class Waker:
+    """Lets the main thread leave a collective that is broken; called again and again until it has.
+
+    A wait is ended only where no work of gloo can touch its tensors any more: at two calls in a row there was
+    no connection to shut, the main thread was in the same wait, and none of gloo's threads has run.
+
+    Args:
+        keep_ports: ports that are no collectives.
+    """
+
+    def __init__(self, keep_ports: frozenset[int]) -> None:
+        self._keep_ports = keep_ports
+        self._shut: frozenset[int] = frozenset()
+        self._before: tuple[Wait, frozenset[tuple[str, int]]] | None = None
+        self._since = 0.0
+
+    def __call__(self, inodes: frozenset[int] | None = None) -> int:
+        """Shut what can be shut, and end a wait for work that gloo has forgotten.
+
+        Args:
+            inodes: of the sockets that may be shut; None: all, because the process is about to end.
+
+        Returns:
+            The number of connections that were shut.
+        """
+        there = frozenset(
+            os.fstat(connection.fileno()).st_ino for connection in _collectives(self._keep_ports, inodes)
+        )
+        count = shut_collectives(self._keep_ports, inodes)
+        fresh = not there <= self._shut
+        self._shut |= there
+        wait, runs = context.part(Waits).current, None if fresh else _runs()
+        now = time.monotonic()
+        if wait is None or runs is None or self._before != (wait, runs):
+            self._before = None if wait is None or runs is None else (wait, runs)
+            self._since = now
+        elif now - self._since >= LOOK_S:
+            wait.end()
+        return count
+
+
+def _runs() -> frozenset[tuple[str, int]] | None:
+    """Return how often each of gloo's threads in which collectives run has stopped; None: one runs."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            lines = (line.partition(":\t") for line in (task / "status").read_text().splitlines())
+            status = {name: value for name, _, value in lines}
+            if status["Name"] == _RUNNERS:
+                if not status["State"].startswith("S"):
+                    return None
+                stops = int(status["voluntary_ctxt_switches"]) + int(status["nonvoluntary_ctxt_switches"])
+                found.add((task.name, stops))
+    return frozenset(found)
 
 
 def shut_collectives(keep_ports: frozenset[int], inodes: frozenset[int] | None = None) -> int:

@@ -87,11 +87,12 @@ class MainThreadHangsError(CannotRejoinError):
 class Rejoin(Protocol):
     """The work of an online recovery in this process (`adaptor.online`), which the processor starts."""
 
-    def sockets(self) -> frozenset[int]:
-        """Return the inodes of the connections of the framework's process groups."""
+    def regroup(self, order: Regroup, wake: Callable[[frozenset[int]], int]) -> None:
+        """Let the main thread leave, and do what a survivor does for newcomers; takes its time.
 
-    def regroup(self, order: Regroup, wake: Callable[[], int]) -> None:
-        """Let the main thread leave, and do what a survivor does for newcomers; takes its time."""
+        Args:
+            wake: shuts the connections with these inodes, and is called until the main thread has left.
+        """
 
     def resume(self, order: Resume) -> None:
         """Let the main thread go on; at once."""
@@ -273,7 +274,8 @@ class Processor:
         try:
             behind = session.board.finished < order.step
             keep = frozenset({self._store_port, order.store_port})
-            session.bring_to(order.step, lambda: abort_gloo.shut_collectives(keep), order.timeout_s)
+            wake = abort_gloo.Waker(keep)
+            session.bring_to(order.step, wake, order.timeout_s)
             past = session.from_local_copy(order.step)
             if behind or past:
                 self._note("from-the-local-copy" if past else "through-the-door", f"step {order.step}")
@@ -291,7 +293,7 @@ class Processor:
                     remark=remarks.append,
                     past=past,
                     groups=order.groups,
-                    wake=lambda: abort_gloo.shut_collectives(keep),
+                    wake=wake,
                 )
                 files = session.trainee.dump(record, group, run)
                 if group.writer == self._rank:
@@ -324,8 +326,7 @@ class Processor:
             self._rejoin_is_known.wait(order.timeout_s)  # a new process is told at once
             if self._rejoin is None:
                 raise CannotRejoinError("its training loop cannot be called again")
-            rejoin = self._rejoin
-            rejoin.regroup(order, lambda: abort_gloo.shut_collectives(keep, rejoin.sockets()))
+            self._rejoin.regroup(order, abort_gloo.Waker(keep))
         except Exception as error:
             if self._current == (order.incident, order.attempt):
                 hangs = isinstance(error, MainThreadHangsError)

@@ -21,6 +21,7 @@ from adaptor.errors import StepError
 from adaptor.protocol.board import Board
 from adaptor.protocol.messages import BoardRecord, Phase
 from adaptor.protocol.state_provider import Trainee
+from adaptor.worker.abort_gloo import LOOK_S
 from adaptor.worker.door import PUBLISH, Door, Unwind
 from adaptor.worker.loop_position import LoopPosition
 from adaptor.worker.pace import Pace
@@ -476,13 +477,17 @@ class Session:
             RuntimeError: an exception left the update.
         """
         until = time.monotonic() + timeout_s
-        if self.board.finished < step:
-            wake()  # the main thread may still hang in the barrier
 
         def over() -> bool:
             return self.board.finished >= step or self.board.phase is not Phase.READY
 
-        if not (self.door.wait_until(over, timeout_s) and self._updates_are_over(until)):
+        is_over, left_s = False, timeout_s
+        while not is_over and left_s >= 0:
+            if self.board.finished < step:
+                wake()  # the main thread may still hang in the barrier
+            is_over = self.door.wait_until(over, min(LOOK_S, left_s))
+            left_s = until - time.monotonic()
+        if not (is_over and self._updates_are_over(until)):
             raise TimeoutError(f"the update of step {step} was not done after {timeout_s:g} s")
         if self.board.finished < step:
             raise RuntimeError(f"an exception left the update of step {step}")

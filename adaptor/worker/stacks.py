@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import linecache
 import re
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from adaptor import context
 from adaptor.protocol.messages import CALL, Standing
 from adaptor.protocol.stack_files import SIGNAL
 from adaptor.text import encodable
 from adaptor.threads import within
+from adaptor.waits import Waits
 
 # The number of innermost calls that are named.
 _DEPTH = 4
 # The number of outermost calls that are compared with those of other ranks.
 _LONGEST = 200
+# `adaptor.waits` is entered at most so many calls above the innermost one.
+_WAIT_DEPTH = 8
+_PATCHES = ("adaptor.patches.", "adaptor.patching.")
 # A call that returns when others have done their part. What waits for a lock, a queue or a file looks
 # different; torch's own functions for collectives are known by their file. On a device, a number that is read
 # waits for all that was started before it.
@@ -71,19 +77,31 @@ def awaited() -> Standing | None:
     """Return the position of the main thread if it waits for other ranks, or for work of any kind that was
     begun; None elsewhere."""
     there = _standing()
-    frame = next(_main_thread(), None)
-    return there if there.waits or (frame is not None and _WORK.search(_line(frame))) else None
+    frames = _main_thread()
+    return there if there.waits or (frames and _WORK.search(_line(frames[0]))) else None
 
 
 def busy() -> bool:
     """Return whether the main thread is in a debugger or in a compiler."""
-    names = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame in _main_thread()]
+    names = [(_module(frame), frame.f_code.co_name) for frame in _main_thread()]
     return any(_DEBUGGER.match(module) or _COMPILER.match(f"{module} {name}") for module, name in names)
 
 
-def _main_thread() -> Iterator[FrameType]:
-    """Yield the frames of the main thread, the innermost first."""
-    return _outwards(sys._current_frames().get(threading.main_thread().ident or 0))
+def _main_thread() -> list[FrameType]:
+    """Return the frames of the main thread, the innermost first, without those of a patch around a wait."""
+    frames = list(_outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
+    frames = frames[_calls_of_waits(frames) :]
+    return list(itertools.dropwhile(lambda frame: _module(frame).startswith(_PATCHES), frames))
+
+
+def _calls_of_waits(frames: Sequence[FrameType]) -> int:
+    """Return how many of the innermost calls are made by `adaptor.waits`; 0: it is not entered."""
+    found = [place for place, frame in enumerate(frames[:_WAIT_DEPTH]) if frame.f_code is Waits.wait.__code__]
+    return found[-1] + 1 if found else 0
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -93,7 +111,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _standing() -> Standing:
-    frames = list(_main_thread())
+    frames = _main_thread()
     if not frames:
         return Standing(False, "the main thread has ended")
     calls = [
@@ -101,7 +119,8 @@ def _standing() -> Standing:
         for frame in frames
     ]
     way = b"".join(zlib.crc32(call.encode()).to_bytes(CALL, "big") for call in calls[: -_LONGEST - 1 : -1])
-    return Standing(_waits(frames[0]), " < ".join(calls[:_DEPTH]), way)
+    in_a_wait = context.part(Waits).current is not None
+    return Standing(in_a_wait or _waits(frames[0]), " < ".join(calls[:_DEPTH]), way)
 
 
 def _write(path: Path) -> None:

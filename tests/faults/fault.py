@@ -61,8 +61,8 @@ KINDS += ("tree-sigterm",)
 KINDS += ("deadlock", "sigstop", "holds-the-gil")
 # Data loaders that never return, and a collective that never completes: nobody sends what it waits for.
 KINDS += ("loaders-stopped", "unanswered")
-# A collective of gloo that nothing wakes, as where gloo forgets a send that was half written.
-KINDS += ("forgotten",)
+# A collective that gloo has forgotten, as a send that was half written, and one whose wait nobody can end.
+KINDS += ("forgotten", "unending")
 # The network between the nodes is cut, without a word to anyone or with the link down, and mended where the
 # fault says when.
 KINDS += ("cut", "unplugged")
@@ -192,6 +192,8 @@ class Injector:
                 _wait_for_nobody()
             case "forgotten":
                 _wait_for_forgotten_work()
+            case "unending":
+                _wait_for_forgotten_work(timedelta(hours=1))
             case "cut" | "unplugged":
                 namespaces.cut() if fault.kind == "cut" else namespaces.unplug()
                 if fault.heals is not None:
@@ -275,8 +277,12 @@ def _wait_for_nobody() -> None:
     torch.distributed.recv(torch.zeros(1), src=there, tag=1)
 
 
-def _wait_for_forgotten_work() -> None:
-    """In gloo, over connections that belong to no group of the framework: nobody shuts them down."""
+def _wait_for_forgotten_work(*limit: timedelta) -> None:
+    """In gloo, over connections that belong to no group of the framework: nobody shuts them down.
+
+    Args:
+        limit: a time of its own, with which nobody ends the wait.
+    """
     import torch
     from torch.distributed import HashStore, ProcessGroupGloo
 
@@ -290,7 +296,7 @@ def _wait_for_forgotten_work() -> None:
     make(0)
     other.join()
     handle = groups[0].recv([torch.zeros(1)], 1, 0)
-    handle.wait()
+    handle.wait(*limit)
 
 
 def _move_the_clock(by: timedelta) -> None:

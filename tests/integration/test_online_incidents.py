@@ -36,9 +36,17 @@ def test_a_rank_hangs(tmp_path: Path, baseline_of: BaselineOf) -> None:
     assert any("rank 1 does not answer; replaced by pid " in line for line in ended.said), ended.said
 
 
+def test_a_survivor_whose_work_gloo_has_forgotten_goes_on(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Nobody else has the shard of rank 3: it is not replaced, its wait is ended."""
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=3,step=6,phase=forward,kind=forgotten"]
+    ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
+    (line,) = [line for line in ended.said if "replaced by pid" in line]
+    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+, ", line)
+
+
 def test_a_survivor_that_nothing_wakes_is_replaced(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Rank 2 answers, but its main thread hangs in gloo; rank 0 has its shard, too."""
-    faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=2,step=6,phase=forward,kind=forgotten"]
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=2,step=6,phase=forward,kind=unending"]
     ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
     (line,) = [line for line in ended.said if "replaced by pid" in line]
     assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+ and \d+, ", line)
@@ -47,7 +55,7 @@ def test_a_survivor_that_nothing_wakes_is_replaced(tmp_path: Path, baseline_of: 
 def test_where_nobody_else_has_its_shard_the_step_is_saved_at_once(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=3,step=6,phase=forward,kind=forgotten"]
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=3,step=6,phase=forward,kind=unending"]
     ended = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
     assert "not recovered online: rank 3: its main thread hangs in " in ended.log
     assert "TTP_ONLINE" not in ended.log

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 # Each part says what it is about where it fails.
 PRELUDE = """
@@ -102,3 +106,18 @@ except OSError:
 assert shut_collectives(frozenset({here.getpeername()[1]})) == 0
 assert shut_collectives(frozenset()) == 2
 """)
+
+
+@pytest.mark.parametrize("work", ["broadcast", "gather", "send", "recv"])
+def test_a_wait_for_work_that_gloo_has_forgotten_is_ended(work: str) -> None:
+    """The other end was stopped when a part of the data was on its way, and killed."""
+    script = Path(__file__).with_name("waits_script.py")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(script.parents[2]),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    told = subprocess.check_output([sys.executable, script, work], env=environment, text=True, timeout=240)
+    # The other one where it was killed between two pieces of work, of which gloo forgets none.
+    assert told.split() in (["WaitEndedError"], ["RuntimeError"])

@@ -18,7 +18,7 @@ SOURCES = {"adaptor": "adaptor", "adaptor.patches": "patches", "adaptor.launcher
 LAYERS = (
     ("adaptor.text", "adaptor.output", "adaptor.threads", "adaptor.descriptors", "adaptor.errors"),
     ("adaptor.config", "adaptor.context", "adaptor.distributions", "adaptor._script", "adaptor.patching"),
-    ("adaptor.plug_ins", "adaptor.engines"),
+    ("adaptor.plug_ins", "adaptor.engines", "adaptor.waits"),
     ("adaptor.devices",),
     ("adaptor.protocol",),
     ("adaptor.controller", "adaptor.replica"),

@@ -1,0 +1,129 @@
+"""Waits of the main thread for collectives, which another thread can end.
+
+gloo forgets work when its connection breaks: a send that is half written or that the kernel has refused, and
+a message of which a part has arrived (pair.cc: `signalException` tells only what is still queued). Whoever
+waits for that work waits to the time-out of the group, half an hour, and torch has nothing that ends it.
+
+Invariant: where a wait goes through here, the main thread is never longer than `SLICE_S` in torch's code
+without looking whether its wait was ended. The work itself is left behind with its thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+from adaptor import threads
+from adaptor.context import Context
+
+# Work that is not done by then costs one more call: seldom enough to cost nothing, soon enough to be ended.
+SLICE_S = 0.2
+_SLICE = timedelta(seconds=SLICE_S)
+
+
+class WaitEndedError(RuntimeError):
+    """The wait was ended: the work can no longer finish. As gloo's own, it only follows from a fault."""
+
+    def __init__(self) -> None:
+        super().__init__("gloo has forgotten the work that was waited for, as its connections are broken")
+
+
+class Work(Protocol):
+    """Work of torch that was begun (`torch.distributed.Work`)."""
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or not."""
+
+
+class Wait:
+    """One wait of the main thread."""
+
+    def __init__(self) -> None:
+        self._ended = False
+
+    def end(self) -> None:
+        """Let it raise; from any thread."""
+        self._ended = True
+
+    def require_not_ended(self) -> None:
+        """Raise if it was ended.
+
+        Raises:
+            WaitEndedError: it was.
+        """
+        if self._ended:
+            raise WaitEndedError
+
+
+class Waits:
+    """The waits of this process.
+
+    acts     whether those of the framework go through here: all its groups are gloo's
+    current  the wait that the main thread is in, if it is one of these
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.acts = False
+        self.current: Wait | None = None
+
+    def wait(self, work: Work, native: Callable[..., bool], *, message: bool = False) -> bool:
+        """Wait for gloo work.
+
+        Args:
+            work: what torch returned when it was begun.
+            native: torch's own `wait` of it.
+            message: it is a send or a receive, no collective.
+
+        Returns:
+            What `native` returns.
+
+        Raises:
+            WaitEndedError: it was ended by another thread.
+            RuntimeError: the work has failed.
+        """
+        if threading.get_ident() != threading.main_thread().ident:
+            return native()
+        wait = self.current = Wait()
+        try:
+            return _in_a_thread(native, wait) if message else _in_slices(work, native, wait)
+        finally:
+            self.current = None
+
+
+def _in_slices(work: Work, native: Callable[..., bool], wait: Wait) -> bool:
+    while True:
+        has_ended = work.is_completed()
+        try:
+            return native(_SLICE)
+        except RuntimeError:  # torch has no other name for a time that is over
+            if has_ended:
+                raise
+        wait.require_not_ended()
+
+
+def _in_a_thread(native: Callable[..., bool], wait: Wait) -> bool:
+    """Wait for a message: gloo breaks all connections of the group where the time of such a wait is over, so
+    it gets no time."""
+    done = threading.Event()
+    found: list[bool] = []
+    raised: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            found.append(native())
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            done.set()
+
+    try:
+        threads.reserve.run("ttp-wait", act)
+    except RuntimeError:  # no thread can be had
+        return native()
+    while not done.wait(SLICE_S):
+        wait.require_not_ended()
+    for error in raised:
+        raise error
+    return found[0]

@@ -1,0 +1,92 @@
+"""A process that waits for gloo work whose other end is stopped in the middle of it and then killed.
+
+    waits_script.py WORK      WORK: broadcast (this end sends), gather (it receives), send or recv
+    waits_script.py WORK PORT PID    the other end
+
+gloo forgets the work, so that nobody would be told. The last line is what the main thread was told.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from adaptor import context
+from adaptor.waits import Waits
+from adaptor.worker import abort_gloo
+
+WORK = sys.argv[1]
+# More than the kernel takes in on its way.
+SIZE = 64 << 20
+
+
+def begin(group: ProcessGroupGloo, rank: int, data: torch.Tensor) -> object:
+    """Begin work in which rank 0 sends, or receives; it takes no part of it back."""
+    if WORK in ("broadcast", "gather"):
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = 0 if WORK == "broadcast" else 1
+        return group.broadcast([data], options)
+    if (WORK == "send") == (rank == 0):
+        return group.send([data], 1 - rank, 0)
+    return group.recv([data], 1 - rank, 0)
+
+
+def meet(store: TCPStore, rank: int) -> ProcessGroupGloo:
+    return ProcessGroupGloo(PrefixStore("two", store), rank, 2, timedelta(hours=1))
+
+
+def on_its_way(keep: frozenset[int]) -> bool:
+    return any(sent or unread for _, sent, unread in abort_gloo._traffic(keep, None))
+
+
+def main() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    peer = subprocess.Popen([sys.executable, __file__, WORK, str(store.port)])
+    group, data = meet(store, 0), torch.ones(SIZE, dtype=torch.uint8)
+    keep = frozenset({store.port})
+    left, told = threading.Event(), []
+
+    def break_it() -> None:
+        while not on_its_way(keep):
+            pass
+        peer.send_signal(signal.SIGSTOP)
+        os.waitpid(peer.pid, os.WUNTRACED)
+        peer.kill()
+        peer.wait()
+        wake = abort_gloo.Waker(keep)
+        while not left.wait(abort_gloo.LOOK_S):
+            wake()
+
+    breaks = threading.Thread(target=break_it, daemon=True)
+    breaks.start()
+    waits = context.part(Waits)
+    try:
+        while True:
+            work = begin(group, 0, data)
+            waits.wait(work, work.wait, message=WORK in ("send", "recv"))
+    except RuntimeError as error:
+        told.append(type(error).__name__)
+    left.set()
+    breaks.join()
+    print(*told, flush=True)
+    os._exit(0)  # the thread of the forgotten work would be waited for
+
+
+def other_end(port: int) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    group, data = meet(store, 1), torch.ones(SIZE, dtype=torch.uint8)
+    while True:
+        begin(group, 1, data).wait()
+
+
+if len(sys.argv) > 2:
+    other_end(int(sys.argv[2]))
+else:
+    main()
