@@ -91,8 +91,8 @@ def main() -> None:
         os._exit(3)
     worker = Worker()
     worker.say(Hello(RANK, os.getpid()))
+    print("here", flush=True)  # before any order is obeyed, whose print comes from the other thread
     threading.Thread(target=worker.serve, daemon=True).start()
-    print("here", flush=True)
     for line in sys.stdin:
         match line.split():
             case ["begin"]:
