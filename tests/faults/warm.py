@@ -54,7 +54,6 @@ PRELOADED = (
     "ssl",
     "torch",
     "torch._dynamo",
-    "torch._inductor.compiler_bisector",
     "torch.distributed._tensor",
     "torch.distributed.checkpoint",
     "torch.distributed.launcher.api",
@@ -298,6 +297,8 @@ def _with_a_starter(act: Callable[[], None]) -> Callable[[], None]:
 def main() -> Callable[[], None]:
     for module in PRELOADED:
         importlib.import_module(module)
+    with contextlib.suppress(ModuleNotFoundError):  # torch 2.4 has none
+        importlib.import_module("torch._inductor.compiler_bisector")
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads after the imports: a fork is not safe"
     # The framework asks for the module of a frame in each step, and Python then resolves the paths of all.
