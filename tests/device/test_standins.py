@@ -71,6 +71,15 @@ blocks = [
 torch.testing.assert_close(blocks[0][0] + blocks[1][0], query.grad)
 torch.testing.assert_close(torch.cat([block[2] for block in blocks]), value.grad)
 
+# Sequences one after the other: each attends to itself alone.
+rows = [x.detach()[:, 0].view(6, 2, 4) for x in (query, key, value)]
+band = {"sparse_mode": 4, "pre_tockens": 6, "next_tockens": 0, "actual_seq_qlen": [2, 5]}
+packed = torch_npu.npu_fusion_attention(*rows, 2, "TND", scale=0.5, **band)[0]
+for part in (slice(0, 2), slice(2, 5)):
+    alone = attention(*(x[part].transpose(0, 1) for x in rows), is_causal=True).transpose(0, 1)
+    torch.testing.assert_close(packed[part], alone)
+assert packed[5:].eq(0).all()
+
 # Dropout is drawn from the generator of the device, and drawn again from the seed.
 given = (query, key, value, 2, "SBH")
 torch.manual_seed(3)

@@ -43,13 +43,31 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 bpe = Tokenizer(models.BPE())
 bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 alphabet = pre_tokenizers.ByteLevel.alphabet()
 trainer = trainers.BpeTrainer(vocab_size=int(sys.argv[3]), special_tokens=special, initial_alphabet=alphabet)
 bpe.train([sys.argv[1]], trainer)
 fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[2], pad_token=special[0])
 fast.save_pretrained(sys.argv[2])
 """
+
+
+def _environment(*path: Path) -> dict[str, str]:
+    return {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "PYTORCH_JIT": "0",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _run(environment: dict[str, str], *words: object) -> None:
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(
+        command, env=args.environment(**environment), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 class Tuning:
@@ -74,13 +92,7 @@ class Tuning:
         prepared: tuple[str, ...] = (),
     ) -> None:
         self._tree, self._work, self._base, self._options = tree, work, base, options
-        self.environment = {
-            "PYTHONPATH": f"{packages}{os.pathsep}{STANDINS}",
-            "PYTORCH_JIT": "0",
-            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-        }
+        self.environment = _environment(packages, STANDINS)
         self._data = self._prepare(prepared)
 
     def __call__(self, job: Job) -> list[str]:
@@ -123,8 +135,9 @@ class Tuning:
             rows = [{name: words(*most) for name, most in columns.items()} for _ in range(400)]
             source.write_text(json.dumps(rows))
         if not (work / "tokenizer").is_dir():
-            self._run("-c", _TOKENIZER, source, work / "tokenizer", VOCABULARY)
-        self._run(
+            _run(self.environment, "-c", _TOKENIZER, source, work / "tokenizer", VOCABULARY)
+        _run(
+            self.environment,
             *("-m", "adaptor.devices", "cpu", self._tree / "preprocess_data.py"),
             *("--input", source, "--tokenizer-name-or-path", work / "tokenizer", "--output-prefix", prefix),
             *("--tokenizer-type", "PretrainedFromHF", "--handler-name", "AlpacaStyleInstructionHandler"),
@@ -133,9 +146,59 @@ class Tuning:
         )
         return prefix
 
-    def _run(self, *words: object) -> None:
-        command = [sys.executable, *map(str, words)]
-        done = subprocess.run(
-            command, env=args.environment(**self.environment), cwd=ROOT, capture_output=True, text=True
+
+class MegatronSft:
+    """A `Program` of the harness: `pretrain_gpt.py --sft` of Megatron-LM 0.15 and later.
+
+    Args:
+        tree: a checkout of Megatron-LM.
+        packages: the folder with transformers and datasets.
+        work: for data and tokenizer.
+        base: of the model to tune; None: it is trained from nothing.
+    """
+
+    def __init__(self, tree: Path, packages: Path, work: Path, base: Path | None = None) -> None:
+        self._tree, self._work, self._base = tree, work, base
+        self.environment = {**_environment(packages), "HF_HOME": str(work / "cache")}
+        self._data = work / "conversations.jsonl"
+        if not self._data.exists():
+            self._prepare()
+
+    def __call__(self, job: Job) -> list[str]:
+        layout = job.layout
+        load = job.load or self._base
+        given = args.tiny_gpt(
+            train_iters=ITERATIONS,
+            save=job.save,
+            load=load,
+            save_interval=job.save_interval,
+            precision=layout.precision,
+            tp=layout.tp,
+            distributed_optimizer=layout.distributed_optimizer,
+            extra=(
+                *("--sft", "--sft-tokenizer-prompt-format", "nemotron-nano-v2", "--legacy-tokenizer"),
+                *("--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(self._work / "tokenizer")),
+                *("--data-path", str(self._data), "--no-create-attention-mask-in-dataloader"),
+                *("--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)),
+                *(("--finetune",) if job.load is None and load is not None else ()),
+                *layout.arguments,
+                *(layout.reference if job.launcher == "torchrun" else ()),
+                *job.arguments,
+            ),
         )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return [str(self._tree / "pretrain_gpt.py"), *given]
+
+    def _prepare(self) -> None:
+        """Write 400 conversations, and a tokenizer trained on them."""
+        drawn = random.Random(1234)
+        self._work.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for _ in range(400):
+            roles = {
+                role: " ".join(drawn.choice(WORDS) for _ in range(drawn.randint(2, 5)))
+                for role in ("system", "user", "assistant")
+            }
+            turns = [{"role": role, "content": content} for role, content in roles.items()]
+            lines.append(json.dumps({"messages": turns}))
+        self._data.write_text("\n".join(lines) + "\n")
+        _run(self.environment, "-c", _TOKENIZER, self._data, self._work / "tokenizer", VOCABULARY)

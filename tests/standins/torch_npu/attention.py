@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 # Modes of `sparse_mode`: the mask as it is, whole, or the causal one of 2048 x 2048 for any length.
 _WHOLE = (0, 1)
 _FROM_THE_START, _FROM_THE_END = 2, 3
+# A band, which is the causal mask where it reaches far enough back and not forward.
+_BAND = 4
 # What softmax is computed from is handed out this many times over.
 _COPIES = 8
 
@@ -23,14 +27,42 @@ def npu_fusion_attention(
     scale: float = 1.0,
     keep_prob: float = 1.0,
     sparse_mode: int = 0,
+    actual_seq_qlen: Sequence[int] | None = None,
+    pre_tockens: int = 2**31 - 1,
+    next_tockens: int = 2**31 - 1,
     **more: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
     """Attention of (sequence, batch, heads x size); True in the mask leaves out.
 
+    Or of (tokens, heads, size), TND: sequences one after the other, of which `actual_seq_qlen` has the ends;
+    each attends to itself alone, and after the last there are zeros. Of the rest that is returned only the
+    attention is right then.
+
     Returns it, the maxima and the sums of softmax (batch, heads, sequence, 8), nothing, and the seed, the
     offset and the number of what dropout has drawn. A window (`pre_tockens`, `next_tockens`) has to be as
-    long as the sequence: it is not looked at.
+    long as the sequence: it is not looked at but for a band.
     """
+    if sparse_mode == _BAND:
+        if next_tockens or pre_tockens < len(query):
+            raise NotImplementedError(f"a band of {pre_tockens} and {next_tockens}")
+        sparse_mode = _FROM_THE_END
+    if input_layout == "TND":
+        ends = list(actual_seq_qlen or ())
+        after = torch.zeros_like(query[ends[-1] :].flatten(1).unsqueeze(1))  # of no sequence
+        each = [
+            npu_fusion_attention(
+                *(x[start:end].flatten(1).unsqueeze(1) for x in (query, key, value)),
+                head_num,
+                "SBH",
+                pse=pse,
+                atten_mask=atten_mask,
+                scale=scale,
+                keep_prob=keep_prob,
+                sparse_mode=sparse_mode,
+            )
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        return torch.cat([*(one[0] for one in each), after]).reshape(query.shape), *each[0][1:]
     _require(query, key, input_layout, pse)
     queries, keys, values = (_by_head(x, head_num) for x in (query, key, value))
     scores = _scores(queries, keys, atten_mask, scale, sparse_mode)
