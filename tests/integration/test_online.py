@@ -17,7 +17,7 @@ from tests.faults.scenario import Baseline, BaselineOf, restarts
 
 pytestmark = pytest.mark.xfail(
     strict=False,
-    reason="online recovery is experimental: TP2·DP2, and a second fault under load, fail now and then",
+    reason="online recovery is experimental: too few runs under load since forgotten waits are ended",
 )
 
 # Where a rank is killed in step 6: in the others the step is made again, or it is finished already.

@@ -13,7 +13,7 @@ from tests.integration.test_online import online, trains_on
 
 pytestmark = pytest.mark.xfail(
     strict=False,
-    reason="online recovery is experimental: TP2·DP2, and a second fault under load, fail now and then",
+    reason="online recovery is experimental: too few runs under load since forgotten waits are ended",
 )
 
 

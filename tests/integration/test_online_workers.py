@@ -19,7 +19,7 @@ from tests.frameworks import record
 
 pytestmark = pytest.mark.xfail(
     strict=False,
-    reason="online recovery is experimental: TP2·DP2, and a second fault under load, fail now and then",
+    reason="online recovery is experimental: too few runs under load since forgotten waits are ended",
 )
 
 

@@ -13,11 +13,6 @@ from adaptor.protocol.messages import Resumed
 from tests.unit.nodes import Job, job
 from tests.unit.threads import LONG_S
 
-pytestmark = pytest.mark.xfail(
-    strict=False,
-    reason="online recovery is experimental: TP2·DP2, and a second fault under load, fail now and then",
-)
-
 __all__ = ["job"]
 
 PROGRAM = Path(__file__).with_name("protocol_worker.py")
