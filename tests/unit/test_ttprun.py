@@ -1108,7 +1108,7 @@ def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
     expected = []
     for number, step in ((1, 2), (2, 5)):
         pid = re.findall(r"raised ValueError: (\d+);", ended.log)[number - 1]
-        report = re.escape(f"{launcher.folder}/logs/incident-") + rf"[\d-]+-{number}\.json"
+        report = re.escape(f"{launcher.folder}/logs/incident-") + rf"[\dTZ]+-{number}\.json"
         who = rf"rank 0 \(pid {pid}, host {socket.gethostname()}\)"
         expected += [
             rf"{utc}incident {number}, {who}, after step {step}, report {report}",
