@@ -5,16 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.faults.harness import DP4
 from tests.faults.scenario import BaselineOf, restarts
 from tests.integration.test_online import online, trains_on
-
-pytestmark = pytest.mark.xfail(
-    strict=False,
-    reason="online recovery is experimental: too few runs under load since forgotten waits are ended",
-)
 
 
 def test_an_exception_inside_the_update(tmp_path: Path, baseline_of: BaselineOf) -> None:
