@@ -1,4 +1,4 @@
-"""The control thread of an agent: it connects the workers of a node with the controller.
+"""What an agent does in its control thread: it connects the workers of a node with the controller.
 
 One event loop in one thread per `ttprun`. A generation is the time from one start of all workers to the next;
 `begin`, `meet` and `watch` open it, `end` closes it. In a file system it makes only a scratch folder, for the
@@ -35,7 +35,7 @@ from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.invitation import Invitation
 from adaptor.launchers.job_lease import JobLease
 from adaptor.launchers.log import Log
-from adaptor.launchers.replacements import Replacements, Starter
+from adaptor.launchers.replacements import Replacements, WorkerStarter
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
 from adaptor.launchers.waiting import wait_for
 from adaptor.launchers.worker_processes import Workers
@@ -203,7 +203,7 @@ class Node:
         assert self._client is not None
         self._control.wait_for(self._client.meet())
 
-    def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: Starter) -> None:
+    def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: WorkerStarter) -> None:
         """Watch the workers, which have been started; `processes` by rank; `starter` starts more of them."""
         self._control.wait_for(self._watch(processes, starter))
 
@@ -382,7 +382,7 @@ class Node:
     async def _say(self, message: FromAgent) -> None:
         self._report(message)
 
-    async def _watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: Starter) -> None:
+    async def _watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: WorkerStarter) -> None:
         self._replacements.begin(starter)
         folder = stack_files.folder(self._config.log_path, self._generation)
         self._workers.watch(processes, folder, Path(self._scratch.name))

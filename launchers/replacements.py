@@ -16,7 +16,7 @@ from adaptor.protocol.messages import BoardRecord, Modules, ModulesProbe, Regrou
 from adaptor.protocol.spare_messages import Import
 
 
-class Starter(Protocol):
+class WorkerStarter(Protocol):
     """Starts processes as the workers of a generation were started (`starter.Starter`)."""
 
     of_a_rank: tuple[str, ...]
@@ -43,10 +43,10 @@ class Replacements:
     def __init__(self, workers: Workers, spares: int) -> None:
         self._workers = workers
         self._spares = Spares(spares)
-        self._starter: Starter | None = None
+        self._starter: WorkerStarter | None = None
         self._newcomers: set[int] = set()  # ranks whose processes have not come to train yet
 
-    def begin(self, starter: Starter) -> None:
+    def begin(self, starter: WorkerStarter) -> None:
         """The workers of a generation have been started."""
         self._starter = starter
         self._newcomers = set()

@@ -33,9 +33,12 @@ def clean(root: Path, term: int | None = None, generation: str = "") -> list[str
 
     What is large is removed in a thread that outlives this call, where it takes long: a line says so.
 
-    At the end of an incident workers on the other side of a cut network may live, and the disk may hang until
-    those of a later generation do: only what was made for the controller of `term` in this `generation` is
-    removed then; regular saves count as made for the first one, with rank 0.
+    Args:
+        root: the save folder.
+        term: given at the end of an incident: only what was made in this `generation` under the controller of
+            this term is removed. Workers on the other side of a cut network may live and write for another
+            controller. The framework's own unfinished saves (`regular_folder`) count as made under term 0.
+        generation: of the workers of this job.
     """
     left_over: list[Path] = []
     removed: list[str] = []
@@ -77,8 +80,9 @@ def abandon(folder: Path) -> list[Path]:
 
 
 def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
-    """Take their names from the regular saves of this generation, which cannot be completed; return the new
-    ones.
+    """Rename the framework's own unfinished saves of this generation, which nobody can complete any more.
+
+    Nothing is removed here: the caller removes the folders that are returned (`remove_beside`).
 
     Under the lock, so that whoever is about to publish one has done so or finds nothing.
     """

@@ -156,7 +156,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
-def verify(folder: Path, *, checksums: bool = True, step: int | None = None) -> list[str]:
+def defects(folder: Path, *, checksums: bool = True, step: int | None = None) -> list[str]:
     """Compare the checkpoint in `folder` with its manifest.
 
     Files that the manifest does not name are ignored.
@@ -180,7 +180,7 @@ def verify(folder: Path, *, checksums: bool = True, step: int | None = None) -> 
 
 
 def compare(folder: Path, files: Iterable[FileEntry], *, checksums: bool = True) -> list[str]:
-    """Return what is wrong with these files of the checkpoint in `folder`, like `verify`.
+    """Return what is wrong with these files of the checkpoint in `folder`, like `defects`.
 
     What cannot be read, and may be intact, is `Unreadable`.
     """

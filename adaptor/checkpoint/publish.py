@@ -27,10 +27,20 @@ from adaptor.protocol.file_entry import FileEntry
 
 @disk.one_line
 def prepare(root: Path, step: int, term: int = 0, number: int = 0, generation: str = "") -> Path:
-    """Make an empty temporary folder for the last words of `step`, and return it; a stale one is removed.
+    """Make an empty temporary folder for the last words of `step`, and return it.
 
-    `term` is that of the controller, `number` that of the folder; nobody else may be at work in it. Nobody
-    waits for a slow disk to remove what is large.
+    What is useless by now is removed, so that its room is free: a stale folder of the same name and, under
+    the first controller, the framework's own unfinished saves. Nobody waits for a slow disk to remove them.
+
+    Args:
+        root: the save folder; it is made if it is missing.
+        step: the step that will be saved.
+        term: of the controller that has ordered it.
+        number: of the folder, from 0; nobody else may be at work in it.
+        generation: of the workers.
+
+    Raises:
+        CheckpointError: the disk refuses.
     """
     root.mkdir(parents=True, exist_ok=True)
     folder = root / naming.temporary_name(step, term, number, generation)
@@ -142,7 +152,7 @@ def _tell_tracker(root: Path, step: int, generation: str) -> None:
         raise CheckpointError(
             f"{root}: the tracker names step {named}, so step {step} would not be resumed from"
         )
-    tracker.advance_tracker(root, step)
+    tracker.advance_under_lock(root, step)
 
 
 def _name(folder: Path, entries: tuple[FileEntry, ...], progress: Callable[[], None]) -> None:

@@ -45,7 +45,7 @@ def sync_regular(root: Path, step: int, generation: str = "") -> None:
 def publish_regular(root: Path, step: int, generation: str = "") -> None:
     """Give a regular save, which the framework wrote to `regular_name(step, generation)`, its final name.
 
-    The tracker is not touched: the caller replaces it by `replace_tracker`. A complete checkpoint of the same
+    The tracker is not touched: the caller replaces it by `tracker.advance`. A complete checkpoint of the same
     step is replaced by the newer one, without a moment in which neither bears the name where the filesystem
     can exchange two names. Raises CheckpointError.
     """

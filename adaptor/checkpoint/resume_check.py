@@ -170,7 +170,7 @@ def _go_back(root: Path, step: int, damaged: Mapping[int, Path]) -> None:
         (root / naming.final_name(which)).rename(aside)
     disk.sync(root)
     with locked(root):
-        tracker.set_tracker(root, step)
+        tracker.set_under_lock(root, step)
 
 
 def _examine(root: Path, step: int) -> Generator[_Files, list[str], list[str]]:

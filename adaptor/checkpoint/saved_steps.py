@@ -35,7 +35,7 @@ def is_complete(root: Path, step: int) -> bool:
     folder = root / naming.final_name(step)
     if not disk.is_folder(folder):
         return False
-    if not manifest.verify(folder, checksums=False, step=step):
+    if not manifest.defects(folder, checksums=False, step=step):
         return True
     named = tracker.tracked_step(root)
     return named is not None and named >= step

@@ -41,7 +41,8 @@ class Exchange:
     progress   is called with the number of bytes that were sent, received or written
     cancelled  is asked between tensors
     device     where the tensors of the framework lie
-    doubt      is called before anything is written, if some shards are not finite: with what they are, and
+    on_not_finite
+               is called before anything is written, if some shards are not finite: with what they are, and
                the ranks of `group` that gave them; what it raises ends the dump
     """
 
@@ -53,7 +54,7 @@ class Exchange:
     progress: Callable[[int], None] = field(default=lambda count: None)
     cancelled: Callable[[], bool] = field(default=lambda: False)
     device: Device = HOST
-    doubt: Callable[[str, Sequence[int]], None] = field(default=lambda what, ranks: None)
+    on_not_finite: Callable[[str, Sequence[int]], None] = field(default=lambda what, ranks: None)
 
     def check(self) -> None:
         """Raise DumpCancelled if the dump was abandoned."""

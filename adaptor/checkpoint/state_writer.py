@@ -57,7 +57,7 @@ def write_files(
     Each file is written and fsynced under a name that ends in the number of the `attempt`; its final name
     comes with the publish. So an abandoned attempt that still runs cannot touch the files of another.
 
-    Raises like `send_shards`, and what `exchange.doubt` raises; what was written is removed then.
+    Raises like `send_shards`, and what `exchange.on_not_finite` raises; what was written is removed then.
     """
     with torch.no_grad():
         files, not_finite = _contents(state, record, exchange)
@@ -82,15 +82,15 @@ def write_files(
 
 
 def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> tuple[Files, str]:
-    """Return the writers of all files and a text of what is not finite, after telling `exchange.doubt`."""
-    weights, worlds, doubts = _gathered(state, exchange)
+    """Return the writers of all files and a text of what is not finite, which `exchange` has been told."""
+    weights, worlds, found = _gathered(state, exchange)
     body, not_finite = _body(state, record, weights, worlds, exchange)
     if all(world is None for world in worlds):  # else its tensors have been looked at
         whole = [] if finite.all_finite(body.get("optimizer")) else ["the optimizer state"]
-        doubts += [(what, exchange.rank) for what in (*whole, *not_finite)]
-    if doubts:
-        exchange.doubt(finite.words([what for what, _ in doubts]), [rank for _, rank in doubts])
-    return _form(state).files(state, body, worlds), finite.words([what for what, _ in doubts] or not_finite)
+        found += [(what, exchange.rank) for what in (*whole, *not_finite)]
+    if found:
+        exchange.on_not_finite(finite.words([what for what, _ in found]), [rank for _, rank in found])
+    return _form(state).files(state, body, worlds), finite.words([what for what, _ in found] or not_finite)
 
 
 def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[Any], list[tuple[str, int]]]:
@@ -98,7 +98,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
     with the rank that gave it."""
     weights = Weights(exchange.device.to_host)
     worlds: list[Any] = []
-    doubts: list[tuple[str, int]] = []
+    found: list[tuple[str, int]] = []
     optimizers = chain(state.optimizer)
     first, total = 0, sum(shards.shard_of(optimizer)[1] for optimizer in optimizers)
     for position, (optimizer, live, _) in enumerate(state.chained):
@@ -106,7 +106,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
         if shards.is_sharded(optimizer):
             world = shards.gather(optimizer, position, exchange)
             weights.add_sharded(optimizer, world)
-            doubts += [
+            found += [
                 (f"shard {first + index} of {total} ({', '.join(keys)})", exchange.sources[position][index])
                 for index, keys in finite.bad_shards(optimizer, world).items()
             ]
@@ -116,7 +116,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
         first += shards.shard_of(optimizer)[1]
         worlds.append(world)
     shards.acknowledge(optimizers, exchange)
-    return weights, worlds, doubts
+    return weights, worlds, found
 
 
 def _body(

@@ -32,26 +32,26 @@ def tracker_text(root: Path) -> str:
 
 
 @disk.one_line
-def replace_tracker(root: Path, step: int) -> bool:
+def advance(root: Path, step: int) -> bool:
     """Let the tracker name `step`, unless it names a later one; return whether it was changed.
 
     `release` (a converted model to start from) counts as older than any step: the framework replaces it as
     well.
     """
     with locked(root):
-        return advance_tracker(root, step)
+        return advance_under_lock(root, step)
 
 
-def advance_tracker(root: Path, step: int) -> bool:
-    """Do what `replace_tracker` does, under a lock that is held."""
+def advance_under_lock(root: Path, step: int) -> bool:
+    """Do what `advance` does, under a lock that is held."""
     named = tracked_step(root)
     if named is not None and named >= step:
         return False
-    set_tracker(root, step)
+    set_under_lock(root, step)
     return True
 
 
-def set_tracker(root: Path, step: int) -> None:
+def set_under_lock(root: Path, step: int) -> None:
     """Let the tracker name `step`, whatever it names, under a lock that is held."""
     remove_drafts(root)  # of a process that died with the lock
     tracker = root / naming.TRACKER

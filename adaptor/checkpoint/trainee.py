@@ -159,7 +159,7 @@ class MegatronTrainee:
         holders = iter([ranks.index(holder) for holder in order.holders])
         counts = [shards.shard_of(inner)[1] for inner in step_record.chain(self.state.optimizer)]
 
-        def doubt(what: str, places: Sequence[int]) -> None:
+        def on_not_finite(what: str, places: Sequence[int]) -> None:
             if not run.as_is:
                 raise NotFiniteError(what, tuple(sorted({ranks[place] for place in places})))
 
@@ -171,7 +171,7 @@ class MegatronTrainee:
             device=self.device,
             progress=run.progress,
             cancelled=run.cancelled,
-            doubt=doubt,
+            on_not_finite=on_not_finite,
         )
         with self.device.beside():
             if run.rank != order.writer:

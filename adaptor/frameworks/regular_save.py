@@ -165,7 +165,7 @@ def _complete(save: _Save) -> None:
 
 def _publish(save: _Save) -> None:
     regular_folder.publish_regular(save.root, save.step, _generation())
-    tracker.replace_tracker(save.root, save.step)
+    tracker.advance(save.root, save.step)
 
 
 def _generation() -> str:

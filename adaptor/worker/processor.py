@@ -238,7 +238,7 @@ class Processor:
         threads.reserve.run(f"ttp-{name}", functools.partial(self._do, act, order))
 
     def _do(self, act: Callable[[T], None], order: T) -> None:
-        """Run `act`, and report its error, because the controller waits for the answer."""
+        """Run `act`; after an error the order stays unanswered, and its time limit decides."""
         try:
             act(order)
         except Exception as error:

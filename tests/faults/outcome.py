@@ -35,7 +35,7 @@ def assert_saved(root: Path, step: int) -> Path:
     assert steps_in(root)[-1] == step
     assert tracked(root) == str(step)
     folder = root / naming.final_name(step)
-    assert manifest.verify(folder) == []
+    assert manifest.defects(folder) == []
     return folder
 
 

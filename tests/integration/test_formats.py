@@ -75,6 +75,6 @@ def test_an_asynchronous_save(tmp_path: Path, baseline_of: BaselineOf) -> None:
     assert ended.code == 0, ended.log[-3000:]
     steps = outcome.steps_in(save)
     assert {6, ITERATIONS} <= set(steps) <= {3, 6, ITERATIONS}, "nobody waits for the save of step 3"
-    assert [manifest.verify(save / f"iter_{step:07d}") for step in steps] == [[]] * len(steps)
+    assert [manifest.defects(save / f"iter_{step:07d}") for step in steps] == [[]] * len(steps)
     outcome.assert_saved(save, ITERATIONS)
     outcome.assert_same_training(ended, baseline.records)

@@ -36,7 +36,7 @@ def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, basel
     assert ended.code == 137
     assert job.save is not None
     assert outcome.steps_in(job.save) == [3, 6]
-    assert manifest.verify(job.save / "iter_0000003") == []
+    assert manifest.defects(job.save / "iter_0000003") == []
     assert_last_words(job.save, 6, baseline)
     outcome.assert_same_training(ended, baseline.records, steps=range(1, 7))
     if phase == "save-named":

@@ -85,7 +85,7 @@ def test_parts_make_a_checkpoint_that_torch_loads(tmp_path: Path) -> None:
     names = [".metadata", "__10_0.distcp", "__2_0.distcp"]
     assert [entry.path for entry in manifest.read(final).files] == names
     assert sorted(path.name for path in final.iterdir()) == sorted([*names, "ttp_manifest.json"])
-    assert manifest.verify(final) == []
+    assert manifest.defects(final) == []
     loaded = sharded.load(final)
     assert torch.equal(loaded["weight"], WHOLE)
     assert (loaded["states/2"], loaded["states/10"]) == ({"rank": 2}, {"rank": 10})
@@ -138,7 +138,7 @@ def test_publishing_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     publish.publish(tmp_path, 3, entries, {}, 2)
     final = tmp_path / "iter_0000003"
-    assert manifest.verify(final) == []
+    assert manifest.defects(final) == []
     assert (final / METADATA).exists()
     assert torch.equal(sharded.load(final)["weight"], WHOLE)
     assert tracker.tracked_step(tmp_path) == 3

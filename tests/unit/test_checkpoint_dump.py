@@ -185,7 +185,7 @@ def test_shards_make_a_whole_wherever_they_come_from(
         "mp_rank_00/distrib_optim.pt",
         "mp_rank_00/model_optim_rng.pt",
     ]
-    assert manifest.verify(root) == []
+    assert manifest.defects(root) == []
     state = load(root / "mp_rank_00/distrib_optim.pt")
     assert list(state) == ["buckets_coalesced", 0]
     world = state[0][(torch.bfloat16, torch.float32)]

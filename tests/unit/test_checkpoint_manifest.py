@@ -31,7 +31,7 @@ def _folder(path: Path, **files: bytes) -> Manifest:
 def test_a_manifest_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     made = _folder(tmp_path, a=b"one", b=b"")
     assert manifest.read(tmp_path) == made
-    assert manifest.verify(tmp_path) == []
+    assert manifest.defects(tmp_path) == []
 
 
 def test_every_kind_of_damage_is_named(tmp_path: Path) -> None:
@@ -40,18 +40,18 @@ def test_every_kind_of_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"long")
     (tmp_path / "changed").write_bytes(b"abd")
     (tmp_path / "unknown").write_bytes(b"is fine")
-    text = "\n".join(manifest.verify(tmp_path))
+    text = "\n".join(manifest.defects(tmp_path))
     assert "gone: missing" in text
     assert "short: 4 bytes, the manifest says 11" in text
     assert "changed: checksum differs" in text
-    assert len(manifest.verify(tmp_path)) == 3
-    assert len(manifest.verify(tmp_path, checksums=False)) == 2
+    assert len(manifest.defects(tmp_path)) == 3
+    assert len(manifest.defects(tmp_path, checksums=False)) == 2
 
 
 def test_a_file_without_a_checksum_is_compared_by_size(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     (tmp_path / naming.MANIFEST).write_bytes(Manifest.now(1, [FileEntry("a", 3, None)], {}, 1).encode())
-    assert manifest.verify(tmp_path) == []
+    assert manifest.defects(tmp_path) == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1, "step": 1}', '{"format": 99}'])
@@ -60,11 +60,11 @@ def test_a_damaged_manifest_is_one_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         manifest.read(tmp_path)
     assert "\n" not in str(caught.value)
-    assert manifest.verify(tmp_path) == [str(caught.value)]
+    assert manifest.defects(tmp_path) == [str(caught.value)]
 
 
 def test_a_missing_manifest_is_a_problem(tmp_path: Path) -> None:
-    assert "cannot be read" in manifest.verify(tmp_path)[0]
+    assert "cannot be read" in manifest.defects(tmp_path)[0]
 
 
 def test_torch_saves_the_same_bytes_through_it(tmp_path: Path) -> None:

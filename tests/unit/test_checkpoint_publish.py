@@ -125,12 +125,12 @@ def tracked(root: Path) -> str:
 def check_promises(root: Path) -> None:
     """What must hold at any time, whatever crashed before."""
     assert content_of(root, OLDER) == b"oldermp_rank_00/model.pt"
-    assert manifest.verify(root / naming.final_name(OLDER)) == []
+    assert manifest.defects(root / naming.final_name(OLDER)) == []
     named = int(tracked(root))
     assert named in (OLDER, STEP)
     assert named_is_there(root, named)
     if (root / naming.final_name(STEP)).is_dir() and is_sound(root):
-        assert manifest.verify(root / naming.final_name(STEP)) == []
+        assert manifest.defects(root / naming.final_name(STEP)) == []
 
 
 def named_is_there(root: Path, named: int) -> bool:
@@ -188,7 +188,7 @@ def test_a_dump_gets_its_name_and_the_tracker_names_it(root: Path) -> None:
         naming.MANIFEST,
     ]
     assert not (final / "mp_rank_07").exists()
-    assert manifest.verify(final) == []
+    assert manifest.defects(final) == []
     read = manifest.read(final)
     assert (read.step, read.world_size, read.groups) == (STEP, 2, {"dense": {"0": 1}})
     assert tracked(root) == "20"
@@ -216,7 +216,7 @@ def recover_by_a_new_save(root: Path) -> None:
         (root / naming.regular_name(STEP)).mkdir()
         write(root / naming.regular_name(STEP), b"again")
     regular_folder.publish_regular(root, STEP)
-    tracker.replace_tracker(root, STEP)
+    tracker.advance(root, STEP)
     assert tracked(root) == "20"
 
 
@@ -500,7 +500,7 @@ def test_an_agent_that_stopped_while_it_published_comes_back_late(root: Path) ->
         disk.write(late, naming.MANIFEST, b"late")
     check_promises(root)
     assert left_over(root) == []
-    assert manifest.verify(root / naming.final_name(STEP)) == []
+    assert manifest.defects(root / naming.final_name(STEP)) == []
 
 
 def test_who_is_late_finds_what_another_one_has_published(root: Path) -> None:

@@ -400,11 +400,11 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 def test_the_tracker_is_not_written_through_a_link(root: Path, victim: Path) -> None:
     for name in (f"{naming.TRACKER}.tmp", naming.LOCK, f"{naming.TRACKER}.30.saving"):
         (root / name).symlink_to(victim)
-    assert tracker.replace_tracker(root, 30)
+    assert tracker.advance(root, 30)
     assert tracker.tracked_step(root) == 30
     (root / naming.TRACKER).unlink()
     (root / naming.TRACKER).symlink_to(victim)
-    assert tracker.replace_tracker(root, 31)
+    assert tracker.advance(root, 31)
     assert not (root / naming.TRACKER).is_symlink()
 
 
@@ -443,13 +443,13 @@ def test_a_manifest_is_not_written_through_a_link(root: Path, victim: Path) -> N
         file.write(b"mine")
     (made / naming.MANIFEST).symlink_to(victim)
     publish.publish(root, 30, [file.entry("model.pt")], {}, 1)
-    assert manifest.verify(root / folder(30)) == []
+    assert manifest.defects(root / folder(30)) == []
     saving = root / naming.regular_name(40)
     regular_folder.prepare_regular(root, 40)
     (saving / "model.pt").touch()
     (saving / naming.MANIFEST).symlink_to(victim)
     regular_folder.publish_regular(root, 40)
-    assert manifest.verify(root / folder(40)) == []
+    assert manifest.defects(root / folder(40)) == []
 
 
 @pytest.mark.robustness("C1", LINK, NOT_FOLLOWED)
@@ -534,7 +534,7 @@ def held(path: Path) -> Iterator[None]:
 def test_a_lock_of_another_user_stops_no_save(root: Path, name: str) -> None:
     """One that others could open is none of ours."""
     with held(root / name):
-        assert tracker.replace_tracker(root, 30)
+        assert tracker.advance(root, 30)
         assert tracker.tracked_step(root) == 30
     assert tracker.tracked_step(root) == 30
     assert not (root / naming.LOCK).exists()
@@ -548,7 +548,7 @@ def test_a_lock_s_file_of_another_user_is_removed(root: Path) -> None:
     (root / naming.LOCK).touch(0o600)
     os.chown(root / naming.LOCK, OTHER_USER, OTHER_USER)
     with held(root / naming.LOCK):
-        assert tracker.replace_tracker(root, 30)
+        assert tracker.advance(root, 30)
 
 
 @pytest.mark.robustness(
@@ -557,7 +557,7 @@ def test_a_lock_s_file_of_another_user_is_removed(root: Path) -> None:
 @ODD
 def test_no_lock_but_something_else(root: Path, make: Callable[[Path], None]) -> None:
     make(root / naming.LOCK)
-    assert tracker.replace_tracker(root, 30)
+    assert tracker.advance(root, 30)
     assert not os.path.lexists(root / naming.LOCK)
 
 

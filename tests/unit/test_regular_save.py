@@ -118,7 +118,7 @@ def test_an_asynchronous_save_has_its_name_when_it_is_finalized(tmp_path: Path) 
     finalize()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", TRACKER]
     assert (tmp_path / TRACKER).read_text() == "3"
-    assert manifest.verify(tmp_path / "iter_0000003") == []
+    assert manifest.defects(tmp_path / "iter_0000003") == []
 
 
 def test_who_asks_for_a_folder_is_told_when_it_has_its_name() -> None:

@@ -275,7 +275,7 @@ def test_a_regular_save_is_known_by_its_sizes(root: Path) -> None:
     add_of_framework(root, 30)
     (root / folder(30)).rename(root / naming.regular_name(30))
     regular_folder.publish_regular(root, 30)
-    tracker.replace_tracker(root, 30)
+    tracker.advance(root, 30)
     assert resume(root) == ""
     os.truncate(root / folder(30) / FILES[1], 90)
     assert f"{FILES[1]}: 90 bytes" in resume(root)
