@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,11 @@ def always() -> bool:
     return True
 
 
+def is_awaited(rank: int) -> bool:
+    """Return whether a thread waits for the lifeline of a process of this rank to break."""
+    return any(thread.name == f"ttp-lifeline-{rank}" for thread in threading.enumerate())
+
+
 def test_a_new_process_takes_the_slot_of_a_dead_one(tmp_path: Path) -> None:
     async def act(node: Node) -> None:
         await node.begin(0, 1)
@@ -201,8 +207,10 @@ def test_a_new_process_takes_the_slot_of_a_dead_one(tmp_path: Path) -> None:
         board = node.workers.boards.read(1)  # type: ignore[union-attr]
         assert (board.pid, board.phase, board.finished) == (new.pid, Phase.RUNNING, 11)
         assert [message for message in node.heard if message.rank != 1] == []  # type: ignore[union-attr]
-        # Its lifeline is a new one: the death of its main thread is known before its status.
+        # Its lifeline is a new one. The loop stands still until it has broken: what tells of it is queued
+        # before the loop can see the status, with which nobody would be told of it any more.
         new.kill()
+        wait_until(lambda: not is_awaited(1), "its lifeline breaks")
         (dying,), (died,) = await node.told(Dying), await node.told(Died)
         assert (dying.rank, dying.board.pid, died.board.pid) == (1, new.pid, new.pid)
 
