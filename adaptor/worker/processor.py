@@ -275,7 +275,7 @@ class Processor:
             behind = session.board.finished < order.step
             keep = frozenset({self._store_port, order.store_port})
             wake = abort_gloo.Waker(keep)
-            session.bring_to(order.step, wake, order.timeout_s)
+            _bring_to(session, order, wake)
             past = session.from_local_copy(order.step)
             if behind or past:
                 self._note("from-the-local-copy" if past else "through-the-door", f"step {order.step}")
@@ -345,6 +345,27 @@ class Processor:
 def why_not(error: Exception) -> str:
     """Return why a rank cannot take part in an online recovery, in one line."""
     return text.say(error) if isinstance(error, CannotRejoinError) else text.describe(error)
+
+
+def _bring_to(session: Session, order: Dump, wake: Callable[[], int]) -> None:
+    """Bring this rank to the step of `order`; wake its main thread again and again meanwhile.
+
+    What is broken is broken whenever the main thread comes to it, and a wait that gloo has forgotten is only
+    known at a second look (`abort_gloo.Waker`).
+
+    Raises:
+        TimeoutError: the update was not done in the time of the order.
+        RuntimeError: an exception left the update.
+    """
+    until = time.monotonic() + order.timeout_s
+    while True:
+        left_s = max(0.0, until - time.monotonic())
+        try:
+            return session.bring_to(order.step, wake, min(abort_gloo.LOOK_S, left_s))
+        except TimeoutError:
+            if left_s <= abort_gloo.LOOK_S:
+                what = f"the update of step {order.step} was not done after {order.timeout_s:g} s"
+                raise TimeoutError(what) from None
 
 
 def _connect(

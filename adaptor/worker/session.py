@@ -21,7 +21,6 @@ from adaptor.errors import StepError
 from adaptor.protocol.board import Board
 from adaptor.protocol.messages import BoardRecord, Phase
 from adaptor.protocol.state_provider import Trainee
-from adaptor.worker.abort_gloo import LOOK_S
 from adaptor.worker.door import PUBLISH, Door, Unwind
 from adaptor.worker.loop_position import LoopPosition
 from adaptor.worker.pace import Pace
@@ -481,13 +480,9 @@ class Session:
         def over() -> bool:
             return self.board.finished >= step or self.board.phase is not Phase.READY
 
-        is_over, left_s = False, timeout_s
-        while not is_over and left_s >= 0:
-            if self.board.finished < step:
-                wake()  # the main thread may still hang in the barrier
-            is_over = self.door.wait_until(over, min(LOOK_S, left_s))
-            left_s = until - time.monotonic()
-        if not (is_over and self._updates_are_over(until)):
+        if self.board.finished < step:
+            wake()  # the main thread may still hang in the barrier
+        if not (self.door.wait_until(over, timeout_s) and self._updates_are_over(until)):
             raise TimeoutError(f"the update of step {step} was not done after {timeout_s:g} s")
         if self.board.finished < step:
             raise RuntimeError(f"an exception left the update of step {step}")
