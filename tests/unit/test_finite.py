@@ -67,7 +67,7 @@ def _dump(tmp_path: Path, spoilt: int, key: str, value: float, doubt: Callable[.
         state_writer.send_shards(part(1).state, 1, Exchange(group, 0, [[1, 0]]))
 
     def writer(group: Any) -> Any:
-        exchange = Exchange(group, 1, [[1, 0]], doubt=doubt)
+        exchange = Exchange(group, 1, [[1, 0]], on_not_finite=doubt)
         return state_writer.write_files(part(0).state, RECORD, exchange, tmp_path, 1)
 
     return together(tmp_path, [sender, writer])
@@ -106,7 +106,7 @@ def test_an_optimizer_without_shards(tmp_path: Path) -> None:
         state_dict=lambda: {"optimizer": {"state": {0: {"exp_avg": exp_avg}}, "param_groups": [{}]}},
     )
     heard: list[Any] = []
-    exchange = Exchange(None, 0, [[0]], doubt=lambda *what: heard.append(what))
+    exchange = Exchange(None, 0, [[0]], on_not_finite=lambda *what: heard.append(what))
     state = training_state.TrainingState([model], optimizer, None, "mp_rank_00")
     written = state_writer.write_files(state, replace(RECORD, buffers=()), exchange, tmp_path, 1)
     assert heard == [("the optimizer state is not finite", [0])]

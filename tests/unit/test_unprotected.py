@@ -223,7 +223,11 @@ def test_switched_off_nothing_is_seen(warm_launcher: Launcher) -> None:
 
 
 NAMES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_HCCL_ASYNC_ERROR_HANDLING")
-SHOW = f"import os\n{{start}}\nprint(*map(os.environ.get, {NAMES}), flush=True)\n"
+# In one write: print makes several, and a line of ours may come between them.
+SHOW = (
+    f"import os\n{{start}}\n"
+    f"os.write(1, (' '.join(map(str, map(os.environ.get, {NAMES}))) + '\\n').encode())\n"
+)
 
 
 @pytest.mark.robustness(
