@@ -350,7 +350,8 @@ class Incident:
         return self._order_dump(again) if again.step == self.step else self._begin(again)
 
     def _decide_when_frozen(self) -> Orders:
-        return self._choose() if self.state.stage is Stage.FREEZING and self.freeze_state.is_over else []
+        is_frozen = self.state.stage is Stage.FREEZING and self.freeze_state.is_over
+        return self._recover_or_save() if is_frozen else []
 
     def _go_on_without_layouts(self, now: float) -> Orders:
         """Ask those who are there: they know whether a step has finished."""
@@ -359,8 +360,8 @@ class Incident:
         self.freeze_state.hurry(now + STUCK_S)
         return self._freeze()
 
-    def _choose(self) -> Orders:
-        """Take the newest step that there is now: go on from it, or save it."""
+    def _recover_or_save(self) -> Orders:
+        """Take the newest step that there is: recover online from it, or begin to save it for a restart."""
         decision = choose(self.state, self.freeze_state, self.writing)
         if not isinstance(decision, Plan):
             return self._end(decision)
@@ -423,7 +424,7 @@ class Incident:
     def _dump_again(self) -> Orders:
         """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
         again = self.writing.rest(self.state.boards)
-        return self._choose() if isinstance(again, NoPlan) else self._order_dump(again)
+        return self._recover_or_save() if isinstance(again, NoPlan) else self._order_dump(again)
 
     def _order_dump(self, again: Plan) -> Orders:
         self.writing.begin_attempt(again)

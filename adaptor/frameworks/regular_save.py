@@ -1,4 +1,8 @@
-"""The regular save that each thread may be in, and those that other processes go on writing."""
+"""Makes the framework's regular saves (`--save-interval`) atomic.
+
+Each thread may be in one; others go on in background processes. The framework writes into a temporary folder;
+when it comes to write its tracker, the folder gets its final name first.
+"""
 
 from __future__ import annotations
 

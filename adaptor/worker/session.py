@@ -395,14 +395,14 @@ class Session:
         self._take_snapshot(updated=True)
         self.board.ready(self._step)
         if not trainee.has_local_copy:
-            self._meet_the_others(trainee)
+            self._wait_at_the_barrier(trainee)
         try:
             self.door.enter(self._step)
         except Unwind:
             self.board.turn_back()
             raise
 
-    def _meet_the_others(self, trainee: Trainee) -> None:
+    def _wait_at_the_barrier(self, trainee: Trainee) -> None:
         try:
             # Behind a closed door this rank may have told that it was not READY yet. Then nobody may begin
             # the update, so the barrier must not be passed.

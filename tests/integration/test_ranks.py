@@ -28,7 +28,7 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(
     assert line.startswith(f"[ttp] rank {rank} was ended by SIGKILL; step 5 is saved")
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, 2, 3])
 def test_an_exception_in_a_rank(rank: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
     job = Job(
         tmp_path / "job",

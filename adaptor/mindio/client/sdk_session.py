@@ -60,7 +60,7 @@ class MindioSession(Session):
             self.sdk.tft_start_copy_os()
             self._copy_state(trainee)
         else:
-            self._meet_the_others(trainee)
+            self._wait_at_the_barrier(trainee)
         self.board.updating(copied=trainee.has_local_copy)
         self.sdk.tft_start_updating_os(self._step - 1 if trainee.has_local_copy else -1)
 
