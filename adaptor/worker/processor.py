@@ -64,9 +64,9 @@ EXIT_SURVIVOR = 0
 EXIT_ORPHAN = 76
 # The exit code of a worker that no longer reads its agent's orders, because of an error of ours.
 EXIT_DEAF = 77
-# Threads that an incident needs: to freeze, to look at the main thread or at its device, to dump, and one for
-# what hangs.
-RESERVE = 4
+# Threads that an incident needs: to freeze, to look at the main thread or at its device, to dump, one for
+# what hangs, and one in which the main thread may wait for a message (`adaptor.waits`).
+RESERVE = 5
 # Descriptors that an incident needs: the files of some groups, and sockets to the holders of their shards.
 DESCRIPTORS = 32
 # The time for the last lines: shorter than the agent waits for the worker's end, if a terminal blocks.
