@@ -72,6 +72,7 @@ class Job:
         nodes: int = 1,
         network: Namespaces | None = None,
         tp: int = 1,
+        precision: str = "bf16",
         warm: bool = False,
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
@@ -114,6 +115,7 @@ class Job:
             load=self.save,
             save_interval=save_interval,
             tp=tp,
+            precision=precision,
             distributed_optimizer=distributed,
             extra=extra,
         )

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Any
 
 from adaptor.protocol.environment import NEWCOMER
 from tests.faults import cgroups, disks, namespaces
@@ -48,6 +49,16 @@ PHASES = {
     "dump-write": "while this rank writes last words",
     "dump-written": "when this rank has written last words (on a rank that writes)",
 }
+# Of an online recovery.
+ONLINE = {
+    "regroup": "when this rank is told to leave its loop for an online recovery",
+    "give": "when this rank gives a shard to a new process",
+    "get": "in a new process, when it is given a shard",
+    "exchange": "when this rank makes its process groups anew",
+    "joined": "when this rank has come back to the step",
+    "resume": "when this rank is told that all go on",
+}
+PHASES |= ONLINE
 KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")
 # The kernel kills it for want of memory; where no group with a limit was made, by the same signal.
 KINDS += ("oom",)
@@ -81,6 +92,11 @@ SHORT_CUT_S = 0.3
 AGENT_PAUSE_S = 7.0
 
 
+# In the place of a generation: of each process that takes the place of a rank in an online recovery; of any
+# process of the rank, once in the job.
+NEWCOMERS, ONCE = -1, -2
+
+
 class InjectedError(Exception):
     """What the kind `exception` raises."""
 
@@ -89,7 +105,9 @@ class InjectedError(Exception):
 class Fault:
     """One SPEC; without a step it strikes when its phase is reached for the first time.
 
-    heals  milliseconds after which a network that is cut is mended; None: never
+    restart  the generation of the workers; or NEWCOMERS, or ONCE
+    heals    milliseconds after which a network that is cut is mended; None: never
+    since    not before this step; a newcomer counts as in the step of the newest fault
     """
 
     rank: int
@@ -100,6 +118,7 @@ class Fault:
     also: int | None = None
     restart: int = 0
     heals: int | None = None
+    since: int | None = None
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES or self.kind not in KINDS:
@@ -112,7 +131,7 @@ class Fault:
         return cls(phase=words["phase"], kind=words["kind"], **numbers)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        fields = ("rank", "step", "phase", "kind", "code", "also", "restart", "heals")
+        fields = ("rank", "step", "phase", "kind", "code", "also", "restart", "heals", "since")
         return ",".join(f"{name}={getattr(self, name)}" for name in fields if getattr(self, name) is not None)
 
 
@@ -122,11 +141,21 @@ class Injector:
     def __init__(self, faults: list[Fault], stamp: Path | None) -> None:
         self._rank = int(os.environ["RANK"])
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        if NEWCOMER in os.environ:  # the fault has struck the process whose place this one takes
-            restart = -1
-        self._faults = [fault for fault in faults if fault.rank == self._rank and fault.restart == restart]
-        self._stamp = stamp
+        struck: list[dict[str, Any]] = []
+        if stamp is not None and stamp.exists():
+            struck = [json.loads(line) for line in stamp.read_text().splitlines()]
         self.step = 0
+        if NEWCOMER in os.environ:  # the fault has struck the process whose place this one takes
+            restart = NEWCOMERS
+            self.step = max((line["step"] for line in struck), default=0)
+        self._faults = [fault for fault in faults if fault.rank == self._rank and fault.restart == restart]
+        over = {line["fault"] for line in struck}
+        self._faults += [
+            fault
+            for fault in faults
+            if fault.rank == self._rank and fault.restart == ONCE and str(fault) not in over
+        ]
+        self._stamp = stamp
         self.saving = False
 
     def expects(self, phase: str) -> bool:
@@ -135,7 +164,7 @@ class Injector:
     def reach(self, phase: str) -> None:
         """Strike if a fault is due."""
         for fault in self._faults:
-            if fault.phase == phase and fault.step in (None, self.step):
+            if fault.phase == phase and fault.step in (None, self.step) and self.step >= (fault.since or 0):
                 self._faults.remove(fault)
                 self._strike(fault)
 
@@ -148,6 +177,7 @@ class Injector:
                 "phase": fault.phase,
                 "kind": fault.kind,
                 "restart": fault.restart,
+                "fault": str(fault),
                 "spare": _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else 0,
             }
             descriptor = os.open(self._stamp, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -102,6 +102,12 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
         before("dump-gather", "adaptor.checkpoint.shards", act)
     after("dump-write", "adaptor.checkpoint.hashing", "HashingFile.write")
     after("dump-written", "adaptor.checkpoint.state_writer", "write_files")
+    before("regroup", "adaptor.online.rejoin", "Rejoin.regroup")
+    before("give", "adaptor.online.transfer", "Line.send_tensors")
+    before("get", "adaptor.online.transfer", "Line.receive_tensors")
+    before("exchange", "adaptor.online.groups", "Groups.exchange")
+    after("joined", "adaptor.worker.session", "Session.begin_again")
+    before("resume", "adaptor.online.rejoin", "Rejoin.resume")
     if injector.expects("update"):
         _watch_updates(injector)
     if injector.expects("copy"):

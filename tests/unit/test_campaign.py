@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.faults.fault import Fault
+from tests.faults.fault import NEWCOMERS, ONCE, Fault
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -96,3 +97,49 @@ def test_kills_alone_are_those_of_the_first_campaign(schedules: ModuleType) -> N
         base = one.at(base, 0).fault.step
         steps.append(base)
     assert steps[-1] == 770
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _online
+
+    return _online
+
+
+def test_a_seed_draws_the_faults_of_online_jobs(online: ModuleType) -> None:
+    cuts, kinds = list(online.LAYOUTS), list(online.KINDS)
+    drawn = list(itertools.islice(online.draw(1, cuts, 0.4, kinds), 200))
+    assert drawn == list(itertools.islice(online.draw(1, cuts, 0.4, kinds), 200))
+    assert {one.cut for one in drawn} == set(cuts)
+    planned = [one for job in drawn for one in job.planned]
+    assert {one.fault.kind for one in planned} == set(kinds)
+    seconds = {(one.second.restart, one.second.phase) for one in planned if one.second}
+    assert seconds == {
+        *((ONCE, phase) for phase in online.OF_SURVIVORS),
+        *((NEWCOMERS, phase) for phase in online.OF_NEWCOMERS),
+    }
+    for job in drawn:
+        steps = [one.fault.step for one in job.planned]
+        assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(steps))
+        assert steps[-1] < online.STEPS
+        assert [Fault.parse(str(fault)) for fault in job.faults] == job.faults
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reason", "outcome"),
+    [
+        ("resumed", "", "online"),
+        ("saved", "rank 1 has died; not recovered online: it was late; step 5 saved", "restart"),
+        ("saved", "rank 1 has died", "failed"),
+        ("lost", "shard 1 has no live holder", "failed"),
+    ],
+)
+def test_what_became_of_an_online_recovery(
+    verdict: str, reason: str, outcome: str, online: ModuleType
+) -> None:
+    report = {"verdict": verdict, "reason": reason}
+    (job,) = itertools.islice(online.draw(1, ["dp2"], 0.0, ["sigkill"]), 1)
+    assert online.outcome_of(job, report, [Fault(1, "backward", "sigkill")])[0] == outcome
+    both = [Fault(1, "backward", "sigkill"), Fault(0, "freeze", "sigkill")]
+    assert online.outcome_of(job, {"verdict": "lost", "reason": ""}, both)[0] == "explained"

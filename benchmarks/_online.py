@@ -1,0 +1,214 @@
+"""What happens in a campaign of online recovery, drawn from a seed, and what became of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import _bench  # noqa: F401  (puts the root on the path)
+from _job import Job
+from _layouts import CUTS, Cut
+from _schedule import CHOICE, HANGS, LEARNT, ON_RANK_0, SAVE_INTERVAL
+
+from tests.faults import harness
+from tests.faults.fault import NEWCOMERS, ONCE, Fault
+
+# The layouts of the other campaign, and those that only process groups and buckets make different.
+LAYOUTS: Mapping[str, Cut] = {
+    **{name: cut for name, cut in CUTS.items() if cut.nodes == 1},
+    "vpp2-dp2": Cut(harness.VPP2_DP2),
+    "moe-dp4-ep2": Cut(harness.MOE_EP2),
+    "moe-dp4-ep2-mirror": Cut(harness.MOE_EP2_MIRROR),
+    "dp2-overlap": Cut(harness.DP2_OVERLAP),
+    "dp3-overlap": Cut(harness.DP3_OVERLAP),
+    "dp2-fp16": Cut(harness.DP2_FP16),
+    "dp2-fp32": Cut(harness.DP2_FP32),
+    "tp2-dp2-sequence": Cut(harness.TP2_DP2_SP),
+}
+# Who holds what there is not worked out: a state that is lost after one death is a failure.
+UNKNOWN = ("moe-dp4-ep2", "moe-dp4-ep2-mirror")
+STEPS = 36
+# So many faults strike a job: with as many recoveries as one generation of workers may have, it restarts.
+MOST = 6
+# How often each kind of fault is drawn.
+KINDS: Mapping[str, int] = {
+    "sigkill": 7,
+    "sigsegv": 1,
+    "oom": 1,
+    "os._exit": 2,
+    "sys.exit": 1,
+    "exception": 4,
+    "nan": 1,
+    "deadlock": 1,
+    "sigstop": 1,
+    "holds-the-gil": 1,
+}
+# Of second faults: where they strike a survivor, and where a new process.
+OF_SURVIVORS = ("freeze", "regroup", "give", "exchange", "joined", "resume")
+OF_NEWCOMERS = ("start", "get", "exchange", "joined", "resume")
+SECOND = ("sigkill", "sigkill", "sigkill", "os._exit", "sigstop")
+TWO_AT_ONCE = 0.1
+ONLINE, RESTART, EXPLAINED, FAILED = OUTCOMES = ("online", "restart", "explained", "failed")
+WHY = "not recovered online: "
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A fault, and a second one in the incident that it opens."""
+
+    fault: Fault
+    second: Fault | None
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [self.fault] if self.second is None else [self.fault, self.second]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A job: its layout, and the faults that are to strike it, one after another."""
+
+    number: int
+    cut: str
+    planned: tuple[Planned, ...]
+    spares: int
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [fault for one in self.planned for fault in one.faults]
+
+
+def draw(seed: int, cuts: Sequence[str], share: float, kinds: Sequence[str]) -> Iterator[Drawn]:
+    """Jobs without end; a `share` of their faults is followed by a second one."""
+    source, number = random.Random(seed), 0
+    while True:
+        name = cuts[number % len(cuts)]
+        yield Drawn(number, name, tuple(_faults(source, LAYOUTS[name], share, kinds)), source.randint(0, 1))
+        number += 1
+
+
+def _faults(source: random.Random, cut: Cut, share: float, kinds: Sequence[str]) -> Iterator[Planned]:
+    step = 1
+    for _ in range(MOST):
+        phase, kind = source.choice(CHOICE), source.choice(kinds)
+        if phase == "gather" and not cut.layout.distributed_optimizer:
+            phase = "update"  # nothing is gathered
+        if kind in HANGS and (phase == "between" or phase.startswith("save")):
+            kind = "sigkill"  # there only the framework's own time-outs tell
+        if kind == "nan" and phase not in ("data", "forward", "backward"):
+            kind = "exception"  # afterwards the framework itself would save it
+        step += source.randint(3, 5) + (LEARNT if kind in HANGS else 0)
+        if phase.startswith("save"):
+            step += -step % SAVE_INTERVAL
+        rank = 0 if phase in ON_RANK_0 else source.randrange(cut.ranks)
+        fault = Fault(rank, phase, kind, step=step, restart=ONCE, code=source.choice((0, 7)))
+        others = [one for one in range(cut.ranks) if one != rank]
+        second = None
+        chance = source.random()
+        if chance < share:
+            second = _second(source, fault, others)
+        elif kind == "sigkill" and chance > 1 - TWO_AT_ONCE:
+            fault = replace(fault, also=source.choice(others))
+        if step > STEPS - 2:
+            return
+        yield Planned(fault, second)
+
+
+def _second(source: random.Random, first: Fault, others: Sequence[int]) -> Fault:
+    kind, code = source.choice(SECOND), 7
+    if first.kind != "exception" and source.random() < 0.4:
+        phase = source.choice(OF_NEWCOMERS)
+        return Fault(first.rank, phase, kind, restart=NEWCOMERS, since=first.step, code=code)
+    phase = source.choice(OF_SURVIVORS)
+    kind = "exception" if phase == "give" and source.random() < 0.5 else kind
+    return Fault(source.choice(others), phase, kind, restart=ONCE, since=first.step, code=code)
+
+
+@dataclass(frozen=True)
+class Incident:
+    """An incident and what became of it.
+
+    struck    the faults that struck in it, in words
+    outcome   online; restart: last words of the newest finished step, and all started again; explained: no
+              holder of a shard was left; failed: anything else
+    why       of a restart: why not online
+    seconds   from the fault until all were told to go on; 0 where it was not online
+    """
+
+    cut: str
+    struck: tuple[str, ...]
+    kind: str
+    phase: str
+    outcome: str
+    why: str
+    seconds: float
+    step: int
+
+
+def incidents(drawn: Drawn, job: Job) -> list[Incident]:
+    """Return what became of each incident of a job that has ended, in their order."""
+    stamps, found = job.struck(), []
+    faults = {str(fault): fault for fault in drawn.faults}
+    for report in job.incidents():
+        until = float(report["events"][-1]["t"])
+        here = [stamp for stamp in stamps if stamp["time"] <= until]
+        stamps = [stamp for stamp in stamps if stamp["time"] > until]
+        struck = [faults[stamp["fault"]] for stamp in here]
+        first = struck[0] if struck else None
+        outcome, why = outcome_of(drawn, report, struck)
+        found.append(
+            Incident(
+                drawn.cut,
+                tuple(map(str, struck)),
+                first.kind if first else "",
+                first.phase if first else "",
+                outcome,
+                why,
+                until - here[0]["time"] if here and outcome == ONLINE else 0.0,
+                int(report["step"]),
+            )
+        )
+    return found
+
+
+def outcome_of(drawn: Drawn, report: Mapping[str, Any], struck: Sequence[Fault]) -> tuple[str, str]:
+    """Return what became of the incident of `report`, in which the faults `struck` struck, and why."""
+    verdict, reason = str(report["verdict"]), str(report["reason"])
+    if not struck:
+        return FAILED, f"no fault of ours: {reason}"
+    if verdict == "resumed":
+        return ONLINE, ""
+    if verdict == "saved":
+        _, found, why = reason.partition(WHY)
+        return (RESTART, why.partition("; step")[0]) if found else (FAILED, reason)
+    deaths = len({fault.rank for fault in struck}) + sum(fault.also is not None for fault in struck)
+    survives = deaths < 2 if drawn.cut in UNKNOWN else LAYOUTS[drawn.cut].survives(struck)
+    return (FAILED if survives else EXPLAINED), reason
+
+
+def differences(reference: Job, job: Job, left: Collection[int]) -> list[str]:
+    """Return what a job has recorded that is not, bit for bit, what the undisturbed run has, a line each.
+
+    Args:
+        left: steps that an incident has left: the ranks that a fault struck in them have recorded nothing.
+    """
+    known = {
+        (rank, line["iteration"]): (line["losses"], line["grad_norm"], line["skipped"])
+        for rank, found in reference.records().items()
+        for line in found
+    }
+    seen, wrong = set(), []
+    for rank, found in job.records().items():
+        for line in found:
+            key = (rank, line["iteration"])
+            seen.add(key)
+            if known.get(key) != (line["losses"], line["grad_norm"], line["skipped"]):
+                wrong.append(f"rank {rank}, step {key[1]}: not as in the undisturbed run")
+    missing = [
+        f"rank {rank} has not recorded step {step}"
+        for rank, step in sorted(known.keys() - seen)
+        if step not in left
+    ]
+    return wrong + missing

@@ -1,0 +1,114 @@
+"""The page of a campaign of online recovery for docs/."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from _bench import table
+from _online import EXPLAINED, FAILED, KINDS, LAYOUTS, ONLINE, OUTCOMES, RESTART, Incident
+from _schedule import CHOICE
+
+from tests.faults.fault import NEWCOMERS, PHASES, Fault
+
+WHAT = """\
+Jobs of many layouts train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun --ttp-online 60`.
+Each is hit by up to six faults, one after another: of a random kind, at a random rank, step and phase, often
+followed by a second one in the recovery that the first has begun, in a survivor or in the new process.
+
+- {online}: only failed ranks got a new process, or nobody; no step was lost.
+- {restart}: last words of the newest finished step, and all started again; the last table says why.
+- {explained}: no holder of some shard was left, and the last line said so.
+- {failed}: anything else.
+
+Every job had to come to its last step. Every loss and grad norm of every rank, and the checkpoint at its end,
+were compared bit for bit with a run of the unmodified framework without faults. Half of the jobs have a spare
+on each node, the others start a cold process. Cells count {online} / {restart} / {explained}, then what
+{failed}, if anything did."""
+
+
+def page(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
+    """Return `tables` and `summary` as they were printed; `command` makes all of it again."""
+    parts = [
+        "# A campaign of random faults, recovered online",
+        WHAT.format(online=ONLINE, restart=RESTART, explained=EXPLAINED, failed=FAILED),
+        f"    {command}",
+        f"On {where}, {time.strftime('%Y-%m-%d')}.",
+        "\n".join(f"- {line}" for line in summary),
+        *tables,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def tables_of(found: Sequence[Incident], jobs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return the tables, and the lines that sum them up."""
+    records: Counter[str] = Counter()
+    for one in jobs:
+        records[one["cut"]] += one["records"]
+    count = Counter(one.outcome for one in found)
+    summary = [
+        f"{len(found)} incidents in {len(jobs)} jobs: "
+        + ", ".join(f"{count[name]} {name}" for name in OUTCOMES)
+        + f"; a second fault struck in {sum(len(one.struck) > 1 for one in found)} of them.",
+        f"{sum(records.values())} records (loss, grad norm) and {len(jobs)} last checkpoints were compared.",
+        f"Jobs that failed: {sum(bool(one['problems']) for one in jobs)}.",
+    ]
+    if times := sorted(one.seconds for one in found if one.seconds):
+        middle = statistics.median(times)
+        summary.append(
+            f"From the fault until all go on: {middle:.2f} s (median; {times[0]:.2f} to {times[-1]:.2f})."
+        )
+    summary += [f"PROBLEM: {problem}" for one in jobs for problem in one["problems"]]
+    whys = Counter(one.why for one in found if one.outcome == RESTART)
+    reasons = table(["why all were started again", "incidents"], [[why, n] for why, n in whys.most_common()])
+    return [_phase_table(found), _second_table(found), _layout_table(found, records), reasons], summary
+
+
+def _cell(found: Sequence[Incident]) -> str:
+    if not found:
+        return "–"
+    count = Counter(one.outcome for one in found)
+    failed = f", {count[FAILED]} {FAILED}" if count[FAILED] else ""
+    return f"{count[ONLINE]} / {count[RESTART]} / {count[EXPLAINED]}{failed}"
+
+
+def _phase_table(found: Sequence[Incident]) -> str:
+    kinds = [kind for kind in KINDS if any(one.kind == kind for one in found)]
+    rows = []
+    for phase in [*CHOICE, ""]:
+        here = [one for one in found if phase in ("", one.phase)]
+        times = [one.seconds for one in here if one.seconds]
+        rows.append(
+            [
+                PHASES[phase] if phase else "all",
+                *(_cell([one for one in here if one.kind == kind]) for kind in kinds),
+                _cell(here),
+                f"{statistics.median(times):.2f}" if times else "–",
+            ]
+        )
+    return table(["the fault strikes", *kinds, "all", "fault to all going on, s (median)"], rows)
+
+
+def _second_table(found: Sequence[Incident]) -> str:
+    seconds: dict[str, list[Incident]] = {}
+    for one in found:
+        for text in one.struck[1:]:
+            fault = Fault.parse(text)
+            who = "the new process" if fault.restart == NEWCOMERS else "a survivor"
+            seconds.setdefault(f"{who}: {PHASES[fault.phase]}", []).append(one)
+    return table(
+        ["the second fault strikes", "incidents"],
+        [[words, _cell(seconds[words])] for words in sorted(seconds)],
+    )
+
+
+def _layout_table(found: Sequence[Incident], records: Counter[str]) -> str:
+    rows = [
+        [name, cut.words, _cell([one for one in found if one.cut == name]), records[name]]
+        for name, cut in LAYOUTS.items()
+        if any(one.cut == name for one in found)
+    ]
+    return table(["layout", "", "incidents", "records as in the undisturbed run"], rows)
