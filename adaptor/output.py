@@ -164,9 +164,22 @@ def divert_logging() -> None:
     logging.lastResort = logging.StreamHandler(_TOLD)
     logging.lastResort.setLevel(logging.WARNING)
     names = [None, *logging.root.manager.loggerDict]
-    for handler in [handler for name in names for handler in logging.getLogger(name).handlers]:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
-            handler.setStream(_TOLD)
+    for logger in map(logging.getLogger, names):
+        for place, handler in enumerate(logger.handlers):
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
+                logger.handlers[place] = _told_instead_of(handler)
+
+
+def _told_instead_of(handler: logging.StreamHandler[_Told]) -> logging.Handler:
+    """Return the handler, or, where its stream cannot be set (dill has such a one), another one like it."""
+    try:
+        handler.setStream(_TOLD)
+    except AttributeError:
+        another = logging.StreamHandler(_TOLD)
+        another.setLevel(handler.level)
+        another.setFormatter(handler.formatter)
+        return another
+    return handler
 
 
 class _Told(io.TextIOBase):

@@ -101,3 +101,20 @@ def test_a_job_that_hangs_is_waited_for_only_so_long() -> None:
     assert not writer.drain(0.01)
     go.set()
     assert writer.close(LONG_S)
+
+
+@pytest.mark.parametrize("handler", ["StreamHandler", "_StderrHandler"])
+def test_what_a_library_logs_to_stderr_is_told(handler: str) -> None:
+    """The stream of the second kind cannot be set; dill, which torch imports where it is there, has one."""
+    program = (
+        "import logging\n"
+        "from adaptor import output\n"
+        f"logging.getLogger('dill').addHandler(logging.{handler}())\n"
+        "output.divert_logging()\n"
+        "(handler,) = logging.getLogger('dill').handlers\n"
+        "assert handler.stream is output._TOLD\n"
+        "logging.getLogger('dill').warning('heard')\n"
+    )
+    with run(program, stderr=subprocess.PIPE) as process:
+        _, said = process.communicate(timeout=LONG_S)
+    assert (said.decode(), process.returncode) == ("heard\n", 0)
