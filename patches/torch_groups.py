@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import context, patching
-from adaptor.online import groups
+from adaptor.online.groups import Groups
 from adaptor.waits import Waits
 
 # torch's numbers of SEND, RECV and RECVANYSOURCE (`OpType`).
@@ -25,8 +25,7 @@ process_groups = patching.Unit("process-groups", framework="torch", tested=">=2.
     optional=True,
 )
 def groups_are_remembered(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    made = groups.of_this_process()
-    return wrapped(*args, **kwargs) if made is None else made.make(wrapped, args, kwargs)
+    return context.part(Groups).make(wrapped, args, kwargs)
 
 
 waits = patching.Unit("waits", framework="torch", tested=">=2.13,<2.14", group="online")

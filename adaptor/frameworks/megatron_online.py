@@ -16,12 +16,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from adaptor import context
 from adaptor.checkpoint import shards, step_record
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import FLOPS
+from adaptor.context import Context
 from adaptor.frameworks import megatron_lm
 from adaptor.online import groups, rejoin
+from adaptor.online.groups import Groups
 from adaptor.online.replay import Replay
 from adaptor.replica import group
 
@@ -61,7 +64,8 @@ class MegatronLoop:
         config = kwargs.get("config", args[7] if len(args) > 7 else None)
         self._config = config
         self._config_before = {name: getattr(config, name) for name in _CONFIG if hasattr(config, name)}
-        self._start = _answers.get("start") or {name: getattr(get_args(), name) for name in _START}
+        told = context.part(Recovery).answers.get("start")
+        self._start = told or {name: getattr(get_args(), name) for name in _START}
         self._is_set = False  # for a call of the loop that has not come to its first step
         self.everyone: dist.ProcessGroup | None = None
 
@@ -139,7 +143,16 @@ class MegatronLoop:
                 chunk.start_param_sync(force_sync=True)
 
 
-_loop: MegatronLoop | None = None
+class Recovery:
+    """Online recovery in a process that runs Megatron-LM.
+
+    loop     its training loop, once that was called
+    answers  in a newcomer: what the framework would have asked other ranks at its start
+    """
+
+    def __init__(self, _context: Context) -> None:
+        self.loop: MegatronLoop | None = None
+        self.answers: dict[str, dict[str, Any]] = {}
 
 
 def train(wrapped: Callable[..., Any], args: Any, kwargs: Any, begin: Callable[[], None]) -> Any:
@@ -148,12 +161,11 @@ def train(wrapped: Callable[..., Any], args: Any, kwargs: Any, begin: Callable[[
     Args:
         begin: describes what this rank holds and lets training begin; not called in a newcomer.
     """
-    global _loop
     worker = rejoin.of_this_process()
     assert worker is not None
     from megatron.training import get_args
 
-    loop = _loop = MegatronLoop(args, kwargs)
+    loop = context.part(Recovery).loop = MegatronLoop(args, kwargs)
     worker.decide(why_not(get_args()))
     if worker.newcomer:
         loop.everyone = group.of_everyone()  # in its place among the groups of the job
@@ -165,8 +177,9 @@ def train(wrapped: Callable[..., Any], args: Any, kwargs: Any, begin: Callable[[
 
 def begin_step(step: int) -> None:
     """`step` begins in a loop that may be called again."""
-    if _loop is not None:
-        _loop.begin_step(step)
+    loop = context.part(Recovery).loop
+    if loop is not None:
+        loop.begin_step(step)
 
 
 def is_newcomer() -> bool:
@@ -192,8 +205,7 @@ def why_not(args: Any) -> str:
     backend = str(dist.get_backend())
     if backend != "gloo":
         return f"process groups over {backend} were not exchanged on a device yet"
-    made = groups.of_this_process()
-    if made is None or not made.known:
+    if not context.part(Groups).known:
         return "this torch makes process groups in a way that is not known"
     return groups.why_not()
 
@@ -219,15 +231,12 @@ def take_place(args: Any) -> None:
     record, answers = worker.ask_record()
     _set(record.counters)
     _set({"iteration": record.step})
-    _answers.update(answers)
+    context.part(Recovery).answers.update(answers)
 
 
 def take_answers() -> None:
     """Set in a newcomer what the framework would have asked other ranks; data iterators are built."""
-    _set(_answers["asked"])
-
-
-_answers: dict[str, dict[str, Any]] = {}
+    _set(context.part(Recovery).answers["asked"])
 
 
 def _set(values: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from adaptor.context import Context
 from adaptor.worker import abort_gloo
 
 # The numbers of backends that torch has names for end at 6 (2.13); 255 is the last one that fits.
@@ -41,15 +42,14 @@ class ExchangeError(Exception):
 
 
 class Groups:
-    """All process groups of this worker, in the order in which they were made.
+    """All process groups of this worker since `remember`, in the order in which they were made.
 
-    Args:
-        lone: whether the groups are made without other ranks until the first `exchange`. Their collectives
-            return at once: what is gathered is this rank's own contribution, once for each rank.
+    lone  they are made without other ranks until the first `exchange`
     """
 
-    def __init__(self, lone: bool = False) -> None:
-        self.lone = lone
+    def __init__(self, _context: Context) -> None:
+        self.lone = False
+        self._remembers = False
         self._made: dict[str, _Made] = {}
         self._helper: Callable[..., Any] | None = None
         self._exchanges = 0
@@ -57,8 +57,19 @@ class Groups:
         self._sockets: frozenset[int] = frozenset()
         self._before: frozenset[int] | None = None  # while groups are made: what there was
 
+    def remember(self, lone: bool) -> None:
+        """Remember from now on how each group of this process is made.
+
+        Args:
+            lone: make the groups without other ranks until the first `exchange`. Their collectives return at
+                once: what is gathered is this rank's own contribution, once for each rank.
+        """
+        self._remembers, self.lone = True, lone
+
     def make(self, helper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a group as `helper` (torch's `_new_process_group_helper`) does, and remember how."""
+        if not self._remembers:
+            return helper(*args, **kwargs)
         call = inspect.signature(helper).bind(*args, **kwargs)
         asked = dict(call.arguments)
         self._helper = helper
@@ -227,17 +238,3 @@ def why_not() -> str:
     except Exception as error:  # whatever a version of torch says to what it does not know
         return f"torch {torch.__version__} cannot exchange backends ({type(error).__name__})"
     return ""
-
-
-_groups: Groups | None = None
-
-
-def remember(lone: bool) -> None:
-    """From now on every group that this process makes is remembered; see `Groups`."""
-    global _groups
-    _groups = Groups(lone)
-
-
-def of_this_process() -> Groups | None:
-    """Return the groups of this process; None where they are not remembered (TTP_ONLINE=0)."""
-    return _groups

@@ -21,8 +21,10 @@ from typing import Any, Protocol, TypeVar
 from adaptor import context
 from adaptor.checkpoint.step_record import StepRecord, inner
 from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.context import Context
 from adaptor.errors import AdaptorError
-from adaptor.online import groups, state, transfer
+from adaptor.online import state, transfer
+from adaptor.online.groups import Groups
 from adaptor.online.meeting import Meeting
 from adaptor.protocol.messages import Joined, Regroup, RegroupFailed, Replacement, Resume
 from adaptor.waits import Waits
@@ -76,11 +78,13 @@ class Rejoin:
 
     Args:
         worker: its session and its connection to the agent.
+        made: its process groups.
         newcomer: this process takes the place of another.
     """
 
-    def __init__(self, worker: Runtime, newcomer: bool) -> None:
+    def __init__(self, worker: Runtime, made: Groups, newcomer: bool) -> None:
         self._worker = worker
+        self._groups = made
         self._session = worker.session
         self._alone = newcomer  # until it has joined
         self._changed = threading.Condition()
@@ -124,11 +128,10 @@ class Rejoin:
             raise CannotRejoinError("it is not in its training loop")
 
         def shut() -> int:
-            made = groups.of_this_process()
             with self._changed:  # behind that the main thread makes new connections
-                if made is None or self._settled is order:
+                if self._settled is order:
                     return 0
-                inodes = made.sockets()
+                inodes = self._groups.sockets()
             return wake(inodes)
 
         self._until_it_comes(order, shut, lambda slice_s: self._brought_to(order.step, shut, slice_s))
@@ -273,8 +276,7 @@ class Rejoin:
 
     def _regrouped(self, order: Regroup) -> str:
         """Exchange the groups and put back the state of the step; return the digest of `Joined`."""
-        made, loop, session = groups.of_this_process(), self._loop, self._session
-        assert made is not None
+        made, loop, session = self._groups, self._loop, self._session
         assert loop is not None
         trainee = session.trainee
         if self._alone:
@@ -339,16 +341,23 @@ def _digest(record: StepRecord, count: int) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
-_rejoin: Rejoin | None = None
+class OnlineRecovery:
+    """Online recovery in this process.
+
+    rejoin  what `prepare` has made; None with TTP_ONLINE=0
+    """
+
+    def __init__(self, _context: Context) -> None:
+        self.rejoin: Rejoin | None = None
 
 
 def prepare(worker: Runtime, newcomer: bool) -> None:
     """At the start of a worker whose job may go on after a fault: from now on its groups are remembered."""
-    global _rejoin
-    groups.remember(lone=newcomer)
-    _rejoin = Rejoin(worker, newcomer)
+    made = context.part(Groups)
+    made.remember(lone=newcomer)
+    context.part(OnlineRecovery).rejoin = Rejoin(worker, made, newcomer)
 
 
 def of_this_process() -> Rejoin | None:
     """Return what was prepared; None with TTP_ONLINE=0."""
-    return _rejoin
+    return context.part(OnlineRecovery).rejoin

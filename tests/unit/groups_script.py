@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import adaptor.patches as patches
-from adaptor import patching
+from adaptor import context, patching
 from adaptor.online import groups, transfer
 
 
@@ -23,7 +23,8 @@ def summed(group: dist.ProcessGroup | None) -> float:
 
 
 def main(port: int, rank: int, size: int, newcomer: bool) -> None:
-    groups.remember(lone=newcomer)
+    known = context.part(groups.Groups)
+    known.remember(lone=newcomer)
     patches.load("online")
     patching.arm("online")
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
@@ -33,8 +34,6 @@ def main(port: int, rank: int, size: int, newcomer: bool) -> None:
     )
     made = [None, dist.new_group(list(range(size))), dist.new_group([0, size - 1])]
     other = dist.new_group([1])
-    known = groups.of_this_process()
-    assert known is not None
     total = size * (size + 1) / 2
     outer = size + 1 if rank in (0, size - 1) else rank + 1  # whose collective does nothing
     if newcomer:
