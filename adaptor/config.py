@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adaptor.diagnostics import requests
 from adaptor.errors import ConfigError
 
 
@@ -41,6 +42,8 @@ class Config:
     log_path: str
     log_level: str
     log_stdout: bool
+    profile: requests.Profile | None
+    dump: requests.Dump | None
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,24 @@ SETTINGS = (
     Setting(
         "log_stdout", "TTP_LOG_STDOUT", "0", "True, 1, False or 0", _truth, "the log goes to stdout, too"
     ),
+    Setting(
+        "profile",
+        "TTP_PROFILE",
+        "",
+        "like steps=10-12,ranks=0",
+        requests.profile,
+        "like steps=10-12,ranks=0: a trace of these steps by torch.profiler, on these ranks (0 by default), "
+        "in the log folder",
+    ),
+    Setting(
+        "dump",
+        "TTP_DUMP",
+        "",
+        "a JSON file",
+        requests.dump,
+        "a JSON file (steps, ranks, modules, stats or tensors, limit): values of what modules compute in "
+        "these steps, and of gradients, in the log folder",
+    ),
 )
 
 
@@ -292,6 +313,12 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
             raise ConfigError(f"{setting.variable} is {text!r}: it must be {setting.allowed}") from None
     made = Config(**values)
     _require_one_kind_of_connection(made)
+    if made.provide_mindio and (made.profile or made.dump):
+        name = "TTP_PROFILE" if made.profile else "TTP_DUMP"
+        raise ConfigError(
+            f"{name} is set, and TTP_PROVIDE_MINDIO is True: steps of a script that was adapted to MindIO "
+            "TTP by hand cannot be recorded; leave out one of them"
+        )
     return made
 
 

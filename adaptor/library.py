@@ -141,6 +141,7 @@ def protect(
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
     from adaptor.checkpoint.training_state import TrainingState, unwrapped
+    from adaptor.diagnostics.recorder import Recorder
     from adaptor.frameworks import supported_options
     from adaptor.protocol.naming import model_parallel_folder
     from adaptor.replica import group
@@ -164,6 +165,7 @@ def protect(
             parallel_state.get_expert_tensor_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
         )
+    context.part(Recorder).require_ranks(torch.distributed.get_world_size())
     folder.require_writable(save)
     folder.require_newest(save, step)
     if torch.distributed.get_rank() == 0:
@@ -207,6 +209,7 @@ def protect(
         survives=place.survives,
     )
     context.part(Watchdogs).warn_if_on()
+    context.part(Recorder).watch(state.model)
     session = runtime.get().session
     session.begin_training(trainee, step_record.inner(optimizer), step)
     return Protection(session)

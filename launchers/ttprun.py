@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from adaptor import _script, config, devices, distributions, engines, output, text
+from adaptor.diagnostics import requests
 from adaptor.errors import AdaptorError, ConfigError, StartError
 from adaptor.launchers import flags, invitation, tls
 from adaptor.launchers.platforms import cards, detect
@@ -113,6 +114,8 @@ def _run(
             if engine.has_own_agent and _trusts_the_network(parsed, settings):
                 output.tell(TRUSTED)
             _require_interfaces(os.environ.get(_INTERFACES, ""))
+            if settings.dump is not None:  # a worker that starts again needs no file then
+                os.environ["TTP_DUMP"] = requests.inline(os.environ["TTP_DUMP"])
             if not engine.has_own_agent:
                 os.environ.update(engine.prepare(settings))
     except (ConfigError, StartError) as error:

@@ -8,6 +8,8 @@ from typing import Any
 
 from adaptor import context, patching, preflight
 from adaptor.checkpoint import folder, lease, left_overs
+from adaptor.diagnostics.recorder import Recorder
+from adaptor.frameworks import supported_options
 from adaptor.patches._versions import MODELLINK
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
@@ -51,6 +53,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
     from adaptor.frameworks import ascendspeed, megatron_lm
 
     yield from ascendspeed.checks(parsed)
+    yield lambda: supported_options.require_one_profiler(parsed)
     yield lambda: megatron_lm.take_local_copy(parsed)
     yield lambda: context.part(ReplicaChoice).decide(
         parsed.use_distributed_optimizer, ascendspeed.data_parallel_size(parsed)
@@ -89,6 +92,7 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     trainee = ascendspeed.trainee(given["model"], given["optimizer"], given["lr_scheduler"])
     context.part(Watchdogs).warn_if_on()
+    context.part(Recorder).watch(trainee.state.model)
     runtime.get().session.begin_training(trainee, [given["optimizer"].optimizer], get_args().iteration)
     trained = wrapped(*args, **kwargs)
     runtime.get().session.end_training()

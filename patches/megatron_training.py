@@ -8,6 +8,7 @@ from typing import Any
 
 from adaptor import context, patching, preflight
 from adaptor.checkpoint import folder, lease, left_overs
+from adaptor.diagnostics.recorder import Recorder
 from adaptor.frameworks import fine_tuning, supported_options
 from adaptor.patches._versions import MEGATRON
 from adaptor.patches.megatron_core import INSTANCES, detect_instance_support, inner_optimizers
@@ -60,6 +61,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
 
     yield lambda: megatron_lm.take_local_copy(parsed)
     yield lambda: supported_options.require_alone(parsed)
+    yield lambda: supported_options.require_one_profiler(parsed)
     yield from supported_options.checks(parsed)
     yield from supported_options.checks_of_values(mindspeed_wrappers.ALLOWED_VALUES, parsed)
     yield from fine_tuning.checks(parsed)
@@ -145,6 +147,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     state = (given["model"], given["optimizer"], given["opt_param_scheduler"])
     trainee = megatron_lm.trainee(*state, operations, rerun)
     context.part(Watchdogs).warn_if_on()
+    context.part(Recorder).watch(trainee.state.model)
     runtime.get().session.begin_training(trainee, inner_optimizers(given["optimizer"]), get_args().iteration)
 
 

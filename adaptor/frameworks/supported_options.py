@@ -10,8 +10,9 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from adaptor import plug_ins
-from adaptor.errors import UnsupportedError
+from adaptor import context, plug_ins
+from adaptor.diagnostics.recorder import Recorder
+from adaptor.errors import ConfigError, UnsupportedError
 
 # (argument, the values that are protected, what to say of others)
 Values = tuple[tuple[str, tuple[Any, ...], str], ...]
@@ -49,6 +50,8 @@ ALLOWED_VALUES: Values = (
 
 # Switches of other systems that save a job when it fails.
 _OTHERS = ("enable_high_availability", "ttp_enabled")
+# Of Megatron-LM, MindSpeed and ModelLink.
+_PROFILERS = ("profile", "use_pytorch_profiler")
 
 
 def require_alone(args: Any) -> None:
@@ -64,6 +67,22 @@ def require_alone(args: Any) -> None:
                 f"--{name.replace('_', '-')} is given{also}: two systems cannot save the same job; "
                 "leave it out, or set ENABLE_TTP=False"
             )
+
+
+def require_one_profiler(args: Any) -> None:
+    """Refuse TTP_PROFILE beside a profiler of the framework, and what the job has not (its ranks).
+
+    Raises:
+        ConfigError: names the option, or the ranks.
+    """
+    if context.get().settings.profile is not None:
+        for name in _PROFILERS:
+            if getattr(args, name, False):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is given, and TTP_PROFILE is set: two profilers cannot "
+                    "record the same process; leave out one of them"
+                )
+    context.part(Recorder).require_ranks(args.world_size)
 
 
 def require_protected(*configs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from adaptor.context import Context
 
@@ -32,6 +33,17 @@ class Generation:
     def __init__(self, context: Context) -> None:
         self.name = os.environ.get(GENERATION, "")
         self.is_restart = os.environ.get(IS_RESTART, "0") == "1"
+
+
+class Scratch:
+    """The agent's scratch folder, a part of the context of a process.
+
+    path  on a local disk, removed when the agent ends; None outside of ttprun
+    """
+
+    def __init__(self, context: Context) -> None:
+        given = os.environ.get(SCRATCH)
+        self.path = Path(given) if given else None
 
 
 class Place:

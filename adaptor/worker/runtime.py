@@ -11,6 +11,7 @@ from pathlib import Path
 
 from adaptor import context, engines, output, text
 from adaptor.config import Config
+from adaptor.diagnostics.recorder import Recorder
 from adaptor.errors import AdaptorError, StartError, StepError, UnsupportedError
 from adaptor.protocol import stack_files
 from adaptor.protocol.board import Board
@@ -57,7 +58,13 @@ class Runtime:
         )
         board = Board(self.rank, environ[BOARD], environ[BOARD_RANKS])
         board.hold_lifeline()
-        self.session = Session(board, self._send_layout, self._send_broken_barrier, self._print_protected)
+        self.session = Session(
+            board,
+            self._send_layout,
+            self._send_broken_barrier,
+            self._print_protected,
+            context.part(Recorder),
+        )
         # Why this rank is not recovered online, for the user; empty: it is.
         self.online = "its training loop cannot be called again" if settings.online_s else "off"
         self.processor.start(self.session)
@@ -95,6 +102,7 @@ class Runtime:
         if self.session.door.closed:
             self.session.hold()
         self.session.board.end()
+        context.part(Recorder).close()
 
     def not_protected(self, why: str) -> None:
         """Report that nothing of what the script trains can be saved; it goes on."""

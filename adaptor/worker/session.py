@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from adaptor.devices.device import HOST, Device
+from adaptor.diagnostics.recorder import Recorder
 from adaptor.errors import StepError
 from adaptor.protocol.board import Board
 from adaptor.protocol.messages import BoardRecord, Phase
@@ -36,6 +37,7 @@ class Session:
         say: Callable[[Trainee, int], None],
         broke: Callable[[str], None],
         protected: Callable[[Trainee, int], None] = lambda trainee, step: None,
+        recorder: Recorder | None = None,
     ) -> None:
         """Make the session.
 
@@ -44,8 +46,10 @@ class Session:
             say: tells the agent which shards this rank holds, and from which step training goes on.
             broke: tells the agent that the barrier broke.
             protected: is called once, at the first finished step.
+            recorder: is told of each step.
         """
         self.board = board
+        self._recorder = recorder
         self.door = Door()
         self.trainee: Trainee | None = None
         self._say = say
@@ -148,6 +152,8 @@ class Session:
         self.end_step()
         self.is_training = False
         self._pace.rest()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def require_next(self, step: int) -> None:
         """Check the number of the next step, in a loop that numbers its steps by itself.
@@ -207,6 +213,8 @@ class Session:
             self._end_is_told = False  # by an optimizer of the framework that does not tell
             self._pace.end_step()
         self._ends_with_update = ends_with_update
+        if self._recorder is not None:
+            self._recorder.begin_step(step)
         if ends_with_update:
             self._loop.begin()
         if watched or (ends_with_update and self._end_is_told):
@@ -225,6 +233,9 @@ class Session:
         except BaseException:
             self._leave_earlier_step()
             raise
+        finally:
+            if self._recorder is not None:
+                self._recorder.end_step()
         if updates_finish:
             self._require_whole_update()
         self.end_step()
@@ -277,6 +288,8 @@ class Session:
         if self.trainee is None or self._step < 0 or self._waiting or id(optimizer) not in self._inner:
             return
         self._require_no_second_update()
+        if self._recorder is not None:
+            self._recorder.before_update()
         self._open_window(self.trainee)
         self._waiting = set(self._inner)
 
@@ -315,6 +328,8 @@ class Session:
             return
         self.board.grad_norm = float(grad_norm or 0.0)
         if not updated and self.board.finished < self._step:
+            if self._recorder is not None:
+                self._recorder.before_update()
             self._take_snapshot(updated=False)
             self._mark = self.trainee.device.mark()
             if self.trainee.has_state():

@@ -47,10 +47,21 @@ def test_a_fault(engine: str, fault: str, code: int, step: int, tmp_path: Path, 
 def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path, undisturbed: Ended) -> None:
     save = tmp_path / "save"
     fault = "rank=2,step=6,phase=backward,kind=sigkill"
-    ended = train(tmp_path / "job", "--save", str(save), restarts=1, faults=[fault], engine=engine)
+    # A step before the fault is recorded, and one after the restart.
+    recorded = ["--ttp-profile", "steps=2", "--ttp-dump", '{"steps": "7", "modules": ["decoder*"]}']
+    ended = train(
+        tmp_path / "job",
+        *("--save", str(save)),
+        restarts=1,
+        faults=[fault],
+        options=recorded,
+        engine=engine,
+    )
     assert ended.code == 0, ended.log[-3000:]
     outcome.assert_saved(save, 5)
     outcome.assert_same_training(ended, undisturbed.records)
+    names = {path.name for path in (tmp_path / "job/logs").glob("record-*/*")}
+    assert names == {"profile-rank0-steps2-2", "dump-rank0.jsonl"}
 
 
 def test_shared_sequences_and_a_frozen_part(tmp_path: Path) -> None:

@@ -11,16 +11,26 @@ from tests.faults.harness import DP2, ITERATIONS, TP2_DP2, Job, Layout
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf
 
+# A trace of two steps, and what all modules compute in two others.
+RECORDED = ("--ttp-profile", "steps=2-3,ranks=1", "--ttp-dump", '{"steps": "3,5", "ranks": [0, 3]}')
+
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(DP2, marks=pytest.mark.cold), TP2_DP2], ids=["dp2", "tp2-dp2"]
+    ("layout", "options"),
+    [pytest.param(DP2, (), marks=pytest.mark.cold), (TP2_DP2, RECORDED)],
+    ids=["dp2", "tp2-dp2-recorded"],
 )
-def test_no_fault(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
+def test_no_fault(layout: Layout, options: tuple[str, ...], tmp_path: Path, baseline_of: BaselineOf) -> None:
     baseline = baseline_of(layout)
     save = tmp_path / "save"
-    ended = harness.run(Job(tmp_path / "job", layout, save=save, save_interval=4))
+    ended = harness.run(Job(tmp_path / "job", layout, save=save, save_interval=4, options=options))
     assert ended.code == 0, ended.log[-3000:]
-    protected, replicas = sorted(ended.said)
+    recorded = [line for line in ended.said if "TTP_PROFILE" in line or "TTP_DUMP" in line]
+    assert len(recorded) == (3 if options else 0), recorded
+    assert {path.name for path in (tmp_path / "job/logs").glob("record-*/*")} == (
+        {"profile-rank1-steps2-3", "dump-rank0.jsonl", "dump-rank3.jsonl"} if options else set()
+    )
+    protected, replicas = sorted(set(ended.said) - set(recorded))
     assert replicas.startswith("[ttp] second copies of optimizer shards by split, 2 instances: ")
     assert protected == "[ttp] protected from step 1 (split; any 1 rank)"
     outcome.assert_same_training(ended, baseline.records)

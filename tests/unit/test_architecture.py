@@ -17,12 +17,15 @@ SOURCES = {"adaptor": "adaptor", "adaptor.patches": "patches", "adaptor.launcher
 # modules of its own layer and of those below it. docs/architecture.md says what each is for.
 LAYERS = (
     ("adaptor.text", "adaptor.output", "adaptor.threads", "adaptor.descriptors", "adaptor.errors"),
-    ("adaptor.config", "adaptor.context", "adaptor.distributions", "adaptor._script", "adaptor.patching"),
+    (
+        *("adaptor.config", "adaptor.context", "adaptor.distributions", "adaptor._script"),
+        *("adaptor.diagnostics.requests", "adaptor.patching"),
+    ),
     ("adaptor.plug_ins", "adaptor.engines", "adaptor.waits"),
     ("adaptor.devices",),
     ("adaptor.protocol",),
     ("adaptor.controller", "adaptor.replica"),
-    ("adaptor.checkpoint",),
+    ("adaptor.checkpoint", "adaptor.diagnostics"),
     ("adaptor.worker",),
     ("adaptor.online",),
     ("adaptor.mindio",),

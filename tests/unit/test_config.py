@@ -38,6 +38,8 @@ DEFAULTS = Config(
     log_path="logs",
     log_level="INFO",
     log_stdout=False,
+    profile=None,
+    dump=None,
 )
 
 GOOD: list[tuple[str, str, str, Any]] = [
@@ -235,6 +237,8 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_LOG_PATH": "--ttp-log-path",
         "TTP_LOG_LEVEL": "--ttp-log-level",
         "TTP_LOG_STDOUT": "--ttp-log-stdout",
+        "TTP_PROFILE": "--ttp-profile",
+        "TTP_DUMP": "--ttp-dump",
     }
 
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from adaptor import context, output, text
 from adaptor.config import Config
+from adaptor.diagnostics.recorder import Recorder
 from adaptor.errors import ConfigError
 from adaptor.mindio.client import copies, sdk
 from adaptor.mindio.client.saving import Saving, store_of_the_job
@@ -100,6 +101,7 @@ class MindioRuntime:
     def finish(self) -> None:
         """The script has come to its end."""
         context.part(UnprotectedTraining).end_of_script()
+        context.part(Recorder).close()
         if not self._known:
             return
         if self.rank == 0:

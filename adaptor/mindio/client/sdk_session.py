@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from adaptor import context
+from adaptor.diagnostics.recorder import Recorder
 from adaptor.protocol.board import Board
 from adaptor.protocol.state_provider import Trainee
 from adaptor.worker.session import Session
@@ -30,7 +32,7 @@ class MindioSession(Session):
         connect: Callable[[Trainee, int], None],
         broke: Callable[[str], NoReturn],
     ) -> None:
-        super().__init__(board, connect, broke)
+        super().__init__(board, connect, broke, recorder=context.part(Recorder))
         self.sdk: Any = None
 
     def begin_training(self, trainee: Trainee, inner_optimizers: Iterable[object], origin: int) -> None:

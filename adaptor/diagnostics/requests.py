@@ -1,0 +1,220 @@
+"""The values of TTP_PROFILE and TTP_DUMP: which steps of which ranks are recorded, and what of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptor.errors import ConfigError
+
+# Of a tensor, in the order in which they are computed and written.
+STATISTICS = ("min", "max", "mean", "norm", "nan", "inf")
+_PAIR = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", re.ASCII)
+_KEYS = ("steps", "ranks", "modules", "stats", "tensors", "limit")
+_LONGEST_FILE = 1 << 16  # bytes; it becomes a variable of the environment
+_MOST_MIB = 1 << 20
+_SHOWN = 80  # characters of a value in a line that refuses it
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Whole numbers, as `0,8-15` has them.
+
+    Raises:
+        ValueError: the text is no such list.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Ranges:
+        pairs = []
+        for part in text.split(","):
+            match = _PAIR.fullmatch(part)
+            if match is None:
+                raise ValueError(f"{part.strip()!r} is no number and no range like 10-12")
+            low = int(match[1])
+            high = int(match[2] or low)
+            if high < low:
+                raise ValueError(f"the range {part.strip()} ends before it begins")
+            pairs.append((low, high))
+        return cls(tuple(pairs))
+
+    def __contains__(self, number: int) -> bool:
+        return any(low <= number <= high for low, high in self.pairs)
+
+    def __str__(self) -> str:
+        return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in self.pairs)
+
+    @property
+    def first(self) -> int:
+        return min(low for low, _ in self.pairs)
+
+    @property
+    def last(self) -> int:
+        return max(high for _, high in self.pairs)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """TTP_PROFILE: the steps from the first to the last of `steps`, on each rank of `ranks`, in one trace."""
+
+    steps: Ranges
+    ranks: Ranges
+
+
+@dataclass(frozen=True)
+class Dump:
+    """TTP_DUMP: values of the tensors of each step of `steps`, on each rank of `ranks`.
+
+    modules  patterns of names of modules and parameters, as of files: `decoder.layers.0.*`
+    stats    which statistics are written of each tensor; empty: the tensors themselves are
+    limit    MiB that a rank writes at most
+    """
+
+    steps: Ranges
+    ranks: Ranges
+    modules: tuple[str, ...]
+    stats: tuple[str, ...]
+    limit: int
+
+
+def profile(text: str) -> Profile | None:
+    """Return what `steps=10-12,ranks=0` asks for, None for an empty text.
+
+    Raises:
+        ConfigError: it makes no sense; the message says what of it.
+    """
+    if not text.strip():
+        return None
+    values: dict[str, str] = {}
+    name = ""
+    for part in text.split(","):
+        key, is_pair, value = part.partition("=")
+        if is_pair:
+            name = key.strip()
+            if name not in ("steps", "ranks"):
+                raise _refusal("TTP_PROFILE", text, f"it has no {name!r}, only steps and ranks")
+            if name in values:
+                raise _refusal("TTP_PROFILE", text, f"it has {name} twice")
+            values[name] = value
+        elif name:
+            values[name] += f",{part}"
+        else:
+            raise _refusal("TTP_PROFILE", text, "it must be like steps=10-12,ranks=0")
+    try:
+        if "steps" not in values:
+            raise ValueError("steps are missing, as in steps=10-12,ranks=0")
+        steps = Ranges.parse(values["steps"])
+        if len(steps.pairs) > 1:
+            raise ValueError(
+                "steps must be one number or one range: a trace has steps that follow each other"
+            )
+        return Profile(_steps(steps), Ranges.parse(values.get("ranks", "0")))
+    except ValueError as error:
+        raise _refusal("TTP_PROFILE", text, str(error)) from None
+
+
+def dump(text: str) -> Dump | None:
+    """Return what the JSON file of the name `text`, or `text` itself where it begins with `{`, asks for.
+
+    Raises:
+        ConfigError: it cannot be read, or makes no sense; the message says what of it.
+    """
+    if not text.strip():
+        return None
+    try:
+        return _made(json.loads(_content(text)))
+    except OSError as error:
+        why = f"the file cannot be read ({error.strerror})"
+    except UnicodeDecodeError:
+        why = "the file is no text"
+    except json.JSONDecodeError as error:
+        why = f"it is no JSON (line {error.lineno}, column {error.colno}: {error.msg})"
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    raise _refusal("TTP_DUMP", text, why)
+
+
+def inline(text: str) -> str:
+    """Return the content of the JSON file of the name `text`: what workers are given in its place.
+
+    A worker that starts again later needs no file then.
+    """
+    return _content(text) if text.strip() else text
+
+
+def _content(text: str) -> str:
+    if text.lstrip().startswith("{"):
+        return text
+    path = Path(text)
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no file")
+    if path.stat().st_size > _LONGEST_FILE:
+        raise ValueError(f"the file has more than {_LONGEST_FILE} bytes")
+    return path.read_text(encoding="utf-8")
+
+
+def _made(given: object) -> Dump:
+    if not isinstance(given, dict):
+        raise ValueError('it must be a JSON object, like {"steps": "10-12", "ranks": "0"}')
+    for key in given:
+        if key not in _KEYS:
+            raise ValueError(f"it has the key {key!r}, which is none of {', '.join(_KEYS)}")
+    if "steps" not in given:
+        raise ValueError('the key "steps" is missing, as in {"steps": "10-12"}')
+    tensors = given.get("tensors", False)
+    if not isinstance(tensors, bool):
+        raise ValueError(f'"tensors" is {tensors!r}: it must be true or false')
+    if tensors and "stats" in given:
+        raise ValueError('it has "stats" and "tensors": leave out one of them')
+    limit = given.get("limit", 1024)
+    if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= _MOST_MIB:
+        raise ValueError(f'"limit" is {limit!r}: it must be a number of MiB from 1 to {_MOST_MIB}')
+    stats = _texts(given, "stats", STATISTICS, f"a list of some of {', '.join(STATISTICS)}")
+    for name in stats:
+        if name not in STATISTICS:
+            raise ValueError(f'"stats" has {name!r}: it must be a list of some of {", ".join(STATISTICS)}')
+    return Dump(
+        steps=_numbers(given, "steps", "", _steps),
+        ranks=_numbers(given, "ranks", "0", lambda ranks: ranks),
+        modules=_texts(given, "modules", ("*",), 'a list of patterns of names, like ["decoder.layers.0.*"]'),
+        stats=() if tensors else stats,
+        limit=limit,
+    )
+
+
+def _numbers(given: dict[str, object], key: str, default: str, check: Callable[[Ranges], Ranges]) -> Ranges:
+    value = given.get(key, default)
+    if isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+        value = ",".join(map(str, value))
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise ValueError(f'"{key}" is {value!r}: it must be like 10, [1, 5] or "10-12"')
+    try:
+        return check(Ranges.parse(value))
+    except ValueError as error:
+        raise ValueError(f'"{key}": {error}') from None
+
+
+def _texts(given: dict[str, object], key: str, default: tuple[str, ...], allowed: str) -> tuple[str, ...]:
+    value = given.get(key, list(default))
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+        raise ValueError(f'"{key}" is {value!r}: it must be {allowed}')
+    return tuple(value)
+
+
+def _steps(steps: Ranges) -> Ranges:
+    if steps.first < 1:
+        raise ValueError("steps begin at 1")
+    return steps
+
+
+def _refusal(variable: str, text: str, why: str) -> ConfigError:
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    why = " ".join(why.splitlines())
+    return ConfigError(f"{variable} is {shown!r}: {why if len(why) < 400 else why[:400] + '...'}")

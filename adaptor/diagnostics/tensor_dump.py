@@ -1,0 +1,245 @@
+"""TTP_DUMP: statistics, or the values, of what modules compute in some steps, and of the gradients.
+
+Hooks are there only during the steps that were asked for. They read, and change nothing: no random number is
+drawn and no node comes into the graph of autograd, so that losses stay bit for bit what they are without.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from adaptor import output, text
+from adaptor.diagnostics.requests import Dump
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+_MIB = 1 << 20
+Statistics: TypeAlias = "dict[str, float | int | None]"
+
+
+class TensorDump:
+    """Records the steps of a request on this rank.
+
+    `dump-rank<n>.jsonl` has a line for each tensor, in the order in which they were computed; with `tensors`
+    the tensor of a line is in the file that it names.
+    """
+
+    def __init__(
+        self,
+        request: Dump,
+        rank: int,
+        folder: Path,
+        writer: output.Writer,
+        models: Sequence[torch.nn.Module],
+    ) -> None:
+        self._request, self._rank, self._writer = request, rank, writer
+        self._folder = folder
+        self._lines = folder / f"dump-rank{rank}.jsonl"
+        self._modules = [
+            (name, module)
+            for prefix, model in _chunks(models)
+            for name, module in model.named_modules(prefix=prefix)
+            if self._is_asked_for(name)
+        ]
+        self._parameters = [
+            (name, parameter)
+            for prefix, model in _chunks(models)
+            for name, parameter in model.named_parameters(prefix=prefix)
+            if parameter.requires_grad and self._is_asked_for(name)
+        ]
+        self._hooks: list[RemovableHandle] = []
+        self._calls = Counter[str]()
+        self._step = 0
+        self._misses_gradients = False
+        self._queue = deque[tuple[str, Path | None, torch.Tensor | None]]()
+        self._written = self._count = 0
+        self._full = self._told_of_nan = self._told_of_a_failure = False
+        if not self._modules and not self._parameters:
+            patterns = ", ".join(request.modules)
+            output.tell(f"[ttp] TTP_DUMP: rank {rank} has no module and no parameter like {patterns}")
+
+    def begin_step(self, step: int) -> None:
+        self._remove_hooks()
+        if step not in self._request.steps or self._full:
+            return
+        self._step, self._misses_gradients, self._told_of_nan = step, True, False
+        self._calls.clear()
+        for name, module in self._modules:
+            self._hooks.append(module.register_forward_hook(partial(self._after_forward, name)))
+
+    def before_update(self) -> None:
+        if not self._misses_gradients:
+            return
+        self._misses_gradients = False
+        for name, parameter in self._parameters:
+            gradient = getattr(parameter, "main_grad", None)
+            gradient = parameter.grad if gradient is None else gradient
+            if isinstance(gradient, torch.Tensor):
+                self._guarded(self._write, "gradient", name, "", 0, gradient)
+
+    def end_step(self, step: int) -> None:
+        self._misses_gradients = False
+        self._remove_hooks()
+
+    def close(self) -> None:
+        self._remove_hooks()
+        if self._count:
+            output.tell(f"[ttp] TTP_DUMP: {self._count} tensors of rank {self._rank} are in {self._lines}")
+            self._count = 0
+
+    def _is_asked_for(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._request.modules)
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _after_forward(self, name: str, module: torch.nn.Module, given: object, returned: object) -> None:
+        """A forward hook; what it returns, None, leaves the result of the module as it is."""
+        self._guarded(self._look_at, name, returned)
+
+    def _look_at(self, name: str, returned: object) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # a graph in the making may read nothing
+        self._calls[name] += 1
+        call = self._calls[name]
+        for place, tensor in _tensors(returned, "output"):
+            self._write("forward", name, place, call, tensor)
+            # Not a backward hook of the module: those put a node of their own into the graph. What has no
+            # function that made it is a parameter, whose gradient has lines of its own.
+            if tensor.grad_fn is not None:
+                hook = partial(self._after_backward, name, place, call)
+                self._hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _after_backward(self, name: str, place: str, call: int, gradient: torch.Tensor) -> None:
+        self._guarded(self._write, "backward", name, place, call, gradient)
+
+    def _guarded(self, act: Callable[..., None], *arguments: object) -> None:
+        """Inside of the framework's passes: an error is said once, and does not reach them."""
+        try:
+            with torch.no_grad():
+                act(*arguments)
+        except Exception as error:
+            if not self._told_of_a_failure:
+                self._told_of_a_failure = True
+                output.tell(f"[ttp] TTP_DUMP: rank {self._rank} leaves out tensors: {text.describe(error)}")
+
+    def _write(self, kind: str, name: str, place: str, call: int, tensor: torch.Tensor) -> None:
+        if self._full:
+            return
+        line: dict[str, object] = {"step": self._step, "kind": kind, "name": name}
+        if kind != "gradient":
+            line |= {"call": call, "tensor": place}
+        line |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        if self._request.stats:
+            found = statistics(tensor)
+            line |= {key: found[key] for key in self._request.stats}
+            self._look_for_nan(line, found)
+            self._submit(line, None)
+        else:
+            self._submit(line, tensor.detach().to("cpu", copy=True))
+
+    def _submit(self, line: dict[str, object], tensor: torch.Tensor | None) -> None:
+        self._count += 1
+        path = None
+        if tensor is not None:
+            path = self._folder / f"dump-rank{self._rank}-step{self._step}" / f"{self._count:06d}.pt"
+            line["file"] = f"{path.parent.name}/{path.name}"
+        written = json.dumps(line, allow_nan=False) + "\n"
+        size = len(written) + (tensor.nbytes if tensor is not None else 0)
+        if self._written + size > self._request.limit * _MIB:
+            self._full = True
+            self._count -= 1
+            output.tell(
+                f"[ttp] TTP_DUMP: rank {self._rank} has written {self._request.limit} MiB, its limit, in step"
+                f" {self._step}, and writes no more"
+            )
+            return
+        self._written += size
+        self._queue.append((written, path, tensor))
+        if len(self._queue) == 1:  # else it is being written, or will be
+            self._writer.submit(self._append)
+
+    def _append(self) -> None:
+        """Write all that is queued; in the writer's thread."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._lines.open("a", encoding="utf-8") as file:
+                while self._queue:
+                    line, path, tensor = self._queue[0]
+                    if path is not None and tensor is not None:
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        buffer = io.BytesIO()
+                        torch.save(tensor, buffer)
+                        path.write_bytes(buffer.getbuffer())
+                    file.write(line)
+                    self._queue.popleft()
+        except Exception as error:
+            self._queue.clear()
+            if not self._full:
+                self._full = True
+                output.tell(f"[ttp] TTP_DUMP: rank {self._rank} writes no more: {text.describe(error)}")
+
+    def _look_for_nan(self, line: dict[str, object], found: Statistics) -> None:
+        if self._told_of_nan or not (found["nan"] or found["inf"]):
+            return
+        self._told_of_nan = True
+        output.tell(
+            f"[ttp] TTP_DUMP: step {self._step}, rank {self._rank}: the first tensor that is not finite is of"
+            f" {line['kind']}, {line['name'] or 'the whole model'} ({found['nan']} NaN, {found['inf']} inf)"
+        )
+
+
+def statistics(tensor: torch.Tensor) -> Statistics:
+    """Return the statistics of a tensor (`requests.STATISTICS`).
+
+    nan and inf are counts; min, max, mean and norm (the 2-norm) are those of the finite elements, in float32,
+    None where there is none.
+    """
+    if not tensor.numel():
+        return {"min": None, "max": None, "mean": None, "norm": None, "nan": 0, "inf": 0}
+    values = tensor.detach().float().flatten()
+    finite = torch.isfinite(values)
+    zeros = torch.where(finite, values, 0.0)
+    nan, inf = torch.stack([torch.isnan(values).sum(), torch.isinf(values).sum()]).tolist()
+    low = torch.where(finite, values, torch.inf).min()
+    high = torch.where(finite, values, -torch.inf).max()
+    parts = torch.stack([low, high, zeros.sum(), torch.linalg.vector_norm(zeros)])
+    read = parts.tolist()
+    rest = tensor.numel() - nan - inf
+    found: Statistics = dict.fromkeys(("min", "max", "mean", "norm"))
+    if rest:
+        read[2] /= rest
+        found |= {key: value if _is_finite(value) else None for key, value in zip(found, read, strict=True)}
+    return {**found, "nan": nan, "inf": inf}
+
+
+def _is_finite(number: float) -> bool:
+    return number - number == 0
+
+
+def _chunks(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    return [("" if len(models) == 1 else f"model{number}", model) for number, model in enumerate(models)]
+
+
+def _tensors(value: object, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the tensors in what a module returns, with their places in it: `output.0`."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield place, value
+    elif isinstance(value, (list, tuple)):
+        for number, one in enumerate(value):
+            yield from _tensors(one, f"{place}.{number}")
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _tensors(one, f"{place}.{key}")
