@@ -126,7 +126,8 @@ def test_import_adaptor_brings_no_torch_and_no_numpy(installed: Path) -> None:
 
 
 def test_import_adaptor_costs_under_50_milliseconds(installed: Path) -> None:
-    code = "import time; began = time.perf_counter(); import adaptor; print(time.perf_counter() - began)"
+    # Of the processor: on a busy machine the clock goes on while others run.
+    code = "import time; began = time.process_time(); import adaptor; print(time.process_time() - began)"
     in_fresh_process(installed, code)  # compiles
     assert min(float(in_fresh_process(installed, code)) for _ in range(5)) < 0.050
 
