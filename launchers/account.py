@@ -182,10 +182,10 @@ def _utc(at: float) -> str:
 
 def _who(verdict: Verdict) -> list[str]:
     fault = verdict.fault
-    if verdict.cause_rank < 0:
-        return []
-    pid = f"pid {fault.pid}" if fault.pid else ""
     host = f"host {fault.host}" if fault.host else ""
+    if verdict.cause_rank < 0:
+        return list(filter(None, [host]))
+    pid = f"pid {fault.pid}" if fault.pid else ""
     where = ", ".join(filter(None, [pid, host]))
     who = f"rank {verdict.cause_rank}" + (f" ({where})" if where else "")
     return list(filter(None, [who, fault.when]))

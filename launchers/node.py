@@ -117,6 +117,7 @@ class Node:
         self._reports = Reports.IGNORED
         self.verdict: Verdict | None = None
         self._dismissed = False
+        self._told: list[FromAgent] = []  # to the controller, since this generation or its last incident
         self._unbegun: set[int] = set()  # ranks on which training has not begun
         self._first_raised = -1  # the rank of this node that has raised first
         self.noticed = 0.0  # when the fault was, in Unix seconds; 0: none is known
@@ -167,6 +168,7 @@ class Node:
         os.environ.update(self._lease.environment())
         self.verdict = None
         self._dismissed = False
+        self._told.clear()
         self._unbegun, self.noticed, self.training_began, self._first_raised = set(ranks), 0.0, None, -1
         self.reaped.clear()
         self.settled.clear()
@@ -219,9 +221,12 @@ class Node:
 
     @property
     def report(self) -> str:
-        """Return the path of the last report, or the node that writes it; '' if no controller has."""
+        """Return the path of the last report, or the node that writes it; '' if no controller has.
+
+        A verdict that this agent gave by itself has none: the last one is of an earlier incident.
+        """
         reporter = self._client.reporter if self._client is not None else None
-        if reporter is None:
+        if reporter is None or (self.verdict is not None and not self.verdict.incident):
             return ""
         return self._incident_report.path if reporter == self._node else f"on node {reporter}"
 
@@ -316,6 +321,8 @@ class Node:
             case Reports.SENT:
                 assert self._client is not None
                 self._client.send(message)
+                if isinstance(message, Died | Raised | TerminationRequested | AgentTerminationRequested):
+                    self._told.append(message)
             case Reports.RELEASES:
                 self._release_worker(message)
             case Reports.JUDGED_HERE:
@@ -415,6 +422,8 @@ class Node:
             case Dismissed():
                 self._dismissed = True
                 self._rest(Reports.JUDGED_HERE)
+                for told in self._told:  # while the controller left: no verdict of it comes any more
+                    self._judge_here(told)
             case Verdict():
                 self.verdict = order
                 self._control.spawn(self._reap_workers())
@@ -435,6 +444,7 @@ class Node:
         """Close an incident after which all ranks go on: pass it to the main thread, and reset."""
         self.recovered.put((order, self.report))
         self.noticed = 0.0
+        self._told.clear()
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)
         self._replacements.end_incident()

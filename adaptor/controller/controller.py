@@ -155,7 +155,7 @@ class Controller:
             case AgentTerminationRequested(node=node, signal=name, error=error):
                 who = "ttprun" if len(self.membership.agents) == 1 else f"ttprun on node {node}"
                 self._failures.leaving.add(node)
-                return self._on_asked(-1, name, who, now, error)
+                return self._on_asked(-1, name, who, now, error, node)
             case NodeStalled():
                 return self._on_stalled(message, now)
             case NodeResumed(node=node):
@@ -191,9 +191,11 @@ class Controller:
             return [order for node in overdue for order in self._on_agent_lost(node, now)]
         return self._route(incident.on_tick(now))
 
-    def _on_asked(self, rank: int, name: str, who: str, now: float, error: str = "") -> Orders:
+    def _on_asked(
+        self, rank: int, name: str, who: str, now: float, error: str = "", node: int = -1
+    ) -> Orders:
         if self.incident is None and self.verdict is None:
-            self._failures.ask(rank, who, name, error)
+            self._failures.ask(rank, who, name, error, node)
         self._failures.told_to_end = (
             f"{who} has failed: {error}" if error else f"{who} was told to end by {name}"
         )

@@ -22,6 +22,7 @@ class Cause(NamedTuple):
     key      see `messages.Fault`
     ranks    see `messages.Fault`; by default the rank to blame alone
     mistake  another start would fail in the same way
+    node     the node whose agent was told to end or has failed (-1: no agent's)
     """
 
     rank: int
@@ -30,6 +31,7 @@ class Cause(NamedTuple):
     key: str = ""
     ranks: tuple[int, ...] = ()
     mistake: bool = False
+    node: int = -1
 
 
 @dataclass
@@ -70,13 +72,17 @@ class Failures:
         """Note the status of a process of `rank` that has ended; the first one counts."""
         self.dead.setdefault(rank, status)
 
-    def ask(self, rank: int, who: str, name: str, error: str = "") -> None:
-        """Somebody wants `who` to end, by the signal `name`; or `who` has failed by an `error` of its own."""
+    def ask(self, rank: int, who: str, name: str, error: str = "", node: int = -1) -> None:
+        """Somebody wants `who` to end, by the signal `name`; or `who` has failed by an `error` of its own.
+
+        Args:
+            rank: the rank that it is; -1: the agent of `node`.
+        """
         if error:
-            self.asked = Cause(rank, 1, f"{who} has failed: {error}")
+            self.asked = Cause(rank, 1, f"{who} has failed: {error}", node=node)
             return
         code = SIGNAL_BASE + signal.Signals.__members__.get(name, signal.SIGTERM)
-        self.asked = Cause(rank, code, f"{who} was told to end by {name}")
+        self.asked = Cause(rank, code, f"{who} was told to end by {name}", node=node)
 
     @property
     def is_known(self) -> bool:

@@ -80,7 +80,7 @@ def _fault(
 ) -> Fault:
     rank = cause.rank
     if rank < 0:
-        return Fault(cause.key)
+        return Fault(cause.key, host=membership.hosts.get(cause.node, ""))
     raised, board = failures.raised.get(rank), membership.boards.get(rank, frozen.get(rank))
     finished = raised.origin.finished if raised is not None else None
     if board is not None and board.phase != Phase.STARTING:

@@ -606,7 +606,7 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
     finished  the step that the rank had finished, -1 before training; None where nobody knows
     ranks     those that have failed by themselves, the first one first
     pid       of the first rank; 0 where it is not known
-    host      the machine of the first rank
+    host      the machine of the first rank; without a rank that of the agent that was told to end
     """
 
     key: str = ""

@@ -320,6 +320,17 @@ def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> Non
     assert job.nodes[0].report == ""  # there is none
 
 
+def test_a_death_that_the_controller_does_not_hear_any_more(two_nodes: Job) -> None:
+    """It has left when the message arrives, and says so afterwards."""
+    job = two_nodes
+    job.train("step")
+    controller_host_of(job.nodes[0]).receive = lambda *args: True  # type: ignore[method-assign]
+    job.workers[1].process.kill()
+    wait_until(lambda: bool(job.nodes[1]._told), "node 1 has told it")
+    job.nodes.pop(0).close()
+    assert job.verdict().line.startswith("rank 1 ended with status -9 after node 0 had finished")
+
+
 def test_a_node_that_leaves_in_the_middle_of_an_incident(two_nodes: Job) -> None:
     """Nobody asks the others' workers for their state any more, until the next node does."""
     job = two_nodes

@@ -133,3 +133,17 @@ def test_every_agent_is_told(online: Job) -> None:
     for worker in (online.workers[0], online.workers[1]):
         while worker.hears() != f"resumed {FIRST}":
             pass
+
+
+def test_a_verdict_that_no_controller_gives_has_no_report(online: Job) -> None:
+    """The last report there is belongs to the incident that was recovered."""
+    train(online, nodes=2)
+    online.workers[1].process.kill()
+    for node in (0, 1):
+        resumed(online, node)
+    online.nodes.pop(0).close()
+    (node,) = online.nodes
+    assert node.report == "on node 0"
+    online.workers[1].process.kill()
+    assert "after node 0 had finished" in online.verdict().line
+    assert node.report == ""
