@@ -94,6 +94,13 @@ for one, other in zip(again, torch.autograd.grad(found, (query, key, value), wan
 
 
 def test_the_stand_ins_compute_what_their_interface_says() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(STANDINS)}
+    path = os.pathsep.join(map(str, (STANDINS, STANDINS / "hugging_face")))
+    environment = {**os.environ, "PYTHONPATH": path}
     done = warm.run([sys.executable, "-c", SCRIPT], env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def test_packages_that_may_be_installed_are_on_a_path_of_their_own() -> None:
+    """On PYTHONPATH they would come before the installed ones."""
+    assert {path.name for path in (STANDINS / "hugging_face").iterdir()} == {"peft", "transformers"}
+    assert not [name for name in ("peft", "transformers") if (STANDINS / name).exists()]

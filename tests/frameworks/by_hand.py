@@ -60,7 +60,9 @@ class Bench:
         mindspeed = (tree / "mindspeed").is_dir()
         self.checks = dict(MINDSPEED if mindspeed else CHECKS)
         if mindspeed:
-            os.environ["PYTHONPATH"] = str(ROOT / "tests/standins")
+            os.environ["PYTHONPATH"] = os.pathsep.join(
+                str(ROOT / "tests/standins" / part) for part in ("", "hugging_face")
+            )
             # MindSpeed-LLM 2.0 compiles by torch.jit, which cannot read what the device cpu stands in for.
             os.environ["PYTORCH_JIT"] = "0"
         if mindspeed and version < MINDSPEED_MOCKS:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import platform
 import re
 import shutil
@@ -30,7 +31,7 @@ from tests.faults.same import differences
 from tests.frameworks import prepare, record
 
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT / "tests/standins"),
+    "PYTHONPATH": os.pathsep.join(str(ROOT / "tests/standins" / part) for part in ("", "hugging_face")),
     "PYTORCH_JIT": "0",
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
 }

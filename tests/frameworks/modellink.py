@@ -89,7 +89,7 @@ def environment(tree: Path, **more: str) -> dict[str, str]:
 
     And no torch.jit.script, which takes none of the device's stand-ins for functions of torch.
     """
-    path = [str(STANDINS), str(tree), os.environ.get("PYTHONPATH", "")]
+    path = [str(STANDINS), str(STANDINS / "hugging_face"), str(tree), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
