@@ -10,6 +10,7 @@ from adaptor import patching
 from adaptor.patches._versions import MEGATRON
 
 kernels = patching.Unit("cpu-kernels", framework="megatron-lm", tested=MEGATRON, group="device:cpu")
+generation = patching.Unit("cpu-generation", framework="megatron-lm", tested=MEGATRON, group="device:cpu")
 loading = patching.Unit("cpu-loading", framework="megatron-lm", tested=MEGATRON, group="device:cpu")
 
 
@@ -31,6 +32,16 @@ def no_kernels_are_compiled(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 def no_fp8_needs_no_transformer_engine(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     if args[0] if args else kwargs["model_params"]:
         wrapped(*args, **kwargs)
+
+
+@generation.patch(
+    "megatron.inference.text_generation.communication:_is_cuda",
+    why="it asserts what stands in for a tensor on a GPU here",
+    accepts="(tensor)",
+    optional=True,
+)
+def a_tensor_on_the_cpu_will_do(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    return None
 
 
 @loading.patch(
