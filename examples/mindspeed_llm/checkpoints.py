@@ -1,0 +1,85 @@
+"""Reads Megatron's checkpoints of the format torch without the framework."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class _Opaque:
+    """Something of the framework's: its attributes, none of its functions."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Opaque:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.made_of = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] in ("megatron", "mindspeed", "mindspeed_llm"):
+            return _Opaque
+        return super().find_class(module, name)
+
+
+class _Pickle:
+    """What torch.load takes as a pickle module."""
+
+    Unpickler = _Unpickler
+    load = staticmethod(lambda file, **kwargs: _Unpickler(file, **kwargs).load())
+
+
+def newest(folder: Path) -> Path:
+    """Return the newest checkpoint below a folder with a tracker. Raises ValueError."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    try:
+        said = tracker.read_text().strip()
+    except OSError:
+        raise ValueError(f"{tracker} is missing: the checkpoint has moved, or was never written") from None
+    found = folder / (said if said == "release" else f"iter_{int(said):07d}" if said.isdigit() else "?")
+    if not found.is_dir():
+        raise ValueError(f"{tracker} says {said!r}, and {found} is no folder")
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint that hold tensors, sorted."""
+    return sorted(path for path in folder.rglob("*.pt") if path.is_file())
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the content of one file. Raises ValueError where it is damaged."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_Pickle)
+    except (RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    return dict(content)
+
+
+def model_of(folder: Path) -> dict[str, Any]:
+    """Return the model's tensors in the first rank's file of the newest checkpoint. Raises ValueError."""
+    for path in files(newest(folder)):
+        content = load(path)
+        if "model" in content:
+            return dict(content["model"])
+    raise ValueError(f"{newest(folder)} has no file with a model")
+
+
+def flat(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each tensor, number and text with its path."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from flat(value, f"{path}/{key}")
+    elif isinstance(content, (list, tuple)):
+        for number, value in enumerate(content):
+            yield from flat(value, f"{path}/{number}")
+    else:
+        yield path, content

@@ -1,0 +1,85 @@
+"""`python lora.py --rank R --targets NAME... [--adapter DIR] [--base DIR --note FILE]`: does LoRA fit?
+
+A target that is in no layer, another rank than that of the adapter to go on with, a base that is gone or is
+another one than before: the framework says so late, in a traceback, or trains something else without a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import checkpoints
+
+# What a layer of the framework's qwen3_spec has.
+MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def check_targets(targets: Sequence[str]) -> None:
+    """Raise ValueError where a target is in no layer."""
+    for target in targets:
+        if target not in MODULES:
+            raise ValueError(
+                f"target module {target!r} is in no layer of Qwen3;"
+                f" there are {', '.join(MODULES)} (LORA_TARGETS)"
+            )
+
+
+def check_rank(adapter: Path, rank: int) -> None:
+    """Raise ValueError where the newest checkpoint in `adapter`, if there is one, has another rank."""
+    if not (adapter / "latest_checkpointed_iteration.txt").is_file():
+        return
+    ranks = [tensor.shape[0] for name, tensor in checkpoints.model_of(adapter).items() if ".lora_A." in name]
+    if not ranks:
+        raise ValueError(f"{adapter} has a checkpoint without adapters: it is not LoRA's")
+    if ranks[0] != rank:
+        raise ValueError(f"the adapter in {adapter} has rank {ranks[0]}, LORA_R is {rank}")
+
+
+def check_base(base: Path, note: Path) -> None:
+    """Write path and hash of the base into `note`, or compare with what is there. Raises ValueError."""
+    digest = hashlib.sha256()
+    for path in checkpoints.files(checkpoints.newest(base)):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    now = {"sha256": digest.hexdigest(), "base": str(base.resolve())}
+    if not note.is_file():
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(json.dumps(now))
+        return
+    before = json.loads(note.read_text())
+    for key, what in (("sha256", "content"), ("base", "folder")):
+        if before[key] != now[key]:
+            raise ValueError(
+                f"the base of the adapter has another {what}: {key} was {before[key]}, is {now[key]};"
+                " bring it back, or begin LoRA anew (flow.sh --from lora)"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Does LoRA fit its base?")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--targets", nargs="+", required=True)
+    parser.add_argument("--adapter", type=Path, help="where LoRA saves")
+    parser.add_argument("--base", type=Path)
+    parser.add_argument("--note", type=Path, help="where path and hash of the base are kept")
+    parsed = parser.parse_args()
+    try:
+        if parsed.rank < 1:
+            raise ValueError(f"the rank is {parsed.rank}; say 1 or more (LORA_R)")
+        check_targets(parsed.targets)
+        if parsed.adapter is not None:
+            check_rank(parsed.adapter, parsed.rank)
+        if parsed.base is not None and parsed.note is not None:
+            check_base(parsed.base, parsed.note)
+    except (ValueError, OSError) as error:
+        sys.exit(f"lora.py: {error}")
+    print(f"LoRA of rank {parsed.rank} on {', '.join(parsed.targets)}")
+
+
+if __name__ == "__main__":
+    main()
