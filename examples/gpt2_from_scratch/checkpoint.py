@@ -1,0 +1,200 @@
+"""Checkpoints in Megatron's `torch` format: what `train.py` saves, what the adaptor saves after a failure.
+
+    folder/latest_checkpointed_iteration.txt       the newest step
+    folder/iter_0000200/mp_rank_00/model_optim_rng.pt    model, random states, and our `about`
+    folder/iter_0000200/mp_rank_00/distrib_optim.pt      the optimizer's state
+
+With tensor parallelism there is a folder `mp_rank_NN` for each part of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from config import Config, ModelConfig, TrainConfig
+from megatron.core import parallel_state, tensor_parallel
+from registry import find
+from tokenizer import Tokenizer
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# Along which dimension tensor-parallel processes have divided a weight; all others they have whole.
+DIVIDED = {
+    "tokens.weight": 0,
+    "qkv.weight": 0,
+    "qkv.bias": 0,
+    "wide.weight": 0,
+    "wide.bias": 0,
+    "lora.up.weight": 0,
+    "attention.out.weight": 1,
+    "mlp.out.weight": 1,
+}
+
+
+def newest(folder: Path) -> int | None:
+    """Return the newest step that is saved in `folder`, or None."""
+    tracker = folder / TRACKER
+    return int(tracker.read_text()) if tracker.is_file() else None
+
+
+def part(folder: Path, step: int, rank: int = 0) -> Path:
+    """Return the folder of a part of the model."""
+    return folder / f"iter_{step:07d}" / f"mp_rank_{rank:02d}"
+
+
+def about(config: Config, tokenizer: str) -> dict[str, Any]:
+    """Return what a checkpoint says of itself: the configuration, and the digest of the tokenizer."""
+    return {"config": dataclasses.asdict(config), "tokenizer": tokenizer}
+
+
+def write(folder: Path, step: int, state: dict[str, Any], optimizer: Any = None, rank: int = 0) -> None:
+    """Write a part of a checkpoint; it has no name that counts until `publish`."""
+    files = part(folder, step, rank)
+    files = files.parent.with_suffix(".unfinished") / files.name
+    files.mkdir(parents=True, exist_ok=True)
+    torch.save(state, files / "model_optim_rng.pt")
+    if optimizer is not None:
+        torch.save(optimizer, files / "distrib_optim.pt")
+
+
+def publish(folder: Path, step: int) -> None:
+    """Give the checkpoint its name, then name it the newest: whoever reads meanwhile finds a whole one."""
+    final = part(folder, step).parent
+    if not final.exists():
+        final.with_suffix(".unfinished").rename(final)
+    draft = folder / f"{TRACKER}.new"
+    draft.write_text(str(step))
+    draft.rename(folder / TRACKER)
+
+
+def save(folder: Path, step: int, model: Any, optimizer: Any, scheduler: Any, said: dict[str, Any]) -> None:
+    """Save a training; every rank calls it.
+
+    Args:
+        model: the model itself, without what wraps it for data parallelism.
+        said: the result of `about`.
+    """
+    (inner,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    whole = inner.get_parameter_state_dp_zero()  # a collective: rank 0 gets the shards of the others
+    if parallel_state.get_data_parallel_rank() == 0:
+        state = {
+            "iteration": step,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "opt_param_scheduler": scheduler.state_dict(),
+            "rng_state": [
+                {
+                    "random_rng_state": random.getstate(),
+                    "np_rng_state": numpy.random.get_state(),
+                    "torch_rng_state": torch.get_rng_state(),
+                    "cuda_rng_state": torch.cuda.get_rng_state(),
+                    "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+                }
+            ],
+            "about": said,
+        }
+        write(folder, step, state, whole, parallel_state.get_tensor_model_parallel_rank())
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        publish(folder, step)
+    torch.distributed.barrier()
+
+
+def resume(folder: Path, model: Any, optimizer: Any, scheduler: Any, said: dict[str, Any]) -> int:
+    """Load the newest checkpoint of a training, if there is one; return its step, or 0.
+
+    Raises ValueError for a checkpoint of another model or tokenizer.
+    """
+    step = newest(folder)
+    if step is None:
+        return 0
+    files = part(folder, step, parallel_state.get_tensor_model_parallel_rank())
+    state = torch.load(files / "model_optim_rng.pt", map_location="cpu", weights_only=False)
+    require_same(folder, state["about"], said)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    optimizer.load_parameter_state(str(files / "distrib_optim.pt"))
+    scheduler.load_state_dict(state["opt_param_scheduler"])
+    rng = state["rng_state"][0]
+    random.setstate(rng["random_rng_state"])
+    numpy.random.set_state(rng["np_rng_state"])
+    torch.set_rng_state(rng["torch_rng_state"])
+    torch.cuda.set_rng_state(rng["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(rng["rng_tracker_states"])
+    return step
+
+
+def require_same(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise ValueError where the model or the tokenizer of a checkpoint is another one."""
+    for key, value in wanted["config"]["model"].items():
+        if found["config"]["model"].get(key) != value:
+            before = found["config"]["model"].get(key)
+            raise ValueError(f"{folder} has a model with {key} {before}, the configuration says {value}")
+    require_tokenizer(folder, found, wanted["tokenizer"])
+
+
+def require_tokenizer(folder: Path, found: dict[str, Any], digest: str) -> None:
+    """Raise ValueError where the checkpoint was trained with another tokenizer."""
+    if found["tokenizer"] != digest:
+        raise ValueError(
+            f"the tokenizer's vocabulary does not fit {folder}: "
+            f"trained with {found['tokenizer']}, given {digest}"
+        )
+
+
+def require_room(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Raise ValueError where the tokenizer has more tokens than the model has rows."""
+    if len(tokenizer) > config.vocabulary:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary is {config.vocabulary}"
+        )
+
+
+def read(folder: Path) -> tuple[dict[str, torch.Tensor], Config, dict[str, Any]]:
+    """Read the newest model of a folder, its tensor-parallel parts joined.
+
+    Returns:
+        The weights, the configuration for one process, and what the checkpoint says of itself.
+
+    Raises:
+        ValueError: there is none, or it was not made by this example.
+    """
+    step = newest(folder)
+    if step is None:
+        raise ValueError(f"{folder} has no checkpoint: no {TRACKER}")
+    files = sorted(part(folder, step).parent.glob("mp_rank_*/model_optim_rng.pt"))
+    parts = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    if not parts or any("about" not in each for each in parts):
+        raise ValueError(f"{folder} has no checkpoint of this example at step {step}")
+    said = parts[0]["about"]
+    config = Config(
+        ModelConfig(**said["config"]["model"]),
+        dataclasses.replace(TrainConfig(**said["config"]["train"]), tensor_parallel=1),
+    )
+    weights = {}
+    for name, value in parts[0]["model"].items():
+        if isinstance(value, torch.Tensor):  # Megatron-core's layers have entries without one
+            dimension = next((at for end, at in DIVIDED.items() if name.endswith(end)), None)
+            all_parts = [each["model"][name] for each in parts]
+            weights[name] = value if dimension is None else torch.cat(all_parts, dimension)
+    return weights, config, said
+
+
+def load(folder: Path, tokenizer: Tokenizer | None = None) -> Any:
+    """Return the newest model of a folder in fp32, ready to be used in this process alone.
+
+    Raises ValueError as `read` does, and where `tokenizer` is not the one it was trained with.
+    """
+    from model import device, initialize_alone
+
+    weights, config, said = read(folder)
+    if tokenizer is not None:
+        require_tokenizer(folder, said, tokenizer.digest)
+    initialize_alone()
+    model = find("model", config.model.name)(config)
+    model.load_state_dict(weights)
+    return model.float().eval().to(device())
