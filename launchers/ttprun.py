@@ -46,9 +46,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")
         return USAGE_EXIT_CODE
-    except KeyboardInterrupt:  # torch hears the signal only from the rendezvous on
-        output.tell("[ttp] ended by SIGINT, before anything was started")
-        return 128 + signal.SIGINT
     finally:
         output.finish()
 

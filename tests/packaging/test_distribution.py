@@ -89,7 +89,7 @@ def test_the_metadata_says_what_is_promised(wheel: Path) -> None:
         scripts = archive.read(entries).decode()
     assert "Name: ttp-adaptor" in text
     assert "License-Expression: Apache-2.0" in text
-    assert "ttprun = adaptor.launchers.ttprun:main" in scripts
+    assert "ttprun = adaptor.launchers.entry:main" in scripts
     (torch,) = re.findall(r"^Requires-Dist: torch\b(.*)$", text, flags=re.MULTILINE)
     assert "==" not in torch
     assert "+" not in torch

@@ -109,22 +109,28 @@ def test_the_log_folder_cannot_be_had(launcher: Launcher) -> None:
     assert "[ttp] the incident report cannot be written: " in job.restarts().log
 
 
-@pytest.mark.robustness(
-    "B5", "the disk of the logs hangs at the first line of an incident", "saved, restarted"
-)
-def test_the_log_disk_hangs(launcher: Launcher) -> None:
-    """A FIFO that nobody reads: opening it never returns."""
-    job = Training(launcher, TTP_LOG_STDOUT="1", before=A_LOG_THAT_HANGS)
-    job.begins()
-    job.kill(1)
-    job.restarts()
-
-
 A_LOG_THAT_HANGS = """
 import os, socket
 os.makedirs("logs")
 os.mkfifo(f"logs/ttp-agent-{socket.gethostname()}-{os.getpid()}.log")
 """
+A_REPORT_THAT_HANGS = """
+import threading
+from adaptor.launchers import incident_report
+incident_report._write_report = lambda *args: threading.Event().wait()
+"""
+
+
+@pytest.mark.robustness(
+    "B5", "the disk of the logs hangs at the first line of an incident, or at its report", "saved, restarted"
+)
+@pytest.mark.parametrize("before", [A_LOG_THAT_HANGS, A_REPORT_THAT_HANGS], ids=["log", "report"])
+def test_the_log_disk_hangs(before: str, launcher: Launcher) -> None:
+    """A FIFO that nobody reads: opening it never returns. The report has the time in its name."""
+    job = Training(launcher, TTP_LOG_STDOUT="1", before=before)
+    job.begins()
+    job.kill(1)
+    job.restarts()
 
 
 @pytest.mark.robustness(

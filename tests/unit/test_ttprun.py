@@ -615,6 +615,23 @@ def test_ctrl_c_before_anything_was_started(launcher: Launcher) -> None:
     assert (ended.code, ended.log) == (128 + signal.SIGINT, line)
 
 
+def test_ctrl_c_while_the_launcher_is_imported(tmp_path: Path) -> None:
+    program = (
+        "import signal, sys\n"
+        # A shell may have had it ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'asyncio': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+        "from adaptor.launchers.entry import main\n"
+        "sys.exit(main())\n"
+    )
+    done = _run_here(tmp_path, sys.executable, "-c", program)
+    line = "[ttp] ended by SIGINT, before anything was started\n"
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", line)
+
+
 @pytest.mark.usefixtures("_clean")
 @pytest.mark.parametrize("named", ["eth99", "lo,eth99"])
 def test_a_network_interface_that_is_not_there(

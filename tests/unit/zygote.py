@@ -16,7 +16,8 @@ import torch.distributed.elastic.agent.server.local_elastic_agent
 import torch.distributed.launcher.api
 import torch.distributed.run  # noqa: F401
 
-import adaptor.launchers.ttprun as ttprun
+import adaptor.launchers.ttprun  # noqa: F401
+from adaptor.launchers import entry
 from tests.faults.warm import leave
 
 
@@ -31,7 +32,7 @@ def run(job: dict[str, Any]) -> NoReturn:
     exec(job["before"], {})
     sys.argv = ["ttprun", *job["argv"]]
     try:
-        status = ttprun.main()
+        status = entry.main()
     except SystemExit as end:
         leave(end.code)
     leave(status)
