@@ -44,7 +44,8 @@ import adaptor
 adaptor.enable()
 ours = ("adaptor", "wrapt", "fake", "megatron")
 new = {name for name in set(sys.modules) - before if name.startswith(ours)}
-assert new == {"adaptor", "adaptor.config", "adaptor.context", "adaptor.errors"}, new
+settings = {"adaptor.config", "adaptor.diagnostics", "adaptor.diagnostics.requests"}
+assert new == {"adaptor", "adaptor.context", "adaptor.errors", *settings}, new
 assert sys.meta_path == finders
 """,
         ENABLE_TTP="False",
