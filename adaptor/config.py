@@ -260,7 +260,14 @@ SETTINGS = (
         "where nodes, the number of this one, processes and address are read that no flag gives; auto: from "
         "the platform that has started ttprun; none: nowhere",
     ),
-    Setting("log_path", "TTP_LOG_PATH", "logs", "a folder", _folder, "where logs and incident reports go"),
+    Setting(
+        "log_path",
+        "TTP_LOG_PATH",
+        "logs",
+        "a folder",
+        _folder,
+        "where logs go, and what operators read of each job",
+    ),
     Setting(
         "log_level",
         "TTP_LOG_LEVEL",

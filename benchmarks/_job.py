@@ -18,6 +18,7 @@ from typing import Any
 import _bench  # puts the root on the path
 import psutil
 
+from adaptor.operations.records import unix
 from demo.runs import end_tree
 from tests.faults import inject
 from tests.faults.fault import Fault
@@ -196,7 +197,7 @@ class Job:
 
     def incidents(self) -> list[dict[str, Any]]:
         """The incident reports, in the order of their numbers."""
-        reports = [json.loads(path.read_text()) for path in self.logs.glob("incident-*.json")]
+        reports = [json.loads(path.read_text()) for path in self.logs.glob("*/incidents/*.json")]
         return sorted(reports, key=lambda report: int(report["incident"]))
 
 
@@ -221,12 +222,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def first(incident: Mapping[str, Any], what: str) -> float:
     """When (Unix seconds) an incident's first event of that kind was. ValueError where there is none."""
-    return float(min(event["t"] for event in incident["events"] if event["what"] == what))
+    return float(min(unix(event["time"]) for event in incident["events"] if event["type"] == what))
 
 
 def last(incident: Mapping[str, Any], what: str) -> float:
     """When the last event of that kind was."""
-    return float(max(event["t"] for event in incident["events"] if event["what"] == what))
+    return float(max(unix(event["time"]) for event in incident["events"] if event["type"] == what))
 
 
 def run(main: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from _schedule import CHOICE, IN_AN_INCIDENT, KINDS, SECOND, Planned
 from adaptor.checkpoint import manifest
 from adaptor.checkpoint.tracker import tracked_step
 from adaptor.launchers.node import EXIT_GRACE_S, SHUTDOWN_GRACE_S
+from adaptor.operations.records import unix
 from adaptor.protocol import naming
 from tests.faults.fault import PHASES, Fault
 
@@ -98,7 +99,7 @@ def judge(job: Job, reports: Sequence[Mapping[str, Any]], planned: Planned) -> I
 def _judge_side(
     job: Job, report: Mapping[str, Any], planned: Planned, struck: Sequence[Fault], side: int | None
 ) -> _Side:
-    saved, reason = int(report["step"]), str(report["reason"])
+    saved, reason = int(report["step"] or -1), str(report["reason"])
     survives = CUTS[planned.cut].survives(struck, side)
     problems: list[str] = []
     if report["verdict"] == "saved":
@@ -108,7 +109,7 @@ def _judge_side(
             problems.append(f"step {finished} is finished, step {saved} is saved: {reason}")
         if survives is False:
             problems.append("saved, and no holder should have been left")
-        published = [event["t"] for event in report["events"] if event["what"] == "published"]
+        published = [unix(event["time"]) for event in report["events"] if event["type"] == "published"]
         return _Side(saved, published[0] if published else None, problems)
     if report["verdict"] != "lost" or survives or not any(words in reason for words in UNHELD):
         problems.append(reason)
@@ -117,7 +118,7 @@ def _judge_side(
 
 def side_of(report: Mapping[str, Any]) -> int:
     """The node whose controller has written it."""
-    return next((int(event["node"]) for event in report["events"] if event["what"] == "took-over"), 0)
+    return next((int(event["node"]) for event in report["events"] if event["type"] == "took-over"), 0)
 
 
 def _struck(stamps: Sequence[Mapping[str, Any]], planned: Planned) -> list[Fault]:
@@ -131,7 +132,7 @@ def newest_finished(job: Job, report: Mapping[str, Any], restart: int) -> int:
     steps: list[int] = [line["iteration"] for line in records if line["restart"] == restart]
     for event in report["events"]:
         words = {"fault-noticed": "after step ", "frozen": "after step ", "through-the-door": "step "}
-        _, found, number = event["detail"].rpartition(words.get(event["what"], "\0"))
+        _, found, number = event["data"].get("detail", "").rpartition(words.get(event["type"], "\0"))
         steps += [int(number)] if found and number.isdigit() else []
     return max(steps, default=0)
 

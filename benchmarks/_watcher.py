@@ -118,7 +118,7 @@ class Watcher:
 
     def _reports(self, now: float, *, ended: bool) -> list[dict[str, Any]]:
         """Those of the next incident, if all are there."""
-        if len(list(self._job.logs.glob("incident-*.json"))) == self._read:
+        if len(list(self._job.logs.glob("*/incidents/*.json"))) == self._read:
             return []
         found, planned = self._job.incidents()[self._read :], self._left[0]
         struck = [(stamp["kind"], stamp["restart"]) for stamp in self._job.struck()]

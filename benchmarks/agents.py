@@ -27,6 +27,7 @@ from _bench import Benchmark, table
 from adaptor.launchers.agent_listener import LOOPBACK, AgentListener, connect, read_hello
 from adaptor.launchers.controller_host import ControllerHost
 from adaptor.launchers.incident_report import IncidentReport
+from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.protocol import wire
 from adaptor.protocol.file_entry import FileEntry
@@ -175,7 +176,7 @@ async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, flo
     """One job from its start to its end: seconds, MiB, and the share of a core at rest."""
     rejected, secret = RejectedConnections("the controller's port"), secrets.token_bytes(32)
     controller_host = CountingHub(
-        0, nodes * PER_NODE, nodes, GIVE_UP_S, LOOPBACK, IncidentReport(folder), rejected
+        0, nodes * PER_NODE, nodes, GIVE_UP_S, LOOPBACK, IncidentReport(JobFiles(folder)), rejected
     )
     listener = AgentListener(secret, None, rejected, controller_host.serve, read_hello)
     before = _resident_mib()

@@ -54,7 +54,7 @@ def timeline(
     noticed, frozen = first(incident, "fault-noticed"), last(incident, "frozen")
     ordered, written = first(incident, "dump-ordered"), last(incident, "written")
     published = first(incident, "published")
-    (writer,) = {event["rank"] for event in incident["events"] if event["what"] == "written"}
+    (writer,) = {event["rank"] for event in incident["events"] if event["type"] == "written"}
     parts = {
         what: sum(
             line["seconds"]
@@ -94,7 +94,7 @@ def measure(folder: Path, name: str, repeats: int) -> dict[str, Any]:
     def tick() -> None:
         nonlocal seen
         keep_the_newest(job.save)
-        incidents = len(list(job.logs.glob("incident-*.json")))
+        incidents = len(list(job.logs.glob("*/incidents/*.json")))
         if incidents > seen:
             seen = incidents
             print(f"  {name}: incident {seen} of {repeats}", flush=True)

@@ -22,6 +22,7 @@ from adaptor import config
 from adaptor.launchers.agent_listener import LOOPBACK
 from adaptor.launchers.controller_host import ControllerHost
 from adaptor.launchers.incident_report import IncidentReport
+from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.log import Log
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.protocol import wire
@@ -67,7 +68,7 @@ class Job:
         self.orders: list[ControllerToAgent] = []
 
     def _controller_host(self, term: int) -> ControllerHost:
-        nodes, report = self.ranks // PER_NODE, IncidentReport(self.folder)
+        nodes, report = self.ranks // PER_NODE, IncidentReport(JobFiles(self.folder))
         return ControllerHost(
             term, self.ranks, nodes, 120.0, LOOPBACK, report, RejectedConnections("the controller's port")
         )
@@ -198,7 +199,7 @@ def main() -> None:
 def measure(ranks: int, groups: int, folder: str) -> tuple[dict[str, float], float]:
     """Seconds by what was done, and MiB at rest."""
     ControllerHost(
-        0, 1, 1, 120.0, LOOPBACK, IncidentReport(folder), RejectedConnections("")
+        0, 1, 1, 120.0, LOOPBACK, IncidentReport(JobFiles(folder)), RejectedConnections("")
     )  # imports torch, as any agent has
     gc.collect()
     before = resident_mib()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adaptor.operations.records import unix
+
 
 @dataclass(frozen=True)
 class Step:
@@ -130,12 +132,12 @@ class Incident:
 
     def first(self, what: str) -> float | None:
         """Unix seconds of the first event of that kind."""
-        return min((event["t"] for event in self.events if event["what"] == what), default=None)
+        return min((unix(event["time"]) for event in self.events if event["type"] == what), default=None)
 
 
 def read_incident(folder: Path) -> Incident:
     """Read the only report in the folder. Raises ValueError where there is none, or more than one."""
-    reports = sorted(folder.glob("incident-*.json"))
+    reports = sorted(folder.glob("*/incidents/*.json"))
     if len(reports) != 1:
         raise ValueError(f"{len(reports)} incident reports instead of one")
     report = json.loads(reports[0].read_text(encoding="utf-8"))
@@ -144,5 +146,5 @@ def read_incident(folder: Path) -> Incident:
         verdict=report["verdict"],
         reason=report["reason"],
         ranks=report["ranks"],
-        events=sorted(report["events"], key=lambda event: event["t"]),
+        events=sorted(report["events"], key=lambda event: str(event["time"])),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from adaptor.operations.records import unix
 from demo.findings import Findings
 from demo.records import Incident, Kill, Step
 from demo.runs import RANKS
@@ -96,7 +97,8 @@ def timeline_plot(incident: Incident, kill: Kill) -> str:
     figure, axes = _figure(1, 1, size=(11.5, 0.62 * (RANKS + 1) + 1.7))
     lanes: dict[int | None, int] = {None: 0} | {rank: rank + 1 for rank in range(RANKS)}
     moments = [
-        (_milliseconds(event["t"], kill), lanes[event["rank"]], event["what"]) for event in incident.events
+        (_milliseconds(unix(event["time"]), kill), lanes[event["rank"]], event["type"])
+        for event in incident.events
     ]
     end = max((at for at, _, _ in moments), default=1.0)
     for rank, lane in lanes.items():
@@ -157,7 +159,8 @@ def write_page(
 
 def _event_cells(event: dict[str, Any], kill: Kill) -> tuple[str, ...]:
     who = "controller" if event["rank"] is None else f"rank {event['rank']}"
-    return f"{_milliseconds(event['t'], kill):+,.1f} ms", who, event["what"], event["detail"]
+    about = f"step {event['step']}" if event["step"] is not None else event["data"].get("detail", "")
+    return f"{_milliseconds(unix(event['time']), kill):+,.1f} ms", who, event["type"], about
 
 
 def _milliseconds(moment: float, kill: Kill) -> float:

@@ -66,9 +66,14 @@ class Account:
         if report:
             self._reports = f"in {Path(report).parent}" if Path(report).is_absolute() else report
 
-    def restart(self) -> None:
-        """Count a restart: the workers are about to be started again."""
+    def restart(self) -> str:
+        """Count a restart: the workers are about to be started again. Return which one it is, in words."""
         self._begun += 1
+        return self._which
+
+    @property
+    def _which(self) -> str:
+        return f"restart {self._begun} of {self._restarts}"
 
     def training_began(self, origin: int, at: float) -> None:
         """Write the line of a restart, once training goes on.
@@ -82,9 +87,8 @@ class Account:
             return
         lost = max(0, self._newest - origin)
         self.lost += lost
-        which = f"restart {self._begun} of {self._restarts}"
         after = f"{max(0.0, at - self._noticed):.1f} s after the fault"
-        say(f"{_utc(time.time())} {which}: from step {origin}, {_steps(lost)} lost, {after}")
+        say(f"{_utc(time.time())} {self._which}: from step {origin}, {_steps(lost)} lost, {after}")
 
     def ended(self) -> None:
         """Write the sum of all incidents, if there were any, at the end of a job."""

@@ -76,7 +76,7 @@ class SurvivorsAgent(LocalElasticAgent):
     # Kept to the end: torch's rendezvous must not be dropped while a thread of its own uses it.
     _current: SurvivorsAgent | None = None
 
-    def __init__(self, settings: Config, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, settings: Config, job: str, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(spec, *args, **kwargs)
         self._config = settings
         SurvivorsAgent.account = Account(spec.max_restarts)
@@ -84,7 +84,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._events = ElasticEvents(
             getattr(spec, "event_log_handler", "null"), spec.rdzv_handler.get_run_id()
         )
-        self._control = Node(self._config)
+        self._control = Node(self._config, job, spec.max_restarts)
         SurvivorsAgent._current = self
         self._generations = 0
         self._interrupted = False
@@ -210,11 +210,13 @@ class SurvivorsAgent(LocalElasticAgent):
             self._tell(verdict)
             if verdict.stop and (self._remaining_restarts or verdict.exit_code == EXIT_NO_PROGRESS):
                 SurvivorsAgent.stopped = f"; not started again: {verdict.stop}"
+            action = "the job ends"
             if verdict.outcome == "refused" or not self._can_start_again(verdict, worker_group):
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
                 say(verdict.line)
-                self.account.restart()
+                action = self.account.restart()
+            self._control.record_next_action(f"{action}{SurvivorsAgent.stopped}")
             self._ends = self._remaining_restarts <= 0
             if self._ends:
                 self._control.mark_leaving()

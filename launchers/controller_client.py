@@ -345,7 +345,7 @@ class ControllerClient:
     def _on_order(self, order: ControllerToAgent) -> None:
         if self._succession.accept(order):
             if isinstance(order, Verdict | Resumed):
-                self._incident_report.next_incident = order.incident + 1
+                self._incident_report.record_end(order.incident)
                 self.reporter = self._node if self.controller_host is not None else self._succession.term
             if isinstance(order, Verdict):
                 self._recurrence.note(order)

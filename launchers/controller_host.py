@@ -46,6 +46,7 @@ class ControllerHost:
 
     controller  the pure controller, which decides
     store       the store over which the ranks of a dump find each other
+    nodes       how many there are
     dismissed   the other agents may end: every rank has come to its end, or this node leaves
 
     Args:
@@ -73,7 +74,7 @@ class ControllerHost:
         online_s: float = 0.0,
     ):
         self.term = term
-        self._nodes = nodes
+        self.nodes = nodes
         self._sends: dict[int, Send] = {}
         # Lives here, in an agent, so that no worker's death takes it along.
         self.store = DumpStore(host, world_size)
@@ -90,6 +91,7 @@ class ControllerHost:
 
     def start(self) -> None:
         self.store.start()
+        self._record(self._incident_report.record_start)
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._tick()), loop.create_task(self._beat())]
         for task in self._tasks:
@@ -104,7 +106,7 @@ class ControllerHost:
 
     def take_over(self, standby_state: Iterable[StandbyState]) -> None:
         """Take over from the controllers of earlier terms; `standby_state`: what they have passed on."""
-        self.controller.succeed(standby_state, range(self.term, self._nodes), time.monotonic())
+        self.controller.succeed(standby_state, range(self.term, self.nodes), time.monotonic())
         self._record(functools.partial(self._incident_report.record_takeover, self.term))
 
     def lose(self, node: int) -> None:

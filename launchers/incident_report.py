@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import logging
-import os
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TypedDict
 
-from adaptor import output
+from adaptor.launchers.incident_file import GoneOn, Happened, Timeline, incident_of, with_going_on
+from adaptor.launchers.job_files import JobFiles
+from adaptor.operations.records import Incident
 from adaptor.protocol.messages import (
+    AgentHello,
     AgentLost,
     AgentTerminationRequested,
     Died,
@@ -62,33 +63,34 @@ _ORDERS: dict[type, str] = {
 _OF_EACH_RANK = {"freeze", "frozen", "dump-ordered", "exit", "regroup-ordered", "joined"}
 
 
-class Event(TypedDict):
-    """A line of a timeline: what happened at `t` (Unix seconds), where rank and node are known."""
-
-    t: float
-    rank: int | None
-    node: int | None
-    what: str
-    detail: str
-
-
 class IncidentReport:
-    """Collects messages and orders with wall-clock times, and writes `incident-<time in UTC>-<n>.json`.
+    """Collects messages and orders with wall-clock times; writes events, and a file for each incident.
 
-    The report is written in a thread of its own, which is there before an incident.
+    Args:
+        files: the files of the job.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder).absolute()
-        self._writer = output.Writer("ttp-report")
-        self._writer.start()
-        self._events: list[Event] = []
+    def __init__(self, files: JobFiles) -> None:
+        self._files = files
+        self._generation = 0
+        self._records = False  # whether the controller is, or was last, on this node
+        self._happened: list[Happened] = []
+        self._nodes: dict[int, int] = {}
+        self._hosts: dict[int, str] = {}
+        self._pids: dict[int, int] = {}
         self._ended = False
         self._noticed: set[int] = set()  # ranks whose faults are in the timeline
         self._still_s = 0.0
+        self._checkpoint: str | None = None  # the folder that was published
+        self._size: int | None = None  # of its files, in bytes
         self._over = 0  # the newest incident that has ended without a verdict
+        self._last: _Written | None = None  # the last file; of an earlier generation, until that has gone on
+        self._started = self._trained = 0.0  # when the last rank had started, and had begun to train
+        self._origin = -1  # the step from which it began
         self.next_incident = 1
+        self.incidents = 0  # that have ended in this job
         self.path = ""  # the path of the last one
+        self.last_id: str | None = None
 
     def record_message(self, node: int, message: ToController, now: float | None = None) -> None:
         """Record a message of the agent of `node`, or of a worker by way of it.
@@ -100,8 +102,11 @@ class IncidentReport:
         """
         now = time.time() if now is None else now
         match message:
+            case AgentHello(node=there, host=host):
+                self._hosts[there] = host
             case Layout(rank=rank, origin=origin):
                 _log.debug("rank %d: begins to train after step %d", rank, origin)
+                self._trained, self._origin = now, origin
             case Unprotected(rank=rank, why=why):
                 _log.warning("rank %d: not protected: %s", rank, why)
             case Dying(rank=rank, at=at, board=board) if not self._ended:
@@ -124,10 +129,14 @@ class IncidentReport:
                 self._add("fault-noticed", now, None, node, "the connection to the agent is gone")
             case Frozen(incident=number) | TimelineEvent(incident=number) if number <= self._over:
                 pass  # it comes late: the report is written
-            case Hello(rank=rank, pid=pid) if self._events:
-                self._add("started", now, rank, node, f"pid {pid}")
+            case Hello(rank=rank, pid=pid):
+                self._nodes[rank], self._pids[rank] = node, pid
+                if self._happened:
+                    self._add("started", now, rank, node, f"pid {pid}")
+                else:
+                    self._started = now
             case Joined(rank=rank, step=step):
-                self._add("joined", now, rank, node, f"step {step}")
+                self._add("joined", now, rank, node, step=step)
             case RegroupFailed(rank=rank, reason=reason):
                 self._add("failed", now, rank, node, reason)
             case Frozen(rank=rank, board=board):
@@ -138,8 +147,9 @@ class IncidentReport:
                 self._add("failed", now, rank, node, reason)
             case Renamed(rank=rank, reason=reason):
                 self._add("failed" if reason else "renamed", now, rank, node, reason)
-            case Published(step=step):
-                self._add("published", now, None, node, f"step {step}")
+            case Published(step=step, path=path):
+                self._checkpoint = path
+                self._add("published", now, None, node, step=step)
             case PublishFailed(reason=reason):
                 self._add("failed", now, None, node, reason)
 
@@ -161,78 +171,154 @@ class IncidentReport:
             if not self._ended:
                 self._ended = True
                 self._add("verdict", now, None, None, order.outcome)
-                self._write(order)
+                self._write(order, now)
             return
         if isinstance(order, Resumed):
             if self._over < order.incident:  # once, though every agent is told
                 self._over = order.incident
-                self._add("resumed", now, None, None, f"step {order.step}")
-                self._write(order)
-                self.begin()
+                self._add("resumed", now, None, None, step=order.step)
+                self._write(order, now)
+                self._started, self._trained, self._origin = 0.0, now, order.step
+                self._reset()
             return
-        if isinstance(order, Freeze) and order.stacks and not self._events:
+        if isinstance(order, Freeze) and order.stacks and not self._happened:
             self._add("fault-noticed", now, None, None, f"nothing has moved for {self._still_s:.0f} s")
+        if isinstance(order, Publish):
+            self._size = sum(entry.bytes for entry in order.files)
         what = _ORDERS.get(type(order), "")
         if what:
-            step = getattr(order, "step", None)
-            self._add(what, now, rank, node, "" if step is None else f"step {step}")
+            self._add(what, now, rank, node, step=getattr(order, "step", None))
+
+    def record_end(self, incident: int) -> None:
+        """Note that `incident` has ended, whichever node has written its file."""
+        self.next_incident = incident + 1
+        self.incidents += 1
+
+    def record_next_action(self, action: str) -> None:
+        """Add to the last file what is done after its verdict."""
+        if self._records:
+            self._tell("next-action", time.time(), detail=action)
+            if self._last is not None:
+                self._last.actions.append(action)
+                self._files.write_incident(self._last.again)
+
+    def record_progress(self, finished: int) -> None:
+        """Note the newest step that a rank has finished: after a fault the first one ends the recovery."""
+        last = self._last
+        if last is not None and last.is_over(self._generation) and self._trained and finished > self._origin:
+            self._last = None
+            now = time.time()
+            last.gone_on = GoneOn(last.ended, self._started, self._trained, now, self._origin)
+            self._files.write_incident(last.again)
+            self._tell("gone-on", now, step=finished)
+
+    def record_start(self) -> None:
+        """Record that the controller of a generation of workers is on this node."""
+        self._records = True
+        self._tell("generation", time.time(), detail=f"start {self._generation} of the workers")
+
+    def begin(self, generation: int) -> None:
+        """Start a new timeline, for a new generation of workers; they count from 1."""
+        self._reset()
+        self._records = False
+        self._generation = generation
+        self._started = self._trained = 0.0
 
     def close(self) -> None:
-        """Wait for reports that are being written, for a bounded time."""
-        self._writer.close()
+        """Record that ttprun ends; wait for what is being written, for a bounded time."""
+        if self._records:
+            self._tell("ended", time.time())
+        self._files.close()
 
-    def begin(self) -> None:
-        """Start a new timeline, for a new generation of workers."""
-        self._events, self._ended, self._noticed = [], False, set()
+    def _reset(self) -> None:
+        self._happened, self._ended, self._noticed = [], False, set()
+        self._checkpoint, self._size, self._still_s = None, None, 0.0
 
-    def _add(self, what: str, at: float, rank: int | None, node: int | None, detail: str) -> None:
+    def _add(
+        self,
+        what: str,
+        at: float,
+        rank: int | None,
+        node: int | None,
+        detail: str = "",
+        *,
+        step: int | None = None,
+    ) -> None:
         who = f"rank {rank}" if rank is not None else f"node {node}" if node is not None else "job"
-        _log.log(logging.DEBUG if what in _OF_EACH_RANK else logging.INFO, "%s: %s %s", who, what, detail)
-        self._events.append({"t": at, "rank": rank, "node": node, "what": what, "detail": detail})
+        about = detail if step is None else f"step {step}"
+        _log.log(logging.DEBUG if what in _OF_EACH_RANK else logging.INFO, "%s: %s %s", who, what, about)
+        one = Happened(at, what, rank, node, detail, step)
+        self._happened.append(one)
+        if what not in _OF_EACH_RANK:
+            self._files.append(partial(self._timeline([]).event, one, self.next_incident))
 
-    def _write(self, end: Verdict | Resumed) -> None:
+    def _tell(self, what: str, at: float, *, detail: str = "", step: int | None = None) -> None:
+        """Append an event of the job that belongs to no incident."""
+        one = Happened(at, what, None, None, detail, step)
+        self._files.append(partial(self._timeline([]).event, one, None))
+
+    def _timeline(self, happened: Sequence[Happened]) -> Timeline:
+        return Timeline(
+            self._files.job,
+            self._generation,
+            happened,
+            silent_s=self._still_s,
+            nodes=self._nodes,
+            hosts=self._hosts,
+            pids=self._pids,
+        )
+
+    def _write(self, end: Verdict | Resumed, now: float) -> None:
         if isinstance(end, Verdict) and end.outcome == "refused":
             return
         self.next_incident = end.incident + 1
-        name = f"incident-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{end.incident}.json"
-        path = self._folder / name
-        self.path = str(path)
-        self._writer.submit(partial(_write_report, path, end, list(self._events)))
+        self.last_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}-{end.incident}"
+        self.path = str(self._files.incident_path(self.last_id))
+        timeline = dataclasses.replace(
+            self._timeline(self._happened),
+            checkpoint=self._checkpoint,
+            size=self._size if self._checkpoint is not None else None,
+            nodes=dict(self._nodes),
+            hosts=dict(self._hosts),
+            pids=dict(self._pids),
+        )
+        make = partial(incident_of, end, timeline, self.last_id, now)
+        self._last = _Written(make, now, self._generation, online=isinstance(end, Resumed))
+        self._files.write_incident(self._last.again)
 
 
-def _write_report(path: Path, end: Verdict | Resumed, events: list[Event]) -> None:
-    if isinstance(end, Resumed):
-        cause, outcome, stop = next(iter(end.fault.ranks), -1), "resumed", ""
-    else:
-        cause, outcome, stop = end.cause_rank, end.outcome, end.stop
-    report = {
-        "incident": end.incident,
-        "fault": _fault_of(cause, events),
-        "step": end.step,
-        "cause_rank": cause,
-        "ranks": sorted({event["rank"] for event in events if event["rank"] is not None}),
-        "events": sorted(events, key=lambda event: event["t"]),
-        "verdict": {"nothing": "nothing-to-save"}.get(outcome, outcome),
-        "reason": end.line,
-        "host": end.fault.host,
-        "pid": end.fault.pid,
-        "not_started_again": stop,
-    }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(report, indent=1))
-        scratch.replace(path)
-    except OSError as error:
-        output.tell(f"[ttp] the incident report cannot be written: {error}")
+class _Written:
+    """A file that is written again when more is known; the thread that writes it makes it.
 
+    actions  what was done after its verdict
+    gone_on  how the job went on, as soon as it has
 
-def _fault_of(cause: int, events: list[Event]) -> Event | None:
-    """Return the event of the rank `cause`; survivors may have reported exceptions before it."""
-    noticed = [event for event in events if event["what"] == "fault-noticed"]
-    for event in noticed:
-        if event["rank"] == cause:
-            return event
-    if not noticed:
-        return None
-    return {**noticed[0], "rank": cause if cause >= 0 else noticed[0]["rank"]}
+    Args:
+        make: makes the file with the verdict.
+        ended: when that was given, in Unix seconds.
+        generation: in which the incident was.
+        online: whether training went on in the same generation.
+    """
+
+    def __init__(self, make: Callable[[], Incident], ended: float, generation: int, *, online: bool) -> None:
+        self._make = make
+        self._made: Incident | None = None
+        self._generation = generation
+        self._online = online
+        self.ended = ended
+        self.actions: list[str] = []
+        self.gone_on: GoneOn | None = None
+
+    def is_over(self, generation: int) -> bool:
+        """Return whether workers of `generation` train after the incident."""
+        return self._online or generation > self._generation
+
+    def again(self) -> Incident:
+        """Return what the file has now."""
+        if self._made is None:
+            self._made = self._make()
+        if self.actions:
+            self._made.next_action = self.actions[-1]
+        if self.gone_on is not None:
+            self._made = with_going_on(self._made, self.gone_on)
+        return self._made

@@ -33,8 +33,10 @@ from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
 from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.invitation import Invitation
+from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.job_lease import JobLease
-from adaptor.launchers.log import Log
+from adaptor.launchers.job_status import JobStatus
+from adaptor.launchers.log import Log, tell_error
 from adaptor.launchers.replacements import Replacements, WorkerStarter
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
 from adaptor.launchers.waiting import wait_for
@@ -45,11 +47,13 @@ from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
     AgentTerminationRequested,
+    BoardRecord,
     ControllerToAgent,
     Died,
     Dismissed,
     Dying,
     Exit,
+    Fault,
     Find,
     Freeze,
     FromAgent,
@@ -95,15 +99,23 @@ class Reports(enum.Enum):
 
 
 class Node:
-    """The control thread of a node's agent, as its main thread calls it."""
+    """The control thread of a node's agent, as its main thread calls it.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: the settings.
+        job: the id that the user gave to the job; '' where there is none.
+        max_restarts: how many restarts the job may make.
+    """
+
+    def __init__(self, config: Config, job: str = "", max_restarts: int = 0) -> None:
         self._config = config
         self._tls = tls.load(config)
         self._control = ControlThread(self._on_failure, self._on_broken_off)
         self._workers = Workers(self._control.loop, self._hear)
         self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
-        self._incident_report = IncidentReport(config.log_path)
+        files = JobFiles(config.log_path, job)
+        self._incident_report = IncidentReport(files)
+        self._status = JobStatus(files, self._incident_report, max_restarts)
         self._log = Log(config)
         self._recurrence = Recurrence(config.no_progress)
         self._node = 0
@@ -172,7 +184,7 @@ class Node:
         self._unbegun, self.noticed, self.training_began, self._first_raised = set(ranks), 0.0, None, -1
         self.reaped.clear()
         self.settled.clear()
-        self._incident_report.begin()
+        self._incident_report.begin(self._begun)
         client = ControllerClient(
             node=node,
             nodes=nodes,
@@ -251,6 +263,11 @@ class Node:
             self.mark_leaving()
             self.reaped.wait(grace_s)
 
+    def record_next_action(self, action: str) -> None:
+        """Add to the report of the last incident what is done after its verdict."""
+        with contextlib.suppress(RuntimeError):  # the control thread has ended
+            self._control.loop.call_soon_threadsafe(self._incident_report.record_next_action, action)
+
     def mark_leaving(self) -> None:
         """The job ends, and may save until then: one that is started again waits for that."""
         self._lease.mark_leaving()
@@ -287,6 +304,7 @@ class Node:
         self._folder_tasks.close()
         self._descriptors.release()
         self._lease.release()
+        self._status.end()
         self._incident_report.close()
         self._log.close()
         self._scratch.cleanup()
@@ -489,6 +507,7 @@ class Node:
         while self._workers.boards is not None:
             await asyncio.sleep(PROGRESS_S)
             boards = self._workers.read()
+            self._report_status(boards)
             if self.training_began is not None and not self.noticed:
                 self._replacements.look(boards, self.training_began[0])
             said = hang_detector.look(boards, self._control.loop.time(), traced=self._workers.traced)
@@ -501,6 +520,17 @@ class Node:
             if total != last:
                 last = total
                 self._report(Progress(self._node, total))
+
+    def _report_status(self, boards: Sequence[BoardRecord]) -> None:
+        """Write what operators read; it is for people, so an error in it ends nothing."""
+        host = self._controller_host
+        if host is None:
+            return
+        try:
+            self._status.look(boards, host.controller, self._node, host.nodes, self._begun)
+            self._incident_report.record_progress(max((board.finished for board in boards), default=-1))
+        except Exception as error:
+            tell_error("the status of the job is not written", error)
 
     async def _end(self) -> None:
         self._reports = Reports.IGNORED
@@ -524,5 +554,13 @@ class Node:
 def _verdict_here(line: str, stop: str) -> Verdict:
     """Return the verdict of an agent that has no controller to ask."""
     return Verdict(
-        incident=0, outcome="lost", step=-1, line=line, cause_rank=-1, exit_code=1, save="", stop=stop
+        incident=0,
+        outcome="lost",
+        step=-1,
+        line=line,
+        cause_rank=-1,
+        exit_code=1,
+        save="",
+        fault=Fault(kind="error"),
+        stop=stop,
     )

@@ -30,6 +30,8 @@ from adaptor.launchers.programs import WORKER
 USAGE_EXIT_CODE = 2
 # torch's own variable: the network interfaces over which survivors bring their shards together.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
+# torch's own default of --rdzv-id.
+_NO_ID = "none"
 # The line about what an operator accepts with TTP_TLS=plain.
 TRUSTED = (
     "[ttp] TTP_TLS is plain: the network of this job is trusted; whoever reaches it can read what agents say,"
@@ -251,7 +253,7 @@ def _run_with_survivors(
     _keep_ignoring_hangups(parsed)
     if engine.has_own_agent:
         # torch makes its agent by this name; in this process it is ours.
-        api.LocalElasticAgent = partial(SurvivorsAgent, settings)  # type: ignore[misc, assignment]
+        api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed))  # type: ignore[misc, assignment]
         # And its rendezvous by this one.
         api.rdzv_registry = Registry(api.rdzv_registry)  # type: ignore[assignment]
     code, at_once = 1, False
@@ -275,6 +277,11 @@ def _run_with_survivors(
             ends(code)
             output.leave(code)
     return code
+
+
+def _job(parsed: argparse.Namespace) -> str:
+    """Return the id that the user gave to the job; '' where there is none."""
+    return "" if parsed.standalone or parsed.rdzv_id == _NO_ID else str(parsed.rdzv_id)
 
 
 def _run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine) -> int:

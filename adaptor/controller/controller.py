@@ -30,6 +30,7 @@ from adaptor.protocol.messages import (
     Died,
     Dying,
     Exit,
+    Fault,
     Frozen,
     Hello,
     Layout,
@@ -338,6 +339,7 @@ class Controller:
             cause_rank=-1,
             exit_code=1,
             save="",
+            fault=Fault(kind="error"),
         )
         return self._broadcast_verdict(number)
 

@@ -23,6 +23,8 @@ class Cause(NamedTuple):
     ranks    see `messages.Fault`; by default the rank to blame alone
     mistake  another start would fail in the same way
     node     the node whose agent was told to end or has failed (-1: no agent's)
+    kind     see `messages.Fault`
+    status   see `messages.Fault`
     """
 
     rank: int
@@ -32,6 +34,8 @@ class Cause(NamedTuple):
     ranks: tuple[int, ...] = ()
     mistake: bool = False
     node: int = -1
+    kind: str = ""
+    status: int | None = None
 
 
 @dataclass
@@ -79,10 +83,10 @@ class Failures:
             rank: the rank that it is; -1: the agent of `node`.
         """
         if error:
-            self.asked = Cause(rank, 1, f"{who} has failed: {error}", node=node)
+            self.asked = Cause(rank, 1, f"{who} has failed: {error}", kind="error", node=node)
             return
         code = SIGNAL_BASE + signal.Signals.__members__.get(name, signal.SIGTERM)
-        self.asked = Cause(rank, code, f"{who} was told to end by {name}", node=node)
+        self.asked = Cause(rank, code, f"{who} was told to end by {name}", kind="told-to-end", node=node)
 
     @property
     def is_known(self) -> bool:
@@ -109,12 +113,15 @@ class Failures:
             words = [f"rank {r} {ending(s)}{after[r]}" for r, s in failed if r not in away]
             words += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
             key = "" if rank in away else _kind(status)
-            return Cause(rank, code, ", ".join(words), key, tuple(r for r, _ in failed))
+            kind = "node-lost" if rank in away else "signal" if status < 0 else "exit"
+            ranks = tuple(r for r, _ in failed)
+            known = None if rank in away else status
+            return Cause(rank, code, ", ".join(words), key, ranks, kind=kind, status=known)
         rank, raised = next(iter(self.raised.items()))
         origin = raised.origin
         known_by = f"{origin.kind} at {origin.where}" if origin.where else origin.kind
         said = f"rank {rank} raised {raised.error}{self._before}"
-        return Cause(rank, raised.exit_code, said, known_by, (rank,), origin.mistake)
+        return Cause(rank, raised.exit_code, said, known_by, (rank,), origin.mistake, kind="exception")
 
     def _hang(self, silent: list[int]) -> Cause:
         """Return the ranks that caused a hang.
@@ -124,19 +131,19 @@ class Failures:
         """
         lost = f"nothing has moved for {self.hang_s:.0f} s"
         if silent:
-            return Cause(silent[0], 1, f"{lost}: {_ranks(silent)} does not answer", "a hang")
+            return Cause(silent[0], 1, f"{lost}: {_ranks(silent)} does not answer", "a hang", kind="hang")
         apart = {rank: there.where for rank, there in sorted(self.standing.items()) if not there.waits}
         if 0 < len(apart) < len(self.standing):
             first = min(apart)
             words = f"{_ranks(list(apart))} stands still, others wait; {apart[first]}"
-            return Cause(first, 1, f"{lost}: {words}", "a hang")
+            return Cause(first, 1, f"{lost}: {words}", "a hang", kind="hang")
         if self.ended:
-            return Cause(min(self.ended), 1, f"{lost}{self._before}", "a hang")
+            return Cause(min(self.ended), 1, f"{lost}{self._before}", "a hang", kind="hang")
         if not apart and (elsewhere := self._elsewhere()):
             first = min(elsewhere)
             words = f"{_ranks(list(elsewhere))} waits where most do not; {elsewhere[first]}"
-            return Cause(first, 1, f"{lost}: {words}", "a hang")
-        return Cause(-1, 1, f"{lost}, and no rank stands out", "a hang")
+            return Cause(first, 1, f"{lost}: {words}", "a hang", kind="hang")
+        return Cause(-1, 1, f"{lost}, and no rank stands out", "a hang", kind="hang")
 
     @property
     def _before(self) -> str:

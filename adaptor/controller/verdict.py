@@ -80,10 +80,18 @@ def _fault(
 ) -> Fault:
     rank = cause.rank
     if rank < 0:
-        return Fault(cause.key, host=membership.hosts.get(cause.node, ""))
+        return Fault(cause.key, host=membership.hosts.get(cause.node, ""), kind=cause.kind)
     raised, board = failures.raised.get(rank), membership.boards.get(rank, frozen.get(rank))
     finished = raised.origin.finished if raised is not None else None
     if board is not None and board.phase != Phase.STARTING:
         finished = board.finished
     host = membership.hosts.get(membership.node_of.get(rank, -1), "")
-    return Fault(cause.key, finished, cause.ranks or (rank,), membership.pids.get(rank, 0), host)
+    return Fault(
+        cause.key,
+        finished,
+        cause.ranks or (rank,),
+        membership.pids.get(rank, 0),
+        host,
+        cause.kind,
+        cause.status,
+    )

@@ -607,6 +607,9 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
     ranks     those that have failed by themselves, the first one first
     pid       of the first rank; 0 where it is not known
     host      the machine of the first rank; without a rank that of the agent that was told to end
+    kind      signal, exit, exception, hang, told-to-end, node-lost or error (of ttprun itself); empty where
+              it is not known
+    status    of the process that failed first (negative: the signal)
     """
 
     key: str = ""
@@ -614,6 +617,8 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
     ranks: tuple[int, ...] = ()
     pid: int = 0
     host: str = ""
+    kind: str = ""
+    status: int | None = None
 
     @property
     def when(self) -> str:

@@ -94,6 +94,7 @@ def test_no_report_or_two_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="0 incident reports"):
         read_incident(tmp_path)
     for name in "ab":
-        (tmp_path / f"incident-{name}.json").write_text("{}")
+        (tmp_path / "job/incidents").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"job/incidents/{name}.json").write_text("{}")
     with pytest.raises(ValueError, match="2 incident reports"):
         read_incident(tmp_path)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from tests import operator_files
 from tests.faults import leftovers, warm
 from tests.faults.fault import Fault
 from tests.faults.namespaces import Namespaces
@@ -282,6 +283,7 @@ def run(job: Job) -> Ended:
     at = time.time()
     leftovers.assert_nothing_left(mark, ports, scratch, shared_before)
     shutil.rmtree(scratch, ignore_errors=True)
+    operator_files.assert_valid(job.out / "logs")
     stamps = job.out / "stamps"
     ended = Ended(
         job,

@@ -106,5 +106,5 @@ def test_what_takes_long_and_is_no_hang(tmp_path: Path, baseline_of: BaselineOf)
     )
     ended = harness.run(job)
     assert ended.code == 0, ended.log[-3000:]
-    assert not list((job.out / "logs").glob("incident-*"))
+    assert not list((job.out / "logs").glob("*/incidents/*"))
     outcome.assert_same_training(ended, baseline_of(DP2).records)

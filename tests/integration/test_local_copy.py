@@ -42,11 +42,11 @@ def _ends(
 
 def _noted(ended: Ended, what: str) -> list[tuple[int, str]]:
     """Rank and detail of what is on the timeline of the incident."""
-    (report,) = (ended.job.out / "logs").glob("incident-*.json")
+    (report,) = (ended.job.out / "logs").glob("*/incidents/*.json")
     return [
-        (event["rank"], event["detail"])
+        (event["rank"], event["data"].get("detail", ""))
         for event in json.loads(report.read_text())["events"]
-        if event["what"] == what
+        if event["type"] == what
     ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaptor.checkpoint import left_overs
+from adaptor.operations.records import unix
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP2, DP4, Job
@@ -214,10 +215,10 @@ def test_a_network_that_falls_silent(kind: str, tmp_path: Path, baseline_of: Bas
     assert ended.codes == (137, 137), ended.log[-3000:]
     for node, log in enumerate(ended.logs):
         assert f"node {1 - node} is lost; step 5 is saved, no finished step is lost" in log
-    reports = [json.loads(path.read_text()) for path in (job.out / "logs").glob("incident-*.json")]
+    reports = [json.loads(path.read_text()) for path in (job.out / "logs").glob("*/incidents/*.json")]
     assert len(reports) == 2, "of one controller on each side"
     for report in reports:
-        assert 0 < report["fault"]["t"] - ended.stamps[0]["time"] < NOTICED_S
+        assert 0 < unix(report["began"]) - ended.stamps[0]["time"] < NOTICED_S
     assert outcome.steps_in(save) == [5]
     assert_last_words(save, 5, baseline_of(DP4))
 
@@ -241,5 +242,5 @@ def test_what_is_slow_is_not_lost(tmp_path: Path, baseline_of: BaselineOf) -> No
         )
         ended = harness.run(job)
     assert ended.codes == (0, 0), ended.log[-3000:]
-    assert not list((job.out / "logs").glob("incident-*"))
+    assert not list((job.out / "logs").glob("*/incidents/*"))
     outcome.assert_same_training(ended, baseline_of(DP4).records)

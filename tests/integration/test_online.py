@@ -55,7 +55,7 @@ def trains_on(job: Job, baseline: Baseline, incidents: int = 1) -> Ended:
     assert len(told) == incidents * job.nodes, ended.said
     several = "" if incidents == 1 else "s"
     assert f"{incidents} incident{several} ({incidents} without a restart), 0 steps lost" in ended.log
-    reports = [json.loads(path.read_text()) for path in job.out.glob("logs/incident-*.json")]
+    reports = [json.loads(path.read_text()) for path in job.out.glob("logs/*/incidents/*.json")]
     assert [report["verdict"] for report in reports] == ["resumed"] * incidents
     return ended
 
@@ -109,7 +109,7 @@ def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, base
         *["rank=1,phase=start,kind=sigkill,restart=-1"] * 2,
     ]
     ended = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
-    (path,) = ended.job.out.glob("logs/incident-*.json")
+    (path,) = ended.job.out.glob("logs/*/incidents/*.json")
     report = json.loads(path.read_text())
     assert report["verdict"] == "saved"
     assert "rank 1 was ended by SIGKILL" in report["reason"]

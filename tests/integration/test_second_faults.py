@@ -20,7 +20,7 @@ def assert_blamed(ended: Ended, rank: int) -> None:
     incident = rf"\[ttp\] \S+Z incident 1, rank {rank} \(pid \d+, host \S+\), after step 5, report (/\S+)"
     (found,) = filter(None, (re.fullmatch(incident, line) for line in ended.said))
     report = json.loads(Path(found[1]).read_text())
-    assert (report["fault"]["rank"], report["cause_rank"]) == (rank, rank)
+    assert report["blamed"] == rank
     assert "GLHF" not in ended.log
     assert "failed (exitcode" not in ended.log
 

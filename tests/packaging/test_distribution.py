@@ -65,7 +65,8 @@ def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     inside = {name for name in names_in(wheel) if ".dist-info/" not in name}
-    assert inside == {name for name, _ in modules()} | {"adaptor/py.typed"}
+    schemas = {f"adaptor/operations/schema/{name}.json" for name in ("event", "incident", "status")}
+    assert inside == {name for name, _ in modules()} | {"adaptor/py.typed"} | schemas
 
 
 def test_every_package_has_an_init_file() -> None:

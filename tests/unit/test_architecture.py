@@ -26,6 +26,7 @@ LAYERS = (
     ("adaptor.protocol",),
     ("adaptor.controller", "adaptor.replica"),
     ("adaptor.checkpoint", "adaptor.diagnostics"),
+    ("adaptor.operations",),
     ("adaptor.worker",),
     ("adaptor.online",),
     ("adaptor.mindio",),
@@ -49,8 +50,8 @@ WORKER_MAIN = {
     "adaptor.launchers.spare_main",
     "adaptor.launchers.spare_imports",
 }
-# Settings are read once: by the context of a process, and by ttprun, which passes them on.
-READS_SETTINGS = {"adaptor.context", "adaptor.launchers.ttprun"}
+# Settings are read once: by the context of a process, by ttprun, which passes them on, and by ttp.
+READS_SETTINGS = {"adaptor.context", "adaptor.launchers.ttprun", "adaptor.operations.cli"}
 # What else is read from the environment of a process, and where. What torch elastic and ttprun tell a worker
 # is read in `adaptor.protocol.environment`.
 READS_ENVIRONMENT = {

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from adaptor.controller.controller import Controller, Orders
 from adaptor.launchers.agent_registry import AgentRegistry
 from adaptor.launchers.incident_report import IncidentReport
+from adaptor.launchers.job_files import JobFiles
 from adaptor.protocol import messages, wire
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -84,7 +85,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.registry = AgentRegistry(4, 2)
-        self.report = IncidentReport(str(folder))
+        self.report = IncidentReport(JobFiles(str(folder)))
         self.controller = Controller(4, 120.0, ("store", 1, b""))
         self.now = 0.0
         for node in (0, 1):

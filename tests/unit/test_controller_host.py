@@ -23,6 +23,7 @@ from adaptor.launchers.agent_listener import MOST, AgentListener, read_hello
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
 from adaptor.launchers.incident_report import IncidentReport
+from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.node import Node
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.protocol import wire
@@ -302,7 +303,7 @@ def test_the_report_is_where_the_verdict_came_from(two_nodes: Job) -> None:
     job.train("step")
     job.workers[1].send("exit 5")
     of_both(job)
-    assert Path(job.nodes[0].report).parent == job.logs
+    assert Path(job.nodes[0].report).parents[2] == job.logs
     lose(job.nodes.pop(0))
     (node,) = job.nodes
     wait_until(lambda: client_of(node)._succession.is_mine, "node 1 has noticed that")
@@ -442,7 +443,7 @@ class Open:
         secret = secrets.token_bytes(32)
         self.secret = secret.hex()
         self.controller_host = ControllerHost(
-            0, 2, 2, 10.0, "127.0.0.1", IncidentReport(str(folder)), self.rejected
+            0, 2, 2, 10.0, "127.0.0.1", IncidentReport(JobFiles(str(folder))), self.rejected
         )
         self.listener = AgentListener(secret, None, self.rejected, self.controller_host.serve, read_hello)
         self.port = self.listener.listen("127.0.0.1", port)

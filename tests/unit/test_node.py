@@ -34,8 +34,8 @@ def content(step: int, scale: float = 1024.0) -> dict[str, str]:
 
 
 def report(job: Job) -> dict[str, Any]:
-    wait_until(lambda: list(job.logs.glob("incident-*.json")), "the report is written")
-    (path,) = job.logs.glob("incident-*.json")
+    wait_until(lambda: list(job.logs.glob("*/incidents/*.json")), "the report is written")
+    (path,) = job.logs.glob("*/incidents/*.json")
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
@@ -101,9 +101,9 @@ def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
     job.workers[1].send("3")
     verdict = job.verdict()
     assert (verdict.outcome, verdict.exit_code) == ("nothing", 3)
-    assert [event["detail"] for event in report(job)["events"] if event["what"] == "fault-noticed"] == [
-        "status 3, STARTING after step -1"
-    ]
+    assert [
+        event["data"]["detail"] for event in report(job)["events"] if event["type"] == "fault-noticed"
+    ] == ["status 3, STARTING after step -1"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -116,7 +116,7 @@ def test_a_killed_worker_costs_no_step(job: Job, victim: int) -> None:
     assert verdict.line.startswith(f"rank {victim} was ended by SIGKILL; step {FIRST + 2} is saved")
     assert job.saved() == content(FIRST + 2)
     assert job.statuses() == {victim: -signal.SIGKILL, 1 - victim: EXIT_SURVIVOR}
-    told = [event["what"] for event in report(job)["events"]]
+    told = [event["type"] for event in report(job)["events"]]
     order = ["fault-noticed", "freeze", "frozen", "prepare", "dump-ordered", "written", "publish-ordered"]
     assert [what for what in told if what in (*order, "published", "verdict")] == [
         *order,
@@ -161,7 +161,7 @@ def test_a_rank_that_hangs_at_the_door_is_let_through(job: Job) -> None:
     verdict = job.verdict()
     assert (verdict.outcome, verdict.step) == ("saved", FIRST + 1)
     assert job.saved() == content(FIRST + 1)
-    assert "through-the-door" in [event["what"] for event in report(job)["events"]]
+    assert "through-the-door" in [event["type"] for event in report(job)["events"]]
 
 
 @pytest.mark.parametrize("job", [2], indirect=True)
@@ -211,7 +211,7 @@ def test_workers_that_end_well_are_no_incident(job: Job) -> None:
     job.end()
     assert job.nodes[0].verdict is None
     assert not job.nodes[0].settled.is_set()
-    assert list(job.logs.glob("incident-*")) == []
+    assert list(job.logs.glob("*/incidents/*")) == []
 
 
 def test_children_of_a_worker_go_with_it(job: Job) -> None:

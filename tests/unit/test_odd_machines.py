@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -60,6 +61,20 @@ class Training:
         env = {"TTP_LOG_PATH": str(self.logs), **env}
         self.agent = launcher.start(*TWO, "--max-restarts", "1", script, before=KNOWS + before, **env)
 
+    def remove_logs(self, *, leave_a_file: bool = False) -> None:
+        """Remove the log folder, into which the agent writes meanwhile; a file in its place stops that."""
+        removed = False
+        for number in itertools.count():
+            aside = self.folder / f"gone{number}"
+            self.logs.rename(aside)
+            shutil.rmtree(aside)
+            with contextlib.suppress(FileExistsError):  # the agent has made the folder again
+                if leave_a_file:
+                    self.logs.touch(exist_ok=False)
+                removed = True
+            if removed:
+                break
+
     def begins(self) -> None:
         """Return once every rank trains, and the agent knows of it."""
         files = [self.folder / f"pid{rank}" for rank in (0, 1)]
@@ -93,18 +108,17 @@ class Training:
 def test_the_log_folder_is_removed(launcher: Launcher) -> None:
     job = Training(launcher)
     job.begins()
-    shutil.rmtree(job.logs)
+    job.remove_logs()
     job.kill(1)
     job.restarts()
-    assert list(job.logs.glob("incident-*-1.json")), "it is made again"
+    assert list(job.logs.glob("*/incidents/*-1.json")), "it is made again"
 
 
 @pytest.mark.robustness("B5", "the log folder has become a file, then a rank is killed", "saved, restarted")
 def test_the_log_folder_cannot_be_had(launcher: Launcher) -> None:
     job = Training(launcher)
     job.begins()
-    shutil.rmtree(job.logs)
-    job.logs.touch()
+    job.remove_logs(leave_a_file=True)
     job.kill(1)
     assert "[ttp] the incident report cannot be written: " in job.restarts().log
 

@@ -56,9 +56,9 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
         after = f"training goes on with step {FIRST + number}, 0 steps lost"
         assert f"replaced by pid {new.process.pid}, {after}" in told.line
         written = report(path)
-        assert (written["verdict"], written["cause_rank"], written["pid"]) == ("resumed", 1, old.process.pid)
+        assert (written["verdict"], written["blamed"], written["pid"]) == ("resumed", 1, old.process.pid)
         order = ["fault-noticed", "freeze", "replace", "regroup-ordered", "joined", "resumed"]
-        happened = [event["what"] for event in written["events"]]
+        happened = [event["type"] for event in written["events"]]
         assert "started" in happened
         assert [what for what in dict.fromkeys(happened) if what in order] == order
         assert online.nodes[0].verdict is None

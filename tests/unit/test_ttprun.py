@@ -1125,16 +1125,16 @@ def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
     expected = []
     for number, step in ((1, 2), (2, 5)):
         pid = re.findall(r"raised ValueError: (\d+);", ended.log)[number - 1]
-        report = re.escape(f"{launcher.folder}/logs/incident-") + rf"[\dTZ]+-{number}\.json"
+        report = re.escape(f"{launcher.folder}/logs/") + rf"[\dTZ]+-\d+/incidents/[\dTZ]+-{number}\.json"
         who = rf"rank 0 \(pid {pid}, host {socket.gethostname()}\)"
         expected += [
             rf"{utc}incident {number}, {who}, after step {step}, report {report}",
             rf"\[ttp\] rank 0 raised ValueError: {pid}; step {step} is saved, no finished step is lost",
             rf"{utc}restart {number} of 3: from step {step}, 0 steps lost, \d+\.\d s after the fault",
         ]
-        (path,) = launcher.folder.glob(f"logs/incident-*-{number}.json")
-        assert json.loads(path.read_text())["fault"]["rank"] == 0
-    sums = f"2 incidents, 0 steps lost; reports in {launcher.folder}/logs"
+        (path,) = launcher.folder.glob(f"logs/*/incidents/*-{number}.json")
+        assert json.loads(path.read_text())["blamed"] == 0
+    sums = f"2 incidents, 0 steps lost; reports in {path.parent}"
     expected.append(rf"{utc}the job has come to its end, {re.escape(sums)}")
     assert len(said) == len(expected), ended.log
     assert all(map(re.fullmatch, expected, said)), ended.log
@@ -1181,8 +1181,8 @@ def test_a_survivor_is_no_failure(launcher: Launcher) -> None:
     assert "GLHF" not in ended.log, "the report has it"
     assert "failed (exitcode" not in ended.log
     assert ended.last_line.startswith("[ttp] rank 1 was ended by SIGKILL; ")
-    (report,) = launcher.folder.glob("logs/incident-*.json")
-    assert json.loads(report.read_text())["fault"]["rank"] == 1
+    (report,) = launcher.folder.glob("logs/*/incidents/*.json")
+    assert json.loads(report.read_text())["blamed"] == 1
 
 
 def test_a_broken_collective_that_nothing_else_explains_is_shown(launcher: Launcher) -> None:
@@ -1358,7 +1358,7 @@ def test_no_node_starts_again(
         assert ended.last_line.endswith(words), ended.log
     # c10d says which of them has the controller.
     assert sum(", before training, report on node 0" in node.log for node in nodes) == 1
-    assert sum(f", before training, report {node.folder}/logs/incident-" in node.log for node in nodes) == 1
+    assert sum(f", before training, report {node.folder}/logs/" in node.log for node in nodes) == 1
 
 
 @pytest.mark.robustness(

@@ -1,0 +1,220 @@
+"""`ttp`: what an operator asks of a job, from its files alone.
+
+Exit codes: 0, all is well; 1, a finding (a job that is not protected or writes nothing any more, a damaged
+checkpoint); 2, bad usage, or nothing to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from adaptor import config, output, text
+from adaptor.checkpoint import manifest, saved_steps, tracker
+from adaptor.errors import AdaptorError
+from adaptor.operations import job_folder, records
+from adaptor.operations.records import Incident, Phases, Status
+from adaptor.protocol import naming
+
+OK, FINDING, USAGE = 0, 1, 2
+# A status is replaced each second. One that is older is of a ttprun that is gone, hangs or cannot write; a
+# loaded machine and a slow file system take some seconds.
+STALE_S = 15.0
+_WATCH_S = 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Answer one question; return the exit code."""
+    parsed = _parser().parse_args(arguments)
+    answer: Callable[[argparse.Namespace], int] = parsed.answer
+    try:
+        return answer(parsed)
+    except AdaptorError as error:
+        print(f"ttp: error: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        output.finish()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ttp",
+        allow_abbrev=False,
+        description="What ttprun has written about its jobs, below TTP_LOG_PATH; nothing is asked of a job.",
+        epilog="exit codes: 0, all is well; 1, a finding; 2, bad usage, or nothing to read",
+    )
+    parser.add_argument("--version", action="version", version=f"ttp {metadata.version('ttp-adaptor')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, answer: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, allow_abbrev=False, help=words, description=words)
+        command.set_defaults(answer=answer)
+        return command
+
+    status = add("status", _status, "what a job does now; exit code 1 if it is not protected, or silent")
+    status.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
+    incidents = add("incidents", _incidents, "what has failed in a job, and what each incident cost")
+    for command in (status, incidents):
+        command.add_argument(
+            "where",
+            nargs="?",
+            type=Path,
+            help="a log folder, for its newest job, or the folder of a job in it (default TTP_LOG_PATH)",
+        )
+    verify = add("verify", _verify, "compare the checkpoints in a save folder with their manifests")
+    verify.add_argument("save", type=Path, help="the folder (--save)")
+    verify.add_argument("--step", type=int, help="of this step alone")
+    for command in (status, incidents, verify):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    schema = add("schema", _schema, "print the JSON Schema of a file")
+    schema.add_argument("name", choices=sorted(records.SCHEMAS))
+    return parser
+
+
+def _where(parsed: argparse.Namespace) -> Path:
+    return job_folder.find(parsed.where or Path(config.load().log_path))
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    while True:
+        status = job_folder.status(_where(parsed))
+        age = max(0.0, time.time() - records.unix(status.time))
+        silent = status.state != "ended" and age > STALE_S
+        if parsed.json:
+            print(msgspec.json.encode(status).decode())
+        else:
+            print("\n".join(_status_lines(status, age, silent=silent)), flush=True)
+        if not parsed.watch:
+            return FINDING if silent or status.protected is False else OK
+        time.sleep(_WATCH_S)
+
+
+def _status_lines(status: Status, age: float, *, silent: bool) -> list[str]:
+    state = f"silent for {_duration(age)}, last {status.state}" if silent else status.state
+    step = "no step finished"
+    if status.step is not None and status.step_time is not None:
+        ago = records.unix(status.time) - records.unix(status.step_time)
+        step = f"step {status.step}, finished {_duration(max(0.0, ago))} before this"
+    protected = {True: "protected", False: f"NOT PROTECTED: {status.why_not}", None: "not yet protected"}
+    away = f", {status.nodes_lost} lost" if status.nodes_lost else ""
+    ended = f", {status.ranks_ended} ended" if status.ranks_ended else ""
+    last = f", the last {status.last_incident}" if status.last_incident else ""
+    rows = {
+        "job": f"{_shown(status.job)}: {state}",
+        "at": status.time,
+        "step": step,
+        "protection": protected[status.protected],
+        "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {status.nodes} nodes{away}",
+        "restarts": f"{status.restarts} of {status.max_restarts}",
+        "incidents": f"{status.incidents}{last}",
+        "controller": f"node {status.node}, host {_shown(status.host)}, pid {status.pid}",
+        "save folder": _shown(status.save) or "not known yet",
+    }
+    return [f"{name:<12} {_shown(value)}" for name, value in rows.items()]
+
+
+def _incidents(parsed: argparse.Namespace) -> int:
+    found = job_folder.incidents(_where(parsed))
+    if parsed.json:
+        print(msgspec.json.encode(found).decode())
+        return OK
+    for incident in found:
+        print("\n".join(_incident_lines(incident)))
+    print(f"{len(found)} incident{'' if len(found) == 1 else 's'}")
+    return OK
+
+
+def _incident_lines(incident: Incident) -> list[str]:
+    parts = {name: seconds for name, seconds in _parts(incident.phases).items() if seconds is not None}
+    lost = "not known" if incident.steps_lost is None else incident.steps_lost
+    return [
+        f"{incident.began}  {incident.id}",
+        f"  {_shown(incident.reason)}",
+        f"  {incident.verdict}; steps lost: {lost}; {_shown(incident.next_action)}",
+        f"  {', '.join(f'{name} {_duration(seconds)}' for name, seconds in parts.items())}",
+    ]
+
+
+def _parts(phases: Phases) -> dict[str, float | None]:
+    return {name.replace("_", " "): seconds for name, seconds in msgspec.structs.asdict(phases).items()}
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    root: Path = parsed.save
+    if not root.is_dir():
+        raise job_folder.JobFolderError(f"{_shown(str(root))}: there is no such folder; name a --save folder")
+    steps = saved_steps.steps(root)
+    if parsed.step is not None:
+        if parsed.step not in steps:
+            raise job_folder.JobFolderError(
+                f"{_shown(str(root))}: there is no checkpoint of step {parsed.step}"
+            )
+        steps = [parsed.step]
+    named = tracker.tracked_step(root)
+    answers = [_verified(root, step) for step in steps]
+    bad = any(answer.state == "damaged" for answer in answers)
+    missing = named is not None and parsed.step is None and named not in steps
+    if parsed.json:
+        print(
+            msgspec.json.encode(
+                {"save": _shown(str(root)), "tracker": named, "checkpoints": answers}
+            ).decode()
+        )
+        return FINDING if bad or missing else OK
+    for answer in answers:
+        mark = " (the tracker names it)" if answer.step == named else ""
+        print(f"step {answer.step}: {answer.state}{mark}")
+        for problem in answer.problems:
+            print(f"  {_shown(problem)}")
+    if missing:
+        print(f"the tracker names step {named}, of which there is no folder")
+    print(f"{len(answers)} checkpoint{'' if len(answers) == 1 else 's'} in {_shown(str(root))}")
+    return FINDING if bad or missing else OK
+
+
+class _Checkpoint(msgspec.Struct):
+    """What is known of a checkpoint; a line for each problem."""
+
+    step: int
+    state: str
+    problems: list[str]
+
+
+def _verified(root: Path, step: int) -> _Checkpoint:
+    folder = root / naming.final_name(step)
+    if not saved_steps.has_manifest(root, step):
+        why = "it has no manifest: the framework wrote it without the adaptor, and nobody can tell"
+        return _Checkpoint(step, "not known", [why])
+    problems = [_shown(problem) for problem in manifest.defects(folder, step=step)]
+    return _Checkpoint(step, "damaged" if problems else "intact", problems)
+
+
+def _schema(parsed: argparse.Namespace) -> int:
+    print(json.dumps(records.schema(parsed.name), indent=1))
+    return OK
+
+
+def _shown(words: str) -> str:
+    """Return text from a file as one line that any terminal can show."""
+    return text.encodable(words.replace("\n", " ").replace("\x1b", "?"))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

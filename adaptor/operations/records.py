@@ -1,0 +1,221 @@
+"""The files of a job that are for operators, and their schemas.
+
+Below TTP_LOG_PATH/<job>/, written by the `ttprun` of the node that has the controller:
+
+status.json          what the job does now; replaced each second
+events.jsonl         one line for each thing that happened, appended
+incidents/<id>.json  one file for each incident that has ended
+
+Times are RFC 3339 in UTC, durations seconds. None stands for what is not known, or does not apply. A field is
+never removed and never changes its meaning under one name of a schema; new fields may come.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Literal
+
+import msgspec
+
+
+class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
+    """Something that happened: a line of events.jsonl, and an element of an incident's `events`.
+
+    time        when, as far as the process knew that noticed it
+    job         the name of the job's folder
+    generation  from 1 on: how often workers were started
+    incident    the number of the incident that was open; None between incidents
+    type        what: a word such as `fault-noticed`, `freeze`, `published`, `restart`
+    node, host, rank, pid  where
+    step        the step that it is about
+    data        what else is known; `detail` in words
+    """
+
+    time: str
+    job: str
+    generation: int
+    incident: int | None
+    type: str
+    node: int | None = None
+    host: str | None = None
+    rank: int | None = None
+    pid: int | None = None
+    step: int | None = None
+    data: dict[str, str] = {}
+
+    @property
+    def detail(self) -> str:
+        return self.data.get("detail", "")
+
+
+CauseKind = Literal["signal", "exit", "exception", "hang", "told-to-end", "node-lost", "error", "unknown"]
+
+
+class Cause(msgspec.Struct, kw_only=True, frozen=True):
+    """The first failure.
+
+    kind       signal: a process was ended by one; exit: it exited; exception: its script raised;
+               hang: nothing moved; told-to-end: by a signal to ttprun or a worker; node-lost: its agent is
+               gone; error: of ttprun itself
+    signal     its name, for kind signal and told-to-end
+    exit_code  of the process, for kind exit
+    exception  type and place, for kind exception
+    """
+
+    kind: CauseKind
+    signal: str | None = None
+    exit_code: int | None = None
+    exception: str | None = None
+
+
+class Phases(msgspec.Struct, kw_only=True):
+    """How long the parts of an incident took, in seconds.
+
+    detect      from when a node's agent noticed the fault to the controller's first order; for a hang, the
+                seconds in which nothing had moved
+    freeze      from the first order to stop to the last answer
+    write       from the first order to write to the last file written
+    publish     from the order to publish to the checkpoint under its final name
+    regroup     of an online recovery: from the first order to replace or regroup to its end
+    restart     from the verdict until every worker had been started again
+    load        from then until training went on: imports, model, data, checkpoint
+    first_step  from then to the first finished step
+    """
+
+    detect: float | None = None
+    freeze: float | None = None
+    write: float | None = None
+    publish: float | None = None
+    regroup: float | None = None
+    restart: float | None = None
+    load: float | None = None
+    first_step: float | None = None
+
+
+class Versions(msgspec.Struct, kw_only=True, frozen=True):
+    """The versions on the node that wrote the file."""
+
+    adaptor: str
+    torch: str
+    python: str
+
+
+class Incident(msgspec.Struct, kw_only=True):
+    """The file of an incident: written with the verdict, and again when the job has gone on.
+
+    id                 of the file
+    incident           its number in this job
+    began, ended       when the fault was noticed, and when the verdict was given
+    cause, reason      the first failure; the line that was printed
+    blamed             the rank to blame, with its node, host and pid
+    failed             ranks that failed by themselves, the first one first
+    silent             ranks that did not answer the order to stop
+    verdict            saved: a checkpoint of `step` was written; resumed: training went on without a restart;
+                       nothing: no finished step to save; lost: the state could not be saved
+    newest_step        the newest step that a rank had finished
+    steps_lost         how many of them must be trained again, as soon as that is known
+    checkpoint         the folder that was written, and `bytes` in its files
+    exit_code          that ttprun ends with, if the job ends
+    next_action        what happens now, in words
+    not_started_again  why restarts that were left are not used
+    runbook            the section of docs/runbook.md about it
+    ranks              that `events` names
+    """
+
+    schema: Literal["ttp.incident/1"] = "ttp.incident/1"
+    id: str
+    job: str
+    generation: int
+    incident: int
+    began: str
+    ended: str
+    cause: Cause
+    reason: str
+    blamed: int | None
+    node: int | None
+    host: str | None
+    pid: int | None
+    failed: list[int]
+    silent: list[int]
+    verdict: Literal["saved", "resumed", "nothing", "lost"]
+    step: int | None
+    newest_step: int | None
+    steps_lost: int | None
+    phases: Phases
+    checkpoint: str | None
+    bytes: int | None
+    exit_code: int | None
+    next_action: str
+    not_started_again: str
+    runbook: str
+    versions: Versions
+    ranks: list[int]
+    events: list[Event]
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """The file status.json.
+
+    time          when it was written; if it is older than some seconds the job has ended, hangs, or cannot
+                  write
+    state         starting: workers run, and not all train yet; training; incident: a fault is being handled;
+                  restarting: there is a verdict; ended: ttprun has ended
+    node, host, pid  of the ttprun that has the controller
+    term          of the controller; 0 for the first one
+    restarts      that were made, and `max_restarts` that may be made
+    nodes_lost    nodes whose agents are gone
+    ranks         in the job; `ranks_training` have begun to train, `ranks_ended` have ended
+    step          the newest step that ranks of this node have finished, at `step_time`
+    protected     whether all ranks train what can be saved; None before training
+    why_not       why the job is not protected
+    incidents     in this job; `last_incident` is the id of the newest one's file
+    save          the folder of checkpoints
+    """
+
+    schema: Literal["ttp.status/1"] = "ttp.status/1"
+    time: str
+    job: str
+    state: Literal["starting", "training", "incident", "restarting", "ended"]
+    generation: int
+    node: int
+    host: str
+    pid: int
+    term: int
+    restarts: int
+    max_restarts: int
+    nodes: int
+    nodes_lost: int
+    ranks: int
+    ranks_training: int
+    ranks_ended: int
+    step: int | None
+    step_time: str | None
+    protected: bool | None
+    why_not: str
+    incidents: int
+    last_incident: str | None
+    save: str
+
+
+SCHEMAS: dict[str, type[msgspec.Struct]] = {"incident": Incident, "status": Status, "event": Event}
+
+
+def schema(name: str) -> dict[str, object]:
+    """Return the JSON Schema (2020-12) of a file: `incident`, `status`, or `event` for a line of events."""
+    made: dict[str, object] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    made.update(msgspec.json.schema(SCHEMAS[name]))
+    return made
+
+
+def utc(at: float) -> str:
+    """Return a time as RFC 3339 in UTC, to the microsecond.
+
+    Args:
+        at: Unix seconds.
+    """
+    return datetime.datetime.fromtimestamp(at, datetime.timezone.utc).isoformat(timespec="microseconds")
+
+
+def unix(time: str) -> float:
+    """Return the Unix seconds of what `utc` has made."""
+    return datetime.datetime.fromisoformat(time).timestamp()

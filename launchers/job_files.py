@@ -1,0 +1,93 @@
+"""Writes what operators read of a job: `status.json`, `events.jsonl` and `incidents/` (docs/operations.md).
+
+Only the ttprun with the controller writes. It does so in a thread of its own, which is there before an
+incident: a disk that is full or hangs, or a folder that is removed, costs what would have been written, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from adaptor import output
+from adaptor.operations.job_folder import EVENTS_FILE, INCIDENTS, STATUS_FILE, name_of
+from adaptor.operations.records import Event, Incident, Status
+
+_json = msgspec.json.Encoder()
+
+
+class JobFiles:
+    """The files of one job.
+
+    Args:
+        log_path: TTP_LOG_PATH.
+        job: the id that the user gave to the job; '' where there is none.
+    """
+
+    def __init__(self, log_path: str, job: str = "") -> None:
+        self._log_path = Path(log_path).absolute()
+        self._writer = output.Writer("ttp-report")
+        self._writer.start()
+        self._status_waits = False
+        self.job = name_of(job or f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}")
+
+    @property
+    def folder(self) -> Path:
+        return self._log_path / self.job
+
+    def append(self, make: Callable[[], Event]) -> None:
+        """Append the event that `make` returns, which is called in the writer's thread."""
+        self._writer.submit(partial(self._append, make))
+
+    def write_incident(self, make: Callable[[], Incident]) -> None:
+        """Write, or write again, the file of the incident that `make` returns, in the writer's thread."""
+        self._writer.submit(partial(self._write_incident, make))
+
+    def write_status(self, status: Status, *, always: bool = False) -> None:
+        """Replace status.json; without `always` only if none is waiting to be written."""
+        if always or not self._status_waits:
+            self._status_waits = self._writer.submit(partial(self._write_status, status))
+
+    def incident_path(self, incident: str) -> Path:
+        """Return the path of the file with the id `incident`."""
+        return self.folder / INCIDENTS / f"{incident}.json"
+
+    def close(self) -> None:
+        """Wait for what is being written, for a bounded time."""
+        self._writer.close()
+
+    # in the writer's thread
+
+    def _append(self, make: Callable[[], Event]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # One write, at the end wherever that is: another node, or the job of that id that is started again,
+        # may append, too.
+        with (self.folder / EVENTS_FILE).open("ab", buffering=0) as file:
+            file.write(_json.encode(make()) + b"\n")
+
+    def _write_incident(self, make: Callable[[], Incident]) -> None:
+        incident = make()
+        try:
+            _replace(self.incident_path(incident.id), msgspec.json.format(_json.encode(incident), indent=1))
+        except OSError as error:
+            output.tell(f"[ttp] the incident report cannot be written: {error}")
+
+    def _write_status(self, status: Status) -> None:
+        try:
+            _replace(self.folder / STATUS_FILE, msgspec.json.format(_json.encode(status), indent=1))
+        finally:
+            self._status_waits = False
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace the file at once: a reader finds the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.write_bytes(data)
+    scratch.replace(path)

@@ -1,0 +1,116 @@
+"""Makes `status.json`: what the job does now, as the node with the controller knows it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from adaptor.controller.controller import Controller
+from adaptor.launchers.incident_report import IncidentReport
+from adaptor.launchers.job_files import JobFiles
+from adaptor.operations.records import Status, utc
+from adaptor.protocol.messages import BoardRecord
+
+# How often the file is replaced.
+STATUS_S = 1.0
+
+State = Literal["starting", "training", "incident", "restarting"]
+
+
+class JobStatus:
+    """Writes the status of a job while the controller is on this node.
+
+    It reads counts only, never each rank: it runs on the thread that decides, each second.
+
+    Args:
+        files: the files of the job.
+        report: of the same job.
+        max_restarts: how many restarts the job may make.
+    """
+
+    def __init__(self, files: JobFiles, report: IncidentReport, max_restarts: int) -> None:
+        self._files = files
+        self._report = report
+        self._max_restarts = max_restarts
+        self._host = socket.gethostname()
+        self._last: Status | None = None
+        self._written = 0.0  # when it was written last, on the monotonic clock
+        self._step = -1
+        self._step_time = 0.0
+
+    def look(
+        self, boards: Sequence[BoardRecord], controller: Controller, node: int, nodes: int, generation: int
+    ) -> None:
+        """Take a reading of the boards of this node; write the status if a second is over.
+
+        Args:
+            boards: of the ranks of this node.
+            controller: which decides for the job.
+            node: this one.
+            nodes: how many there are.
+            generation: of workers, from 1 on.
+        """
+        now = time.time()
+        step = max((board.finished for board in boards), default=-1)
+        if step != self._step and step >= 0:
+            self._step, self._step_time = step, now
+        if time.monotonic() - self._written < STATUS_S:
+            return
+        self._written = time.monotonic()
+        members = controller.membership
+        why_not = next(iter(members.unprotected.values()), "")
+        training = len(members.layouts)
+        self._last = Status(
+            time=utc(now),
+            job=self._files.job,
+            state=_state_of(controller),
+            generation=generation,
+            node=node,
+            host=self._host,
+            pid=os.getpid(),
+            term=controller.term,
+            restarts=generation - 1,
+            max_restarts=self._max_restarts,
+            nodes=nodes,
+            nodes_lost=len(members.lost),
+            ranks=members.world_size,
+            ranks_training=training,
+            ranks_ended=len(members.dead),
+            step=self._step if self._step >= 0 else None,
+            step_time=utc(self._step_time) if self._step >= 0 else None,
+            protected=False if why_not else True if training == members.world_size else None,
+            why_not=why_not,
+            incidents=self._report.incidents,
+            last_incident=self._report.last_id,
+            save=members.save,
+        )
+        self._files.write_status(self._last)
+
+    def end(self) -> None:
+        """Write that ttprun ends, if this node has written the status."""
+        if self._last is not None:
+            now = utc(time.time())
+            self._files.write_status(
+                msgspec.structs.replace(
+                    self._last,
+                    time=now,
+                    state="ended",
+                    incidents=self._report.incidents,
+                    last_incident=self._report.last_id,
+                ),
+                always=True,
+            )
+
+
+def _state_of(controller: Controller) -> State:
+    if controller.verdict is not None:
+        return "restarting"
+    if controller.incident is not None:
+        return "incident"
+    members = controller.membership
+    return "training" if len(members.layouts) == members.world_size else "starting"

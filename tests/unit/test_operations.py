@@ -1,0 +1,384 @@
+"""What operators read of a job: its files, as their schemas say, and the command `ttp`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from adaptor import output
+from adaptor.checkpoint import hashing
+from adaptor.checkpoint.manifest import Manifest
+from adaptor.controller.controller import Controller
+from adaptor.controller.failures import Failures
+from adaptor.launchers.incident_report import IncidentReport
+from adaptor.launchers.job_files import JobFiles
+from adaptor.launchers.job_status import JobStatus
+from adaptor.operations import cli, records
+from adaptor.operations.records import Status
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import (
+    AgentHello,
+    BoardRecord,
+    Died,
+    Dump,
+    Dying,
+    Exit,
+    Fault,
+    Freeze,
+    Frozen,
+    Hello,
+    Layout,
+    Origin,
+    Phase,
+    Publish,
+    Published,
+    Raised,
+    Resumed,
+    Share,
+    TimelineEvent,
+    Unprotected,
+    Verdict,
+)
+from tests import operator_files
+from tests.unit.threads import LONG_S
+
+SAVED = Verdict(
+    incident=1,
+    outcome="saved",
+    step=47,
+    line="rank 1 was ended by SIGKILL; step 47 is saved, no finished step is lost",
+    cause_rank=1,
+    exit_code=137,
+    save="/save",
+    fault=Fault("SIGKILL", 47, (1,), 71, "n1", "signal", -9),
+    newest=47,
+)
+
+
+class Recorded:
+    """The files of a job of two nodes with one rank each, as its messages and orders make them."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        files = JobFiles(str(logs), "job 7")
+        self.report = IncidentReport(files)
+        self.report.begin(1)
+        self.report.record_start()
+        self.starts(0.0)
+
+    def starts(self, at: float) -> None:
+        for node in (0, 1):
+            self.report.record_message(node, AgentHello(node, (node,), host=f"n{node}"), at)
+            self.report.record_message(node, Hello(node, 70 + node), at + 1)
+            self.report.record_message(node, Layout(node, (), "/save", 40, ""), at + 3)
+
+    def rank_1_is_killed(self, at: float, end: Verdict | Resumed = SAVED) -> None:
+        board = BoardRecord(1, 71, Phase.RUNNING, 47, 47)
+        say, order = self.report.record_message, self.report.record_order
+        say(1, Dying(1, at, board), at + 0.01)
+        order(0, 0, Freeze(1), at + 0.02)
+        order(0, 1, Freeze(1), at + 0.02)
+        say(1, Died(1, -9, at + 0.03, board), at + 0.03)
+        say(0, Frozen(0, 1, BoardRecord(0, 70, Phase.RUNNING, 47, 47)), at + 0.05)
+        order(0, 0, Dump(1, 1, 47, "/save/iter_tmp", (), "", 0, 10.0), at + 0.06)
+        say(0, TimelineEvent(0, 1, at + 0.16, "written", "group"), at + 0.16)
+        files = (FileEntry("a", 1000, None), FileEntry("b", 24, None))
+        order(0, None, Publish(1, "/save", 47, files, {}, 2), at + 0.17)
+        say(0, Published(0, 1, 47, "/save/iter_0000047"), at + 0.20)
+        order(0, None, end, at + 0.21)
+        order(0, 0, Exit(1), at + 0.21)
+
+    def incident(self) -> dict[str, Any]:
+        assert output.drain(LONG_S)
+        operator_files.assert_valid(self.logs)
+        written: dict[str, Any] = json.loads(Path(self.report.path).read_text())
+        return written
+
+
+@pytest.mark.parametrize("name", sorted(records.SCHEMAS))
+def test_the_schemas_in_the_package_are_those_of_the_records(name: str) -> None:
+    """After a change: `ttp schema NAME > adaptor/operations/schema/NAME.json`."""
+    path = Path(records.__file__).with_name("schema") / f"{name}.json"
+    assert json.loads(path.read_text()) == records.schema(name)
+
+
+def test_the_file_of_an_incident(tmp_path: Path) -> None:
+    job = Recorded(tmp_path)
+    job.rank_1_is_killed(100.0)
+    written = job.incident()
+    assert Path(job.report.path).relative_to(tmp_path).parts[:2] == ("job_7", "incidents")
+    told = {
+        "id": Path(job.report.path).stem,
+        "generation": 1,
+        "cause": {"kind": "signal", "signal": "SIGKILL", "exit_code": None, "exception": None},
+        "blamed": 1,
+        "node": 1,
+        "host": "n1",
+        "pid": 71,
+        "failed": [1],
+        "silent": [],
+        "verdict": "saved",
+        "step": 47,
+        "newest_step": 47,
+        "steps_lost": 0,
+        "checkpoint": "/save/iter_0000047",
+        "bytes": 1024,
+        "exit_code": 137,
+        "runbook": "docs/runbook.md#signal",
+    }
+    assert {name: written[name] for name in told} == told
+    phases = {name: seconds and round(seconds, 3) for name, seconds in written["phases"].items()}
+    assert phases == {
+        "detect": 0.02,
+        "freeze": 0.03,
+        "write": 0.1,
+        "publish": 0.03,
+        "regroup": None,
+        "restart": None,
+        "load": None,
+        "first_step": None,
+    }
+    assert (written["began"], written["events"][0]["host"]) == (records.utc(100.0), "n1")
+
+
+def test_the_file_is_written_again_when_the_job_has_gone_on(tmp_path: Path) -> None:
+    job = Recorded(tmp_path)
+    job.rank_1_is_killed(100.0)
+    job.report.record_next_action("restart 1 of 3")
+    job.report.begin(2)
+    job.report.record_start()
+    job.starts(110.0)
+    job.report.record_progress(40)  # the step that was loaded
+    assert job.incident()["phases"]["first_step"] is None
+    job.report.record_progress(41)
+    written = job.incident()
+    assert (written["next_action"], written["steps_lost"]) == ("restart 1 of 3", 7)
+    phases = written["phases"]
+    assert [round(phases[name], 3) for name in ("restart", "load")] == [10.79, 2.0]
+    assert phases["first_step"] > 0
+    types = [event["type"] for event in operator_files.events(tmp_path / "job_7/events.jsonl")]
+    assert types == [
+        *("generation", "fault-noticed", "died", "written", "publish-ordered", "published", "verdict"),
+        *("next-action", "generation", "gone-on"),
+    ], "what every rank does is in the report alone"
+
+
+def test_an_online_recovery(tmp_path: Path) -> None:
+    job = Recorded(tmp_path)
+    job.rank_1_is_killed(100.0, Resumed(1, 47, "rank 1 was ended by SIGKILL; replaced", SAVED.fault, (1,)))
+    job.report.record_progress(48)
+    written = job.incident()
+    assert (written["verdict"], written["steps_lost"], written["phases"]["restart"]) == ("resumed", 0, None)
+    assert written["phases"]["first_step"] > 0
+
+
+def test_a_rank_that_does_not_answer_is_silent(tmp_path: Path) -> None:
+    job = Recorded(tmp_path)
+    for rank in (0, 1):
+        job.report.record_order(rank, rank, Freeze(1), 5.0)
+    job.report.record_message(0, Frozen(0, 1, BoardRecord(0)), 6.0)
+    fault = Fault("a hang", 47, (1,), kind="hang")
+    job.report.record_order(0, None, msgspec.structs.replace(SAVED, fault=fault), 7.0)
+    written = job.incident()
+    assert (written["silent"], written["cause"]["kind"]) == ([1], "hang")
+
+
+def test_a_node_without_the_controller_writes_nothing(tmp_path: Path) -> None:
+    report = IncidentReport(JobFiles(str(tmp_path)))
+    report.begin(1)
+    report.record_end(1)
+    report.record_next_action("restart 1 of 3")
+    report.close()
+    assert list(tmp_path.iterdir()) == []
+    assert (report.incidents, report.next_incident) == (1, 2)
+
+
+def _dies(status: int) -> Failures:
+    failures = Failures()
+    failures.notice([1])
+    failures.end(1, status)
+    return failures
+
+
+def _raises() -> Failures:
+    return Failures(raised={1: Raised(1, "ValueError: 7", 1, Origin("ValueError", "train.py:12"))})
+
+
+def _is_told() -> Failures:
+    failures = Failures()
+    failures.ask(1, "rank 1", "SIGTERM")
+    return failures
+
+
+def _is_away() -> Failures:
+    failures = _dies(-9)
+    failures.lost[1] = [1]
+    return failures
+
+
+@pytest.mark.parametrize(
+    ("failures", "kind"),
+    [
+        (_dies(-9), "signal"),
+        (_dies(3), "exit"),
+        (_raises(), "exception"),
+        (_is_told(), "told-to-end"),
+        (_is_away(), "node-lost"),
+        (Failures(hang_s=5.0), "hang"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_cause_has_its_kind(failures: Failures, kind: str) -> None:
+    assert failures.first([]).kind == kind
+    page = (Path(__file__).parents[2] / "docs/runbook.md").read_text()
+    assert f"\n## {kind}\n" in page
+
+
+class Watched:
+    """The status of a job with two ranks on one node."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        files = JobFiles(str(logs), "job")
+        self.controller = Controller(2, 10.0, ("", 0, b""))
+        self.status = JobStatus(files, IncidentReport(files), 3)
+
+    def look(self, *finished: int) -> Status:
+        boards = [BoardRecord(rank, 1, Phase.RUNNING, step, step) for rank, step in enumerate(finished)]
+        self.status._written = -1e9  # a second is over
+        self.status.look(boards, self.controller, 0, 1, 1)
+        return self.read()
+
+    def read(self) -> Status:
+        assert output.drain(LONG_S)
+        operator_files.assert_valid(self.logs)
+        return msgspec.json.decode((self.logs / "job/status.json").read_bytes(), type=Status)
+
+    def hears(self, *messages: Any) -> None:
+        for message in messages:
+            self.controller.handle(message, 1.0)
+
+
+def test_the_status_of_a_job(tmp_path: Path) -> None:
+    job = Watched(tmp_path)
+    job.hears(AgentHello(0, (0, 1), host="here"), Hello(0, 70), Hello(1, 71))
+    assert (job.look(-1, -1).state, job.look(-1, -1).protected) == ("starting", None)
+    shares = (Share("g", 0, 1),)
+    job.hears(*(Layout(rank, shares, "/save", 0, "") for rank in (0, 1)))
+    status = job.look(5, 4)
+    assert (status.state, status.protected, status.step, status.save) == ("training", True, 5, "/save")
+    job.hears(Dying(1, 2.0, BoardRecord(1, 71, Phase.RUNNING, 5, 5)))
+    assert job.look(5, 5).state == "incident"
+    job.status.end()
+    assert job.read().state == "ended"
+
+
+def test_a_job_that_is_not_protected_says_why(tmp_path: Path) -> None:
+    job = Watched(tmp_path)
+    job.hears(AgentHello(0, (0, 1)), Hello(0, 70), Unprotected(0, "no adaptor.protect"))
+    status = job.look(-1, -1)
+    assert (status.protected, status.why_not) == (False, "no adaptor.protect")
+
+
+def _written(logs: Path, **changes: Any) -> None:
+    job = Watched(logs)
+    job.hears(AgentHello(0, (0, 1)), Hello(0, 70))
+    now = {"time": records.utc(time.time()), "state": "training", "protected": True, **changes}
+    status = msgspec.structs.replace(job.look(5, 5), **now)
+    (logs / "job/status.json").write_bytes(msgspec.json.encode(status))
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({}, 0, "job: training"),
+        ({"protected": False, "why_not": "no steps"}, 1, "NOT PROTECTED: no steps"),
+        ({"time": "2026-01-31T12:00:00+00:00"}, 1, "last training"),
+        ({"time": "2026-01-31T12:00:00+00:00", "state": "ended"}, 0, "job: ended"),
+        ({"save": "a\x1b[2J\ud800".encode("utf-8", "ignore").decode()}, 0, "save folder  a?[2J"),
+    ],
+    ids=["training", "unprotected", "silent", "ended", "a name that is no text"],
+)
+def test_ttp_status(
+    changes: dict[str, Any], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _written(tmp_path, **changes)
+    assert cli.main(["status", str(tmp_path)]) == code
+    assert said in capsys.readouterr().out
+    assert cli.main(["status", str(tmp_path / "job"), "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["job"] == "job"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b'{"schema": "ttp.status/2"}', b"\xff"])
+def test_a_status_that_is_none_is_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "status.json").write_bytes(content)
+    assert cli.main(["status", str(tmp_path)]) == cli.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ttp: error: {tmp_path}/status.json: it was not written by ttprun")
+
+
+@pytest.mark.parametrize("command", ["status", "incidents"])
+def test_nothing_to_read_is_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for where in (tmp_path, tmp_path / "none"):
+        assert cli.main([command, str(where)]) == cli.USAGE
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"ttp: error: {where}: ")
+
+
+def test_ttp_incidents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _written(tmp_path)
+    job = Recorded(tmp_path)
+    job.rank_1_is_killed(100.0)
+    job.incident()
+    (tmp_path / "job").rename(tmp_path / "other")
+    (tmp_path / "other/status.json").rename(tmp_path / "job_7/status.json")
+    assert cli.main(["incidents", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "saved; steps lost: 0" in said
+    assert "detect 20 ms, freeze 30 ms, write 100 ms, publish 30 ms" in said
+    assert cli.main(["incidents", "--json", str(tmp_path)]) == 0
+    assert [one["blamed"] for one in json.loads(capsys.readouterr().out)] == [1]
+
+
+def _checkpoint(save: Path, step: int) -> Path:
+    folder = save / naming.final_name(step)
+    folder.mkdir(parents=True)
+    (folder / "a").write_bytes(b"content")
+    entry = FileEntry("a", 7, hashing.hash_file(folder / "a"))
+    (folder / naming.MANIFEST).write_bytes(Manifest.now(step, [entry], {}, 1).encode())
+    (save / naming.TRACKER).write_text(str(step))
+    return folder
+
+
+def test_ttp_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _checkpoint(tmp_path, 5)
+    newest = _checkpoint(tmp_path, 10)
+    (tmp_path / naming.final_name(3)).mkdir()
+    assert cli.main(["verify", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "step 10: intact (the tracker names it)" in said
+    assert "step 3: not known" in said
+    (newest / "a").write_bytes(b"c0ntent")
+    assert cli.main(["verify", str(tmp_path), "--step", "10", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (found["state"], found["problems"]) == (
+        "damaged",
+        [f"{newest}/a: checksum differs from the manifest"],
+    )
+    assert cli.main(["verify", str(tmp_path), "--step", "5"]) == 0
+    (tmp_path / naming.TRACKER).write_text("11")
+    capsys.readouterr()
+    assert cli.main(["verify", str(tmp_path)]) == 1
+    assert "the tracker names step 11, of which there is no folder" in capsys.readouterr().out
+    assert cli.main(["verify", str(tmp_path), "--step", "4"]) == cli.USAGE
+    assert cli.main(["verify", str(tmp_path / "none")]) == cli.USAGE
