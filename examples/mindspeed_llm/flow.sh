@@ -36,7 +36,7 @@ OUT=$(cd "$OUT" && pwd)
 if [[ $tiny ]]; then
     MODEL=$OUT/given/model CORPUS=$OUT/given/corpus.json ALPACA=$OUT/given/alpaca.parquet MMLU=$OUT/given/mmlu
     : "${DEVICE:=cpu}" "${PROCESSES:=2}" "${SEQ_LENGTH:=64}" "${BATCH:=4}" "${ITERS:=12}" "${TUNE_ITERS:=10}"
-    : "${LR:=1e-3}" "${LORA_R:=4}" "${LORA_ALPHA:=8}" "${NEW_TOKENS:=8}" "${GENERATE_LENGTH:=1024}" "${KILL:=pretrain tune}" "${VERIFY:=yes}"
+    : "${LR:=1e-3}" "${LORA_R:=4}" "${LORA_ALPHA:=8}" "${NEW_TOKENS:=8}" "${GENERATE_LENGTH:=1024}" "${KILL=pretrain tune}" "${VERIFY=yes}"
 else
     : "${MODEL:?flow.sh: a folder with a Qwen3 of Hugging Face}" "${CORPUS:?flow.sh: texts, .json or .parquet}"
     : "${ALPACA:?flow.sh: instructions, .json, .jsonl or .parquet}" "${MMLU:?flow.sh: a folder with test/ and dev/}"
@@ -59,23 +59,27 @@ VERIFY=${VERIFY:-}              # anything: train undisturbed, too, and compare;
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 path=$MINDSPEED_LLM
-device=() launcher_device=() cpu=()
+device=() launcher_device=()
 if [[ $DEVICE == cpu ]]; then
     path=$here/../../tests/standins:$path
     device=(-m adaptor.devices cpu) launcher_device=(--ttp-device cpu)
-    cpu=(--distributed-backend gloo --no-bias-swiglu-fusion --no-rope-fusion)
+    backend=(--distributed-backend gloo --no-bias-swiglu-fusion --no-rope-fusion)
     export OMP_NUM_THREADS=1 PYTORCH_JIT=0 TORCHDYNAMO_DISABLE=1 TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1
     [[ $TP == 1 && $PP == 1 ]] || fail "TP is $TP, PP is $PP: on a CPU this flow has 1 and 1"
 else
     [[ $DEVICE == npu ]] || fail "DEVICE is $DEVICE: say npu or cpu"
-    cpu=(--use-flash-attn --use-fused-rotary-pos-emb --use-fused-swiglu --use-fused-rmsnorm)
+    backend=(--use-flash-attn --use-fused-rotary-pos-emb --use-fused-swiglu --use-fused-rmsnorm)
 fi
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH}
 templates=$MINDSPEED_LLM/mindspeed_llm/tasks/evaluation/eval_impl/fewshot_template/mmlu_5shot_template.json
 
 # --- One step: its commands' output goes to a log, a line says how long it took.
 log() { echo "$OUT/logs/$step.log"; }
-quiet() { "$@" >> "$(log)" 2>&1 || { tail -n 25 "$(log)" >&2; fail "$step: exit code $?; all of it: $(log)"; }; }
+quiet() {
+    local code=0
+    "$@" >> "$(log)" 2>&1 || code=$?
+    ((code == 0)) || { tail -n 25 "$(log)" >&2; fail "$step: exit code $code; all of it: $(log)"; }
+}
 say() {  # a check: its line is for people
     local line
     line=$("$@" 2>&1) || { echo "$line" >> "$(log)"; fail "$step: ${line##*$'\n'}"; }
@@ -126,7 +130,7 @@ arguments() {
         --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --seq-length "$SEQ_LENGTH"
         --tokenizer-type PretrainedFromHF --tokenizer-name-or-path "$MODEL"
         --attention-softmax-in-fp32 --no-masked-softmax-fusion --no-gradient-accumulation-fusion
-        --transformer-impl local --ckpt-format torch --seed 42 --exit-on-missing-checkpoint "${cpu[@]}"
+        --transformer-impl local --ckpt-format torch --seed 42 --exit-on-missing-checkpoint "${backend[@]}"
     )
     [[ ${precision:-bf16} == fp32 ]] || model+=(--bf16)
     training=(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -276,3 +277,91 @@ def test_a_rank_is_killed_after_its_step(capfd: pytest.CaptureFixture[str]) -> N
     assert fault.run([sys.executable, "-c", launcher], rank=1, after=4) == 7
     assert "after step 4" in capfd.readouterr().out
     assert fault.run([sys.executable, "-c", "print('iteration 1/8')"], rank=1, after=4) == 1
+
+
+@pytest.fixture
+def flow(tmp_path: Path) -> Any:
+    """Runs flow.sh where python, ttprun and torchrun write down what they are given; without a framework."""
+    tree = tmp_path / "framework"
+    (tree / "megatron").mkdir(parents=True)
+    (tree / "pretrain_gpt.py").touch()
+    calls = tmp_path / "calls"
+    said = {
+        "python": "echo --num-layers 2",
+        "torchrun": "echo MindSpeed-LLM:; echo text",
+        "ttprun": "exit ${ENDS:-0}",
+    }
+    for name, line in said.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\n{line}\n')
+        path.chmod(0o755)
+
+    def run(*arguments: str, **more: str) -> tuple[int, str, list[str]]:
+        environ = {
+            "MINDSPEED_LLM": str(tree),
+            "OUT": str(tmp_path / "out"),
+            "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        }
+        calls.write_text("")
+        command = ["bash", str(EXAMPLE / "flow.sh"), *arguments]
+        done = subprocess.run(
+            command,
+            env={**environ, "KILL": "", **more},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        trained = [line for line in calls.read_text().splitlines() if not line.startswith("python")]
+        return done.returncode, done.stdout + done.stderr, trained
+
+    return run
+
+
+def test_a_step_that_is_done_is_not_done_again(flow: Any, tmp_path: Path) -> None:
+    (tmp_path / "out/given").mkdir(parents=True)
+    (tmp_path / "out/given/corpus.json").touch()
+    code, said, calls = flow("--tiny", ENDS="7")
+    assert code == 2, said
+    assert said.splitlines()[-1].startswith("flow.sh: error: pretrain: exit code 7; all of it: ")
+    assert [call.split()[0] for call in calls] == ["ttprun"]
+    assert f"--load {tmp_path}/out/converted --finetune --save {tmp_path}/out/pretrain" in calls[0]
+
+    saved = tmp_path / "out/pretrain/latest_checkpointed_iteration.txt"
+    saved.parent.mkdir()
+    saved.write_text("3")
+    code, said, calls = flow("--tiny", VERIFY="")
+    assert code == 0, said
+    assert "convert: done before" in said
+    assert [call.split()[0] for call in calls] == ["ttprun"] * 3 + ["torchrun"] * 3
+    assert f"--load {tmp_path}/out/pretrain --save {tmp_path}/out/pretrain" in calls[0]
+    assert f"--load {tmp_path}/out/tune --finetune --save {tmp_path}/out/lora" in calls[2]
+
+    assert flow("--tiny", VERIFY="")[2] == []
+    again = flow("--tiny", "--from", "chat", VERIFY="")[2]
+    assert ["--task chat" in call for call in again] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "line"),
+    [
+        (("--from", "tuning"), {}, "--from tuning: usage: flow.sh [--tiny] [--from STEP]"),
+        (("--from",), {}, "--from says no step"),
+        (("--tniy",), {}, "--tniy: usage"),
+        (
+            ("--tiny",),
+            {"MINDSPEED_LLM": "/nowhere"},
+            "MINDSPEED_LLM is '/nowhere', not a folder of MindSpeed-LLM",
+        ),
+        (("--tiny",), {"DEVICE": "gpu"}, "DEVICE is gpu: say npu or cpu"),
+    ],
+)
+def test_a_wrong_start_of_the_flow(
+    flow: Any, arguments: tuple[str, ...], environ: dict[str, str], line: str
+) -> None:
+    code, said, calls = flow(*arguments, **environ)
+    assert (code, calls) == (2, [])
+    assert said.startswith("flow.sh: error: ")
+    assert line in said
+    assert said.count("\n") == 1
