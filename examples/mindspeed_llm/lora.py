@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import checkpoints
-
 # What a layer of the framework's qwen3_spec has.
 MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -33,7 +31,13 @@ def check_rank(adapter: Path, rank: int) -> None:
     """Raise ValueError where the newest checkpoint in `adapter`, if there is one, has another rank."""
     if not (adapter / "latest_checkpointed_iteration.txt").is_file():
         return
-    ranks = [tensor.shape[0] for name, tensor in checkpoints.model_of(adapter).items() if ".lora_A." in name]
+    import checkpoints  # here, because it imports torch
+
+    ranks = [
+        tensor.shape[0]
+        for name, tensor in checkpoints.model_of(adapter).items()
+        if name.endswith("lora_A.default.weight")
+    ]
     if not ranks:
         raise ValueError(f"{adapter} has a checkpoint without adapters: it is not LoRA's")
     if ranks[0] != rank:
@@ -42,6 +46,8 @@ def check_rank(adapter: Path, rank: int) -> None:
 
 def check_base(base: Path, note: Path) -> None:
     """Write path and hash of the base into `note`, or compare with what is there. Raises ValueError."""
+    import checkpoints
+
     digest = hashlib.sha256()
     for path in checkpoints.files(checkpoints.newest(base)):
         with path.open("rb") as file:

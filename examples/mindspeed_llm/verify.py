@@ -104,7 +104,7 @@ def merged(base: Path, lora: Path, result: Path) -> str:
     rank, alpha = (int(getattr(arguments, name)) for name in ("lora_r", "lora_alpha"))
     cut: dict[str, torch.Tensor] = {}
     for name, tensor in adapters.items():
-        if ".lora_A." in name:
+        if name.endswith("lora_A.default.weight"):  # others are None
             for target, rows in _modules(name, adapters[name.replace("lora_A", "lora_B")], config):
                 cut[f"base_model.model.{target}.lora_A.default.weight"] = tensor
                 cut[f"base_model.model.{target}.lora_B.default.weight"] = rows

@@ -237,7 +237,8 @@ def test_lora_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the base of the adapter has another content"):
         lora.check_base(base, note)
     lora.check_rank(adapter, 8)  # nothing trained yet
-    write_checkpoint(adapter, {"model": {"a.lora_A.default.weight": torch.zeros(4, 2)}})
+    adapters = {"a.lora_A.default._extra_state": None, "a.lora_A.default.weight": torch.zeros(4, 2)}
+    write_checkpoint(adapter, {"model": adapters})
     lora.check_rank(adapter, 4)
     with pytest.raises(ValueError, match=r"the adapter in .*lora has rank 4, LORA_R is 8"):
         lora.check_rank(adapter, 8)
