@@ -1,4 +1,8 @@
-"""Unit tests: no training, real sockets and processes where they are cheap."""
+"""Unit tests: no training, real sockets and processes where they are cheap.
+
+What starts whole jobs with ttprun stands beside the unit tests of the same subject, and is an integration
+test: one by one these jobs wait longer than all unit tests take.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,17 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+# Fixtures that start ttprun.
+STARTS_JOBS = {"launcher", "warm_launcher", "zygote"}
+
 # A loaded machine is no failure of the code.
 settings.register_profile("unit", deadline=None)
 settings.load_profile("unit")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if isinstance(item, pytest.Function) and not STARTS_JOBS.isdisjoint(item.fixturenames):
+        item.add_marker(pytest.mark.integration)
 
 
 @pytest.fixture
