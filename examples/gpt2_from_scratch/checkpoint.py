@@ -104,6 +104,7 @@ def save(folder: Path, step: int, model: Any, optimizer: Any, scheduler: Any, sa
     torch.distributed.barrier()
 
 
+@torch.no_grad()  # the optimizer's copies of weights in fp32 are views of the weights themselves
 def resume(folder: Path, model: Any, optimizer: Any, scheduler: Any, said: dict[str, Any]) -> int:
     """Load the newest checkpoint of a training, if there is one; return its step, or 0.
 

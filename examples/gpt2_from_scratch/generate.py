@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-cache", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # prompts may stand behind options
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
         texts = args.prompt + (prompts_in(args.file) if args.file else [])
