@@ -11,9 +11,11 @@ import contextlib
 import copy
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from adaptor import context
@@ -25,7 +27,7 @@ from adaptor.context import Context
 from adaptor.frameworks import megatron_lm
 from adaptor.online import groups, rejoin
 from adaptor.online.groups import Groups
-from adaptor.online.replay import Replay
+from adaptor.online.replay import STEPS, Replay
 from adaptor.replica import group
 
 # What the loop sets in the config of the model when it is called, and asserts that nobody has (2036 to 2060).
@@ -41,7 +43,13 @@ _CONFIG = (
 _ASKED = ("do_train", "do_valid", "do_test", "eval_iters")
 # What the loop reads of its arguments when it is called, and which are those of the start of the job else.
 _START = ("iteration", "num_floating_point_operations_so_far")
-_NAMES = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
+_NAMES = (
+    *("forward_step_func", "model", "optimizer", "opt_param_scheduler"),
+    *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
+    *("config", "checkpointing_context", "non_loss_data_func"),
+)
+# What a step, and the evaluation behind it, count on.
+_CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
 
 
 class MegatronLoop:
@@ -60,13 +68,19 @@ class MegatronLoop:
         self._model: Sequence[Any] = given["model"]
         self._optimizer = given["optimizer"]
         self._scheduler = given["opt_param_scheduler"]
+        self._given = given
         self._replays = _replayed(given["train_data_iterator"])
-        config = kwargs.get("config", args[7] if len(args) > 7 else None)
-        self._config = config
+        self._valid = _replayed(given.get("valid_data_iterator"))
+        config = self._config = given.get("config")
         self._config_before = {name: getattr(config, name) for name in _CONFIG if hasattr(config, name)}
-        told = context.part(Recovery).answers.get("start")
-        self._start = told or {name: getattr(get_args(), name) for name in _START}
+        told = context.part(Recovery).answers
+        self._start = told.get("start") or {name: getattr(get_args(), name) for name in _START}
         self._is_set = False  # for a call of the loop that has not come to its first step
+        self._behind = Behind(**told["behind"]) if "behind" in told else None  # in a newcomer
+        self._begun = 0  # the newest step
+        self._before: dict[int, dict[str, int]] = {}  # what was consumed before the last steps, by step
+        self._left: int | None = None  # the step behind which something is to be done
+        self._record: StepRecord | None = None
         self.everyone: dist.ProcessGroup | None = None
 
     def group(self) -> str:
@@ -82,27 +96,34 @@ class MegatronLoop:
     def model(self) -> Any:
         return self._model
 
-    def answers(self) -> Mapping[str, Any]:
+    def answers(self, step: int) -> Mapping[str, Any]:
         from megatron.training import get_args
 
         args = get_args()
         asked = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
-        return {"asked": asked, "start": self._start}
+        read = [replay.given_in(step) for replay in self._valid]
+        behind = Behind(step, self._before.get(step, {}), read)
+        return {"asked": asked, "start": self._start, "behind": behind._asdict()}
 
     def begin_step(self, step: int) -> None:
         """`step` begins: the loop has read what was set for it alone."""
-        for replay in self._replays:
-            replay.begin_step(step)
+        from megatron.training import get_args
+
+        self._begun = step
+        kept = {one: count for one, count in self._before.items() if one > step - STEPS}
+        self._before = {**kept, step: {name: getattr(get_args(), name) for name in _CONSUMED}}
+        for one in (*self._replays, *self._valid):
+            one.begin_step(step)
         if self._is_set:
             _set(self._start)
             self._is_set = False
 
     def settle(self, step: int) -> None:
-        for replay in self._replays:
-            replay.rewind(step)
+        for one in self._replays:
+            one.rewind(step)
         for chunk in self._model:
-            for one in _bucket_groups(chunk):
-                _settle_bucket_group(one)
+            for bucket_group in _bucket_groups(chunk):
+                _settle_bucket_group(bucket_group)
             for param in chunk.parameters():
                 param.grad = None
         for name, value in self._config_before.items():
@@ -119,20 +140,96 @@ class MegatronLoop:
             everyone=self.everyone,
         )
 
+    def agree(self, step: int) -> None:
+        behind, self._behind = self._behind, None
+        if behind is not None:  # it has done nothing, and knows from its twin what had been read before
+            self._before = {step: dict(behind.before)} if behind.before else {}
+        is_done = behind is not None or self._begun > step or step not in self._before
+        told = torch.tensor([int(is_done)])
+        dist.all_reduce(told, dist.ReduceOp.MIN, self.everyone)
+        self._left = None if told.item() else step
+        if self._left is not None:
+            self._begun = step
+        for number, one in enumerate(self._valid):
+            if behind is None:
+                one.rewind(step if self._left is None else step - 1)
+            elif self._left is None and behind.before:
+                for _ in range(behind.read[number]):
+                    next(one)
+
     def put_back(self, record: StepRecord) -> None:
         from megatron.training import get_args
 
         args = get_args()
-        self._is_set = True
+        self._record = record
         _set({name: value for name, value in record.counters.items() if name != FLOPS})
-        _set({"iteration": record.step, "curr_iteration": record.step})
-        if FLOPS in record.counters:
-            _set({FLOPS: record.counters[FLOPS]})
-        _calculator().update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        self._set_loop(record)
+        consumed = args.consumed_train_samples
+        if self._left is not None:  # where the size of batches grows then, the loop saves
+            consumed = self._before[record.step]["consumed_train_samples"]
+            _set({"consumed_valid_samples": self._before[record.step]["consumed_valid_samples"]})
+        _calculator().update_num_microbatches(consumed, consistency_check=False)
         if getattr(args, "overlap_param_gather", False):
             for chunk in self._model:  # the loop disables them first (2148)
                 if not getattr(chunk, "remove_forward_pre_hook_handles", True):
                     chunk.enable_forward_pre_hook()
+
+    def _set_loop(self, record: StepRecord) -> None:
+        """Set what the loop reads when it is called."""
+        self._is_set = True
+        _set({"iteration": record.step, "curr_iteration": record.step})
+        if FLOPS in record.counters:
+            _set({FLOPS: record.counters[FLOPS]})
+
+    def finish_step(self) -> None:
+        from megatron.training import get_args, get_timers
+
+        step, self._left, record = self._left, None, self._record
+        if step is None:
+            return
+        assert record is not None
+        training, args, given = importlib.import_module("megatron.training.training"), get_args(), self._given
+        _set({**self._start, "curr_iteration": step - 1})
+        if importlib.util.find_spec("megatron.core.rerun_state_machine") is not None:
+            from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+            get_rerun_state_machine().current_iteration = step
+        for one in self._valid:
+            one.begin_step(step)
+        if args.do_valid and args.eval_interval and step % args.eval_interval == 0:
+            hooked = training.should_disable_forward_pre_hook(args)
+            if hooked:
+                training.disable_forward_pre_hook(self._model)
+            training.evaluate_and_print_results(
+                f"iteration {step}",
+                given["forward_step_func"],
+                given["valid_data_iterator"],
+                self._model,
+                step,
+                given["process_non_loss_data_func"],
+                self._config,
+                verbose=False,
+                write_to_tensorboard=True,
+                non_loss_data_func=given.get("non_loss_data_func"),
+            )
+            if hooked:
+                training.enable_forward_pre_hook(self._model)
+        # The loop lets it run, and the save stops it and starts it again.
+        timer = get_timers()("interval-time", log_level=0)
+        timer.start()
+        ends = training.checkpoint_and_decide_exit(
+            self._model,
+            self._optimizer,
+            self._scheduler,
+            step,
+            record.counters.get(FLOPS, 0),
+            given["checkpointing_context"],
+            given["train_data_iterator"],
+        )
+        timer.reset()
+        if ends:
+            sys.exit(0)
+        self._set_loop(record)
 
     def gather_weights(self) -> None:
         for one in step_record.chain(self._optimizer):
@@ -141,6 +238,18 @@ class MegatronLoop:
         if any(map(shards.is_sharded, step_record.chain(self._optimizer))):
             for chunk in self._model:
                 chunk.start_param_sync(force_sync=True)
+
+
+class Behind(NamedTuple):
+    """What a newcomer is told of the step that it joins at.
+
+    before  what was consumed before it; empty: it was not begun in the process that tells
+    read    how often each iterator of validation data was read behind it
+    """
+
+    step: int
+    before: dict[str, int]
+    read: list[int]
 
 
 class Recovery:
@@ -232,6 +341,8 @@ def take_place(args: Any) -> None:
     _set(record.counters)
     _set({"iteration": record.step})
     context.part(Recovery).answers.update(answers)
+    if before := answers["behind"]["before"]:  # its data begins there, with an evaluation that may come again
+        _set({"iteration": record.step - 1, "consumed_valid_samples": before["consumed_valid_samples"]})
 
 
 def take_answers() -> None:
@@ -249,7 +360,7 @@ def _set(values: Mapping[str, Any]) -> None:
 
 def _replayed(iterators: Any) -> list[Replay]:
     """Put a `Replay` below the framework's own iterators, which keep what they read of one step alone."""
-    found = []
+    found: list[Replay] = []
     for one in iterators if isinstance(iterators, list) else [iterators]:
         if one is not None and hasattr(one, "iterable"):
             replay = Replay(one.iterable)

@@ -36,9 +36,6 @@ from adaptor.worker.runtime import Runtime
 
 T = TypeVar("T")
 
-# What the framework does after a step and does not do again when its loop is called: last words and a restart
-# leave a checkpoint of the step instead, and data that is read where the evaluation would have ended.
-UNFINISHED = ("evaluation", "save")
 # When the connections of all groups are shut, what waits for them raises within milliseconds, and a wait for
 # work that gloo has forgotten is ended within half a second (`abort_gloo.Waker`). A main thread that stands
 # still for so long waits for others in a way that nothing here can end.
@@ -57,8 +54,8 @@ class Loop(Protocol):
     def model(self) -> Any:
         """Return the chunks of the model."""
 
-    def answers(self) -> Mapping[str, Any]:
-        """Return what a newcomer would have asked other ranks at its start."""
+    def answers(self, step: int) -> Mapping[str, Any]:
+        """Return what a newcomer, which joins at `step`, would have asked other ranks at its start."""
 
     def settle(self, step: int) -> None:
         """Forget what an exception has left half done; the data since `step` will be given again."""
@@ -66,8 +63,14 @@ class Loop(Protocol):
     def trainee(self, record: StepRecord) -> MegatronTrainee:
         """Describe what this rank holds: collective, over the new groups."""
 
+    def agree(self, step: int) -> None:
+        """Learn whether a rank has left what comes after `step`: collective, over the new groups."""
+
     def put_back(self, record: StepRecord) -> None:
         """Set the framework's counters to those of the step, as its loop reads them when it is called."""
+
+    def finish_step(self) -> None:
+        """Do what comes after the step (evaluation, a save) where a rank has not done all of it."""
 
     def gather_weights(self) -> None:
         """Make the model's weights from main params: collective, over the new groups."""
@@ -200,7 +203,8 @@ class Rejoin:
         assert isinstance(trainee, MegatronTrainee)
         past = self._session.from_local_copy(order.step)
         record = self._session.record_of(order.step)
-        given = state.Given(trainee, record, past, self._loop.answers)
+        loop = self._loop
+        given = state.Given(trainee, record, past, lambda: loop.answers(order.step))
         line = self._meeting.to_newcomer(order, one.rank)
         transfer.answer(line, given, cancelled=lambda: self._is_old(order))
 
@@ -217,6 +221,7 @@ class Rejoin:
             self._join()
         while True:
             try:
+                loop.finish_step()
                 return train()
             except Unwind:
                 pass
@@ -286,10 +291,6 @@ class Rejoin:
                 raise transfer.TransferError(f"it has the data after step {record.step}")
             self._fetch(order, loop)
         else:
-            if session.interrupted in UNFINISHED:
-                raise CannotRejoinError(
-                    f"its {session.interrupted} was interrupted, and would not be made again"
-                )
             record = session.record_of(order.step)
             loop.settle(order.step)
             self._has_settled(order)
@@ -301,6 +302,7 @@ class Rejoin:
         if order.replaced:
             trainee = loop.trainee(record)
         assert isinstance(trainee, MegatronTrainee)
+        loop.agree(order.step)
         loop.put_back(record)
         state.restore(trainee, record)
         loop.gather_weights()

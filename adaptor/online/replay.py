@@ -33,6 +33,10 @@ class Replay(Iterator[Any]):
         self._step = step
         self._given = {one: items for one, items in self._given.items() if one > step - STEPS}
 
+    def given_in(self, step: int) -> int:
+        """Return how often it was read since `step` began, and before the next one."""
+        return len(self._given.get(step, ()))
+
     def rewind(self, step: int) -> None:
         """Give all that was read after `step` once more."""
         later = [item for one in sorted(self._given) if one > step for item in self._given[one]]

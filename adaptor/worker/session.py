@@ -70,7 +70,6 @@ class Session:
         self._thread = 0  # the one that trains
         self._pace = Pace(board)
         self._loop = LoopPosition()
-        self.interrupted = ""  # the phase that an exception has left, since training began or went on
 
     @property
     def updating(self) -> bool:
@@ -129,11 +128,11 @@ class Session:
         In a process that takes the place of another training begins here; `origin` is the step that the job
         was started from.
         """
+        self._thread = threading.get_ident()
         self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
         self._waiting = set()
         self._copying = False
         self._last_believed = None
-        self.interrupted = ""
         self._step = -1
         self._mark = trainee.device.mark()
         self._history.restart({step: Taken(record, None)})
@@ -269,9 +268,6 @@ class Session:
         self._pace.begin_phase(name)
         try:
             yield
-        except BaseException:
-            self.interrupted = name
-            raise
         finally:
             self._pace.end_phase()
 

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2_MIRROR, DP4, ITERATIONS, MOE_EP2, PP2_DP2, TP2_DP2, Ended, Job, Layout
+from tests.faults.harness import (
+    DP2_MIRROR,
+    DP2_RAMPUP,
+    DP4,
+    ITERATIONS,
+    MOE_EP2,
+    PP2_DP2,
+    TP2_DP2,
+    Ended,
+    Job,
+    Layout,
+)
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf, restarts
 
@@ -66,6 +77,9 @@ REPLACED = (
 )
 
 
+BEGINS = re.compile(r"/args\./(iteration|curr_iteration|num_floating_point_operations_so_far): ")
+
+
 def says(ended: Ended, pattern: str) -> bool:
     return any(re.fullmatch(pattern, line) for line in ended.said)
 
@@ -118,3 +132,25 @@ def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, base
 @pytest.mark.parametrize("layout", [TP2_DP2, PP2_DP2, MOE_EP2, DP2_MIRROR], ids=lambda layout: layout.name)
 def test_layouts(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
     trains_on(online(tmp_path, layout, ["rank=1,step=6,phase=backward,kind=sigkill"]), baseline_of(layout))
+
+
+def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """The framework saves after step 4, as the batches grow then, and evaluates after step 5."""
+    faults = ["rank=0,step=4,phase=save-write,kind=exception", "rank=1,step=5,phase=evaluation,kind=sigkill"]
+    job = online(tmp_path, DP2_RAMPUP, faults)
+    baseline = baseline_of(DP2_RAMPUP)
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-5000:]
+    assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
+    assert job.save is not None
+    assert outcome.steps_in(job.save) == [*DP2_RAMPUP.saves, ITERATIONS]
+    for step in (4, ITERATIONS):
+        name = f"iter_{step:07d}"
+        found = differences(job.save / name, baseline.checkpoints / name)
+        # Where its loop begins, as after a restart: the framework reads none of it from a checkpoint.
+        assert [line for line in found if not BEGINS.search(line)] == []
+    outcome.assert_same_training(ended, baseline.records)
+    # Rank 0 says what it has found, the first time or again.
+    assert re.search(r"validation loss at iteration 5 ", ended.log)

@@ -50,3 +50,12 @@ def test_nothing_is_given_again_where_the_step_is_finished() -> None:
     read(replay, 1)
     replay.rewind(1)
     assert read(replay, 2) == [2, 3]
+
+
+def test_how_often_a_step_has_read() -> None:
+    replay = Replay(count())
+    read(replay, 1)
+    read(replay, 2, items=3)
+    assert [replay.given_in(step) for step in (1, 2, 3)] == [2, 3, 0]
+    replay.rewind(1)
+    assert [replay.given_in(step) for step in (1, 2)] == [2, 0]
