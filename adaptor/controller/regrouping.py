@@ -12,6 +12,7 @@ its death before the hello of the next.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -164,7 +165,7 @@ class Regrouping:
                 raise CannotRegroupError(f"rank {cause.rank} hangs, and still gives its state")
             if (cause.key, step) == self.resumptions.last:
                 raise CannotRegroupError(f"{cause.key or 'the same fault'} came again at the same step")
-        for rank in self._behind(step):
+        for rank in self._behind(step, self.unfit(step)):
             raise CannotRegroupError(f"rank {rank} lives and cannot go on from step {step}")
 
     def common_step(self, newest: int) -> int:
@@ -174,29 +175,39 @@ class Regrouping:
         them give the one before.
         """
         before = newest - 1
-        return before if self._behind(newest) and before > self.writing.origin else newest
+        if not self._behind(newest, self._torn(newest)) or before <= self.writing.origin:
+            return newest
+        return newest if self._behind(before, self._torn(before)) else before
 
-    def _behind(self, step: int) -> list[int]:
-        """The survivors that cannot come to `step`."""
+    def _behind(self, step: int, replaced: Collection[int]) -> list[int]:
+        """The survivors but for `replaced` that cannot come to `step`."""
         boards = self.state.boards
         return sorted(
             rank
-            for rank in self.state.nodes.keys() - self.unfit(step)
+            for rank in self.state.nodes.keys() - set(replaced)
             if boards[rank].phase == Phase.UNREADABLE or not boards[rank].provides(step)
         )
 
-    def unfit(self, step: int) -> set[int]:
-        """Return the ranks that answer and have to be replaced all the same: they hold nothing of `step`,
-        or cannot go on from it.
-
-        An exception has left their update, their device has failed, or their main thread hangs.
-        """
+    def _torn(self, step: int) -> set[int]:
+        """Return the ranks that answer and hold nothing of `step`, nor of any other step, or whose main
+        threads hang."""
         return {
             rank
             for rank, board in self.state.boards.items()
             if rank in self.hanging
             or (board.phase in (Phase.BROKEN, Phase.UNREADABLE) and not board.provides(step))
         }
+
+    def unfit(self, step: int) -> set[int]:
+        """Return the ranks that answer and have to be replaced all the same: they hold nothing of `step`,
+        or cannot go on from it.
+
+        An exception has left their update, or came before it while others made theirs; their device has
+        failed; or their main thread hangs.
+        """
+        boards = self.state.boards
+        raised = self.failures.raised.keys() & boards.keys()
+        return self._torn(step) | {rank for rank in raised if not boards[rank].provides(step)}
 
     def plan(self, step: int) -> tuple[Replacement, ...]:
         """Return who has failed, and where their state comes from.

@@ -20,6 +20,9 @@ from adaptor.protocol.messages import (
     Layout,
     Phase,
     Prepare,
+    Raised,
+    Regroup,
+    Replace,
     Resume,
     Resumed,
     Share,
@@ -110,3 +113,22 @@ def test_only_stages_that_may_follow_do(stage: Stage) -> None:
         else:
             with pytest.raises(AssertionError, match=f"{stage.name} is not followed by {another.name}"):
                 state.move(another)
+
+
+def test_a_rank_that_has_raised_while_others_made_the_update_is_replaced() -> None:
+    """It is past the barrier, and its main thread will not make the update any more."""
+    job = _job()
+    number = job.handle(Raised(1, "ValueError: behind the barrier", 1), 1.0)[0][1]
+    assert isinstance(number, Addressed)
+    assert isinstance(number.message, Freeze)
+    orders: Orders = []
+    for rank in RANKS:
+        finished = 5 if rank == 1 else 6
+        board = BoardRecord(rank, 1, Phase.RUNNING, finished, finished, finished)
+        orders = job.handle(Frozen(rank, number.message.incident, board), 1.0)
+    (started,) = [order for _, order in orders if isinstance(order, Replace)]
+    assert started.rank == 1
+    told = [order for _, order in orders if isinstance(order, Addressed)]
+    assert {
+        order.rank: order.message.step for order in told if isinstance(order.message, Regroup)
+    } == dict.fromkeys((0, 2, 3), 6)
