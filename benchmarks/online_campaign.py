@@ -35,8 +35,9 @@ from adaptor.checkpoint import manifest
 from adaptor.protocol import naming
 from tests.faults import leftovers, same
 
-# A job of which nothing moves for so long stands still: nothing in it waits longer than TTP_OT.
-SILENCE_S = 150.0
+# A job of which nothing moves for so long stands still: more than 15 times TTP_HANG, the limit for the first
+# step of a new process, and TTP_OT.
+SILENCE_S = 360.0
 TICK_S = 0.1
 OPTIONS = ["--ttp-online", "60", "--ttp-hang", "8", "--ttp-ot", "60"]
 RESTARTS = 8

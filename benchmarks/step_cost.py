@@ -1,5 +1,7 @@
 """Step time, adaptor on against off, in the same layout: `python benchmarks/step_cost.py`.
 
+With `--online` the adaptor is on in both jobs, and "on" is online recovery (TTP_ONLINE=60).
+
 Two jobs train the same model side by side, one under ttprun, one under plain torchrun with the unmodified
 framework, and take turns: while one makes a block of steps, the other waits in front of its next step and
 uses no CPU. So both see the same machine within seconds, whatever else it does, and start-up is paid once.
@@ -26,6 +28,7 @@ from _job import RANKS, Job, JobError, model, new_folder, run
 
 # By replica.
 TARGETS = {"split": 1.02, "mirror": 1.03}
+ONLINE_TARGET = 1.002
 ARMS = ("off", "on")
 _START_S = 300.0
 _RESAMPLES = 10_000
@@ -40,6 +43,7 @@ class Race:
     extra        arguments of the script
     distributed  whether the optimizer is
     environment  of the job with the adaptor
+    against      of the other job, where it has the adaptor, too; None: it is the unmodified framework
     cost         whether what the processes take is written down
     """
 
@@ -49,6 +53,7 @@ class Race:
     alike: bool
     extra: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    against: Mapping[str, str] | None = None
     ranks: int = RANKS
     distributed: bool = True
     cost: bool = False
@@ -152,7 +157,7 @@ def one_start(folder: Path, race: Race, source: random.Random) -> dict[str, Any]
     jobs = {
         arm: Job(
             folder / arm,
-            adaptor=arm == "on",
+            adaptor=arm == "on" or race.against is not None,
             train_iters=(blocks + 1) * race.block,
             ranks=race.ranks,
             distributed=race.distributed,
@@ -160,7 +165,7 @@ def one_start(folder: Path, race: Race, source: random.Random) -> dict[str, Any]
             gate=f"{name},{arm},{race.block}",
             cost=race.cost,
             instances=race.instances,
-            environment=race.environment,
+            environment=race.environment if arm == "on" else race.against,
         )
         for arm in ARMS
     }
@@ -209,23 +214,25 @@ def main() -> None:
         "1 for split: the second copies are measured, too",
     )
     parser.add_argument("--replica", choices=tuple(TARGETS), default="split")
+    parser.add_argument("--online", action="store_true", help="online recovery armed against not armed")
     parser.add_argument("--seed", type=int, default=1, help="of the order of turns and of the interval")
     given = parser.parse_args()
     given.instances = given.instances or (2 if given.replica == "split" else 1)
-    target = TARGETS[given.replica]
-    benchmark = Benchmark("step_cost", vars(given))
+    target = ONLINE_TARGET if given.online else TARGETS[given.replica]
+    benchmark = Benchmark("step_cost_online" if given.online else "step_cost", vars(given))
     source = random.Random(given.seed)
     folder = new_folder("step_cost")
     race = Race(
         given.pairs,
         given.block,
         given.instances,
-        given.instances == (2 if given.replica == "split" else 1),
+        given.online or given.instances == (2 if given.replica == "split" else 1),
         [
             *model(given.layers, given.hidden, given.sequence),
             *("--global-batch-size", str(given.global_batch)),
         ],
-        {"TTP_REPLICA": given.replica},
+        {"TTP_REPLICA": given.replica, "TTP_ONLINE": "60" if given.online else "0"},
+        {"TTP_REPLICA": given.replica} if given.online else None,
     )
     starts = []
     for number in range(given.starts):
@@ -251,9 +258,10 @@ def main() -> None:
     if resolution > 0.01:
         verdict += f", but known only to ±{100 * resolution:.1f} %: use more pairs or a quiet machine"
     compared = sum(start["compared"] for start in starts)
+    what = "online recovery" if given.online else "adaptor"
     benchmark.finish(
         table(["median step, ms", "off", "on", "on / off"], rows)
-        + f"\n\nadaptor on / off: {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f} ({len(ratios)} pairs); "
+        + f"\n\n{what} on / off: {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f} ({len(ratios)} pairs); "
         + f"at most {target:g}: {verdict}"
         + (f"\nlosses and grad norms: {compared} compared, all equal, bit for bit" if compared else ""),
         {

@@ -39,6 +39,8 @@ waits = patching.Unit("waits", framework="torch", tested=">=2.13,<2.14", group="
 )
 def waits_can_be_ended(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     of_this_process = context.part(Waits)
-    if args or kwargs or not of_this_process.acts:  # a wait with a time of its own ends by itself
+    # A wait with a time of its own ends by itself; one for what has ended is over at once, which is the most
+    # frequent one.
+    if args or kwargs or not of_this_process.acts or instance.is_completed():
         return wrapped(*args, **kwargs)
     return of_this_process.wait(instance, wrapped, message=instance._get_op_type() in _MESSAGES)

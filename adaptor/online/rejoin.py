@@ -298,6 +298,8 @@ class Rejoin:
                 assert isinstance(trainee, MegatronTrainee)
                 assert trainee.local_copy is not None
                 trainee.local_copy.put_back()
+            assert isinstance(trainee, MegatronTrainee)
+            state.require_finite(inner(trainee.state.optimizer))
         made.exchange(self._meeting.store(order, "groups"), f"{order.incident}.{order.attempt}")
         if order.replaced:
             trainee = loop.trainee(record)

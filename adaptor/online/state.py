@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from adaptor.checkpoint import shards, step_record
+from adaptor.checkpoint.finite import all_finite
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.devices.device import Device
 from adaptor.online.transfer import TransferError
+from adaptor.replica import twin
+from adaptor.worker.processor import CannotRejoinError
 
 
 def own_shards(optimizer: Any) -> list[tuple[int, torch.optim.Optimizer]]:
@@ -97,3 +100,14 @@ def restore(trainee: MegatronTrainee, record: StepRecord) -> None:
         if scaler is not None:
             one.grad_scaler.load_state_dict(dict(scaler))
     state.buffers.put_back(record.buffers)
+
+
+def require_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Last words take another copy of a shard that is not finite; to go on would spread it to all ranks.
+
+    Raises:
+        CannotRejoinError: the optimizer state of this rank is not finite.
+    """
+    for optimizer in optimizers:
+        if not all_finite([*twin.params(optimizer), dict(optimizer.state)]):
+            raise CannotRejoinError("its optimizer state is not finite")

@@ -92,8 +92,8 @@ SHORT_CUT_S = 0.3
 AGENT_PAUSE_S = 7.0
 
 
-# In the place of a generation: of each process that takes the place of a rank in an online recovery; of any
-# process of the rank, once in the job.
+# In the place of a generation, once in the job: of a process that takes the place of a rank in an online
+# recovery; of any process of the rank.
 NEWCOMERS, ONCE = -1, -2
 
 
@@ -148,13 +148,12 @@ class Injector:
         if NEWCOMER in os.environ:  # the fault has struck the process whose place this one takes
             restart = NEWCOMERS
             self.step = max((line["step"] for line in struck), default=0)
-        self._faults = [fault for fault in faults if fault.rank == self._rank and fault.restart == restart]
-        over = {line["fault"] for line in struck}
-        self._faults += [
-            fault
-            for fault in faults
-            if fault.rank == self._rank and fault.restart == ONCE and str(fault) not in over
-        ]
+        mine = [fault for fault in faults if fault.rank == self._rank]
+        self._faults = [fault for fault in mine if fault.restart in (restart, ONCE)]
+        for line in struck:  # by another process of this rank
+            over = next((one for one in self._faults if str(one) == line["fault"]), None)
+            if over is not None and over.restart in (NEWCOMERS, ONCE):
+                self._faults.remove(over)
         self._stamp = stamp
         self.saving = False
 
@@ -170,6 +169,9 @@ class Injector:
 
     def _strike(self, fault: Fault) -> None:
         if self._stamp is not None:
+            spare = (
+                _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else 0
+            )  # before it takes the time
             line = {
                 "time": time.time(),
                 "rank": self._rank,
@@ -178,7 +180,7 @@ class Injector:
                 "kind": fault.kind,
                 "restart": fault.restart,
                 "fault": str(fault),
-                "spare": _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else 0,
+                "spare": spare,
             }
             descriptor = os.open(self._stamp, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             os.write(descriptor, (json.dumps(line) + "\n").encode())

@@ -1,0 +1,142 @@
+"""How long from a fault to the next finished step: `python benchmarks/online_latency.py`.
+
+Four ways side by side, in turns: an online recovery with a spare process that waits, and with a cold one; an
+exception that replaces nobody; and for each fault today's way, last words and a restart of all. The faulty
+process takes the time itself, right before it dies or raises; a step is finished when every rank has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _bench import Benchmark, spread, table
+from _job import RANKS, Job, JobError, new_folder, run
+
+from tests.faults.fault import ONCE, Fault
+
+PHASES = ("data", "forward", "backward", "reduction", "norm", "door-before", "update", "gather")
+# An exception inside the update leaves a state of no step, and replaces the rank.
+RAISES_IN = PHASES[:5]
+GAP = 4
+_START_S = 200.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """A kind of fault, and what becomes of it.
+
+    target_s  of the median; None: it is what the others are compared with
+    """
+
+    kind: str
+    options: tuple[str, ...]
+    target_s: float | None
+
+    @property
+    def is_online(self) -> bool:
+        return bool(self.options)
+
+
+WAYS: Mapping[str, Way] = {
+    "SIGKILL, a spare waits": Way("sigkill-beside-a-spare", ("--ttp-online", "60", "--ttp-spares", "1"), 0.4),
+    "SIGKILL, cold process": Way("sigkill", ("--ttp-online", "60", "--ttp-spares", "0"), 2.5),
+    "SIGKILL, restart of all": Way("sigkill", (), None),
+    "exception, step made again": Way("exception", ("--ttp-online", "60", "--ttp-spares", "0"), 0.3),
+    "exception, restart of all": Way("exception", (), None),
+}
+
+
+def schedule(way: Way, count: int, source: random.Random) -> list[Fault]:
+    """Draw a fault for each recovery: every rank makes some steps before the next."""
+    phases = RAISES_IN if way.kind == "exception" else PHASES
+    return [
+        Fault(
+            source.randrange(RANKS),
+            source.choice(phases),
+            way.kind,
+            step=GAP * (number + 1),
+            restart=ONCE if way.is_online else number,
+        )
+        for number in range(count)
+    ]
+
+
+def measure(folder: Path, way: Way, faults: Sequence[Fault]) -> list[dict[str, Any]]:
+    """Run a job; return the seconds from each fault to the next finished step."""
+    job = Job(
+        folder,
+        adaptor=True,
+        train_iters=GAP * (len(faults) + 1),
+        launcher=[*way.options, "--max-restarts", str(len(faults))],
+        faults=faults,
+    )
+    with job:
+        code = job.wait(_START_S * (len(faults) + 1))
+    struck, incidents = job.struck(), job.incidents()
+    verdicts = {incident["verdict"] for incident in incidents}
+    if code != 0 or not len(struck) == len(incidents) == len(faults):
+        raise JobError(f"{len(struck)} faults, {len(incidents)} incidents, exit code {code}: see {job.log}")
+    if verdicts != {"resumed" if way.is_online else "saved"}:
+        raise JobError(f"the verdicts are {', '.join(sorted(verdicts))}: see {job.log}")
+    found = []
+    for stamp, incident in zip(struck, incidents, strict=True):
+        decided = max(event["t"] for event in incident["events"])
+        finished = max(
+            min(line["time"] for line in lines if line["time"] > decided) for lines in job.records().values()
+        )
+        found.append(
+            {
+                "rank": stamp["rank"],
+                "phase": stamp["phase"],
+                "decided": decided - stamp["time"],
+                "finished": finished - stamp["time"],
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="jobs of each way, in turns")
+    parser.add_argument("--faults", type=int, default=5, help="in each job")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--seed", type=int, default=1, help="of ranks and phases")
+    given = parser.parse_args()
+    benchmark = Benchmark("online_latency", {"rounds": given.rounds, "faults": given.faults})
+    source = random.Random(given.seed)
+    folder = new_folder("online_latency")
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in given.ways}
+    for number in range(given.rounds):
+        for name in given.ways:
+            print(f"round {number + 1} of {given.rounds}: {name}", flush=True)
+            place = folder / f"{number}-{len(list(folder.iterdir()))}"
+            found[name] += measure(place, WAYS[name], schedule(WAYS[name], given.faults, source))
+    shutil.rmtree(folder)
+
+    rows, findings = [], {}
+    for name, one in found.items():
+        times = {what: spread([line[what] for line in one]) for what in ("decided", "finished")}
+        median, target = times["finished"]["median"], WAYS[name].target_s
+        rows.append(
+            [
+                name,
+                *(f"{t['median']:.2f} ({t['min']:.2f} to {t['max']:.2f})" for t in times.values()),
+                int(times["finished"]["n"]),
+                "–" if target is None else f"≤ {target:g}: {'reached' if median <= target else 'MISSED'}",
+            ]
+        )
+        findings[name] = {"times": times, "incidents": one}
+    head = ["seconds after the fault, median (range)", "decided", "next step finished", "faults", "target"]
+    benchmark.finish(table(head, rows), {"ways": findings})
+
+
+if __name__ == "__main__":
+    run(main)
