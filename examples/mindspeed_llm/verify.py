@@ -44,8 +44,9 @@ def same_checkpoints(one: Path, other: Path) -> str:
 
 
 def _trained(content: dict[str, Any]) -> dict[str, Any]:
-    """Without the arguments, which name folders."""
-    return {key: value for key, value in content.items() if key != "args"}
+    """Without the arguments, which name folders, and a count that it begins anew at every start."""
+    left_out = ("args", "num_floating_point_operations_so_far")
+    return {key: value for key, value in content.items() if key not in left_out}
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
