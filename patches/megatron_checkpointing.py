@@ -12,6 +12,7 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.checkpoint import resume_check
+from adaptor.frameworks import adapter_base
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
 from adaptor.worker import runtime
@@ -33,6 +34,7 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
         runtime.get().session.phase("save"),
         context.part(RegularSaves).regular(get_args().save, iteration, asynchronous),
     ):
+        adapter_base.write_beside(get_args().save, iteration)
         return wrapped(*args, **kwargs)
 
 
@@ -102,4 +104,19 @@ def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any
         resume_check.require_intact(Path(folder), Path(given.save), getattr(given, "ckpt_step", None) or None)
         if checkpoint_exists(folder):
             break
-    return wrapped(*args, **kwargs)
+    if not adapter_base.is_filtered(given):
+        return wrapped(*args, **kwargs)
+    adapter_base.settle(Path(load))
+    loaded = wrapped(*args, **kwargs)
+    adapter_base.require_added()
+    return loaded
+
+
+@checkpointing.patch(
+    "megatron.training.checkpointing:_load_base_checkpoint",
+    why="a checkpoint that has adapters alone is loaded together with the base that it names",
+    accepts="(load_dir, ...)",
+    optional=True,  # only with LoRA, and then missed where it is not there
+)
+def adapters_are_loaded_with_their_base(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return adapter_base.load_with_base(wrapped, args, kwargs)

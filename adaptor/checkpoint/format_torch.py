@@ -45,6 +45,8 @@ class TorchFormat:
                 save, stored[0] if len(stored) == 1 else stored
             )
         files[f"{state.folder}/{MODEL_FILE}"] = partial(save, body)
+        for name, content in state.beside.items():
+            files[f"{state.folder}/{name}"] = partial(_write, content)
         return files
 
 
@@ -84,6 +86,10 @@ def _places(before: str, saved: dict[str, Any]) -> Iterator[TensorSlot]:
             yield f"{before}{name}", value, partial(saved.__setitem__, name)
         elif isinstance(value, dict):
             yield from _places(f"{before}{name}.", value)
+
+
+def _write(content: bytes, file: HashingFile) -> None:
+    file.write(content)
 
 
 def save(value: Any, file: HashingFile) -> None:

@@ -129,6 +129,11 @@ def _body(
     body["checkpoint_version"] = 3.0
     body["iteration"] = record.step
     model = _form(state).model(state.chunks)
+    if state.keeps is not None:
+        model = {
+            key: {name: value for name, value in saved.items() if state.keeps(name)}
+            for key, saved in model.items()
+        }
     body.update(model)
     if state.saves("optim"):
         if not shards.is_stub(state.optimizer):

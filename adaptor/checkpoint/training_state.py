@@ -69,6 +69,8 @@ class TrainingState:
     args_overrides  what the namespace would say on data-parallel rank 0 without the adaptor (`rank`, ...)
     extra           further entries beside the framework's own
     stored          per optimizer of the chain: whether this rank's group saves its state; empty: it does
+    keeps           whether an entry of the model is saved, by its name; None: all are
+    beside          further files of this rank's folder, by name; the framework has none of them
     live            the optimizer that updates the model, where `optimizer` is a copy of it; else None
     form            the format to write; None for `torch` (`format_torch.TorchFormat`)
     """
@@ -81,6 +83,8 @@ class TrainingState:
     args_overrides: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     stored: tuple[bool, ...] = ()
+    keeps: Callable[[str], bool] | None = None
+    beside: Mapping[str, bytes] = field(default_factory=dict)
     live: Any = None
     form: Form | None = None
 

@@ -1,7 +1,7 @@
 """The ways of fine-tuning that are refused: a restart would go on from another model, or nobody has tried it.
 
 MindSpeed-LLM and ModelLink add them to Megatron-LM's options. LoRA is protected where checkpoints have the
-whole model, the weights that are not trained included.
+whole model, the weights that are not trained included, or name the base that they lack (`adapter_base`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from functools import partial
 from typing import Any
 
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import supported_options
+from adaptor.frameworks import adapter_base, supported_options
 
 # As `supported_options` has them for Megatron-LM.
 ALLOWED_VALUES: supported_options.Values = (
-    ("lora_ckpt_filter", (False, None), "LoRA whose checkpoints lack the model that it began from"),
     ("lu_lora_final_layer_index", (None,), "LU-LoRA, which changes weights in the forward pass,"),
     ("qlora", (False, None), "QLoRA, whose 4-bit weights were never saved in a test,"),
     ("stage", (None, "sft", "dpo"), "a stage whose other models were never loaded in a test"),
 )
 
+# What does not go together with checkpoints that have adapters alone, and why.
+_NOT_FILTERED = (
+    ("ckpt_step", "the base is what the tracker in its folder names"),
+    ("pretrained_checkpoint", "the base is looked for in --load alone"),
+    ("enable_hf2mg_convert", "the base is made anew at each start, and cannot be told from another one"),
+    ("lora_modules_to_save", "these modules are trained, and no checkpoint has them"),
+)
 # MindSpeed-LLM has core models by default since then, and its others save the whole model, too.
 _SINCE_2_2 = "deprecated_use_mcore_models"
 
@@ -34,6 +40,7 @@ def checks(config: Any) -> Iterator[Callable[[], None]]:
     yield from supported_options.checks_of_values(ALLOWED_VALUES, config)
     yield partial(_require_whole_model, config)
     yield partial(_require_reference_model, config)
+    yield partial(_require_base, config)
 
 
 def _require_whole_model(config: Any) -> None:
@@ -50,6 +57,30 @@ def _require_whole_model(config: Any) -> None:
         f"--lora-target-modules is {modules}: checkpoints of {which} lack the model that LoRA began from; "
         "leave it out, or set ENABLE_TTP=False"
     )
+
+
+def _require_base(config: Any) -> None:
+    """Refuse jobs whose checkpoints have adapters alone, and whose restart cannot find the rest."""
+    if not adapter_base.is_filtered(config):
+        return
+    if getattr(config, "load", None) is None:
+        raise UnsupportedError(
+            "--lora-ckpt-filter is given without --load: checkpoints then have adapters alone, and a restart "
+            "needs the model that they began from; give its folder as --load, or leave out --lora-ckpt-filter"
+        )
+    if getattr(config, "stage", None) == "dpo":
+        raise UnsupportedError(
+            "--stage is dpo with --lora-ckpt-filter: two models are loaded, and which of them lacks its base "
+            "was never tried; leave out --lora-ckpt-filter, or set ENABLE_TTP=False"
+        )
+    for name, why in _NOT_FILTERED:
+        value = getattr(config, name, None)
+        if value:
+            flag = "--" + name.replace("_", "-")
+            raise UnsupportedError(
+                f"{flag} is {value} with --lora-ckpt-filter: {why}; leave out one of them, or set "
+                "ENABLE_TTP=False"
+            )
 
 
 def _require_reference_model(config: Any) -> None:

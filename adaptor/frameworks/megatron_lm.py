@@ -20,7 +20,7 @@ from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of,
 from adaptor.checkpoint.training_state import FLOPS, TrainingState, unwrapped
 from adaptor.context import Context
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import supported_options
+from adaptor.frameworks import adapter_base, supported_options
 from adaptor.protocol.environment import Generation, Place
 from adaptor.protocol.naming import TRACKER
 from adaptor.replica import group
@@ -223,6 +223,8 @@ def trainee(
             "local_rank": place.first % context.part(Place).local_size,
         },
         stored=place.stored,
+        keeps=adapter_base.is_kept if adapter_base.is_filtered(args) else None,
+        beside=context.part(adapter_base.AdapterBase).files(),
     )
     return MegatronTrainee(
         # Up to 0.6 there is one format, and no option that names it.

@@ -22,6 +22,7 @@ import re
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "ttp_manifest.json"
+BASE = "ttp_base.json"  # in a model-parallel rank's folder of a checkpoint of adapters: what they adapt
 LEASE = ".ttp_lease"  # names the job that saves in this folder
 LOCK = f"{TRACKER}.lock"  # there while somebody gives a checkpoint its name
 

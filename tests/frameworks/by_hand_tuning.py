@@ -23,7 +23,18 @@ import pytest
 import torch
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, EXPERTS, ITERATIONS, PP2_DP2, TP2_DP2, Ended, Job, Layout, Program
+from tests.faults.harness import (
+    DP2,
+    DP2_WHOLE,
+    EXPERTS,
+    ITERATIONS,
+    PP2_DP2,
+    TP2_DP2,
+    Ended,
+    Job,
+    Layout,
+    Program,
+)
 from tests.faults.same import differences
 from tests.frameworks import prepare, record
 from tests.frameworks.by_hand import HEADER
@@ -32,6 +43,7 @@ from tests.frameworks.tuning import BASE, SFT, MegatronSft, Tuning
 
 MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 LORA = (*SFT, "--lora-r", "4", "--lora-alpha", "8", "--lora-target-modules", *MODULES)
+FILTERED = (*LORA, "--lora-ckpt-filter")
 RESTARTED = "started again from step {} by itself, trained to the end, bitwise"
 
 
@@ -45,6 +57,7 @@ class Check:
     refused   what the line says, where the job is refused
     prepared  options of the framework's preprocessing
     but       the one place in which last words may differ, and what it is
+    resumes   whether plain torchrun can go on from last words
     """
 
     way: str
@@ -57,6 +70,7 @@ class Check:
     refused: str = ""
     prepared: tuple[str, ...] = ()
     but: tuple[str, str] | None = None
+    resumes: bool = True
 
 
 def dies(way: str, layout: Layout, options: tuple[str, ...], rank: int, step: int, phase: str) -> Check:
@@ -80,6 +94,10 @@ def refuses(way: str, options: tuple[str, ...], line: str) -> Check:
     return Check(way, DP2, options, refused=line)
 
 
+def alone(check: Check) -> Check:
+    return replace(check, resumes=False)
+
+
 def again(check: Check) -> Check:
     return replace(check, restarts=1)
 
@@ -91,6 +109,7 @@ MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*_EXPERTS, "--expert-model-parallel-si
 # Each sample in its own length, those of a batch padded to the longest.
 VARIABLE = (*SFT, "--no-pad-to-seq-lengths")
 PACKED = (*SFT, "--use-flash-attn", "--reset-attention-mask", "--reset-position-ids")
+NEAT = (*PACKED, "--neat-pack")
 # Without dropout: the framework makes the reference model after it has loaded the random states.
 STILL = ("--hidden-dropout", "0", "--attention-dropout", "0")
 DPO_ALONE = ("--stage", "dpo", "--is-pairwise-dataset", "--dpo-loss-type", "sigmoid", *STILL)
@@ -102,6 +121,10 @@ def packed(check: Check) -> Check:
     # The framework counts what attention computes for these lengths.
     counted = ("/num_floating_point_operations_so_far: ", "the count of floating-point operations")
     return replace(check, prepared=("--pack",), but=counted)
+
+
+def neatly(check: Check) -> Check:
+    return replace(check, prepared=("--pack", "--neat-pack"))
 
 
 def pairs(check: Check) -> Check:
@@ -121,15 +144,25 @@ CHECKS = {
     "lora-experts-restart": again(dies("LoRA", MOE_DP2, LORA, 0, 4, "norm")),
     "lora-experts-parallel": dies("LoRA", MOE_EP2, LORA, 2, 6, "update"),
     "lora-experts-parallel-restart": again(dies("LoRA", MOE_EP2, LORA, 1, 4, "norm")),
-    "lora-filter": refuses("LoRA, filtered", (*LORA, "--lora-ckpt-filter"), "--lora-ckpt-filter is True: "),
+    "lora-filter": refuses(
+        "LoRA, filtered, --ckpt-step",
+        (*FILTERED, "--ckpt-step", "8"),
+        "--ckpt-step is 8 with --lora-ckpt-filter",
+    ),
+    "lora-filter-norm": alone(dies("LoRA, filtered", DP2, FILTERED, 1, 6, "norm")),
+    "lora-filter-update": dies("LoRA, filtered", DP2_WHOLE, FILTERED, 1, 6, "update"),
+    "lora-filter-restart": again(dies("LoRA, filtered", DP2, FILTERED, 0, 4, "norm")),
+    "lora-filter-tensor-restart": again(dies("LoRA, filtered", TP2_DP2, FILTERED, 3, 4, "norm")),
     "full-restart": again(dies("full", DP2, SFT, 0, 4, "norm")),
     "variable": dies("full, variable lengths", DP2, VARIABLE, 1, 6, "update"),
     "variable-restart": again(dies("full, variable lengths", DP2, VARIABLE, 0, 4, "norm")),
     "variable-pipeline-restart": again(dies("full, variable lengths", PP2_DP2, VARIABLE, 1, 4, "norm")),
     "packed": packed(dies("full, packed", DP2, PACKED, 1, 6, "norm")),
     "packed-restart": packed(again(dies("full, packed", DP2, PACKED, 0, 4, "norm"))),
+    "neat-packed-restart": neatly(packed(again(dies("full, packed, --neat-pack", DP2, NEAT, 0, 4, "norm")))),
     "dpo": pairs(dies("DPO", DP2, DPO, 1, 6, "norm")),
     "dpo-restart": pairs(again(dies("DPO", DP2, DPO, 0, 4, "norm"))),
+    "dpo-lora-restart": pairs(again(dies("DPO, LoRA", DP2, (*DPO, *LORA[len(SFT) :]), 0, 4, "norm"))),
     "dpo-alone": refuses("DPO", DPO_ALONE, "--stage is dpo without --ref-model: "),
 }
 MEGATRON = {
@@ -214,6 +247,8 @@ class Bench:
             assert restarted == set(range(check.step + 1, ITERATIONS + 1))
             return RESTARTED.format(check.step) + but
         outcome.assert_same_training(ended, expected, steps=range(1, check.step))
+        if not check.resumes:
+            return SAVED.format(check.step).partition(";")[0] + but
         resumed = harness.run(
             Job(ended.job.out / "resumed", ended.job.layout, "torchrun", load=save, program=tuning)
         )

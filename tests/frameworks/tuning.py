@@ -104,7 +104,10 @@ class Tuning:
             given += ["--use-distributed-optimizer"]
         if job.save is not None:
             given += ["--save", str(job.save), "--save-interval", str(job.save_interval)]
-        if job.load is not None:
+        if job.load is not None and "--lora-ckpt-filter" in self._options:
+            # The framework's own way.
+            given += ["--load", str(self._base), "--lora-load", str(job.load)]
+        elif job.load is not None:
             given += ["--load", str(job.load)]
         elif self._base is not None:
             given += ["--load", str(self._base), "--finetune"]

@@ -32,6 +32,7 @@ BEFORE: dict[str, Any] = {
 }
 MODELLINK: dict[str, Any] = {"lora_target_modules": [], "use_mcore_models": False, "stage": None}
 LORA = {"lora_target_modules": ["linear_qkv"]}
+FILTERED = {**LORA, "lora_ckpt_filter": True, "load": "/base"}
 
 
 def _check(given: dict[str, Any]) -> None:
@@ -50,6 +51,9 @@ def _check(given: dict[str, Any]) -> None:
         {**SINCE_2_2, **LORA, "use_mcore_models": False},
         {**BEFORE, **LORA, "stage": "sft"},
         {**SINCE_2_2, "stage": "dpo", "ref_model": "/base"},
+        {**SINCE_2_2, **FILTERED},
+        {**SINCE_2_2, **FILTERED, "ckpt_format": "torch_dist", "ckpt_step": 8},
+        {**SINCE_2_2, "lora_ckpt_filter": True},
     ],
 )
 def test_what_keeps_the_whole_model_is_protected(given: dict[str, Any]) -> None:
@@ -59,9 +63,22 @@ def test_what_keeps_the_whole_model_is_protected(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "line"),
     [
+        ({**SINCE_2_2, **FILTERED, "load": None}, "--lora-ckpt-filter is given without --load: "),
         (
-            {**SINCE_2_2, **LORA, "lora_ckpt_filter": True},
-            "--lora-ckpt-filter is True: LoRA whose checkpoints lack the model .*; leave it out, or",
+            {**SINCE_2_2, **FILTERED, "ckpt_step": 8},
+            "--ckpt-step is 8 with --lora-ckpt-filter: the base is what",
+        ),
+        (
+            {**SINCE_2_2, **FILTERED, "lora_modules_to_save": ["output_layer"]},
+            "--lora-modules-to-save is .* with --lora-ckpt-filter: these modules are trained, and no",
+        ),
+        (
+            {**SINCE_2_2, **FILTERED, "enable_hf2mg_convert": True},
+            "--enable-hf2mg-convert is True with --lora-ckpt-filter: the base is made anew at each start",
+        ),
+        (
+            {**SINCE_2_2, **FILTERED, "stage": "dpo", "ref_model": "/base"},
+            "--stage is dpo with --lora-ckpt-filter: two models are loaded",
         ),
         (
             {**BEFORE, **LORA, "use_mcore_models": False},
