@@ -3,7 +3,7 @@
 #
 #   MEGATRON=DIR bash run.sh [FOLDER]
 #
-# MEGATRON is what to put on PYTHONPATH for megatron.core, where it is not installed. About 4 minutes on 2 cores.
+# MEGATRON is what to put on PYTHONPATH for megatron.core, where it is not installed. It takes about 2 CPU minutes.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=${1:-out/gpt2}
