@@ -95,6 +95,7 @@ class Rejoin:
         self._ready: Regroup | None = None  # for the main thread
         self._resumed = 0  # the incident that was resumed last
         self._left = False  # the main thread has left the framework's loop
+        self._gone = False  # and will not call it again: the script has left it, as by sys.exit
         self._settled: Regroup | None = None  # it has put away what the fault has left half done
         self._loop: Loop | None = None
         self._meeting = Meeting(worker.rank)
@@ -172,6 +173,8 @@ class Rejoin:
             now = time.monotonic()
             if now >= until:
                 raise CannotRejoinError("its main thread has not left the training loop in time")
+            if self._gone:
+                raise CannotRejoinError("its script has left the training loop")
             shut()
             there = stacks.awaited()
             if there is None or before is None or there.way != before.way:
@@ -225,7 +228,8 @@ class Rejoin:
                 return train()
             except Unwind:
                 pass
-            except AdaptorError:
+            except (AdaptorError, SystemExit):
+                self._gone = True
                 raise
             except Exception as error:
                 self._worker.tell_of(error)

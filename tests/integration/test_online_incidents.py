@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.faults.harness import DP4
+from tests.faults.harness import DP2, DP4
 from tests.faults.scenario import BaselineOf, restarts
 from tests.integration.test_online import online, trains_on
 
@@ -58,3 +58,10 @@ def test_two_ranks_at_once_and_one_later(tmp_path: Path, baseline_of: BaselineOf
     """Ranks 0 and 3 hold different shards; later rank 1 gets its shard from what has taken rank 3's place."""
     faults = ["rank=0,step=4,phase=backward,kind=sigkill,also=3", "rank=1,step=7,phase=between,kind=sigkill"]
     trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
+
+
+def test_a_script_that_leaves_its_loop_is_not_waited_for(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Nobody calls the loop again after `sys.exit`."""
+    faults = ["rank=0,step=6,phase=backward,kind=sys.exit,code=7"]
+    ended = restarts(online(tmp_path, DP2, faults), baseline_of(DP2), saved={5})
+    assert "not recovered online: rank 0: its script has left the training loop" in ended.log
