@@ -46,8 +46,8 @@ KINDS: Mapping[str, int] = {
     "holds-the-gil": 1,
 }
 # Of second faults: where they strike a survivor, and where a new process.
-OF_SURVIVORS = ("freeze", "regroup", "give", "exchange", "joined", "resume")
-OF_NEWCOMERS = ("start", "get", "exchange", "joined", "resume")
+OF_SURVIVORS = ("freeze", "regroup", "give", "exchange", "joined", "proceed")
+OF_NEWCOMERS = ("start", "get", "exchange", "joined", "proceed")
 SECOND = ("sigkill", "sigkill", "sigkill", "os._exit", "sigstop")
 TWO_AT_ONCE = 0.1
 ONLINE, RESTART, EXPLAINED, FAILED = OUTCOMES = ("online", "restart", "explained", "failed")
@@ -178,7 +178,7 @@ def outcome_of(drawn: Drawn, report: Mapping[str, Any], struck: Sequence[Fault])
     verdict, reason = str(report["verdict"]), str(report["reason"])
     if not struck:
         return FAILED, f"no fault of ours: {reason}"
-    if verdict == "resumed":
+    if verdict == "recovered":
         return ONLINE, ""
     if verdict == "saved":
         _, found, why = reason.partition(WHY)

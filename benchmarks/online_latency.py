@@ -82,7 +82,7 @@ def measure(folder: Path, way: Way, faults: Sequence[Fault]) -> list[dict[str, A
     verdicts = {incident["verdict"] for incident in incidents}
     if code != 0 or not len(struck) == len(incidents) == len(faults):
         raise JobError(f"{len(struck)} faults, {len(incidents)} incidents, exit code {code}: see {job.log}")
-    if verdicts != {"resumed" if way.is_online else "saved"}:
+    if verdicts != {"recovered" if way.is_online else "saved"}:
         raise JobError(f"the verdicts are {', '.join(sorted(verdicts))}: see {job.log}")
     found = []
     for stamp, incident in zip(struck, incidents, strict=True):

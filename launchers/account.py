@@ -9,7 +9,7 @@ from pathlib import Path
 
 from adaptor import output, threads
 from adaptor.checkpoint.tracker import tracked_step
-from adaptor.protocol.messages import Resumed, Verdict
+from adaptor.protocol.messages import Recovered, Verdict
 
 # A save folder may be what hangs. The last line waits this long for what its tracker names, which is read
 # while the workers end; and ttprun waits so much longer, to tell it in a line of its own.
@@ -55,12 +55,12 @@ class Account:
             self._keep(report)
         say(", ".join(parts))
 
-    def recovered(self, resumed: Resumed, report: str) -> None:
+    def recovered(self, recovered: Recovered, report: str) -> None:
         """Tell of an incident after which the job goes on without a restart."""
         self.incidents += 1
         self._recoveries += 1
         self._keep(report)
-        say(resumed.line)
+        say(recovered.line)
 
     def _keep(self, report: str) -> None:
         if report:

@@ -224,9 +224,9 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _tell_of_recoveries(self) -> None:
         while not self._control.recovered.empty():
-            resumed, report = self._control.recovered.get()
-            self.account.recovered(resumed, report)
-            self._events.go_on(resumed, self._worker_group.group_rank or 0)
+            recovered, report = self._control.recovered.get()
+            self.account.recovered(recovered, report)
+            self._events.go_on(recovered, self._worker_group.group_rank or 0)
 
     def _tell(self, verdict: Verdict) -> None:
         noticed = self._control.noticed or time.time()

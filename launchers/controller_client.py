@@ -43,7 +43,7 @@ from adaptor.protocol.messages import (
     ControllerToAgent,
     Endpoint,
     FromAgent,
-    Resumed,
+    Recovered,
     Verdict,
 )
 
@@ -344,7 +344,7 @@ class ControllerClient:
 
     def _on_order(self, order: ControllerToAgent) -> None:
         if self._succession.accept(order):
-            if isinstance(order, Verdict | Resumed):
+            if isinstance(order, Verdict | Recovered):
                 self._incident_report.record_end(order.incident)
                 self.reporter = self._node if self.controller_host is not None else self._succession.term
             if isinstance(order, Verdict):

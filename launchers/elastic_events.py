@@ -11,7 +11,7 @@ from torch.distributed.elastic.events import Event, EventSource
 
 from adaptor import output, text
 from adaptor.errors import ConfigError
-from adaptor.protocol.messages import Resumed, Verdict
+from adaptor.protocol.messages import Recovered, Verdict
 
 INCIDENT = "ttp.incident"
 VERDICT = "ttp.verdict"
@@ -70,24 +70,24 @@ class ElasticEvents:
         }
         self._record((INCIDENT, noticed, known), (VERDICT, time.time(), concluded))
 
-    def go_on(self, resumed: Resumed, node: int) -> None:
-        """Record an incident after which training went on online: its outcome is `resumed`.
+    def go_on(self, recovered: Recovered, node: int) -> None:
+        """Record an incident after which training went on online: its outcome is `recovered`.
 
         Args:
-            resumed: the end of the incident.
+            recovered: the end of the incident.
             node: this agent's, as torch elastic's group rank.
         """
         now = time.time()
         known: dict[str, str | int | float | bool | None] = {
             "run_id": self._run_id,
             "group_rank": node,
-            "incident": resumed.incident,
-            "rank": next(iter(resumed.fault.ranks), None),
-            "step": resumed.step,
-            "cause": resumed.line,
+            "incident": recovered.incident,
+            "rank": next(iter(recovered.fault.ranks), None),
+            "step": recovered.step,
+            "cause": recovered.line,
         }
-        concluded = {**known, "outcome": "resumed", "exit_code": None}
-        self._record((INCIDENT, now - resumed.seconds, known), (VERDICT, now, concluded))
+        concluded = {**known, "outcome": "recovered", "exit_code": None}
+        self._record((INCIDENT, now - recovered.seconds, known), (VERDICT, now, concluded))
 
     def _record(self, *all_of_one: tuple[str, float, dict[str, str | int | float | bool | None]]) -> None:
         for name, at, metadata in all_of_one:

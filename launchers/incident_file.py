@@ -17,7 +17,7 @@ import msgspec
 from adaptor.controller.failures import SIGNAL_BASE
 from adaptor.operations import records
 from adaptor.operations.records import Cause, CauseKind, Event, Incident, Phases, Versions
-from adaptor.protocol.messages import Fault, Resumed, Verdict
+from adaptor.protocol.messages import Fault, Recovered, Verdict
 
 NOTICED = "fault-noticed"
 # Sections of docs/runbook.md.
@@ -72,7 +72,7 @@ class Timeline:
         )
 
 
-def incident_of(end: Verdict | Resumed, timeline: Timeline, name: str, ended: float) -> Incident:
+def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: float) -> Incident:
     """Return the file of the incident that has ended with `end`.
 
     Args:
@@ -83,11 +83,11 @@ def incident_of(end: Verdict | Resumed, timeline: Timeline, name: str, ended: fl
     """
     happened = sorted(timeline.happened, key=lambda one: one.at)
     fault = end.fault
-    blamed = next(iter(fault.ranks), -1) if isinstance(end, Resumed) else end.cause_rank
+    blamed = next(iter(fault.ranks), -1) if isinstance(end, Recovered) else end.cause_rank
     noticed = _noticed(blamed, happened)
     exit_code, stop, newest, lost = None, "", None, None
-    if isinstance(end, Resumed):
-        verdict, newest, lost = "resumed", end.step, 0
+    if isinstance(end, Recovered):
+        verdict, newest, lost = "recovered", end.step, 0
         action = f"training went on with step {end.step + 1}"
     else:
         verdict, stop, exit_code = end.outcome, end.stop, end.exit_code
@@ -195,7 +195,7 @@ def _phases(happened: Sequence[Happened], noticed: Happened | None, silent_s: fl
         freeze=_between(ordered, last("frozen")),
         write=_between(first("dump-ordered"), last("written")),
         publish=_between(last("publish-ordered"), last("published")),
-        regroup=_between(first("replace", "regroup-ordered"), first("resumed")),
+        regroup=_between(first("replace", "regroup-ordered"), first("recovered")),
     )
 
 

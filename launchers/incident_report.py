@@ -31,12 +31,12 @@ from adaptor.protocol.messages import (
     Published,
     PublishFailed,
     Raised,
+    Recovered,
     Regroup,
     RegroupFailed,
     Rename,
     Renamed,
     Replace,
-    Resumed,
     TerminationRequested,
     TimelineEvent,
     ToController,
@@ -173,10 +173,10 @@ class IncidentReport:
                 self._add("verdict", now, None, None, order.outcome)
                 self._write(order, now)
             return
-        if isinstance(order, Resumed):
+        if isinstance(order, Recovered):
             if self._over < order.incident:  # once, though every agent is told
                 self._over = order.incident
-                self._add("resumed", now, None, None, step=order.step)
+                self._add("recovered", now, None, None, step=order.step)
                 self._write(order, now)
                 self._started, self._trained, self._origin = 0.0, now, order.step
                 self._reset()
@@ -268,7 +268,7 @@ class IncidentReport:
             pids=self._pids,
         )
 
-    def _write(self, end: Verdict | Resumed, now: float) -> None:
+    def _write(self, end: Verdict | Recovered, now: float) -> None:
         if isinstance(end, Verdict) and end.outcome == "refused":
             return
         self.next_incident = end.incident + 1
@@ -283,7 +283,7 @@ class IncidentReport:
             pids=dict(self._pids),
         )
         make = partial(incident_of, end, timeline, self.last_id, now)
-        self._last = _Written(make, now, self._generation, online=isinstance(end, Resumed))
+        self._last = _Written(make, now, self._generation, online=isinstance(end, Recovered))
         self._files.write_incident(self._last.again)
 
 

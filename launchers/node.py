@@ -64,8 +64,8 @@ from adaptor.protocol.messages import (
     Progress,
     Publish,
     Raised,
+    Recovered,
     Replace,
-    Resumed,
     TerminationRequested,
     Verdict,
 )
@@ -135,7 +135,7 @@ class Node:
         self.noticed = 0.0  # when the fault was, in Unix seconds; 0: none is known
         self.training_began: tuple[int, float] | None = None  # the step, and when, on the monotonic clock
         # Incidents after which training goes on, with the paths of their reports.
-        self.recovered: queue.SimpleQueue[tuple[Resumed, str]] = queue.SimpleQueue()
+        self.recovered: queue.SimpleQueue[tuple[Recovered, str]] = queue.SimpleQueue()
         self.reaped = threading.Event()  # after a verdict: every worker has gone, or was ended
         self.settled = threading.Event()  # and nothing is at work in the save folder, as far as that is known
         self._control.start()
@@ -435,7 +435,7 @@ class Node:
                 self._control.spawn(self._answer(self._folder_tasks.do(order, self._node, self._generation)))
             case Replace():
                 self._control.spawn(self._replace(order))
-            case Resumed():
+            case Recovered():
                 self._end_incident(order)
             case Dismissed():
                 self._dismissed = True
@@ -458,7 +458,7 @@ class Node:
     def _wants_replacements(self) -> bool:
         return self._reports is Reports.SENT and self.verdict is None
 
-    def _end_incident(self, order: Resumed) -> None:
+    def _end_incident(self, order: Recovered) -> None:
         """Close an incident after which all ranks go on: pass it to the main thread, and reset."""
         self.recovered.put((order, self.report))
         self.noticed = 0.0

@@ -20,8 +20,8 @@ from adaptor.controller.incident_messages import dispatch
 from adaptor.controller.membership import Membership
 from adaptor.controller.outcome import Orders
 from adaptor.controller.recurrence import Recurrence
-from adaptor.controller.regrouping import MAX_RESUMED, FromNewcomer, Resumptions
-from adaptor.controller.verdict import resumed_of, verdict_of
+from adaptor.controller.regrouping import MAX_RECOVERED, FromNewcomer, Recoveries
+from adaptor.controller.verdict import recovered_of, verdict_of
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -37,10 +37,10 @@ from adaptor.protocol.messages import (
     NodeResumed,
     NodeStalled,
     Phase,
+    Proceed,
     Raised,
     Refused,
     ReplayComplete,
-    Resume,
     StandbyState,
     Standing,
     TerminationRequested,
@@ -82,13 +82,13 @@ class Controller:
         self._timeout_s = timeout_s
         self._store = store
         # So what belongs to an incident of an earlier term is known by it.
-        self._number = number + term * (1 + (MAX_RESUMED if online_s else 0))
+        self._number = number + term * (1 + (MAX_RECOVERED if online_s else 0))
         self.term = term
         self._recurrence = recurrence or Recurrence()
         self._take_over = TakeOver()
         self.membership = Membership(world_size)
         self._failures = Failures()
-        self._resumptions = Resumptions(online_s)
+        self._recoveries = Recoveries(online_s)
         self._stalled: dict[int, NodeStalled] = {}  # of nodes whose workers all stand still
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
@@ -282,7 +282,7 @@ class Controller:
             awaited=self._take_over.awaited,
             term=self.term,
             answer_s=ANSWER_S if self._failures.hang_s or self._failures.asked else 0.0,
-            resumptions=self._resumptions,
+            recoveries=self._recoveries,
         )
         self._number += 1
         return self._route(self.incident.open(by_death))
@@ -304,22 +304,22 @@ class Controller:
             return []
         if outcome is None:
             return orders
-        if outcome.kind == "resumed":
-            return orders + self._resume(self.incident)
+        if outcome.kind == "recovered":
+            return orders + self._proceed(self.incident)
         return orders if self.membership.dying else orders + self._conclude()
 
-    def _resume(self, incident: Incident) -> Orders:
+    def _proceed(self, incident: Incident) -> Orders:
         """End the incident, because all ranks have joined; the next fault opens another one."""
-        resumed = resumed_of(incident, self._failures, self.membership)
-        self._resumptions.note(resumed.fault.key, resumed.step)
+        recovered = recovered_of(incident, self._failures, self.membership)
+        self._recoveries.note(recovered.fault.key, recovered.step)
         for rank, newcomer in incident.regrouping.newcomers.items():
             self.membership.replace(rank, newcomer.pid)
         self.incident, self._failures = None, Failures()
         self._stalled.clear()
         # First to the agents: a next controller must not hear of what is over.
-        orders: Orders = [(node, resumed) for node in sorted(self.membership.agents)]
-        resume = Resume(resumed.incident, resumed.step)
-        return orders + [(node, Addressed(rank, resume)) for rank, node in self.membership.node_of.items()]
+        orders: Orders = [(node, recovered) for node in sorted(self.membership.agents)]
+        proceed = Proceed(recovered.incident, recovered.step)
+        return orders + [(node, Addressed(rank, proceed)) for rank, node in self.membership.node_of.items()]
 
     def _conclude(self) -> Orders:
         assert self.incident is not None

@@ -30,9 +30,9 @@ from adaptor.protocol.messages import (
     Hello,
     Layout,
     Raised,
+    Recovered,
     Refused,
     ReplayComplete,
-    Resumed,
     StandbyState,
     TerminationRequested,
     ToController,
@@ -149,7 +149,7 @@ class Succession:
                 if self.verdict is not None:
                     return False
                 self.verdict = order
-            case Resumed():
+            case Recovered():
                 self.said = _without_what_is_over(self.said, order)
         return True
 
@@ -177,7 +177,7 @@ class Succession:
         return self._endpoints.get(self.term)
 
 
-def _without_what_is_over(said: list[FromAgent], resumed: Resumed) -> list[FromAgent]:
+def _without_what_is_over(said: list[FromAgent], end: Recovered) -> list[FromAgent]:
     """Return what a next controller must know after an online recovery.
 
     Of replaced ranks it is what their new processes have said, or what became of these; of others nothing of
@@ -187,8 +187,8 @@ def _without_what_is_over(said: list[FromAgent], resumed: Resumed) -> list[FromA
     kept: list[FromAgent] = []
     for at, message in enumerate(said):
         rank = getattr(message, "rank", -1)
-        of_before = rank in resumed.replaced and at < hellos.get(rank, 0)
-        recovered = rank in resumed.retried and isinstance(message, Raised)
+        of_before = rank in end.replaced and at < hellos.get(rank, 0)
+        recovered = rank in end.retried and isinstance(message, Raised)
         if not of_before and not recovered:
             kept.append(message)
     return kept

@@ -3,7 +3,7 @@
 FREEZING   every live rank closes its door and tells where it stands
 REGROUPING failed ranks get a new process, and all come to the chosen step with new process groups; whenever
            that fails, the same step is saved instead (PREPARING)
-RESUMED    all of them go on: the incident is over, and the job is not started again
+RECOVERED    all of them go on: the incident is over, and the job is not started again
 PREPARING  an agent makes the temporary folder
 DUMPING    the chosen holders bring themselves to the step and write
 PUBLISHING an agent checks the files, renames the folder and replaces the tracker; where handlers of the
@@ -32,7 +32,7 @@ from adaptor.controller.plan import NoPlan, Plan
 from adaptor.controller.prior_checkpoint import PriorCheckpointSearch
 from adaptor.controller.publish_target import PublishTarget
 from adaptor.controller.reassignment import STUCK_S, Reassignment
-from adaptor.controller.regrouping import CannotRegroupError, FromNewcomer, Regrouping, Resumptions
+from adaptor.controller.regrouping import CannotRegroupError, FromNewcomer, Recoveries, Regrouping
 from adaptor.controller.step_choice import NEVER_BEGUN, choose
 from adaptor.protocol.messages import (
     BoardRecord,
@@ -56,7 +56,7 @@ class Incident:
         awaited: nodes that may yet come to a controller that has taken the place of another.
         term: of the controller, 0 for the first.
         answer_s: how long ranks have for an answer; half of the time where it is 0.
-        resumptions: the online recoveries before this incident.
+        recoveries: the online recoveries before this incident.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Incident:
         awaited: Collection[int] = (),
         term: int = 0,
         answer_s: float = 0.0,
-        resumptions: Resumptions | None = None,
+        recoveries: Recoveries | None = None,
     ) -> None:
         self.number = number
         self._membership = membership
@@ -98,7 +98,7 @@ class Incident:
             membership=membership,
             writing=self.writing,
             failures=failures,
-            resumptions=resumptions or Resumptions(0.0),
+            recoveries=recoveries or Recoveries(0.0),
             term=term,
         )
         self.orders = IncidentOrders(
@@ -292,7 +292,7 @@ class Incident:
         if reason := self.regrouping.join(message):
             return self._fall_back(f"rank {message.rank}: {reason}")
         if self.regrouping.is_complete:
-            self.state.end(Outcome("resumed", self.step, ""))
+            self.state.end(Outcome("recovered", self.step, ""))
         return []
 
     def on_regroup_failed(self, message: RegroupFailed) -> Orders:

@@ -18,7 +18,7 @@ class Stage(Enum):
     DUMPING = auto()
     PUBLISHING = auto()
     FINDING = auto()
-    RESUMED = auto()
+    RECOVERED = auto()
     ENDED = auto()
 
 
@@ -26,12 +26,12 @@ class Stage(Enum):
 # anew, with another step.
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.FREEZING: frozenset({Stage.REGROUPING, Stage.PREPARING, Stage.DUMPING, Stage.FINDING, Stage.ENDED}),
-    Stage.REGROUPING: frozenset({Stage.RESUMED, Stage.PREPARING, Stage.ENDED}),
+    Stage.REGROUPING: frozenset({Stage.RECOVERED, Stage.PREPARING, Stage.ENDED}),
     Stage.PREPARING: frozenset({Stage.DUMPING, Stage.FINDING, Stage.ENDED}),
     Stage.DUMPING: frozenset({Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING, Stage.FINDING, Stage.ENDED}),
     Stage.PUBLISHING: frozenset({Stage.FINDING, Stage.ENDED}),
     Stage.FINDING: frozenset({Stage.ENDED}),
-    Stage.RESUMED: frozenset(),
+    Stage.RECOVERED: frozenset(),
     Stage.ENDED: frozenset(),
 }
 
@@ -76,7 +76,7 @@ class IncidentState:
 
     def end(self, outcome: Outcome) -> None:
         """The last stage."""
-        self.move(Stage.RESUMED if outcome.kind == "resumed" else Stage.ENDED)
+        self.move(Stage.RECOVERED if outcome.kind == "recovered" else Stage.ENDED)
         self.outcome = outcome
 
     def leave(self, rank: int) -> None:

@@ -14,7 +14,7 @@ Orders = list[Order]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of an incident: `kind` is resumed, saved, nothing or lost; `reason` is a text for the user.
+    """The end of an incident: `kind` is recovered, saved, nothing or lost; `reason` is a text for the user.
 
     `unheld`: it is lost because a shard has no live holder, not because a save failed.
     """

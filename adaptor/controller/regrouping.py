@@ -2,7 +2,7 @@
 
 The survivors have frozen, and a step is chosen of which they have all shards. Each agent of a failed rank
 starts a new process (`Replace`). Survivors at once, and newcomers once they have said hello, exchange their
-process groups and come to the step (`Regroup`, `Joined`). When all have, the incident is over (`Resume`).
+process groups and come to the step (`Regroup`, `Joined`). When all have, the incident is over (`Proceed`).
 
 Invariants: until then no survivor's state of the step is touched, so it can be saved at any moment instead;
 nobody resumes before all ranks have joined at the same step with the same digest; a newcomer gives its state
@@ -39,7 +39,7 @@ from adaptor.protocol.messages import (
 # a restart.
 MAX_ATTEMPTS = 2
 # In one generation: each keeps the threads and descriptors of the groups of before in every survivor.
-MAX_RESUMED = 10
+MAX_RECOVERED = 10
 
 
 class CannotRegroupError(Exception):
@@ -47,7 +47,7 @@ class CannotRegroupError(Exception):
 
 
 @dataclass
-class Resumptions:
+class Recoveries:
     """The online recoveries of one generation of workers.
 
     seconds  how long one may take (TTP_ONLINE); 0: there are none
@@ -103,7 +103,7 @@ class Regrouping:
     membership: Membership
     writing: Writing
     failures: Failures
-    resumptions: Resumptions
+    recoveries: Recoveries
     term: int
     newcomers: dict[int, Newcomer] = field(default_factory=dict)
     joined: dict[int, str] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Regrouping:
         """Return the seconds that it may take from the first order on, so that time is left to save."""
         incident_s = self.state.timeout_s
         left_s = self.state.opened_at + incident_s * 3 / 4 - self.begun_at
-        return min(self.resumptions.seconds, incident_s / 2, left_s)
+        return min(self.recoveries.seconds, incident_s / 2, left_s)
 
     def is_late(self, now: float) -> bool:
         return now >= self.begun_at + self.timeout_s
@@ -126,7 +126,7 @@ class Regrouping:
     @property
     def is_armed(self) -> bool:
         """Return whether there is online recovery at all."""
-        return self.resumptions.seconds > 0
+        return self.recoveries.seconds > 0
 
     @property
     def may_try_again(self) -> bool:
@@ -149,8 +149,8 @@ class Regrouping:
             raise CannotRegroupError(f"node {min(membership.lost)} is lost")
         if failures.ended:
             raise CannotRegroupError(f"the script of rank {min(failures.ended)} had come to its end")
-        if self.resumptions.count >= MAX_RESUMED:
-            raise CannotRegroupError(f"{MAX_RESUMED} faults were recovered online since the last start")
+        if self.recoveries.count >= MAX_RECOVERED:
+            raise CannotRegroupError(f"{MAX_RECOVERED} faults were recovered online since the last start")
         for rank, layout in membership.layouts.items():
             if layout.online:
                 raise CannotRegroupError(f"rank {rank}: {layout.online}")
@@ -163,7 +163,7 @@ class Regrouping:
             if failures.hang_s and cause.rank in self.state.nodes:
                 # To end it would leave its shards with one holder fewer, for as long as this takes.
                 raise CannotRegroupError(f"rank {cause.rank} hangs, and still gives its state")
-            if (cause.key, step) == self.resumptions.last:
+            if (cause.key, step) == self.recoveries.last:
                 raise CannotRegroupError(f"{cause.key or 'the same fault'} came again at the same step")
         for rank in self._behind(step, self.unfit(step)):
             raise CannotRegroupError(f"rank {rank} lives and cannot go on from step {step}")

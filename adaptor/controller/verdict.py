@@ -8,7 +8,7 @@ from adaptor.controller.failures import Cause, Failures
 from adaptor.controller.incident import Incident
 from adaptor.controller.membership import Membership
 from adaptor.controller.outcome import Outcome
-from adaptor.protocol.messages import BoardRecord, Fault, Phase, Resumed, Verdict
+from adaptor.protocol.messages import BoardRecord, Fault, Phase, Recovered, Verdict
 
 
 def verdict_of(incident: Incident, failures: Failures, membership: Membership) -> Verdict:
@@ -51,7 +51,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
     )
 
 
-def resumed_of(incident: Incident, failures: Failures, membership: Membership) -> Resumed:
+def recovered_of(incident: Incident, failures: Failures, membership: Membership) -> Recovered:
     """Return the message about `incident`, which was recovered online."""
     assert incident.state.outcome is not None
     cause, step = failures.first(incident.state.silent), incident.state.outcome.step
@@ -64,7 +64,7 @@ def resumed_of(incident: Incident, failures: Failures, membership: Membership) -
         incident.freeze_state.further(step) or "0 steps lost",
         f"{seconds:.1f} s",
     ]
-    return Resumed(
+    return Recovered(
         incident=incident.number,
         step=step,
         line=f"{cause.words}; {', '.join(words)}",

@@ -2,11 +2,11 @@
 
 The processor's thread gets `Regroup`: it brings the rank to the step, lets the main thread leave the
 framework (an exception out of a broken collective, or `Unwind` at the door), and answers newcomers. The main
-thread exchanges the process groups, puts back what belongs to the step, says `Joined` and waits for `Resume`.
+thread exchanges the process groups, puts back what belongs to the step, says `Joined`, waits for `Proceed`.
 Then it calls the framework's loop again. A newcomer's main thread runs the framework's start alone, asks its
 twin for the record of the step before it reads data, and joins at the same place.
 
-Until `Resume` a survivor's shards, copies and records stay those of the step, so that a dump of it can be
+Until `Proceed` a survivor's shards, copies and records stay those of the step, so that a dump of it can be
 made at any moment. What fails is told (`RegroupFailed`), and the controller falls back to such a dump.
 """
 
@@ -26,7 +26,7 @@ from adaptor.errors import AdaptorError
 from adaptor.online import state, transfer
 from adaptor.online.groups import Groups
 from adaptor.online.meeting import Meeting
-from adaptor.protocol.messages import Joined, Regroup, RegroupFailed, Replacement, Resume
+from adaptor.protocol.messages import Joined, Proceed, Regroup, RegroupFailed, Replacement
 from adaptor.waits import Waits
 from adaptor.worker import stacks
 from adaptor.worker.abort_gloo import LOOK_S
@@ -93,7 +93,7 @@ class Rejoin:
         self._changed = threading.Condition()
         self._order: Regroup | None = None  # the newest
         self._ready: Regroup | None = None  # for the main thread
-        self._resumed = 0  # the incident that was resumed last
+        self._recovered = 0  # the incident that was recovered last
         self._left = False  # the main thread has left the framework's loop
         self._gone = False  # and will not call it again: the script has left it, as by sys.exit
         self._settled: Regroup | None = None  # it has put away what the fault has left half done
@@ -193,11 +193,11 @@ class Rejoin:
             return False
         return True
 
-    def resume(self, order: Resume) -> None:
+    def proceed(self, order: Proceed) -> None:
         """See `processor.Rejoin`."""
         self._session.door.open()
         with self._changed:
-            self._resumed = order.incident
+            self._recovered = order.incident
             self._changed.notify_all()
 
     def _answer(self, order: Regroup, one: Replacement) -> None:
@@ -263,7 +263,7 @@ class Rejoin:
         """Wait for the order after `done`; None: the job goes on from what was `done`."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._ready is not done or (done is not None and self._resumed == done.incident)
+                lambda: self._ready is not done or (done is not None and self._recovered == done.incident)
             )
             if self._ready is not done:
                 return self._ready

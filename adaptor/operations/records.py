@@ -110,7 +110,7 @@ class Incident(msgspec.Struct, kw_only=True):
     blamed             the rank to blame, with its node, host and pid
     failed             ranks that failed by themselves, the first one first
     silent             ranks that did not answer the order to stop
-    verdict            saved: a checkpoint of `step` was written; resumed: training went on without a restart;
+    verdict            saved: a checkpoint of `step` was written; recovered: training went on, no restart;
                        nothing: no finished step to save; lost: the state could not be saved
     newest_step        the newest step that a rank had finished
     steps_lost         how many of them must be trained again, as soon as that is known
@@ -137,7 +137,7 @@ class Incident(msgspec.Struct, kw_only=True):
     pid: int | None
     failed: list[int]
     silent: list[int]
-    verdict: Literal["saved", "resumed", "nothing", "lost"]
+    verdict: Literal["saved", "recovered", "nothing", "lost"]
     step: int | None
     newest_step: int | None
     steps_lost: int | None

@@ -252,7 +252,7 @@ class Renamed(Message, frozen=True):
 
 
 class Joined(Message, frozen=True):
-    """The success of `Regroup`: this rank has new groups and the state of `step`, and waits for `Resume`.
+    """The success of `Regroup`: this rank has new groups and the state of `step`, and waits for `Proceed`.
 
     `digest`: a checksum of what must be equal on all ranks of the job (groups and their ranks, the layout of
     parameters). What must be equal on two ranks that hold the same shard, they have compared by themselves.
@@ -479,11 +479,11 @@ class Replacement(msgspec.Struct, frozen=True, gc=False):
 
 
 class Regroup(Message, frozen=True):
-    """Go back to the end of `step`, exchange the process groups, answer `Joined`, wait for `Resume`.
+    """Go back to the end of `step`, exchange the process groups, answer `Joined`, wait for `Proceed`.
 
     It goes to each survivor once all are frozen (who stands at the door makes the update first, if `step` is
-    the one behind it), and to each newcomer after its `Hello`. Until `Resume` a survivor's shards, copies and
-    records stay as they are: a `Dump` of the same incident may come instead.
+    the one behind it), and to each newcomer after its `Hello`. Until `Proceed` a survivor's shards, copies
+    and records stay as they are: a `Dump` of the same incident may come instead.
 
     `origin`: the step that the job was started from, which a newcomer says again in its `Layout`: `step` may
     be nowhere on disk.
@@ -504,7 +504,7 @@ class Regroup(Message, frozen=True):
     store_secret: bytes = b""
 
 
-class Resume(Message, frozen=True):
+class Proceed(Message, frozen=True):
     """Go on from `step`: all ranks have joined, and the incident is over."""
 
     incident: int
@@ -650,8 +650,8 @@ class Verdict(Message, frozen=True, kw_only=True):
     stop: str = ""
 
 
-class Resumed(Message, frozen=True):
-    """The incident is over and all workers go on from `step`; it comes before the workers are told `Resume`.
+class Recovered(Message, frozen=True):
+    """The incident is over and all workers go on from `step`; it comes before the workers are told `Proceed`.
 
     line      for the user
     replaced  ranks with a new process
@@ -699,7 +699,7 @@ FromWorker = (
     | RegroupFailed
     | TimelineEvent
 )
-ToWorker = BusyProbe | ModulesProbe | Freeze | Dump | Rename | Regroup | Resume | Exit
+ToWorker = BusyProbe | ModulesProbe | Freeze | Dump | Rename | Regroup | Proceed | Exit
 FromAgent = (
     FromWorker
     | AgentHello
@@ -718,7 +718,7 @@ FromAgent = (
 ToController = FromAgent | AgentLost
 # The messages that the controller passes on to the nodes that stand by.
 StandbyState = AgentHello | Layout
-ToAgent = Prepare | Publish | Find | Replace | Resumed | Verdict | Dismissed | StandbyState | Beat
+ToAgent = Prepare | Publish | Find | Replace | Recovered | Verdict | Dismissed | StandbyState | Beat
 
 
 class Addressed(Message, frozen=True):

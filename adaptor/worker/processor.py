@@ -36,11 +36,11 @@ from adaptor.protocol.messages import (
     Hello,
     ModulesProbe,
     Phase,
+    Proceed,
     Regroup,
     RegroupFailed,
     Rename,
     Renamed,
-    Resume,
     Standing,
     TerminationRequested,
     TimelineEvent,
@@ -94,7 +94,7 @@ class Rejoin(Protocol):
             wake: shuts the connections with these inodes, and is called until the main thread has left.
         """
 
-    def resume(self, order: Resume) -> None:
+    def proceed(self, order: Proceed) -> None:
         """Let the main thread go on; at once."""
 
 
@@ -216,10 +216,10 @@ class Processor:
                 assert self._session is not None
                 self._session.let_through(order.step)
                 self._in_thread("regroup", self._regroup, order)
-            case Resume():
+            case Proceed():
                 assert self._rejoin is not None
                 self.exit_code, self.held = EXIT_SURVIVOR, ""
-                self._rejoin.resume(order)
+                self._rejoin.proceed(order)
             case Rename():
                 self._in_thread("rename", self._rename, order)
             case BusyProbe():

@@ -56,7 +56,7 @@ ONLINE = {
     "get": "in a new process, when it is given a shard",
     "exchange": "when this rank makes its process groups anew",
     "joined": "when this rank has come back to the step",
-    "resume": "when this rank is told that all go on",
+    "proceed": "when this rank is told that all go on",
 }
 PHASES |= ONLINE
 KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")

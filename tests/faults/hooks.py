@@ -107,7 +107,7 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     before("get", "adaptor.online.transfer", "Line.receive_tensors")
     before("exchange", "adaptor.online.groups", "Groups.exchange")
     after("joined", "adaptor.worker.session", "Session.begin_again")
-    before("resume", "adaptor.online.rejoin", "Rejoin.resume")
+    before("proceed", "adaptor.online.rejoin", "Rejoin.proceed")
     if injector.expects("update"):
         _watch_updates(injector)
     if injector.expects("copy"):

@@ -31,11 +31,11 @@ from adaptor.protocol.messages import (
     Hello,
     Joined,
     Layout,
+    Proceed,
     Raised,
     Regroup,
     RegroupFailed,
     Replacement,
-    Resume,
     ShardSource,
     ToWorker,
 )
@@ -215,7 +215,7 @@ class OnlineAgent:
                 self._recover(number, {}, time.monotonic())
 
     def _recover(self, number: int, dead: dict[int, int], since: float) -> None:
-        """Freeze, choose the step, replace who is dead, regroup, resume."""
+        """Freeze, choose the step, replace who is dead, regroup, proceed."""
         alive = [rank for rank in self._ranks if rank not in dead]
         for rank in alive:
             self._say(rank, Freeze(number))
@@ -260,7 +260,7 @@ class OnlineAgent:
                 raise AssertionError(f"{message}\n{self._logs()}")
         assert {(one.step, one.digest) for one in joined.values()} == {(step, joined[0].digest)}
         for rank in self._ranks:
-            self._say(rank, Resume(number, step))
+            self._say(rank, Proceed(number, step))
         self.seconds.append(time.monotonic() - since)
         self.incidents.append(f"step {step}, replaced {sorted(dead)}")
 

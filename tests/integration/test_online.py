@@ -67,7 +67,7 @@ def trains_on(job: Job, baseline: Baseline, incidents: int = 1) -> Ended:
     several = "" if incidents == 1 else "s"
     assert f"{incidents} incident{several} ({incidents} without a restart), 0 steps lost" in ended.log
     reports = [json.loads(path.read_text()) for path in job.out.glob("logs/*/incidents/*.json")]
-    assert [report["verdict"] for report in reports] == ["resumed"] * incidents
+    assert [report["verdict"] for report in reports] == ["recovered"] * incidents
     return ended
 
 

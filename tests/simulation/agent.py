@@ -32,9 +32,9 @@ from adaptor.protocol.messages import (
     Progress,
     Publish,
     Raised,
+    Recovered,
     RegroupFailed,
     Replace,
-    Resumed,
     TerminationRequested,
     Verdict,
 )
@@ -147,8 +147,8 @@ class Agent(Follower):
                     worker.hears.send(message)
             case Replace():
                 self.thread(self._replace(order))
-            case Resumed():
-                self.world.invariants.resumed(self, order)
+            case Recovered():
+                self.world.invariants.recovered(self, order)
             case Prepare():
                 self.folder_tasks.prepare(order, self._answer)
             case Publish() | Find():

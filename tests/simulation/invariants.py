@@ -17,10 +17,10 @@ from adaptor.protocol.messages import (
     Frozen,
     Hello,
     Phase,
+    Proceed,
     Progress,
     Publish,
-    Resume,
-    Resumed,
+    Recovered,
     ToController,
     Verdict,
     Written,
@@ -53,7 +53,7 @@ class Invariants:
         self._tracker = -1 if world.disk.tracker is None else world.disk.tracker
         self.latest_fault = world.clock.now
         self._verdicts: dict[int, Verdict] = {}
-        self.resumptions: set[int] = set()  # incidents that were recovered online
+        self.recoveries: set[int] = set()  # incidents that were recovered online
 
     # boards and faults
 
@@ -100,7 +100,7 @@ class Invariants:
                 f"rank {worker.rank} does not hold step {step}"
             )
 
-    def resume(self, order: Resume) -> None:
+    def proceed(self, order: Proceed) -> None:
         """The controller lets all go on."""
         if self.has_sound_holders(0):  # else an exception may have left the update of a later one
             assert order.step >= self.begun, f"step {self.begun} is lost by going on from step {order.step}"
@@ -113,9 +113,9 @@ class Invariants:
                 if not (worker.stopped or worker.main_hangs or worker.agent.stopped):
                     self._world.faults.hurt.pop(worker.rank, None)  # it holds the step, as was just seen
 
-    def resumed(self, agent: Agent, order: Resumed) -> None:
-        assert agent.node not in self._verdicts, "an incident is resumed after the verdict"
-        self.resumptions.add(order.incident)
+    def recovered(self, agent: Agent, order: Recovered) -> None:
+        assert agent.node not in self._verdicts, "an incident is recovered after the verdict"
+        self.recoveries.add(order.incident)
 
     def fault(self, rank: int, what: str) -> None:
         self.latest_fault = self._world.clock.now
@@ -241,7 +241,7 @@ class Watch:
         self._moved_at = 0.0
         self._verdict: Verdict | None = None
         self._number = 0  # of the incident
-        self._resumed = 0
+        self._recovered = 0
 
     def heard(self, message: ToController) -> None:
         incident = self._controller_host.controller.incident
@@ -275,9 +275,9 @@ class Watch:
             assert order.rank not in self._dead, "an order to a rank that is known to be dead"
             assert self._world.job.nodes[order.rank] == node, "an order to another node than the rank's"
             assert isinstance(order.message, Exit) or self._verdict is None, "an order after the verdict"
-            if isinstance(order.message, Resume) and order.message.incident != self._resumed:
-                self._resumed = order.message.incident
-                self._world.invariants.resume(order.message)
+            if isinstance(order.message, Proceed) and order.message.incident != self._recovered:
+                self._recovered = order.message.incident
+                self._world.invariants.proceed(order.message)
             if isinstance(order.message, Dump):
                 self._dump(order.rank, order.message)
         elif not isinstance(order, Verdict):

@@ -19,11 +19,11 @@ from adaptor.protocol.messages import (
     Hello,
     Joined,
     Layout,
+    Proceed,
     Raised,
     Regroup,
     RegroupFailed,
     Replacement,
-    Resume,
     Standing,
     TerminationRequested,
     ToWorker,
@@ -339,7 +339,7 @@ class Worker(Process):
                 self.session.let_through(order.step)
                 self.thread(self._regroup(order))
                 self.changed()
-            case Resume():
+            case Proceed():
                 self.epoch = order.incident
                 self.session.door.open()
                 self.changed()

@@ -2,7 +2,7 @@
 
     protocol_worker.py SCRIPT SAVE INDEX COUNT    holds shard INDEX of COUNT of group `g`
 
-It reads from stdin as `worker_script.py` does: `begin`, `step`, `raise`, `exit`; it prints `resumed STEP`
+It reads from stdin as `worker_script.py` does: `begin`, `step`, `raise`, `exit`; it prints `recovered STEP`
 when all go on. TTP_TEST_NEWCOMER says what becomes of a process that takes the place of another one: `ends`
 at its start, `fails` to join, or `ends-once`, which leaves a file in SAVE.
 """
@@ -27,10 +27,10 @@ from adaptor.protocol.messages import (
     Hello,
     Joined,
     Layout,
+    Proceed,
     Raised,
     Regroup,
     RegroupFailed,
-    Resume,
     Share,
     ToWorker,
     WriteFailed,
@@ -77,9 +77,9 @@ class Worker:
                     self.say(self.layout())
                     self.board.start(step)
                 self.say(Joined(RANK, incident, attempt, step, "digest"))
-            case Resume(step=step):
+            case Proceed(step=step):
                 self.board.finish(step)
-                print("resumed", step, flush=True)
+                print("recovered", step, flush=True)
             case Exit():
                 os._exit(0)
 

@@ -11,7 +11,7 @@ import pytest
 from adaptor import output
 from adaptor.launchers import account as account_module
 from adaptor.launchers.account import Account
-from adaptor.protocol.messages import Resumed, Verdict
+from adaptor.protocol.messages import Recovered, Verdict
 from tests.unit.threads import LONG_S
 
 
@@ -50,7 +50,7 @@ def test_a_start_that_fails_before_training_takes_no_lost_step_from_the_sum(said
 def test_a_recovery_is_an_incident_and_no_restart(said: list[str]) -> None:
     account = Account(1)
     line = "rank 2 was ended by SIGKILL; replaced by pid 47, training goes on with step 48, 0 steps lost"
-    account.recovered(Resumed(1, 47, line, replaced=(2,), seconds=0.9), "/logs/incident-1.json")
+    account.recovered(Recovered(1, 47, line, replaced=(2,), seconds=0.9), "/logs/incident-1.json")
     assert said == [f"[ttp] {line}"]
     account.ended()
     assert said[-1].endswith("1 incident (1 without a restart), 0 steps lost; reports in /logs")

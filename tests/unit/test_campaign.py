@@ -129,7 +129,7 @@ def test_a_seed_draws_the_faults_of_online_jobs(online: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("verdict", "reason", "outcome"),
     [
-        ("resumed", "", "online"),
+        ("recovered", "", "online"),
         ("saved", "rank 1 has died; not recovered online: it was late; step 5 saved", "restart"),
         ("saved", "rank 1 has died", "failed"),
         ("lost", "shard 1 has no live holder", "failed"),

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.events import handlers
 
 from adaptor.launchers.elastic_events import ElasticEvents
-from adaptor.protocol.messages import Fault, Resumed
+from adaptor.protocol.messages import Fault, Recovered
 from tests.unit.test_ttprun import TWO, Ended, Launcher, launcher, zygote
 from tests.unit.threads import LONG_S
 
@@ -105,18 +105,18 @@ def test_an_incident_that_was_recovered_online_is_recorded_too(monkeypatch: pyte
     monkeypatch.setitem(handlers._log_handlers, "of-this-test", handler)
     line = "rank 2 was ended by SIGKILL; replaced by pid 47, training goes on with step 48, 0 steps lost"
     fault = Fault("SIGKILL", 47, (2,), 4242, "here")
-    ElasticEvents("of-this-test", "a-job").go_on(Resumed(3, 47, line, fault, (2,), (), 0.9), node=1)
-    incident, resumed = (handler.got.get(timeout=LONG_S) for _ in range(2))
-    assert [event["name"] for event in (incident, resumed)] == ["ttp.incident", "ttp.verdict"]
-    assert resumed["timestamp"] - incident["timestamp"] == pytest.approx(900, abs=2)
+    ElasticEvents("of-this-test", "a-job").go_on(Recovered(3, 47, line, fault, (2,), (), 0.9), node=1)
+    incident, recovered = (handler.got.get(timeout=LONG_S) for _ in range(2))
+    assert [event["name"] for event in (incident, recovered)] == ["ttp.incident", "ttp.verdict"]
+    assert recovered["timestamp"] - incident["timestamp"] == pytest.approx(900, abs=2)
     known = {"run_id": "a-job", "group_rank": 1, "incident": 3, "rank": 2, "step": 47, "cause": line}
     assert incident["metadata"] == known
-    assert resumed["metadata"] == {**known, "outcome": "resumed", "exit_code": None}
+    assert recovered["metadata"] == {**known, "outcome": "recovered", "exit_code": None}
 
 
 def test_an_incident_that_no_rank_caused_is_recorded_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = Handler()
     monkeypatch.setitem(handlers._log_handlers, "of-another-test", handler)
-    resumed = Resumed(1, 5, "a hang", Fault("a hang"), seconds=2.0)
-    ElasticEvents("of-another-test", "a-job").go_on(resumed, node=0)
+    recovered = Recovered(1, 5, "a hang", Fault("a hang"), seconds=2.0)
+    ElasticEvents("of-another-test", "a-job").go_on(recovered, node=0)
     assert handler.got.get(timeout=LONG_S)["metadata"]["rank"] is None

@@ -20,8 +20,8 @@ from adaptor.protocol.messages import (
     Layout,
     Progress,
     Raised,
+    Recovered,
     ReplayComplete,
-    Resumed,
     Share,
     ToController,
     Unprotected,
@@ -115,7 +115,7 @@ def test_a_next_controller_hears_of_the_new_process_and_not_of_what_is_over() ->
         *(Hello(4, 12), second, Dying(4, 0.0, BoardRecord(4, 12))),
     ):
         known.keep(message)
-    assert known.accept(Resumed(1, 5, "as it was", replaced=(4,), retried=(5,)))
+    assert known.accept(Recovered(1, 5, "as it was", replaced=(4,), retried=(5,)))
     assert known.all_again == [
         *(HELLO, Hello(5, 11), Layout(5, (), "/save", 0, "same"), Hello(4, 12), second),
         *(Dying(4, 0.0, BoardRecord(4, 12)), ReplayComplete(2, None)),
@@ -128,7 +128,7 @@ def test_what_was_not_replaced_here_is_told_as_before() -> None:
     told = [HELLO, Hello(4, 10), Hello(5, 11), Raised(5, "it failed", 1)]
     for message in told:
         known.keep(message)
-    known.accept(Resumed(1, 5, "as it was", replaced=(0,)))
+    known.accept(Recovered(1, 5, "as it was", replaced=(0,)))
     assert known.all_again[:-1] == told
 
 

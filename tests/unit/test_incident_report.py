@@ -25,8 +25,8 @@ from adaptor.protocol.messages import (
     Phase,
     Prepare,
     Raised,
+    Recovered,
     Replace,
-    Resumed,
     Verdict,
 )
 from tests.unit.threads import LONG_S
@@ -98,7 +98,7 @@ def test_an_incident_that_ends_without_a_restart_has_its_own_report(tmp_path: Pa
         report.record_message(0, Joined(0, number, 1, 5, "same"))
         line = f"rank 1 was ended by SIGKILL; replaced by pid {number}"
         for node in (0, 1):  # every agent is told
-            report.record_order(node, None, Resumed(number, 5, line, fault, (1,)))
+            report.record_order(node, None, Recovered(number, 5, line, fault, (1,)))
         report.record_message(0, Frozen(0, number, board))
         assert output.drain(LONG_S)
         told.append(json.loads(Path(report.path).read_text()))
@@ -108,11 +108,11 @@ def test_an_incident_that_ends_without_a_restart_has_its_own_report(tmp_path: Pa
     ]
     for one in told:
         assert (one["verdict"], one["blamed"], one["pid"], one["step"]) == (
-            "resumed",
+            "recovered",
             1,
             7,
             5,
         )
-        kinds = ["fault-noticed", "died", "freeze", "replace", "started", "joined", "resumed"]
+        kinds = ["fault-noticed", "died", "freeze", "replace", "started", "joined", "recovered"]
         assert [event["type"] for event in one["events"]] == kinds
     assert report.next_incident == 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adaptor import output
-from adaptor.protocol.messages import Resumed
+from adaptor.protocol.messages import Recovered
 from tests.unit.nodes import Job, job
 from tests.unit.threads import LONG_S
 
@@ -33,7 +33,7 @@ def train(job: Job, *, nodes: int = 1, may_restart: bool = True) -> None:
     job.train("step")
 
 
-def resumed(job: Job, node: int = 0) -> tuple[Resumed, str]:
+def recovered(job: Job, node: int = 0) -> tuple[Recovered, str]:
     return job.nodes[node].recovered.get(timeout=LONG_S)
 
 
@@ -47,17 +47,17 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
     survivor, old = online.workers[0], online.workers[1]
     for number in (1, 2):
         online.workers[1].process.kill()
-        told, path = resumed(online)
-        assert survivor.hears() == f"resumed {FIRST + number - 1}"
+        told, path = recovered(online)
+        assert survivor.hears() == f"recovered {FIRST + number - 1}"
         new = online.workers[1]
-        assert [new.hears(), new.hears()] == ["here", f"resumed {FIRST + number - 1}"]
+        assert [new.hears(), new.hears()] == ["here", f"recovered {FIRST + number - 1}"]
         assert (told.incident, told.step, told.replaced) == (number, FIRST + number - 1, (1,))
         assert told.line.startswith("rank 1 was ended by SIGKILL; ")
         after = f"training goes on with step {FIRST + number}, 0 steps lost"
         assert f"replaced by pid {new.process.pid}, {after}" in told.line
         written = report(path)
-        assert (written["verdict"], written["blamed"], written["pid"]) == ("resumed", 1, old.process.pid)
-        order = ["fault-noticed", "freeze", "replace", "regroup-ordered", "joined", "resumed"]
+        assert (written["verdict"], written["blamed"], written["pid"]) == ("recovered", 1, old.process.pid)
+        order = ["fault-noticed", "freeze", "replace", "regroup-ordered", "joined", "recovered"]
         happened = [event["type"] for event in written["events"]]
         assert "started" in happened
         assert [what for what in dict.fromkeys(happened) if what in order] == order
@@ -76,11 +76,11 @@ def test_an_exception_replaces_nobody(online: Job) -> None:
     train(online)
     before = dict(online.workers)
     online.workers[1].does("raise")
-    told, _ = resumed(online)
+    told, _ = recovered(online)
     assert (told.replaced, told.retried) == ((), (1,))
     assert told.line.startswith("rank 1 raised ValueError: told to raise; nobody is replaced")
     for worker in online.workers.values():
-        assert worker.hears() == f"resumed {FIRST}"
+        assert worker.hears() == f"recovered {FIRST}"
     assert online.workers == before
 
 
@@ -88,9 +88,9 @@ def test_a_newcomer_that_ends_is_replaced_once_more(online: Job, monkeypatch: py
     monkeypatch.setenv("TTP_TEST_NEWCOMER", "ends-once")
     train(online)
     online.workers[1].process.kill()
-    told, _ = resumed(online)
+    told, _ = recovered(online)
     assert told.replaced == (1,)
-    assert online.workers[0].hears() == f"resumed {FIRST}"
+    assert online.workers[0].hears() == f"recovered {FIRST}"
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_without_restarts_left_nobody_is_replaced(online: Job) -> None:
 def test_every_agent_is_told(online: Job) -> None:
     train(online, nodes=2)
     online.workers[1].process.kill()
-    (here, path), (there, where) = resumed(online, 0), resumed(online, 1)
+    (here, path), (there, where) = recovered(online, 0), recovered(online, 1)
     assert here == there
     assert Path(path).exists() or report(path)
     assert where == "on node 0"
     for worker in (online.workers[0], online.workers[1]):
-        while worker.hears() != f"resumed {FIRST}":
+        while worker.hears() != f"recovered {FIRST}":
             pass
 
 
@@ -140,7 +140,7 @@ def test_a_verdict_that_no_controller_gives_has_no_report(online: Job) -> None:
     train(online, nodes=2)
     online.workers[1].process.kill()
     for node in (0, 1):
-        resumed(online, node)
+        recovered(online, node)
     online.nodes.pop(0).close()
     (node,) = online.nodes
     assert node.report == "on node 0"

@@ -39,7 +39,7 @@ from adaptor.protocol.messages import (
     Publish,
     Published,
     Raised,
-    Resumed,
+    Recovered,
     Share,
     TimelineEvent,
     Unprotected,
@@ -78,7 +78,7 @@ class Recorded:
             self.report.record_message(node, Hello(node, 70 + node), at + 1)
             self.report.record_message(node, Layout(node, (), "/save", 40, ""), at + 3)
 
-    def rank_1_is_killed(self, at: float, end: Verdict | Resumed = SAVED) -> None:
+    def rank_1_is_killed(self, at: float, end: Verdict | Recovered = SAVED) -> None:
         board = BoardRecord(1, 71, Phase.RUNNING, 47, 47)
         say, order = self.report.record_message, self.report.record_order
         say(1, Dying(1, at, board), at + 0.01)
@@ -171,10 +171,10 @@ def test_the_file_is_written_again_when_the_job_has_gone_on(tmp_path: Path) -> N
 
 def test_an_online_recovery(tmp_path: Path) -> None:
     job = Recorded(tmp_path)
-    job.rank_1_is_killed(100.0, Resumed(1, 47, "rank 1 was ended by SIGKILL; replaced", SAVED.fault, (1,)))
+    job.rank_1_is_killed(100.0, Recovered(1, 47, "rank 1 was ended by SIGKILL; replaced", SAVED.fault, (1,)))
     job.report.record_progress(48)
     written = job.incident()
-    assert (written["verdict"], written["steps_lost"], written["phases"]["restart"]) == ("resumed", 0, None)
+    assert (written["verdict"], written["steps_lost"], written["phases"]["restart"]) == ("recovered", 0, None)
     assert written["phases"]["first_step"] > 0
 
 

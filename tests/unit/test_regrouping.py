@@ -7,7 +7,7 @@ import pytest
 from adaptor.controller.controller import Controller
 from adaptor.controller.incident_state import TRANSITIONS, IncidentState, Stage
 from adaptor.controller.outcome import Orders
-from adaptor.controller.regrouping import MAX_RESUMED
+from adaptor.controller.regrouping import MAX_RECOVERED
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -20,11 +20,11 @@ from adaptor.protocol.messages import (
     Layout,
     Phase,
     Prepare,
+    Proceed,
     Raised,
+    Recovered,
     Regroup,
     Replace,
-    Resume,
-    Resumed,
     Share,
 )
 
@@ -69,11 +69,11 @@ def _join(job: Controller, pid: int, step: int) -> Orders:
 def test_after_so_many_recoveries_all_are_started_again() -> None:
     """What an exchange of groups leaves behind in each process is given back by a restart."""
     job = _job()
-    for number in range(MAX_RESUMED):
+    for number in range(MAX_RECOVERED):
         _kill(job, number % 4, step=5 + number)
         orders = _join(job, 100 + number, step=5 + number)
-        assert [type(order) for _, order in orders] == [Resumed, *[Addressed] * 4]
-        assert all(isinstance(order.message, Resume) for _, order in orders if isinstance(order, Addressed))
+        assert [type(order) for _, order in orders] == [Recovered, *[Addressed] * 4]
+        assert all(isinstance(order.message, Proceed) for _, order in orders if isinstance(order, Addressed))
         assert job.incident is None
         assert job.verdict is None
     ((_, order),) = _kill(job, 1, step=40)
@@ -85,7 +85,7 @@ def test_after_so_many_recoveries_all_are_started_again() -> None:
 def test_a_later_controller_uses_no_number_of_an_earlier_one() -> None:
     job, next_one = _job(), _job(term=1)
     numbers = set()
-    for number in range(MAX_RESUMED):
+    for number in range(MAX_RECOVERED):
         _kill(job, number % 4, step=5 + number)
         assert job.incident is not None
         numbers.add(job.incident.number)

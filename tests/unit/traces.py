@@ -70,11 +70,13 @@ from adaptor.protocol.messages import (
     Phase,
     Prepare,
     Prepared,
+    Proceed,
     Progress,
     Publish,
     Published,
     PublishFailed,
     Raised,
+    Recovered,
     Refused,
     Regroup,
     RegroupFailed,
@@ -82,8 +84,6 @@ from adaptor.protocol.messages import (
     Renamed,
     Replace,
     ReplayComplete,
-    Resume,
-    Resumed,
     Share,
     Standing,
     TerminationRequested,
@@ -304,15 +304,15 @@ def _words(order: Message) -> str:
                 for one in replaced
             ]
             return f"regroup at step {step}, attempt {attempt}: {'; '.join(given) or 'nobody is replaced'}"
-        case Resume(step=step):
-            return f"resume from step {step}"
-        case Resumed(step=step, line=line, replaced=replaced, retried=retried):
+        case Proceed(step=step):
+            return f"proceed from step {step}"
+        case Recovered(step=step, line=line, replaced=replaced, retried=retried):
             who = [
                 f"{word} {list(ranks)}"
                 for word, ranks in (("replaced", replaced), ("retried", retried))
                 if ranks
             ]
-            return f"resumed, step {step}, {', '.join(who)}\n        {line}"
+            return f"recovered, step {step}, {', '.join(who)}\n        {line}"
         case Rename(step=step):
             return f"rename step {step}"
         case Exit():
