@@ -12,6 +12,7 @@ from _job import Job
 from _layouts import CUTS, Cut
 from _schedule import CHOICE, HANGS, LEARNT, ON_RANK_0, SAVE_INTERVAL
 
+from adaptor.operations.records import unix
 from tests.faults import harness
 from tests.faults.fault import NEWCOMERS, ONCE, Fault
 
@@ -152,7 +153,7 @@ def incidents(drawn: Drawn, job: Job) -> list[Incident]:
     stamps, found = job.struck(), []
     faults = {str(fault): fault for fault in drawn.faults}
     for report in job.incidents():
-        until = float(report["events"][-1]["t"])
+        until = max(unix(event["time"]) for event in report["events"])
         here = [stamp for stamp in stamps if stamp["time"] <= until]
         stamps = [stamp for stamp in stamps if stamp["time"] > until]
         struck = [faults[stamp["fault"]] for stamp in here]
@@ -167,7 +168,7 @@ def incidents(drawn: Drawn, job: Job) -> list[Incident]:
                 outcome,
                 why,
                 until - here[0]["time"] if here and outcome == ONLINE else 0.0,
-                int(report["step"]),
+                int(report["step"] or -1),
             )
         )
     return found

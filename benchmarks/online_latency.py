@@ -18,6 +18,7 @@ from typing import Any
 from _bench import Benchmark, spread, table
 from _job import RANKS, Job, JobError, new_folder, run
 
+from adaptor.operations.records import unix
 from tests.faults.fault import ONCE, Fault
 
 PHASES = ("data", "forward", "backward", "reduction", "norm", "door-before", "update", "gather")
@@ -86,7 +87,7 @@ def measure(folder: Path, way: Way, faults: Sequence[Fault]) -> list[dict[str, A
         raise JobError(f"the verdicts are {', '.join(sorted(verdicts))}: see {job.log}")
     found = []
     for stamp, incident in zip(struck, incidents, strict=True):
-        decided = max(event["t"] for event in incident["events"])
+        decided = max(unix(event["time"]) for event in incident["events"])
         finished = max(
             min(line["time"] for line in lines if line["time"] > decided) for lines in job.records().values()
         )
