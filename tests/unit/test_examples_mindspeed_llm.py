@@ -18,7 +18,6 @@ sys.path.append(str(EXAMPLE))
 
 import alpaca  # type: ignore[import-not-found]  # noqa: E402  programs that are started by their path
 import check_weights  # type: ignore[import-not-found]  # noqa: E402
-import fault  # type: ignore[import-not-found]  # noqa: E402
 import lora  # type: ignore[import-not-found]  # noqa: E402
 import mmlu  # type: ignore[import-not-found]  # noqa: E402
 import model_arguments  # type: ignore[import-not-found]  # noqa: E402
@@ -263,21 +262,6 @@ def test_checkpoints_are_compared_bit_for_bit(tmp_path: Path) -> None:
     assert "1 tensors, bit for bit" in verify.same_checkpoints(tmp_path / "one", tmp_path / "same")
     with pytest.raises(verify.DifferentError, match="/model/a is different"):
         verify.same_checkpoints(tmp_path / "one", tmp_path / "other")
-
-
-def test_a_rank_is_killed_after_its_step(capfd: pytest.CaptureFixture[str]) -> None:
-    """The launcher ends with 7 when its process of rank 1 has ended by a signal."""
-    launcher = (
-        "import os, subprocess, sys\n"
-        "wait = [sys.executable, '-c', 'input()']\n"
-        "rank = subprocess.Popen(wait, env={**os.environ, 'RANK': '1'}, stdin=subprocess.PIPE)\n"
-        "print(' iteration        3/       8 |', flush=True)\n"
-        "print(' iteration        4/       8 |', flush=True)\n"
-        "sys.exit(7 if rank.wait() == -9 else 1)\n"
-    )
-    assert fault.run([sys.executable, "-c", launcher], rank=1, after=4) == 7
-    assert "after step 4" in capfd.readouterr().out
-    assert fault.run([sys.executable, "-c", "print('iteration 1/8')"], rank=1, after=4) == 1
 
 
 @pytest.fixture
