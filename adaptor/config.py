@@ -166,8 +166,8 @@ SETTINGS = (
         "1",
         "a number from 0 to 64",
         _number(0, 64, int),
-        "with TTP_ONLINE: so many processes on each node wait, with everything imported, to take the place of"
-        " a rank that fails; each takes the host memory of its imports",
+        "with TTP_ONLINE: the number of processes on each node that wait, with everything imported, to take"
+        " the place of a rank that fails; each takes the host memory of its imports",
     ),
     Setting(
         "no_progress",
@@ -257,8 +257,8 @@ SETTINGS = (
         "auto",
         "auto, none, modelarts, ascend, volcano, ranktable, slurm or openmpi",
         _one_of("auto", "none", "modelarts", "ascend", "volcano", "ranktable", "slurm", "openmpi"),
-        "where nodes, the number of this one, processes and address are read that no flag gives; auto: from "
-        "the platform that has started ttprun; none: nowhere",
+        "where ttprun reads the number of nodes, the rank of this node, the processes per node and the "
+        "rendezvous address, unless flags give them; auto: from the platform that started it; none: nowhere",
     ),
     Setting(
         "log_path",

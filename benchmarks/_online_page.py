@@ -15,19 +15,20 @@ from _schedule import CHOICE
 from tests.faults.fault import NEWCOMERS, PHASES, Fault
 
 WHAT = """\
-Jobs of many layouts train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun --ttp-online 60`.
-Each is hit by up to six faults, one after another: of a random kind, at a random rank, step and phase, often
-followed by a second one in the recovery that the first has begun, in a survivor or in the new process.
+Jobs of several layouts train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun --ttp-online 60`.
+Up to six faults of random kinds strike each job, one after another, at a random rank, step and phase. Some
+are followed by a second fault during the recovery from the first, in a survivor or in the new process.
 
-- {online}: only failed ranks got a new process, or nobody; no step was lost.
-- {restart}: last words of the newest finished step, and all started again; the last table says why.
-- {explained}: no holder of some shard was left, and the last line said so.
+- {online}: at most the failed ranks got a new process (an exception may need none), and no step was lost.
+- {restart}: last words of the newest finished step were saved, and all workers were started again; the last
+  table says why.
+- {explained}: nothing was saved because some shard had no holder left, and the last line said so.
 - {failed}: anything else.
 
 Every job had to come to its last step. Every loss and grad norm of every rank, and the checkpoint at its end,
 were compared bit for bit with a run of the unmodified framework without faults. Half of the jobs have a spare
-on each node, the others start a cold process. Cells count {online} / {restart} / {explained}, then what
-{failed}, if anything did."""
+on each node, the others start a new process. A cell is the number of incidents {online} / {restart} /
+{explained}, and of those that {failed}, if there are any."""
 
 
 def page(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:

@@ -47,15 +47,17 @@ LAYOUTS = (DP4, DP3, TP2_DP2, PP2_DP2, MOE_EP2, DP2_WHOLE)
 MAIN = DP4
 SECTION = "What it costs"
 WHY = (
-    "torch makes a reduce-scatter over gloo as an all-reduce, which sends twice as much, and in the smaller "
-    "groups of `split` less: so `split` may send less in all than one instance. With experts the framework "
-    "gathers all parameters after each of its optimizers, the adaptor once: that is sent less, and taken off "
-    "what `mirror` sends more."
+    "Memory and bytes are compared with the unmodified framework with one optimizer instance; the columns "
+    "of the counterpart, and the step time, with `split` against the framework's own two instances. In "
+    "brackets: the formulas of [costs.md](costs.md). Over gloo torch runs a reduce-scatter as an "
+    "all-reduce, which sends twice as much. The groups of `split` are smaller, so it may send less in all "
+    "than one instance. With experts the framework gathers all parameters after each of its optimizers, "
+    "the adaptor once: what that saves is subtracted from what `mirror` sends."
 )
 MISSED = (
-    "MISSED: the target is for steps of half a second and more, where it is reached (README, Measured). What "
-    "is added to a step does not shrink with it: here 4 processes share 2 cores, and 8 to 15 ms are a larger "
-    "part of a step of 156 to 204 ms."
+    "The targets are for steps of about half a second and more, where they are reached (README, "
+    "Measured). The added time does not shrink with the step: here 4 processes share 2 cores, and 8 to 15 "
+    "ms are a larger part of a step of 156 to 204 ms."
 )
 _CLONE_NEWNET = 0x40000000
 
@@ -245,7 +247,7 @@ def main() -> None:
         if row.family == MAIN.name and not row.copies and target:
             ratio = found[row.name]["ratio"]
             verdict = "reached" if ratio <= target else "MISSED"
-            text += f"\n- {row.name}: {ratio:.3f}, at most {target:g}: {verdict}"
+            text += f"\n- {row.name}: step time {ratio:.3f} ×, target at most {target:g} ×: {verdict}"
     compared = sum(found[row.name]["compared"] for row in known)
     if "MISSED" in text:
         text += f"\n- {MISSED}"

@@ -33,8 +33,9 @@ Case = tuple[str, str, str]  # area, what happens, what must hold
 _WHAT = """\
 # Attacks and odd machines
 
-What a newcomer, an attacker and an odd machine do to a job, and what must hold then. Each row is one test or
-more, marked `robustness` where it stands; `python -m pytest -m robustness` runs them without this page.
+What new users, attackers and unusual machines do to a job, and what must hold then. Areas A are the use of
+the adaptor, B the machine, its files and networks, C other users and forged messages. Each row is one or more
+tests with the marker `robustness`; `python -m pytest -m robustness` runs them and does not write this page.
 Faults of processes and networks have pages of their own: [faults.md](faults.md), [layouts.md](layouts.md)."""
 
 

@@ -95,7 +95,7 @@ class Bench:
         )
         if done.returncode:
             print(done.stdout, done.stderr, sep="", file=sys.stderr)
-        self._row("–", "report", "–", _passed(done.returncode == 0, "every patch fits"))
+        self._row("–", "–", "report", _passed(done.returncode == 0, "every patch fits"))
         return done.returncode == 0
 
     def check(self, name: str) -> bool:

@@ -36,8 +36,8 @@ def write(page: Path, lines: Sequence[dict[str, Any]], trials: Sequence[str], se
     survived = [line for line in latest.values() if "fault" in line]
     parts = [
         _summary(list(latest.values()), lines, len(trials), seed, faults),
-        table(["layout", "processes", "cut", "more arguments"], _layouts()),
-        "Each entry: the fault, and the step that was saved.",
+        table(["layout", "processes", "parallel sizes", "more arguments"], _layouts()),
+        "Each entry: the fault → the step that was saved. The phases: `PHASES` of `tests/faults/fault.py`.",
         table(_HEAD, _survived(survived)),
     ]
     failed = [
@@ -51,7 +51,7 @@ def write(page: Path, lines: Sequence[dict[str, Any]], trials: Sequence[str], se
         for line in latest.values()
         if "impossible" in line
     ]
-    words = "Each was run without the adaptor, and ended with the error that is meant here.\n\n"
+    words = "Each was run without the adaptor, and ended with the error that the last column explains.\n\n"
     write_section(page, IMPOSSIBLE, words + table(["layout", "arguments", "why"], rows))
 
 
@@ -86,7 +86,7 @@ def _layouts() -> list[list[str]]:
         ]
         for layout in LAYOUTS
     ]
-    return [*rows, [CONTEXT.name, "4", "CP2·DP2", "Megatron-core as a library, a loop of one's own"]]
+    return [*rows, [CONTEXT.name, "4", "CP2·DP2", "Megatron-core as a library, in our own training loop"]]
 
 
 def _cut(layout: Layout) -> str:

@@ -401,7 +401,7 @@ def test_strangers_do_not_disturb_a_job(two_plain_nodes: Job, monkeypatch: pytes
 @pytest.mark.robustness(
     "C3",
     "hundreds of connections that have proved the secret wait at a standby",
-    "one for each node, the newest",
+    "only the newest of each node is kept",
 )
 def test_one_connection_of_each_node_waits_at_a_standby(two_plain_nodes: Job) -> None:
     job = two_plain_nodes

@@ -225,7 +225,7 @@ def descriptors(limit: int | None) -> Iterator[None]:
 @pytest.mark.robustness(
     "B2",
     "clients without a proof fill all places at the store",
-    "ranks may all connect at once besides; the oldest stranger goes for the next, never a proved one",
+    "all ranks can still connect at once; a new client displaces the oldest without a proof, no other",
 )
 @pytest.mark.parametrize(
     ("limit", "ranks", "most"), [(None, 3, 5), (64 * 4, 500, 64)], ids=["ranks", "descriptors"]

@@ -579,7 +579,7 @@ def test_no_other_user_can_open_the_lock(root: Path) -> None:
 
 @pytest.mark.robustness(
     "C2",
-    "a stopped process of this user has its turn",
+    "a stopped process of this user holds the lock",
     "a save fails in one line after a deadline, and names it",
 )
 def test_a_turn_is_waited_for_until_a_deadline(root: Path) -> None:

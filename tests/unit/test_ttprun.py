@@ -1055,7 +1055,7 @@ def test_a_signal_that_comes_again_and_again(launcher: Launcher) -> None:
     assert "; not started again: SIGSEGV came 3 times after step 7 without a newer " in ended.last_line
 
 
-@pytest.mark.robustness("A3", "a fault in a later step at each start", "every restart that there is, is used")
+@pytest.mark.robustness("A3", "a fault in a later step at each start", "all restarts are used")
 def test_a_job_that_makes_progress_uses_its_restarts(launcher: Launcher) -> None:
     again = "if step == 2 * (1 + int(os.environ['TORCHELASTIC_RESTART_COUNT'])): raise ValueError"
     ended = launcher.run(*ONE, "--max-restarts", "5", launcher.script(TRAINS.format(what=again)))
