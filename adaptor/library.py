@@ -203,7 +203,7 @@ def protect(
         counters=dict,
         growth=dict,
         increment=lambda: samples_per_step,
-        barrier=lambda: torch.distributed.barrier(group=everyone),
+        barrier=lambda: group.barrier(everyone),
         mirrors=mirrors,
         local_copy=local_copy_of(optimizer, mirrors),
         survives=place.survives,

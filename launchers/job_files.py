@@ -52,7 +52,9 @@ class JobFiles:
     def write_status(self, status: Status, *, always: bool = False) -> None:
         """Replace status.json; without `always` only if none is waiting to be written."""
         if always or not self._status_waits:
-            self._status_waits = self._writer.submit(partial(self._write_status, status))
+            self._status_waits = True  # before it is queued: the thread may have written it by then
+            if not self._writer.submit(partial(self._write_status, status)):
+                self._status_waits = False
 
     def incident_path(self, incident: str) -> Path:
         """Return the path of the file with the id `incident`."""

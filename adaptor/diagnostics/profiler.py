@@ -68,7 +68,8 @@ class Profiler:
     def _start(self, step: int) -> None:
         if torch.autograd._profiler_enabled():  # a second one would end the first, without an error
             raise RuntimeError("another profiler records this process")
-        self._place = Path(tempfile.mkdtemp(prefix="profile-", dir=self._scratch))
+        is_there = self._scratch is not None and self._scratch.is_dir()  # something may have cleaned up there
+        self._place = Path(tempfile.mkdtemp(prefix="profile-", dir=self._scratch if is_there else None))
         self._has_recorded = True
         self._from = step
         try:

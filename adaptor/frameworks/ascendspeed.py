@@ -133,7 +133,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         counters=counters,
         growth=growth,
         increment=batch,
-        barrier=lambda: torch.distributed.barrier(group=everyone),
+        barrier=lambda: group.barrier(everyone),
         mirrors=mirrors,
         local_copy=local_copy_of(optimizer, mirrors),
         survives=place.survives,

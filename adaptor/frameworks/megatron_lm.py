@@ -238,7 +238,7 @@ def trainee(
         counters=counters,
         growth=growth,
         increment=batch,
-        barrier=lambda: dist.barrier(group=everyone),
+        barrier=lambda: group.barrier(everyone),
         mirrors=mirrors,
         rerun=_rerun_state(rerun),
         local_copy=local_copy_of(optimizer, mirrors, again),

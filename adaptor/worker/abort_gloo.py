@@ -5,9 +5,9 @@ waits for as long as its neighbours live. Shutting down the process's own gloo s
 operation raise at once, but for those that gloo forgets (`adaptor.waits`): of them there are few when nothing
 is on its way, so the ranks come to rest first, and the wait for one of them is ended.
 
-Invariant: a main thread whose waits go through `adaptor.waits` (with TTP_ONLINE all of the framework's, but
-those with a time of their own) leaves a gloo collective as long as its `Waker` is called, whatever was on its
-way, whoever has died, and whichever end was shut first.
+Invariant: a main thread whose waits go through `adaptor.waits` (the barrier before an update; with TTP_ONLINE
+all of the framework's, but those with a time of their own) leaves a gloo collective as long as its `Waker` is
+called, whatever was on its way, whoever has died, and whichever end was shut first.
 """
 
 from __future__ import annotations

@@ -230,11 +230,8 @@ class Session:
         try:
             yield
         except BaseException:
-            self._leave_earlier_step()
+            self._leave_earlier_step()  # what is recorded of it ends later: the exception is told first
             raise
-        finally:
-            if self._recorder is not None:
-                self._recorder.end_step()
         if updates_finish:
             self._require_whole_update()
         self.end_step()
@@ -245,6 +242,8 @@ class Session:
         The duration of a step that neither made nor skipped its update, such as one that `break` has left, is
         not used as a measure.
         """
+        if self._recorder is not None:
+            self._recorder.end_step()
         if self.board.finished < self.board.inside:
             self._pace.abandon_step()
         else:

@@ -43,9 +43,11 @@ until grep -q "^step $kill_at loss" "$work/killed.log"; do
     sleep 0.1
 done
 # The second process of this job: ttprun's child with rank 1.
+killed=0
 for process in $(pgrep -f "$here/train.py .*--save $work/killed"); do
-    if tr '\0' '\n' <"/proc/$process/environ" 2>/dev/null | grep -qx RANK=1; then kill -9 "$process"; fi
+    if tr '\0' '\n' <"/proc/$process/environ" 2>/dev/null | grep -qx RANK=1; then kill -9 "$process" && killed=1; fi
 done
+((killed)) || { echo "run.sh: there is no process of rank 1 to kill" >&2; exit 1; }
 wait "$job" || { cat "$work/killed.log"; exit 1; }
 trap - EXIT
 grep -E '^\[ttp\]|^step .* (saved|validation)' "$work/killed.log"

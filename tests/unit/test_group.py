@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from adaptor.replica import group
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -32,4 +37,13 @@ def test_it_is_made_where_the_framework_is_to_have_no_gloo_groups(
     assert dist.new_group(backend="gloo") is None
     everyone = group.of_everyone()
     assert (dist.get_backend(everyone), dist.get_world_size(everyone)) == ("gloo", 1)
-    dist.barrier(group=everyone)
+    group.barrier(everyone)
+
+
+def test_a_wait_at_the_barrier_can_be_ended() -> None:
+    """gloo may forget what it was sending to a rank that has died; nothing else would end the wait."""
+    script = Path(__file__).with_name("barrier_script.py")
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, script, str(free_port())]
+    told = subprocess.check_output(command, env=environment, text=True, timeout=240)
+    assert told.split() == ["WaitEndedError"]

@@ -1,0 +1,52 @@
+"""Rank 0 waits at the barrier of all ranks, to which rank 1 never comes; another thread ends its wait.
+
+It prints what rank 0's main thread has met.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+from adaptor import context
+from adaptor.replica import group
+from adaptor.waits import Waits
+
+
+def _rank(rank: int, port: int, told: multiprocessing.Queue[str], over: multiprocessing.Event) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    everyone = group.of_everyone()
+    group.barrier(everyone)  # to this one both come
+    if rank == 1:
+        over.wait()
+        return
+    waits = context.part(Waits)
+
+    def end() -> None:
+        while waits.current is None:
+            time.sleep(0.001)
+        waits.current.end()
+
+    threading.Thread(target=end, daemon=True).start()
+    try:
+        group.barrier(everyone)
+        told.put("nothing")
+    except RuntimeError as error:
+        told.put(type(error).__name__)
+    over.set()
+
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("fork")
+    told, over = spawn.Queue(), spawn.Event()
+    ranks = [spawn.Process(target=_rank, args=(rank, int(sys.argv[1]), told, over)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    print(told.get())
+    for process in ranks:
+        process.join()
