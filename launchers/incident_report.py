@@ -191,7 +191,7 @@ class IncidentReport:
 
     def record_end(self, incident: int) -> None:
         """Note that `incident` has ended, whichever node has written its file."""
-        self.next_incident = incident + 1
+        self.next_incident = max(self.next_incident, incident + 1)
         self.incidents += 1
 
     def record_next_action(self, action: str) -> None:
@@ -271,7 +271,7 @@ class IncidentReport:
     def _write(self, end: Verdict | Recovered, now: float) -> None:
         if isinstance(end, Verdict) and end.outcome == "refused":
             return
-        self.next_incident = end.incident + 1
+        self.next_incident = max(self.next_incident, end.incident + 1)
         self.last_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}-{end.incident}"
         self.path = str(self._files.incident_path(self.last_id))
         timeline = dataclasses.replace(

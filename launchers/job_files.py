@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor import output
+from adaptor import output, text
 from adaptor.operations.job_folder import EVENTS_FILE, INCIDENTS, STATUS_FILE, name_of
 from adaptor.operations.records import Event, Incident, Status
 
@@ -74,11 +74,11 @@ class JobFiles:
             file.write(_json.encode(make()) + b"\n")
 
     def _write_incident(self, make: Callable[[], Incident]) -> None:
-        incident = make()
         try:
+            incident = make()
             _replace(self.incident_path(incident.id), msgspec.json.format(_json.encode(incident), indent=1))
-        except OSError as error:
-            output.tell(f"[ttp] the incident report cannot be written: {error}")
+        except Exception as error:  # it is for people, who have been told its path
+            output.tell(f"[ttp] the incident report cannot be written: {text.describe(error)}")
 
     def _write_status(self, status: Status) -> None:
         try:

@@ -150,10 +150,13 @@ class MegatronLoop:
         self._left = None if told.item() else step
         if self._left is not None:
             self._begun = step
+        elif behind is not None:  # another incident may come before its next step
+            self._begun = step + 1
         for number, one in enumerate(self._valid):
             if behind is None:
                 one.rewind(step if self._left is None else step - 1)
             elif self._left is None and behind.before:
+                one.begin_step(step)
                 for _ in range(behind.read[number]):
                     next(one)
 
@@ -389,14 +392,18 @@ def _settle_bucket_group(one: Any) -> None:
 
 
 def _settle_globals() -> None:
-    from megatron.training import get_timers
+    from megatron.training import get_args, get_timers
 
     for timer in copy.copy(getattr(get_timers(), "_timers", {})).values():
         timer.reset()
     if importlib.util.find_spec("megatron.core.rerun_state_machine") is not None:
-        from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+        from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 
-        get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
+        machine = get_rerun_state_machine()
+        machine.state = RerunState.NOT_RUNNING_YET
+        # An evaluation switches it off until its end, which an exception has left out. A rank on which it is
+        # on asks all others in each step whether to run that again.
+        machine.set_mode(RerunMode(get_args().rerun_mode))
     from megatron.core.transformer.moe import moe_utils
 
     if hasattr(moe_utils, "clear_aux_losses_tracker"):

@@ -95,7 +95,7 @@ class Rejoin:
         self._ready: Regroup | None = None  # for the main thread
         self._recovered = 0  # the incident that was recovered last
         self._left = False  # the main thread has left the framework's loop
-        self._gone = False  # and will not call it again: the script has left it, as by sys.exit
+        self._gone = False  # and will not call it again: the loop has ended, or the script has left it
         self._settled: Regroup | None = None  # it has put away what the fault has left half done
         self._loop: Loop | None = None
         self._meeting = Meeting(worker.rank)
@@ -220,6 +220,13 @@ class Rejoin:
         """Return what `train` returns, which is the framework's loop; it is called again after each
         incident from which the job goes on."""
         self._loop = loop
+        self._gone = False
+        try:
+            return self._run(loop, train)
+        finally:
+            self._gone = True
+
+    def _run(self, loop: Loop, train: Callable[[], T]) -> T:
         if self._alone:
             self._join()
         while True:
@@ -229,7 +236,6 @@ class Rejoin:
             except Unwind:
                 pass
             except (AdaptorError, SystemExit):
-                self._gone = True
                 raise
             except Exception as error:
                 self._worker.tell_of(error)
@@ -303,7 +309,8 @@ class Rejoin:
                 assert trainee.local_copy is not None
                 trainee.local_copy.put_back()
             assert isinstance(trainee, MegatronTrainee)
-            state.require_finite(inner(trainee.state.optimizer))
+            copies = [mirror.optimizer for mirror in trainee.mirrors if mirror is not None]
+            state.require_finite([*inner(trainee.state.optimizer), *copies])
         made.exchange(self._meeting.store(order, "groups"), f"{order.incident}.{order.attempt}")
         if order.replaced:
             trainee = loop.trainee(record)

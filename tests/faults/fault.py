@@ -36,6 +36,7 @@ PHASES = {
     "gather": "after the update, before the parameters are gathered",
     "between": "after the step, before the next",
     "evaluation": "in an evaluation between two steps",
+    "evaluation-forward": "in the forward pass of an evaluation, before the transformer layers",
     "logging": "between two steps, when their figures are written down",
     "save": "in a regular save, before anything is written",
     "save-write": "in a regular save, in the middle of a file (on a rank that writes)",
@@ -156,6 +157,7 @@ class Injector:
                 self._faults.remove(over)
         self._stamp = stamp
         self.saving = False
+        self.evaluating = False
 
     def expects(self, phase: str) -> bool:
         return any(fault.phase == phase for fault in self._faults)

@@ -79,6 +79,8 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
 
     _follow_the_steps(injector)
     before("evaluation", "megatron.training.training", "evaluate")
+    if injector.expects("evaluation-forward"):
+        _wrap("megatron.training.training", "evaluate", _evaluation(injector))
     if injector.expects("logging"):
         _wrap("record", "Recorder.add", _logging(injector))
     before("start", "megatron.training.training", "setup_model_and_optimizer")
@@ -142,9 +144,20 @@ def _logging(injector: Injector) -> Wrapper:
     return strikes_before_figures_are_kept
 
 
+def _evaluation(injector: Injector) -> Wrapper:
+    def strikes_inside(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        injector.evaluating = True
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            injector.evaluating = False
+
+    return strikes_inside
+
+
 def _layers(injector: Injector) -> Wrapper:
     def strikes_at_the_layers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        injector.reach("forward")
+        injector.reach("evaluation-forward" if injector.evaluating else "forward")
         result = wrapped(*args, **kwargs)
         hidden, *_ = result if isinstance(result, tuple) else (result,)
         if hidden.requires_grad:

@@ -138,7 +138,10 @@ def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """The framework saves after step 4, as the batches grow then, and evaluates after step 5."""
-    faults = ["rank=0,step=4,phase=save-write,kind=exception", "rank=1,step=5,phase=evaluation,kind=sigkill"]
+    faults = [
+        "rank=0,step=4,phase=save-write,kind=exception",
+        "rank=1,step=5,phase=evaluation-forward,kind=sigkill",
+    ]
     job = online(tmp_path, DP2_RAMPUP, faults)
     baseline = baseline_of(DP2_RAMPUP)
     ended = harness.run(job)
