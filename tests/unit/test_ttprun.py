@@ -803,6 +803,7 @@ def _run_here(folder: Path, *command: str, **env: str) -> subprocess.CompletedPr
     ],
     ids=lambda env: " ".join(map("=".join, env.items())) or "as ever",
 )
+@pytest.mark.integration
 def test_no_file_of_the_working_directory_is_imported(tmp_path: Path, env: dict[str, str]) -> None:
     _foreign(tmp_path)
     (tmp_path / "deep").mkdir()
@@ -832,6 +833,7 @@ def test_no_file_of_the_working_directory_is_imported(tmp_path: Path, env: dict[
     "--module, and modules of the working directory have the names of ours",
     "the adaptor imports none of them; the script's path is that of python -m",
 )
+@pytest.mark.integration
 def test_a_module_finds_the_working_directory_and_the_adaptor_does_not(tmp_path: Path) -> None:
     _foreign(tmp_path, ("adaptor/__init__.py", "msgspec.py", "wrapt.py", "xxhash.py"))
     (tmp_path / "package").mkdir()

@@ -80,6 +80,7 @@ def warm_launcher(tmp_path: Path) -> Iterator[WarmLauncher]:
     [("1", "warm_launcher"), ("9", "launcher")],
     ids=["it ends after its first update", "it goes on"],
 )
+@pytest.mark.integration
 def test_it_is_said_once(start: str, updates: str, by: str, request: pytest.FixtureRequest) -> None:
     launcher: Launcher = request.getfixturevalue(by)
     ended = launcher.run(*TWO, launcher.script(TRAIN.format(start=start, end="")), updates)
