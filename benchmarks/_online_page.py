@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from _bench import table
 from _online import EXPLAINED, FAILED, KINDS, LAYOUTS, ONLINE, OUTCOMES, RESTART, Incident
+from _pages import titled
 from _schedule import CHOICE
 
 from tests.faults.fault import NEWCOMERS, PHASES, Fault
@@ -33,15 +33,8 @@ on each node, the others start a new process. A cell is the number of incidents 
 
 def page(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
     """Return `tables` and `summary` as they were printed; `command` makes all of it again."""
-    parts = [
-        "# A campaign of random faults, recovered online",
-        WHAT.format(online=ONLINE, restart=RESTART, explained=EXPLAINED, failed=FAILED),
-        f"    {command}",
-        f"On {where}, {time.strftime('%Y-%m-%d')}.",
-        "\n".join(f"- {line}" for line in summary),
-        *tables,
-    ]
-    return "\n\n".join(parts) + "\n"
+    what = WHAT.format(online=ONLINE, restart=RESTART, explained=EXPLAINED, failed=FAILED)
+    return titled("A campaign of random faults, recovered online", what, where, command, tables, summary)
 
 
 def tables_of(found: Sequence[Incident], jobs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:

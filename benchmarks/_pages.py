@@ -36,9 +36,17 @@ hang between two steps, only jobs of two nodes have a network."""
 
 def page(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
     """`tables` and `summary` as they were printed; `command` makes all of it again, or goes on with it."""
+    what = WHAT.format(survived=SURVIVED, explained=EXPLAINED, failed=FAILED, left=LEFT)
+    return titled("A campaign of random faults", what, where, command, tables, summary)
+
+
+def titled(
+    title: str, what: str, where: str, command: str, tables: Sequence[str], summary: Sequence[str]
+) -> str:
+    """The page of a campaign; `what` says what its tables count."""
     parts = [
-        "# A campaign of random faults",
-        WHAT.format(survived=SURVIVED, explained=EXPLAINED, failed=FAILED, left=LEFT),
+        f"# {title}",
+        what,
         f"    {command}",
         f"On {where}, {time.strftime('%Y-%m-%d')}.",
         "\n".join(f"- {line}" for line in summary),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from adaptor.errors import AdaptorError
-from adaptor.operations.records import Event, Incident, Status
+from adaptor.operations.records import Incident, Status
 
 STATUS_FILE = "status.json"
 EVENTS_FILE = "events.jsonl"
@@ -70,19 +69,6 @@ def incidents(job: Path) -> list[Incident]:
     """Read the files of all incidents that have ended, in their order. Raises JobFolderError."""
     found = [_read(path, Incident) for path in (job / INCIDENTS).glob("*.json")]
     return sorted(found, key=lambda incident: (incident.began, incident.incident))
-
-
-def events(job: Path) -> Iterator[Event]:
-    """Read events.jsonl; a line that is half written, or damaged, is left out. Raises JobFolderError."""
-    try:
-        with (job / EVENTS_FILE).open("rb") as lines:
-            for line in lines:
-                try:
-                    yield msgspec.json.decode(line, type=Event)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    continue
-    except OSError as error:
-        raise JobFolderError(f"{job / EVENTS_FILE}: it cannot be read ({error.strerror})") from None
 
 
 def _read(path: Path, kind: type[T]) -> T:

@@ -43,10 +43,6 @@ class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     step: int | None = None
     data: dict[str, str] = {}
 
-    @property
-    def detail(self) -> str:
-        return self.data.get("detail", "")
-
 
 CauseKind = Literal["signal", "exit", "exception", "hang", "told-to-end", "node-lost", "error", "unknown"]
 
