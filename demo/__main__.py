@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from demo import corpus, report
-from demo.findings import examine
+from demo.findings import Survival, examine
 from demo.progress import DemoError, Progress
 from demo.records import read_incident
-from demo.runs import RANKS, Plan, run_tool
+from demo.runs import RANKS, Plan, Run, run_tool
 from demo.training import ITERATIONS, plan_runs, tokenizer_arguments, tools_environment
 from tests.frameworks import prepare
 
@@ -79,10 +79,20 @@ def print_table(rows: list[tuple[str, str]]) -> None:
     print(line)
 
 
+def survival(run: Run) -> Survival:
+    """Return a killed run with the report of its incident. Raises DemoError where there is none."""
+    if run.kill is None:
+        raise DemoError(f"the training ended before anything was killed: see {run.log}")
+    try:
+        return Survival(run, read_incident(run.folder / "ttp"))
+    except ValueError as error:
+        raise DemoError(f"{error} in {run.folder / 'ttp'}: see {run.log}") from None
+
+
 def demo(chosen: argparse.Namespace) -> bool:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
-    progress = Progress(stages=7)
+    progress = Progress(stages=8)
     megatron = prepare.megatron_lm()
     data = prepare_text(megatron, progress)
     kill = Plan(rank=chosen.kill_rank, after_step=chosen.kill_after)
@@ -91,21 +101,17 @@ def demo(chosen: argparse.Namespace) -> bool:
         progress.begin(run.title)
         run.execute(progress)
         progress.done(f"{ITERATIONS} iterations, loss {report.losses(run.steps)[1][-1]:.3f}")
-    killed = runs[2]
-    if killed.kill is None:
-        raise DemoError(f"the training ended before anything was killed: see {killed.log}")
-
     progress.begin("report")
-    try:
-        incident = read_incident(killed.folder / "ttp")
-    except ValueError as error:
-        raise DemoError(f"{error} in {killed.folder / 'ttp'}: see {killed.log}") from None
-    found = examine(runs, incident)
+    reference, calm, *killed = runs
+    online, restart = (survival(run) for run in killed)
+    found = examine(reference, calm, online, restart)
     page = OUT / "report.html"
     curves = [report.Curve(run.title, run.steps) for run in runs]
-    report.write_page(page, found, curves, killed.kill, incident)
+    report.write_page(page, found, curves, [online, restart])
     progress.done(str(page))
     print_table(found.rows)
+    for sentence in found.sentences:
+        print(sentence)
     print(f"report: {page}")
     return found.kept
 

@@ -4,44 +4,143 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from demo.records import Incident, compare
-from demo.runs import Run
+from demo.records import Incident, Step, compare
+from demo.runs import RANKS, Run
+
+ONLINE, SAVED = "recovered", "saved"
 
 
 @dataclass(frozen=True)
 class Findings:
     rows: list[tuple[str, str]]  # name and value
-    kept: bool  # no finished step and no bit of a loss was lost
+    sentences: list[str]  # how each killed run went on
+    kept: bool  # no finished step and no bit of a loss was lost, and each run went on in its own way
 
 
-def examine(runs: list[Run], incident: Incident) -> Findings:
-    """Compare the calm and the killed run with the reference, and time the incident from the kill."""
-    reference, calm, killed = runs
-    kill = killed.kill
-    assert kill is not None
-    finished = max(step.iteration for step in killed.steps if step.restart == 0)
-    lost = max(0, finished - incident.saved_step)
-    resumed = min((step.time for step in killed.steps if step.restart > 0), default=None)
+@dataclass(frozen=True)
+class Survival:
+    """How a killed run went on.
+
+    incident  what ttprun reported of it
+    """
+
+    run: Run
+    incident: Incident
+
+    @property
+    def goes_on(self) -> float | None:
+        """Seconds from the kill until every rank had finished a later step; None: one never did."""
+        kill = self.run.kill
+        assert kill is not None
+        ends = [
+            _first_after(self.run.steps, rank, self.incident.saved_step, kill.time) for rank in range(RANKS)
+        ]
+        known = [end for end in ends if end is not None]
+        return max(known) - kill.time if len(known) == RANKS else None
+
+    @property
+    def lost(self) -> int:
+        kill = self.run.kill
+        assert kill is not None
+        finished = max((step.iteration for step in self.run.steps if step.time <= kill.time), default=0)
+        return max(0, finished - self.incident.saved_step)
+
+    @property
+    def restarts(self) -> int:
+        return max((step.restart for step in self.run.steps), default=0)
+
+    def since_kill(self, what: str) -> str:
+        """When the first event of that kind was."""
+        assert self.run.kill is not None
+        moment = self.incident.first(what)
+        return "never" if moment is None else _seconds(moment - self.run.kill.time)
+
+    @property
+    def sentence(self) -> str:
+        assert self.run.kill is not None
+        rank, step, took = self.run.kill.rank, self.incident.saved_step, self.goes_on
+        after = "was never finished" if took is None else f"was finished {took:.1f} s after the kill"
+        if self.incident.verdict == ONLINE:
+            return (
+                f"Online recovery: rank {rank} got a new process, the other {RANKS - 1} kept theirs; "
+                f"the next step, {step + 1}, {after}."
+            )
+        if self.incident.verdict == SAVED:
+            return (
+                f"Save and restart: step {step} was saved, all {RANKS} processes started again; "
+                f"the next step, {step + 1}, {after}."
+            )
+        return f"{self.run.title}: {self.incident.verdict}: {self.incident.reason}"
+
+
+def examine(reference: Run, calm: Run, online: Survival, restart: Survival) -> Findings:
+    """Compare the calm and the killed runs with the reference, and time both incidents from their kills."""
+    both = (online, restart)
     compared = {
         calm.title: compare(reference.steps, calm.steps),
-        killed.title: compare(reference.steps, killed.steps, unrecorded=incident.saved_step),
+        online.run.title: compare(reference.steps, online.run.steps, unrecorded=online.incident.saved_step),
+        restart.run.title: compare(
+            reference.steps, restart.run.steps, unrecorded=restart.incident.saved_step
+        ),
     }
 
-    def since_kill(moment: float | None) -> str:
-        return "never" if moment is None else f"{(moment - kill.time) * 1000:,.0f} ms"
+    def pair(values: list[str]) -> str:
+        return " / ".join(values)
 
     rows = [
-        ("killed with SIGKILL", f"rank {kill.rank} (pid {kill.pid}), in step {kill.step(killed.steps)}"),
-        ("newest step that any rank had finished", str(finished)),
-        ("step saved", str(incident.saved_step) if incident.verdict == "saved" else incident.verdict),
-        ("steps lost", str(lost)),
-        ("from the kill to its detection", since_kill(incident.first("fault-noticed"))),
-        ("from the kill to the published checkpoint", since_kill(incident.first("published"))),
-        ("from the kill to the first step after the restart", since_kill(resumed)),
+        (
+            "killed with SIGKILL, in the online run / in the run with a restart",
+            pair([_killed(one) for one in both]),
+        ),
+        ("how it went on", pair([_way(one) for one in both])),
+        ("from the kill to its detection", pair([one.since_kill("fault-noticed") for one in both])),
+        (
+            "from the kill to the next step finished by all ranks",
+            pair([_seconds(one.goes_on) for one in both]),
+        ),
+        ("steps lost", pair([str(one.lost) for one in both])),
     ]
     for title, result in compared.items():
         verdict = f"yes ({result.compared} of them)" if result.equal else f"NO: {result.difference}"
         rows.append((f"losses equal, bit for bit: {title}", verdict))
-    rows.append(("seconds of the three runs", " / ".join(f"{run.seconds:.0f}" for run in runs)))
-    kept = lost == 0 and incident.verdict == "saved" and all(result.equal for result in compared.values())
-    return Findings(rows, kept)
+    runs = (reference, calm, online.run, restart.run)
+    rows.append(("seconds of the four runs", pair([f"{run.seconds:.0f}" for run in runs])))
+    kept = (
+        (online.incident.verdict, online.restarts) == (ONLINE, 0)
+        and (restart.incident.verdict, restart.restarts) == (SAVED, 1)
+        and all(one.lost == 0 and one.goes_on is not None for one in both)
+        and all(result.equal for result in compared.values())
+    )
+    return Findings(rows, [one.sentence for one in both], kept)
+
+
+def _first_after(steps: list[Step], rank: int, iteration: int, moment: float) -> float | None:
+    """When `rank` had first finished a step later than `iteration`, after `moment`."""
+    return min(
+        (
+            step.time
+            for step in steps
+            if step.rank == rank and step.iteration > iteration and step.time > moment
+        ),
+        default=None,
+    )
+
+
+def _killed(one: Survival) -> str:
+    kill = one.run.kill
+    assert kill is not None
+    return f"rank {kill.rank} (pid {kill.pid}), in step {kill.step(one.run.steps)}"
+
+
+def _way(one: Survival) -> str:
+    if one.incident.verdict == ONLINE:
+        return f"from step {one.incident.saved_step}, {one.restarts} restarts"
+    if one.incident.verdict == SAVED:
+        return (
+            f"step {one.incident.saved_step} saved, {one.restarts} restart{'' if one.restarts == 1 else 's'}"
+        )
+    return one.incident.verdict
+
+
+def _seconds(value: float | None) -> str:
+    return "never" if value is None else f"{value * 1000:,.0f} ms" if value < 1 else f"{value:.1f} s"

@@ -116,7 +116,7 @@ class Kill:
 
     def step(self, steps: list[Step]) -> int:
         """The step that was in flight, by what the killed process had recorded."""
-        done = (step.iteration for step in steps if step.rank == self.rank and step.restart == 0)
+        done = (step.iteration for step in steps if step.rank == self.rank and step.time <= self.time)
         return max(done, default=0) + 1
 
 
@@ -124,7 +124,7 @@ class Kill:
 class Incident:
     """The report that ttprun wrote; see `read_incident`."""
 
-    saved_step: int  # 0 where nothing was saved
+    saved_step: int  # from which the job went on, saved or not; 0 where there was none
     verdict: str
     reason: str
     ranks: list[int]

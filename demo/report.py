@@ -1,4 +1,4 @@
-"""The demo's report: a page that stands alone, with the loss curves and the timeline of the incident."""
+"""The demo's report: a page that stands alone, with the loss curves and the timelines of both incidents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from adaptor.operations.records import unix
-from demo.findings import Findings
+from demo.findings import ONLINE, Findings, Survival
 from demo.records import Incident, Kill, Step
 from demo.runs import RANKS
 from demo.training import SETTING
@@ -19,9 +19,10 @@ from demo.training import SETTING
 PAGE = Path(__file__).with_name("report.html.in")
 INK, FAINT, SAVING, KILL = "#1f2933", "#d3dae1", "#a9d8c3", "#c81e1e"
 CURVES = (  # drawn in this order, each narrower than the one below it, so that equal curves all stay visible
-    {"color": "#9cc3e6", "linewidth": 7.0, "solid_capstyle": "round"},
-    {"color": "#1d6fb8", "linewidth": 3.0, "linestyle": (0, (3, 1.6))},
-    {"color": "#e07b00", "linewidth": 1.4, "marker": "o", "markersize": 2.6},
+    {"color": "#9cc3e6", "linewidth": 8.0, "solid_capstyle": "round"},
+    {"color": "#1d6fb8", "linewidth": 4.5, "linestyle": (0, (3, 1.6))},
+    {"color": "#8fd1a8", "linewidth": 2.6},
+    {"color": "#e07b00", "linewidth": 1.0, "marker": "o", "markersize": 2.4},
 )
 EVENTS = {  # what happened to a rank: its mark and colour in the timeline
     "fault-noticed": ("X", KILL),
@@ -34,6 +35,11 @@ EVENTS = {  # what happened to a rank: its mark and colour in the timeline
     "written": ("D", "#0b8a5d"),
     "publish-ordered": (">", "#0b8a5d"),
     "published": ("*", "#0b8a5d"),
+    "replace": ("<", "#7b4fb5"),
+    "started": ("P", "#7b4fb5"),
+    "regroup-ordered": (">", "#7b4fb5"),
+    "joined": ("o", "#7b4fb5"),
+    "recovered": ("*", "#0b8a5d"),
     "failed": ("v", KILL),
     "exit": ("4", INK),
     "verdict": ("P", INK),
@@ -54,9 +60,11 @@ def losses(steps: list[Step]) -> tuple[list[int], list[float]]:
     return sorted(kept), [kept[iteration].loss for iteration in sorted(kept)]
 
 
-def loss_plot(curves: list[Curve], kill: Kill, saved: int) -> str:
+def loss_plot(curves: list[Curve], restart: Survival) -> str:
     """Draw the loss curves over each other, whole and around the kill; return an SVG data address."""
-    killed = kill.step(curves[-1].steps)
+    kill, saved = restart.run.kill, restart.incident.saved_step
+    assert kill is not None
+    killed = kill.step(restart.run.steps)
     figure, (whole, near) = _figure(1, 2, size=(11.5, 4.3), width_ratios=[3, 2])
     for axes in (whole, near):
         for curve, style in zip(curves, CURVES, strict=True):
@@ -65,7 +73,7 @@ def loss_plot(curves: list[Curve], kill: Kill, saved: int) -> str:
         axes.set_xlabel("iteration")
         axes.grid(color="#e9edf1")
     whole.set_ylabel("language-model loss")
-    whole.set_title("The three runs, laid over each other", loc="left")
+    whole.set_title("The four runs, laid over each other", loc="left")
     whole.legend(frameon=False, loc="upper right")
     label = f"rank {kill.rank} killed in step {killed}"
     whole.annotate(
@@ -75,10 +83,10 @@ def loss_plot(curves: list[Curve], kill: Kill, saved: int) -> str:
     _zoom(near, curves[0], killed)
     near.axvspan(saved + 0.5, killed + 8, color="#e07b00", alpha=0.07, linewidth=0)
     near.annotate(
-        "after the restart", (1, 0.03), xycoords="axes fraction", xytext=(-5, 0),
+        "after the recovery", (1, 0.03), xycoords="axes fraction", xytext=(-5, 0),
         textcoords="offset points", color="#b25e00", ha="right", fontsize=9,
     )  # fmt: skip
-    near.set_title(f"Around the kill (step {saved} was saved)", loc="left")
+    near.set_title("Around the kill", loc="left")
     return _embed(figure)
 
 
@@ -105,6 +113,8 @@ def timeline_plot(incident: Incident, kill: Kill) -> str:
         at = {what: moment for moment, place, what in moments if place == lane}
         until = 0.0 if rank == kill.rank else at.get("exit", end)
         _bar(axes, lane, -0.06 * end, until, FAINT)
+        if "started" in at:  # the process that took its place
+            _bar(axes, lane, at["started"], end, FAINT)
         if "dump-ordered" in at:
             _bar(axes, lane, at["dump-ordered"], at.get("written", at.get("gathered", until)), SAVING)
     axes.plot(
@@ -133,28 +143,43 @@ def _bar(axes: Any, lane: int, begin: float, end: float, colour: str) -> None:
     axes.plot([begin, end], [lane, lane], color=colour, linewidth=8, solid_capstyle="butt", zorder=1)
 
 
-def write_page(
-    path: Path,
-    found: Findings,
-    curves: list[Curve],
-    kill: Kill,
-    incident: Incident,
-) -> None:
-    """Write the page. It shows the table that the demo also prints."""
+def write_page(path: Path, found: Findings, curves: list[Curve], survivals: list[Survival]) -> None:
+    """Write the page. It shows the table and the sentences that the demo also prints.
+
+    Args:
+        path: the file.
+        found: what the demo found out.
+        curves: of all runs.
+        survivals: the killed runs; the last one has been started again.
+    """
     text = Template(PAGE.read_text(encoding="utf-8")).substitute(
         headline="A killed process, and nothing lost"
         if found.kept
         else "A killed process, and something lost",
         setting=html.escape(SETTING),
+        sentences="\n".join(f"<li>{html.escape(sentence)}</li>" for sentence in found.sentences),
         rows=_table_rows(found.rows),
-        losses=loss_plot(curves, kill, incident.saved_step),
-        timeline=timeline_plot(incident, kill),
-        verdict=html.escape(
-            f"{incident.verdict}: {incident.reason}" if incident.reason else incident.verdict
-        ),
-        events=_table_rows([_event_cells(event, kill) for event in incident.events]),
+        losses=loss_plot(curves, survivals[-1]),
+        incidents="\n".join(map(_incident, survivals)),
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _incident(one: Survival) -> str:
+    """Return the part of the page that shows the incident of one run."""
+    incident, kill = one.incident, one.run.kill
+    assert kill is not None
+    way = "Online recovery" if incident.verdict == ONLINE else "Save and restart"
+    verdict = f"{incident.verdict}: {incident.reason}" if incident.reason else incident.verdict
+    rows = _table_rows([_event_cells(event, kill) for event in incident.events])
+    return f"""<h2>{way}, rank by rank</h2>
+<p>{html.escape(verdict)}</p>
+<img alt="Timeline of the incident" src="{timeline_plot(incident, kill)}">
+<details><summary>Every event</summary>
+<table class="events">
+{rows}
+</table>
+</details>"""
 
 
 def _event_cells(event: dict[str, Any], kill: Kill) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What the demo trains, and the three ways in which it starts the training."""
+"""What the demo trains, and the four ways in which it starts the training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def arguments(data: Path) -> list[str]:
 
 
 def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
-    """The calm run, without the adaptor and with it, and the one in which `kill` is done."""
+    """The calm run, without the adaptor and with it, and the two in which `kill` is done: one recovers
+    online, one saves and starts again."""
     cluster = ["--standalone", "--nproc-per-node", str(RANKS)]  # standalone: the system picks the port
     plain = [sys.executable, "-m", "torch.distributed.run", *cluster, "-m", "adaptor.devices", "cpu"]
     adapted = [sys.executable, "-m", "adaptor.launchers.ttprun", "--ttp-device", "cpu", *cluster]
@@ -78,9 +79,12 @@ def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
     # order than one instance does, which shows in the last bits: the run without the adaptor has two as
     # well. It saves nothing, because both instances would write the same file at the same time.
     two_instances = ["--num-distributed-optimizer-instances", "2"]
-    restart = [*adapted, "--max-restarts", "1"]
+    online, restart = ([*adapted, "--max-restarts", "1", "--ttp-online", seconds] for seconds in ("60", "0"))
     return [
         run("1-torchrun", "torchrun, without the adaptor", plain, two_instances),
         run("2-ttprun", "ttprun, no fault", adapted, checkpoints("2-ttprun")),
-        run("3-killed", f"ttprun, rank {kill.rank} killed", restart, checkpoints("3-killed"), kill),
+        run("3-online", f"rank {kill.rank} killed, online recovery", online, checkpoints("3-online"), kill),
+        run(
+            "4-restart", f"rank {kill.rank} killed, save and restart", restart, checkpoints("4-restart"), kill
+        ),
     ]

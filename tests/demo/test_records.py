@@ -86,7 +86,7 @@ def test_a_follower_gives_each_whole_line_once(tmp_path: Path) -> None:
 
 
 def test_the_step_in_flight_is_the_one_after_the_last_that_the_killed_rank_recorded() -> None:
-    kill = Kill(rank=1, pid=1, time=0.0)
+    kill = Kill(rank=1, pid=1, time=8.5)
     assert kill.step([step(7, rank=1), step(8, rank=0), step(9, rank=1, restart=1)]) == 8
 
 

@@ -1,0 +1,81 @@
+"""What the demo says of its killed runs: how each went on, how long it took, whether all is as promised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from demo.findings import Survival, examine
+from demo.records import Incident, Kill, Step
+from demo.runs import RANKS, Run
+
+KILL = Kill(rank=1, pid=7, time=2.5)
+RECOVERED = Incident(saved_step=2, verdict="recovered", reason="", ranks=[])
+SAVED = Incident(saved_step=2, verdict="saved", reason="", ranks=[])
+
+
+def step(iteration: int, rank: int, time: float, restart: int = 0) -> Step:
+    return Step(iteration, rank, restart, time, {"lm loss": (1.5).hex()}, None)
+
+
+def run(title: str, after: float = 3.0, restart: int = 0, kill: Kill | None = None) -> Run:
+    """Four steps, one each second; step 3 ends at `after`, one tenth later for each rank."""
+    steps = [step(one, rank, float(one)) for one in (1, 2) for rank in range(RANKS)]
+    late = [step(one, rank, after + one - 3 + rank / 10, restart) for one in (3, 4) for rank in range(RANKS)]
+    return Run(title, [], Path(title), 4, steps=steps + late, kill=kill)
+
+
+REFERENCE, CALM = run("reference"), run("calm")
+ONLINE = Survival(run("online", after=3.2, kill=KILL), RECOVERED)
+RESTART = Survival(run("restart", after=9.2, restart=1, kill=KILL), SAVED)
+
+
+def test_each_way_is_told_with_the_seconds_until_all_ranks_have_finished_the_next_step() -> None:
+    found = examine(REFERENCE, CALM, ONLINE, RESTART)
+    assert found.kept
+    online, restart = found.sentences
+    assert online == (
+        "Online recovery: rank 1 got a new process, the other 3 kept theirs; the next step, 3, was finished"
+        " 1.0 s after the kill."
+    )
+    assert restart == (
+        "Save and restart: step 2 was saved, all 4 processes started again; the next step, 3, was finished"
+        " 7.0 s after the kill."
+    )
+
+
+def without(survival: Survival, rank: int) -> Survival:
+    kept = [one for one in survival.run.steps if one.rank != rank or one.iteration < 3]
+    return Survival(replace(survival.run, steps=kept), survival.incident)
+
+
+@pytest.mark.parametrize(
+    "online",
+    [
+        Survival(RESTART.run, SAVED),
+        Survival(RESTART.run, RECOVERED),
+        Survival(ONLINE.run, replace(RECOVERED, saved_step=1)),
+        without(ONLINE, rank=3),
+    ],
+    ids=["saved", "restarted", "lost-a-step", "rank-stands-still"],
+)
+def test_a_run_that_did_not_recover_online_is_no_success(online: Survival) -> None:
+    assert not examine(REFERENCE, CALM, online, RESTART).kept
+
+
+def test_a_run_that_did_not_start_again_shows_no_restart() -> None:
+    assert not examine(REFERENCE, CALM, ONLINE, Survival(ONLINE.run, RECOVERED)).kept
+
+
+def test_another_loss_after_the_recovery_is_no_success() -> None:
+    other = [
+        replace(one, losses={"lm loss": (2.5).hex()}) if one.iteration == 4 else one
+        for one in ONLINE.run.steps
+    ]
+    found = examine(REFERENCE, CALM, Survival(replace(ONLINE.run, steps=other), RECOVERED), RESTART)
+    assert not found.kept
+    assert ("losses equal, bit for bit: online", "NO: iteration 4, rank 0: lm loss") in [
+        (name, value[:32]) for name, value in found.rows
+    ]

@@ -1,0 +1,55 @@
+"""Online recovery of a job on two nodes: a rank of either node gets a new process, the other node goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import Authority
+from tests.faults import namespaces
+from tests.faults.harness import DP4, TP2_DP2
+from tests.faults.scenario import BaselineOf, ends
+from tests.integration.test_online import online, trains_on
+
+
+@pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [(3, "backward"), (2, "update"), (0, "backward")],
+    ids=["node1", "node1-update", "node0"],
+)
+def test_a_rank_of_two_nodes_with_a_network_between_them(
+    rank: int, phase: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Each node has its network namespace, and reaches the other by one link alone."""
+    with namespaces.two() as network:
+        job = online(
+            tmp_path,
+            DP4,
+            [f"rank={rank},step=6,phase={phase},kind=sigkill"],
+            nodes=2,
+            network=network,
+            environment={"TTP_TLS": "plain"},
+        )
+        trains_on(job, baseline_of(DP4))
+
+
+def test_with_tls_and_a_spare_on_each_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    job = online(
+        tmp_path,
+        TP2_DP2,
+        ["rank=3,step=6,phase=backward,kind=sigkill-beside-a-spare"],
+        nodes=2,
+        options=("--ttp-spares", "1"),
+        environment=Authority(tmp_path / "signer").settings(),
+    )
+    ended = trains_on(job, baseline_of(TP2_DP2))
+    assert f"replaced by pid {ended.stamps[0]['spare']}, " in ended.log
+
+
+def test_a_node_that_is_lost_is_not_recovered_online(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """No other node can take its place: the step is saved, and the line says why."""
+    job = online(tmp_path, DP4, ["rank=3,step=6,phase=backward,kind=agent-sigkill"], nodes=2)
+    ended, _ = ends(job, baseline_of(DP4), code=137, saved={5})
+    assert "not recovered online: node 1 is lost" in ended.log
