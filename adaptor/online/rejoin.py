@@ -12,68 +12,30 @@ made at any moment. What fails is told (`RegroupFailed`), and the controller fal
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import threading
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from adaptor import context
-from adaptor.checkpoint.step_record import StepRecord, inner
+from adaptor.checkpoint.step_record import inner
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.context import Context
 from adaptor.errors import AdaptorError
-from adaptor.online import state, transfer
+from adaptor.online import newcomer, state, transfer
 from adaptor.online.groups import Groups
+from adaptor.online.loop import Loop
 from adaptor.online.meeting import Meeting
+from adaptor.online.newcomer import Told
+from adaptor.online.transfer import Line
+from adaptor.online.unwinding import until_it_comes
 from adaptor.protocol.messages import Joined, Proceed, Regroup, RegroupFailed, Replacement
 from adaptor.waits import Waits
-from adaptor.worker import stacks
-from adaptor.worker.abort_gloo import LOOK_S
 from adaptor.worker.door import Unwind
-from adaptor.worker.processor import CannotRejoinError, MainThreadHangsError, why_not
+from adaptor.worker.processor import CannotRejoinError, why_not
 from adaptor.worker.runtime import Runtime
 
 T = TypeVar("T")
-
-# When the connections of all groups are shut, what waits for them raises within milliseconds, and a wait for
-# work that gloo has forgotten is ended within half a second (`abort_gloo.Waker`). A main thread that stands
-# still for so long waits for others in a way that nothing here can end.
-UNWIND_S = 3.0
-
-
-class Loop(Protocol):
-    """A framework's training loop, which can be called again. All on the main thread."""
-
-    def group(self) -> str:
-        """Return the name of the files that this rank could write: ranks of one group write the same."""
-
-    def optimizer(self) -> Any:
-        """Return the framework's optimizer, or chain of optimizers."""
-
-    def model(self) -> Any:
-        """Return the chunks of the model."""
-
-    def answers(self, step: int) -> Mapping[str, Any]:
-        """Return what a newcomer, which joins at `step`, would have asked other ranks at its start."""
-
-    def settle(self, step: int) -> None:
-        """Forget what an exception has left half done; the data since `step` will be given again."""
-
-    def trainee(self, record: StepRecord) -> MegatronTrainee:
-        """Describe what this rank holds: collective, over the new groups."""
-
-    def agree(self, step: int) -> None:
-        """Learn whether a rank has left what comes after `step`: collective, over the new groups."""
-
-    def put_back(self, record: StepRecord) -> None:
-        """Set the framework's counters to those of the step, as its loop reads them when it is called."""
-
-    def finish_step(self) -> None:
-        """Do what comes after the step (evaluation, a save) where a rank has not done all of it."""
-
-    def gather_weights(self) -> None:
-        """Make the model's weights from main params: collective, over the new groups."""
 
 
 class Rejoin:
@@ -99,7 +61,7 @@ class Rejoin:
         self._settled: Regroup | None = None  # it has put away what the fault has left half done
         self._loop: Loop | None = None
         self._meeting = Meeting(worker.rank)
-        self._told: StepRecord | None = None
+        self._told: Told | None = None  # in a newcomer
         worker.processor.go_round_by(self)
 
     @property
@@ -133,70 +95,49 @@ class Rejoin:
 
         def shut() -> int:
             with self._changed:  # behind that the main thread makes new connections
-                if self._settled is order:
+                if self._settled is order or self._is_old(order):
                     return 0
                 inodes = self._groups.sockets()
             return wake(inodes)
 
-        self._until_it_comes(order, shut, lambda slice_s: self._brought_to(order.step, shut, slice_s))
-        session.door.turn_away()
+        wait = functools.partial(until_it_comes, order.timeout_s, shut, is_gone=lambda: self._gone)
+        wait(lambda slice_s: self._brought_to(order, shut, slice_s))
+        with self._changed:
+            if self._is_old(order):  # all may go on already: the door is open
+                return
+            session.door.turn_away()
         shut()
-        self._until_it_comes(order, shut, lambda slice_s: self._wait(order, lambda: self._left, slice_s))
+        wait(lambda slice_s: self._wait(order, lambda: self._left, slice_s))
         with self._changed:
             if self._is_old(order):
                 return
             self._ready = order
             self._changed.notify_all()
-        self._until_it_comes(
-            order, shut, lambda slice_s: self._wait(order, lambda: self._settled is order, slice_s)
-        )
+        wait(lambda slice_s: self._wait(order, lambda: self._settled is order, slice_s))
         if self._is_old(order):
             return
         for one in order.replaced:
             if self._worker.rank in (one.twin, *(source.source for source in one.sources)):
                 self._answer(order, one)
 
-    def _until_it_comes(self, order: Regroup, shut: Callable[[], int], done: Callable[[float], bool]) -> None:
-        """Wait until the main thread has done its part, as `done` tells after so many seconds at most.
-
-        Args:
-            shut: is called until then: what is broken is broken whenever the main thread comes to it.
-
-        Raises:
-            MainThreadHangsError: it waits for work that will not end.
-            CannotRejoinError: the time is over.
-        """
-        since = time.monotonic()
-        until = since + order.timeout_s
-        before = stacks.awaited()
-        while not done(max(0.0, min(LOOK_S, until - time.monotonic()))):
-            now = time.monotonic()
-            if now >= until:
-                raise CannotRejoinError("its main thread has not left the training loop in time")
-            if self._gone:
-                raise CannotRejoinError("its script has left the training loop")
-            shut()
-            there = stacks.awaited()
-            if there is None or before is None or there.way != before.way:
-                before, since = there, now
-            elif now - since >= UNWIND_S:
-                raise MainThreadHangsError(f"its main thread hangs in {there.where}")
-
     def _wait(self, order: Regroup, done: Callable[[], bool], timeout_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: done() or self._is_old(order), timeout_s)
 
-    def _brought_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> bool:
+    def _brought_to(self, order: Regroup, wake: Callable[[], int], timeout_s: float) -> bool:
         try:
-            self._session.bring_to(step, wake, timeout_s)
+            self._session.bring_to(order.step, wake, timeout_s)
         except TimeoutError:
-            return False
+            return self._is_old(order)
         return True
 
     def proceed(self, order: Proceed) -> None:
         """See `processor.Rejoin`."""
-        self._session.door.open()
         with self._changed:
+            # From now on this is a survivor of the next incident, of which the order may come before the main
+            # thread has seen this one; and no thread of this incident does anything more.
+            self._alone, self._order = False, None
+            self._session.door.open()
             self._recovered = order.incident
             self._changed.notify_all()
 
@@ -207,11 +148,12 @@ class Rejoin:
         past = self._session.from_local_copy(order.step)
         record = self._session.record_of(order.step)
         loop = self._loop
-        given = state.Given(trainee, record, past, lambda: loop.answers(order.step))
+        given = state.Given(trainee, record, past, lambda: loop.answers(order.step), self._session.measures())
         line = self._meeting.to_newcomer(order, one.rank)
         transfer.answer(line, given, cancelled=lambda: self._is_old(order))
 
     def _is_old(self, order: Regroup) -> bool:
+        """Return whether another attempt has begun, or all go on."""
         return self._order is not order
 
     # main thread
@@ -242,18 +184,17 @@ class Rejoin:
                 error.__traceback__ = None  # what hangs on it is as large as the activations of a step
             self._join()
 
-    def ask_record(self) -> tuple[StepRecord, Mapping[str, Any]]:
-        """In a newcomer: the record of the step, and what it would have asked others at its start.
-
-        Waits until the survivors have agreed on the step.
-        """
+    def ask_record(self) -> Told:
+        """In a newcomer: ask where the job is, once the survivors have agreed on the step."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready is not None)
             order = self._ready
         assert order is not None
-        told = transfer.ask_record(self._meeting.to_source(order, self._replacement(order).twin))
-        self._told = state.record_of(told)
-        return self._told, told["answers"]
+        self._told = newcomer.ask_record(order, self._worker.rank, self._line_to(order))
+        return self._told
+
+    def _line_to(self, order: Regroup) -> Callable[[int], Line]:
+        return lambda source: self._meeting.to_source(order, source)
 
     def _join(self) -> None:
         """Take part in the attempts of an incident, until the job goes on; else this process is ended."""
@@ -273,9 +214,10 @@ class Rejoin:
             )
             if self._ready is not done:
                 return self._ready
-            self._left = self._alone = False
+            self._left = False
             self._ready = None
-        self._meeting.close()
+            ended, self._meeting = self._meeting, Meeting(self._worker.rank)
+        ended.close()
         return None
 
     def _take_part(self, order: Regroup) -> None:
@@ -294,12 +236,12 @@ class Rejoin:
         made, loop, session = self._groups, self._loop, self._session
         assert loop is not None
         trainee = session.trainee
-        if self._alone:
-            assert self._told is not None
-            record = self._told
+        told = self._told if self._alone else None
+        if told is not None:
+            record = told.record
             if record.step != order.step:
                 raise transfer.TransferError(f"it has the data after step {record.step}")
-            self._fetch(order, loop)
+            newcomer.fetch(order, self._worker.rank, self._line_to(order), loop)
         else:
             record = session.record_of(order.step)
             loop.settle(order.step)
@@ -321,39 +263,14 @@ class Rejoin:
         loop.gather_weights()
         trainee.random.put_back(record.rng)
         optimizers = inner(trainee.state.optimizer)
-        session.begin_again(trainee, optimizers, record, order.step, order.origin)
-        return _digest(record, made.count())
+        measures = told.measures if told is not None else None
+        session.begin_again(trainee, optimizers, record, order.step, order.origin, measures)
+        return state.digest(record, made.count())
 
     def _has_settled(self, order: Regroup) -> None:
         with self._changed:
             self._settled = order
             self._changed.notify_all()
-
-    def _fetch(self, order: Regroup, loop: Loop) -> None:
-        """In a newcomer: get the shards that it updates, and the weights that nobody updates."""
-        here = self._replacement(order)
-        givers = {(one.group, one.index): one.source for one in here.sources}
-        for index, optimizer in state.own_shards(loop.optimizer()):
-            giver = givers.get((loop.group(), index))
-            if giver is None:
-                raise transfer.TransferError(f"nobody gives shard {index}")
-            transfer.ask_shard(self._meeting.to_source(order, giver), index, optimizer)
-        weights = state.frozen(loop.model())
-        if weights:
-            transfer.ask_frozen(self._meeting.to_source(order, here.twin), weights)
-        for source in {here.twin, *givers.values()}:
-            transfer.end(self._meeting.to_source(order, source))
-
-    def _replacement(self, order: Regroup) -> Replacement:
-        return next(one for one in order.replaced if one.rank == self._worker.rank)
-
-
-def _digest(record: StepRecord, count: int) -> str:
-    """Return a checksum of what is equal on all ranks: step, counters, schedule, and how many groups the job
-    has made (by which torch names the next one)."""
-    schedule = dict(record.scheduler or {})
-    told = (record.step, sorted(record.counters.items()), sorted(schedule.items()), count)
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
 class OnlineRecovery:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.devices.device import Device
 from adaptor.online.transfer import TransferError
 from adaptor.replica import twin
+from adaptor.worker.pace import Measures
 from adaptor.worker.processor import CannotRejoinError
 
 
@@ -36,6 +38,7 @@ class Given:
     Args:
         past: the step is before the last update, and so in the local copy.
         answers: what the newcomer would have asked other ranks at its start.
+        measures: what steps and phases take here.
     """
 
     def __init__(
@@ -44,18 +47,24 @@ class Given:
         record: StepRecord,
         past: bool,
         answers: Callable[[], Mapping[str, Any]],
+        measures: Measures,
     ) -> None:
         self.device: Device = trainee.device
         self._trainee = trainee
         self._record = record
         self._answers = answers
+        self._measures = measures
         self._optimizer, self._mirrors = trainee.state.optimizer, trainee.mirrors
         if past:
             assert trainee.local_copy is not None
             self._optimizer, self._mirrors = trainee.local_copy.optimizer, trainee.local_copy.mirrors
 
     def record(self) -> Any:
-        return {"record": dict(vars(self._record)), "answers": dict(self._answers())}
+        return {
+            "record": dict(vars(self._record)),
+            "answers": dict(self._answers()),
+            "measures": self._measures,
+        }
 
     def shard(self, index: int) -> torch.optim.Optimizer:
         for own, optimizer in own_shards(self._optimizer):
@@ -84,6 +93,14 @@ def record_of(told: Mapping[str, Any]) -> StepRecord:
     for name in ("groups", "scalers", "buffers"):
         fields[name] = tuple(fields[name])
     return StepRecord(**fields)
+
+
+def digest(record: StepRecord, count: int) -> str:
+    """Return a checksum of what is equal on all ranks: step, counters, schedule, and how many groups the job
+    has made (by which torch names the next one)."""
+    schedule = dict(record.scheduler or {})
+    told = (record.step, sorted(record.counters.items()), sorted(schedule.items()), count)
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
 def restore(trainee: MegatronTrainee, record: StepRecord) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from adaptor.protocol.board import Board
 
@@ -21,6 +21,15 @@ class _Running(NamedTuple):
     begun: float
 
 
+class Measures(TypedDict):
+    """What was measured, in seconds: the slowest of the first steps of a process, recent steps, and recent
+    phases by their names."""
+
+    first: float
+    steps: list[float]
+    phases: dict[str, list[float]]
+
+
 class Pace:
     """Told by the main thread; phases may be in a step, and in each other."""
 
@@ -29,6 +38,8 @@ class Pace:
         self._begun = 0.0
         self._took: deque[float] = deque(maxlen=RECENT)
         self._unusual = UNUSUAL
+        self._first = 0.0  # seconds of the slowest of the first steps of a process
+        self._knows_first = False  # another process has told what they take
         self._in_phases = 0.0  # seconds of the step that is running
         self._running: list[_Running] = []
         self._phases: dict[str, deque[float]] = {}
@@ -43,29 +54,60 @@ class Pace:
         """Does nothing where no step is running."""
         if self._board.inside < 0:
             return
+        took = time.monotonic() - self._begun - self._in_phases
         if self._unusual:
             self._unusual -= 1
+            self._first = max(self._first, took)
         else:
-            self._took.append(time.monotonic() - self._begun - self._in_phases)
-        self._board.leave(max(self._took, default=0.0))
+            self._took.append(took)
+        self._board.leave(self._slowest)
 
     def abandon_step(self) -> None:
         """The step that is running was left before its end: it runs no longer, and is no measure."""
         if self._board.inside >= 0:
-            self._board.leave(max(self._took, default=0.0))
+            self._board.leave(self._slowest)
+
+    @property
+    def _slowest(self) -> float:
+        first = self._first if self._unusual and self._knows_first else 0.0
+        return max(first, max(self._took, default=0.0))
 
     def begin_phase(self, name: str) -> None:
         self._running.append(_Running(name, time.monotonic()))
         self._turn()
 
-    def end_phase(self) -> None:
-        """The phase that was begun last has ended."""
+    def end_phase(self, *, is_measure: bool = True) -> None:
+        """The phase that was begun last has ended.
+
+        Args:
+            is_measure: False: an exception has left it, perhaps because another rank hung.
+        """
         ended = self._running.pop()
         took = time.monotonic() - ended.begun
-        self._phases.setdefault(ended.name, deque(maxlen=RECENT)).append(took)
+        if is_measure:
+            self._phases.setdefault(ended.name, deque(maxlen=RECENT)).append(took)
         if not self._running:
             self._in_phases += took
         self._turn()
+
+    def measures(self) -> Measures:
+        """Return what steps and phases have taken here, for a process that takes the place of another."""
+        return {
+            "first": 0.0 if self._unusual and not self._knows_first else self._first,
+            "steps": list(self._took),
+            "phases": {name: list(took) for name, took in self._phases.items()},
+        }
+
+    def take_over(self, measures: Measures) -> None:
+        """Measure this process by what another one has told: else its first steps would have 15 times the
+        time, and the first phase of each kind any."""
+        self._first = measures["first"]
+        self._knows_first = self._first > 0.0
+        if self._knows_first:
+            self._took.extend(measures["steps"])
+        for name, took in measures["phases"].items():
+            self._phases[name] = deque(took, maxlen=RECENT)
+        self._board.leave(self._slowest)
 
     def begin(self) -> None:
         """Training begins, for the first time or again after `rest`."""

@@ -24,7 +24,7 @@ from adaptor.protocol.messages import BoardRecord, Phase
 from adaptor.protocol.state_provider import Trainee
 from adaptor.worker.door import PUBLISH, Door, Unwind
 from adaptor.worker.loop_position import LoopPosition
-from adaptor.worker.pace import Pace
+from adaptor.worker.pace import Measures, Pace
 from adaptor.worker.step_history import StepHistory, Taken
 
 
@@ -120,13 +120,19 @@ class Session:
         self._say(trainee, origin)
 
     def begin_again(
-        self, trainee: Trainee, inner_optimizers: Iterable[object], record: Any, step: int, origin: int
+        self,
+        trainee: Trainee,
+        inner_optimizers: Iterable[object],
+        record: Any,
+        step: int,
+        origin: int,
+        measures: Measures | None = None,
     ) -> None:
         """The state of `trainee` is that of `step` again, and `record` belongs to it: the next step is made,
         for the first time or once more.
 
         In a process that takes the place of another training begins here; `origin` is the step that the job
-        was started from.
+        was started from, and `measures` those of another rank.
         """
         self._thread = threading.get_ident()
         self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
@@ -144,6 +150,8 @@ class Session:
             self._is_protected = True  # the process before has said so
             self.is_training = True
             self._pace.begin()
+            if measures is not None:
+                self._pace.take_over(measures)
             self._say(trainee, origin)
 
     def end_training(self) -> None:
@@ -267,8 +275,10 @@ class Session:
         self._pace.begin_phase(name)
         try:
             yield
-        finally:
-            self._pace.end_phase()
+        except BaseException:
+            self._pace.end_phase(is_measure=False)
+            raise
+        self._pace.end_phase()
 
     def before_copy(self) -> None:
         """Note that a script begins to make the local copy by itself; `before_update` ends that."""
@@ -500,6 +510,10 @@ class Session:
     def from_local_copy(self, step: int) -> bool:
         """Return True if `step`, to which this rank was brought, is in the local copy, not the live state."""
         return step < self.board.live
+
+    def measures(self) -> Measures:
+        """Return what steps and phases have taken on this rank (`Pace.measures`)."""
+        return self._pace.measures()
 
     def record_of(self, step: int) -> Any:
         """Return what belongs to `step` besides tensors. Raises LookupError if it is not known any more."""

@@ -240,7 +240,7 @@ class Worker(Process):
                 try:
                     yield from self._save(step)
                 except (Exception, Unwind):
-                    session._pace.end_phase()
+                    session._pace.end_phase(is_measure=False)
                     raise
                 session._pace.end_phase()
 

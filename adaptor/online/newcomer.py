@@ -1,0 +1,65 @@
+"""What a process that takes the place of another asks of survivors: the record of the step, and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.online import state, transfer
+from adaptor.online.loop import Loop
+from adaptor.online.transfer import Line
+from adaptor.protocol.messages import Regroup, Replacement
+from adaptor.worker.pace import Measures
+
+
+class Told(NamedTuple):
+    """What its twin has told a newcomer.
+
+    record    of the step
+    answers   what it would have asked other ranks at its start
+    measures  what steps and phases take (`Session.measures`)
+    """
+
+    record: StepRecord
+    answers: Mapping[str, Any]
+    measures: Measures
+
+
+def ask_record(order: Regroup, rank: int, line_to: Callable[[int], Line]) -> Told:
+    """Ask the twin of `rank` where the job is.
+
+    Args:
+        order: names who gives what.
+        rank: this one.
+        line_to: connects to a survivor.
+    """
+    told = transfer.ask_record(line_to(_replacement(order, rank).twin))
+    return Told(state.record_of(told), told["answers"], told["measures"])
+
+
+def fetch(order: Regroup, rank: int, line_to: Callable[[int], Line], loop: Loop) -> None:
+    """Get the shards that this rank updates, and the weights that nobody updates.
+
+    Raises:
+        TransferError: nobody gives a shard, or it does not fit.
+        CannotRejoinError: what has come is not finite.
+    """
+    here = _replacement(order, rank)
+    givers = {(one.group, one.index): one.source for one in here.sources}
+    own = state.own_shards(loop.optimizer())
+    for index, optimizer in own:
+        giver = givers.get((loop.group(), index))
+        if giver is None:
+            raise transfer.TransferError(f"nobody gives shard {index}")
+        transfer.ask_shard(line_to(giver), index, optimizer)
+    weights = state.frozen(loop.model())
+    if weights:
+        transfer.ask_frozen(line_to(here.twin), weights)
+    for source in {here.twin, *givers.values()}:
+        transfer.end(line_to(source))
+    state.require_finite(optimizer for _, optimizer in own)
+
+
+def _replacement(order: Regroup, rank: int) -> Replacement:
+    return next(one for one in order.replaced if one.rank == rank)

@@ -1,0 +1,47 @@
+"""Waits until the main thread of a survivor has left a broken collective and done its part, or hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from adaptor.worker import stacks
+from adaptor.worker.abort_gloo import LOOK_S
+from adaptor.worker.processor import CannotRejoinError, MainThreadHangsError
+
+# When the connections of all groups are shut, what waits for them raises within milliseconds, and a wait for
+# work that gloo has forgotten is ended within half a second (`abort_gloo.Waker`). A main thread that stands
+# still for so long waits for others in a way that nothing here can end.
+UNWIND_S = 3.0
+
+
+def until_it_comes(
+    timeout_s: float, shut: Callable[[], int], done: Callable[[float], bool], is_gone: Callable[[], bool]
+) -> None:
+    """Wait until the main thread has done its part, as `done` tells after so many seconds at most.
+
+    Args:
+        timeout_s: seconds for all of it.
+        shut: is called until then: what is broken is broken whenever the main thread comes to it.
+        done: waits.
+        is_gone: tells whether the script has left its training loop.
+
+    Raises:
+        MainThreadHangsError: it waits for work that will not end.
+        CannotRejoinError: the time is over, or the script has left its loop.
+    """
+    since = time.monotonic()
+    until = since + timeout_s
+    before = stacks.awaited()
+    while not done(max(0.0, min(LOOK_S, until - time.monotonic()))):
+        now = time.monotonic()
+        if now >= until:
+            raise CannotRejoinError("its main thread has not left the training loop in time")
+        if is_gone():
+            raise CannotRejoinError("its script has left the training loop")
+        shut()
+        there = stacks.awaited()
+        if there is None or before is None or there.way != before.way:
+            before, since = there, now
+        elif now - since >= UNWIND_S:
+            raise MainThreadHangsError(f"its main thread hangs in {there.where}")

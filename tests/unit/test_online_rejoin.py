@@ -1,0 +1,168 @@
+"""Online recovery in one worker: threads of an attempt that is over, and messages that follow closely."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from adaptor.devices.device import HOST
+from adaptor.online import newcomer, transfer
+from adaptor.online.groups import Groups
+from adaptor.online.rejoin import Rejoin
+from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.messages import Proceed, Regroup, Replacement, ShardSource
+from adaptor.worker.door import Unwind
+from adaptor.worker.processor import CannotRejoinError
+from adaptor.worker.session import Session
+from tests.unit.threads import Thread
+from tests.unit.trainee import CountingTrainee, Loop
+
+
+def order(attempt: int, *, incident: int = 1, step: int = 5, timeout_s: float = 0.3) -> Regroup:
+    return Regroup(
+        incident=incident,
+        attempt=attempt,
+        step=step,
+        origin=0,
+        replaced=(Replacement(1, 0, (ShardSource("g", 0, 0),)),),
+        store_host=f"ttp-test-{secrets.token_hex(8)}",
+        store_port=0,
+        timeout_s=timeout_s,
+        store_secret=b"",
+    )
+
+
+class Worker:
+    """Rank 0, whose main thread has finished step 4, with its real session and board."""
+
+    def __init__(self, memory: BoardMemory, *, comes_new: bool = False) -> None:
+        board = Board(0, memory.path, memory.slots)
+        self.session = Session(board, lambda *heard: None, lambda error: None)
+        loop = Loop(self.session, CountingTrainee())
+        loop.begin(4)
+        processor = SimpleNamespace(go_round_by=lambda rejoin: None, say=lambda message: None)
+        runtime: Any = SimpleNamespace(rank=0, session=self.session, processor=processor)
+        self.rejoin = Rejoin(runtime, Groups(None), comes_new)  # type: ignore[arg-type]
+        self.board = board
+
+    def may_update(self, step: int) -> bool:
+        """Whether the main thread comes through a door that is closed, where it is let through."""
+        door = self.session.door
+        door.shut()
+        door.let_through(step)
+        try:
+            door.enter(step)
+        except Unwind:
+            return False
+        door.leave()
+        return True
+
+
+@pytest.fixture
+def memory() -> Iterator[BoardMemory]:
+    made = BoardMemory([0])
+    yield made
+    made.close()
+
+
+def test_a_thread_that_is_late_turns_nobody_away_when_all_go_on(memory: BoardMemory) -> None:
+    """Else the next incident would take the main thread out of an update that is to be saved."""
+    worker = Worker(memory)
+
+    def wake(inodes: frozenset[int]) -> int:  # its thread was put off its core for all of attempt 2
+        worker.rejoin.proceed(Proceed(1, 5))
+        worker.board.finish(5)
+        return 0
+
+    with Thread(worker.rejoin.regroup, order(1), wake) as late:
+        late.result()
+    assert worker.may_update(6)
+
+
+def test_a_thread_that_is_late_shuts_no_connection_of_the_next_attempt(memory: BoardMemory) -> None:
+    worker = Worker(memory)
+    worker.board.ready(5)  # an update that does not come
+    shut: list[int] = []
+
+    def wake(inodes: frozenset[int]) -> int:
+        shut.append(1)
+        if len(shut) == 1:
+            with (
+                pytest.raises(CannotRejoinError),
+                Thread(worker.rejoin.regroup, order(2, step=4), never) as new,
+            ):
+                new.result()
+        return 0
+
+    def never(inodes: frozenset[int]) -> int:
+        return 0
+
+    with Thread(worker.rejoin.regroup, order(1, timeout_s=2.0), wake) as late:
+        late.result()
+    assert shut == [1]
+
+
+def test_who_has_joined_is_a_survivor_of_the_next_fault(memory: BoardMemory) -> None:
+    """Its order may come before the main thread has seen that all go on."""
+    worker = Worker(memory, comes_new=True)
+    worker.rejoin.regroup(order(1), lambda inodes: 0)  # the main thread asks for the rest by itself
+    worker.board.finish(5)
+    worker.rejoin.proceed(Proceed(1, 5))
+    assert not worker.rejoin.newcomer
+    with pytest.raises(CannotRejoinError, match="its main thread has not left the training loop"):
+        worker.rejoin.regroup(order(1, incident=2), lambda inodes: 0)
+
+
+class Given:
+    """What a survivor gives (`transfer.Source`)."""
+
+    device = HOST
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def record(self) -> Any:
+        return {}
+
+    def shard(self, index: int) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def frozen(self) -> list[torch.Tensor]:
+        return []
+
+
+def adam() -> torch.optim.Optimizer:
+    made = torch.optim.Adam([torch.nn.Parameter(torch.ones(4))])
+    made.param_groups[0]["params"][0].grad = torch.ones(4)
+    made.step()
+    return made
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_newcomer_takes_no_shard_that_is_not_finite(is_finite: bool) -> None:
+    """The giver looks at its own only when it joins itself."""
+    theirs, own = adam(), adam()
+    if not is_finite:
+        next(iter(theirs.state.values()))["exp_avg"][1] = torch.nan
+    store = dist.HashStore()
+
+    def line(place: int) -> transfer.Line:
+        return transfer.Line(dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=60)), 1 - place)
+
+    chain = SimpleNamespace(optimizer=own, data_parallel_group=None)
+    loop: Any = SimpleNamespace(optimizer=lambda: chain, group=lambda: "g", model=list)
+    with Thread(lambda: transfer.answer(line(transfer.SOURCE), Given(theirs), lambda: False)) as gives:
+        to_source = line(transfer.NEWCOMER)
+        if is_finite:
+            newcomer.fetch(order(1), 1, lambda source: to_source, loop)
+        else:
+            with pytest.raises(CannotRejoinError, match="its optimizer state is not finite"):
+                newcomer.fetch(order(1), 1, lambda source: to_source, loop)
+        gives.result()

@@ -1,0 +1,131 @@
+"""What a step and a phase may take, where a process has no measure of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from adaptor.controller.hang_detector import OVERLONG, PHASE_FACTOR, HangDetector, hang
+from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.messages import NodeStalled
+from adaptor.worker import pace as pace_module
+from adaptor.worker.pace import UNUSUAL, Pace
+
+FLOOR_S = 10.0
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(pace_module, "time", made)
+    return made
+
+
+@pytest.fixture
+def memory() -> Iterator[BoardMemory]:
+    made = BoardMemory([0, 1])
+    yield made
+    made.close()
+
+
+def rank(memory: BoardMemory, number: int) -> tuple[Board, Pace]:
+    board = Board(number, memory.path, memory.slots)
+    board.start(0)
+    return board, Pace(board)
+
+
+def step(pace: Pace, clock: Clock, number: int, seconds: float) -> None:
+    pace.begin_step(number)
+    clock.now += seconds
+    pace.end_step()
+
+
+def phase(pace: Pace, clock: Clock, seconds: float) -> None:
+    pace.begin_phase("evaluation")
+    clock.now += seconds
+    pace.end_phase()
+
+
+def noticed_after(memory: BoardMemory) -> float:
+    """After how many seconds a rank that stands still is reported, when the other one waits for it."""
+    watch = HangDetector(0, FLOOR_S)
+    boards = [memory.read(0), memory.read(1)]
+    for now in range(2000):
+        said = watch.look(boards, float(now))
+        if isinstance(said, NodeStalled) and hang([said]):
+            return float(now)
+    return float("inf")
+
+
+def test_a_new_process_that_hangs_in_its_first_step_is_noticed_as_soon_as_any(
+    memory: BoardMemory, clock: Clock
+) -> None:
+    _, twin = rank(memory, 0)
+    for number, seconds in enumerate([20.0, 8.0, 1.0, 2.0], start=1):
+        step(twin, clock, number, seconds)
+    _, new = rank(memory, 1)
+    new.begin_step(5)
+    twin.begin_step(5)
+    assert noticed_after(memory) == OVERLONG * FLOOR_S
+    _, new = rank(memory, 1)
+    new.take_over(twin.measures())
+    new.begin_step(5)
+    assert noticed_after(memory) == 60.0  # three times what the first steps of the other one took
+    for number in range(5, 5 + UNUSUAL):
+        new.end_step()
+        new.begin_step(number + 1)
+    assert noticed_after(memory) == FLOOR_S
+
+
+def test_a_new_process_that_hangs_in_an_evaluation_is_noticed(memory: BoardMemory, clock: Clock) -> None:
+    """One of its kind has ended in the process that it gets its state from."""
+    _, twin = rank(memory, 0)
+    for number in range(1, 4):
+        step(twin, clock, number, 1.0)
+    phase(twin, clock, 3.0)
+    _, new = rank(memory, 1)
+    new.begin_phase("evaluation")
+    twin.begin_phase("evaluation")
+    assert noticed_after(memory) == float("inf")
+    _, new = rank(memory, 1)
+    new.take_over(twin.measures())
+    new.begin_phase("evaluation")
+    assert noticed_after(memory) == PHASE_FACTOR * FLOOR_S
+
+
+def test_what_was_not_measured_is_not_passed_on(memory: BoardMemory, clock: Clock) -> None:
+    """A process that has made one step knows nothing of the second one, in which more may be compiled."""
+    _, twin = rank(memory, 0)
+    step(twin, clock, 1, 1.0)
+    board, new = rank(memory, 1)
+    new.take_over(twin.measures())
+    assert board.slowest == 0.0
+
+
+def test_measures_are_passed_on_and_on(memory: BoardMemory, clock: Clock) -> None:
+    _, twin = rank(memory, 0)
+    for number, seconds in enumerate([20.0, 8.0, 1.0], start=1):
+        step(twin, clock, number, seconds)
+    _, new = rank(memory, 1)
+    new.take_over(twin.measures())
+    assert new.measures() == twin.measures()
+
+
+def test_a_phase_that_an_exception_has_left_is_no_measure(memory: BoardMemory, clock: Clock) -> None:
+    board, pace = rank(memory, 0)
+    phase(pace, clock, 3.0)
+    pace.begin_phase("evaluation")
+    clock.now += 1000.0
+    pace.end_phase(is_measure=False)
+    pace.begin_phase("evaluation")
+    assert board.usual == 3.0
