@@ -212,6 +212,10 @@ class IncidentReport:
             self._files.write_incident(last.again)
             self._tell("gone-on", now, step=finished)
 
+    def record_training(self) -> None:
+        """Record that every rank trains, and after which step it began: once in a generation of workers."""
+        self._tell("training", self._trained or time.time(), step=self._origin)
+
     def record_start(self) -> None:
         """Record that the controller of a generation of workers is on this node."""
         self._records = True

@@ -42,6 +42,7 @@ class JobStatus:
         self._written = 0.0  # when it was written last, on the monotonic clock
         self._step = -1
         self._step_time = 0.0
+        self._trains = 0  # the newest generation whose ranks were all seen to train
 
     def look(
         self, boards: Sequence[BoardRecord], controller: Controller, node: int, nodes: int, generation: int
@@ -59,12 +60,15 @@ class JobStatus:
         step = max((board.finished for board in boards), default=-1)
         if step != self._step and step >= 0:
             self._step, self._step_time = step, now
+        members = controller.membership
+        training = len(members.layouts)
+        if training == members.world_size and generation > self._trains:
+            self._trains = generation
+            self._report.record_training()
         if time.monotonic() - self._written < STATUS_S:
             return
         self._written = time.monotonic()
-        members = controller.membership
         why_not = next(iter(members.unprotected.values()), "")
-        training = len(members.layouts)
         self._last = Status(
             time=utc(now),
             job=self._files.job,

@@ -20,13 +20,12 @@ from adaptor import config, output, text
 from adaptor.checkpoint import manifest, saved_steps, tracker
 from adaptor.errors import AdaptorError
 from adaptor.operations import job_folder, records
+from adaptor.operations.goodput import Goodput, goodput
 from adaptor.operations.records import Incident, Phases, Status
 from adaptor.protocol import naming
 
 OK, FINDING, USAGE = 0, 1, 2
-# A status is replaced each second. One that is older is of a ttprun that is gone, hangs or cannot write; a
-# loaded machine and a slow file system take some seconds.
-STALE_S = 15.0
+PORT = 9470
 _WATCH_S = 1.0
 
 
@@ -63,7 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     status = add("status", _status, "what a job does now; exit code 1 if it is not protected, or silent")
     status.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
     incidents = add("incidents", _incidents, "what has failed in a job, and what each incident cost")
-    for command in (status, incidents):
+    spent = add("goodput", _goodput, "how a job has spent its time; its goodput")
+    serve = add("serve", _serve, "metrics and files of a job over HTTP, read-only, until Ctrl-C")
+    serve.add_argument("--host", default="127.0.0.1", help="the address to serve on (default 127.0.0.1)")
+    serve.add_argument("--port", type=_port, default=PORT, help=f"the port (default {PORT}); 0: any")
+    serve.add_argument(
+        "--token-file", type=Path, help="a file with the word that a client must send as Bearer"
+    )
+    serve.add_argument("--tls-cert", type=Path, help="a PEM file: the certificate of this address")
+    serve.add_argument("--tls-key", type=Path, help="a PEM file: its key")
+    for command in (status, incidents, spent, serve):
         command.add_argument(
             "where",
             nargs="?",
@@ -73,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = add("verify", _verify, "compare the checkpoints in a save folder with their manifests")
     verify.add_argument("save", type=Path, help="the folder (--save)")
     verify.add_argument("--step", type=int, help="of this step alone")
-    for command in (status, incidents, verify):
+    for command in (status, incidents, spent, verify):
         command.add_argument("--json", action="store_true", help="print JSON")
     schema = add("schema", _schema, "print the JSON Schema of a file")
     schema.add_argument("name", choices=sorted(records.SCHEMAS))
@@ -88,7 +96,7 @@ def _status(parsed: argparse.Namespace) -> int:
     while True:
         status = job_folder.status(_where(parsed))
         age = max(0.0, time.time() - records.unix(status.time))
-        silent = status.state != "ended" and age > STALE_S
+        silent = status.state != "ended" and age > job_folder.STALE_S
         if parsed.json:
             print(msgspec.json.encode(status).decode())
         else:
@@ -146,6 +154,67 @@ def _incident_lines(incident: Incident) -> list[str]:
 
 def _parts(phases: Phases) -> dict[str, float | None]:
     return {name.replace("_", " "): seconds for name, seconds in msgspec.structs.asdict(phases).items()}
+
+
+def _goodput(parsed: argparse.Namespace) -> int:
+    job = _where(parsed)
+    status = job_folder.status(job)
+    spent = goodput(
+        job_folder.events(job),
+        job_folder.Summaries().of(job),
+        newest=status.step,
+        until=records.unix(status.time),
+    )
+    if parsed.json:
+        print(msgspec.json.encode(spent).decode())
+    else:
+        print("\n".join(_goodput_lines(spent)))
+    return OK
+
+
+def _goodput_lines(spent: Goodput) -> list[str]:
+    total = sum(spent.seconds.values())
+    rows = [
+        f"{state:<12} {_duration(seconds):>10}  {100 * seconds / total:5.1f} %"
+        for state, seconds in spent.seconds.items()
+        if total
+    ]
+    if spent.ratio is None:
+        return ["no time is recorded yet"]
+    lost = f", {spent.lost} more were trained again" if spent.lost else ""
+    return [*rows, f"goodput {100 * spent.ratio:.1f} % of {_duration(total)}; {spent.steps} steps{lost}"]
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= port < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number from 0 to 65535")
+    return port
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    try:
+        from adaptor.operations import serve
+    except ModuleNotFoundError as error:
+        if error.name != "prometheus_client":
+            raise
+        raise job_folder.JobFolderError(
+            "ttp serve needs prometheus_client: pip install 'ttp-adaptor[ops]'"
+        ) from None
+    if (parsed.tls_cert is None) != (parsed.tls_key is None):
+        raise job_folder.JobFolderError("--tls-cert and --tls-key belong together: name both")
+    where = parsed.where or Path(config.load().log_path)
+    if not where.is_dir():
+        raise job_folder.JobFolderError(f"{_shown(str(where))}: there is no such folder; name a TTP_LOG_PATH")
+    certificate = (parsed.tls_cert, parsed.tls_key) if parsed.tls_cert is not None else None
+    with serve.Server(
+        where, parsed.host, parsed.port, token=parsed.token_file, certificate=certificate
+    ) as server:
+        scheme = "https" if certificate else "http"
+        host, port = server.server_address[:2]
+        print(f"[ttp] {scheme}://{host!s}:{port}/metrics serves {_shown(str(where))}", flush=True)
+        server.serve_forever()
+    return OK
 
 
 def _verify(parsed: argparse.Namespace) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from adaptor.errors import AdaptorError
-from adaptor.operations.records import Incident, Status
+from adaptor.operations.records import Event, Incident, IncidentSummary, Status
 
 STATUS_FILE = "status.json"
 EVENTS_FILE = "events.jsonl"
@@ -18,8 +19,11 @@ INCIDENTS = "incidents"
 _UNUSUAL = re.compile(r"[^\w.@+=,-]+")
 # A file that is larger is none of ours: the report of 100,000 ranks has 200 MiB.
 MOST_BYTES = 1 << 30
+# A status is replaced each second. One that is older is of a ttprun that is gone, hangs or cannot write; a
+# loaded machine and a slow file system take some seconds.
+STALE_S = 15.0
 
-T = TypeVar("T", Status, Incident)
+T = TypeVar("T", Status, Incident, IncidentSummary)
 
 
 class JobFolderError(AdaptorError):
@@ -62,16 +66,61 @@ def find(where: Path) -> Path:
 
 def status(job: Path) -> Status:
     """Read status.json. Raises JobFolderError."""
-    return _read(job / STATUS_FILE, Status)
+    return read(job / STATUS_FILE, Status)
 
 
 def incidents(job: Path) -> list[Incident]:
     """Read the files of all incidents that have ended, in their order. Raises JobFolderError."""
-    found = [_read(path, Incident) for path in (job / INCIDENTS).glob("*.json")]
+    found = [read(path, Incident) for path in (job / INCIDENTS).glob("*.json")]
     return sorted(found, key=lambda incident: (incident.began, incident.incident))
 
 
-def _read(path: Path, kind: type[T]) -> T:
+def events(job: Path) -> Iterator[Event]:
+    """Read the lines of events.jsonl, in their order. A line that is cut, or none of ours, is left out.
+
+    Raises:
+        JobFolderError: the file cannot be read.
+    """
+    path = job / EVENTS_FILE
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    yield msgspec.json.decode(line, type=Event)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    continue  # of a full disk, or being written
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise JobFolderError(f"{path}: it cannot be read ({error.strerror})") from None
+
+
+class Summaries:
+    """The summaries of a job's incidents; a file is read again only when it has changed."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, tuple[tuple[int, int], IncidentSummary]] = {}
+
+    def of(self, job: Path) -> list[IncidentSummary]:
+        """Return the summaries of the incidents of a job, in their order. Raises JobFolderError."""
+        there: dict[Path, tuple[tuple[int, int], IncidentSummary]] = {}
+        for path in (job / INCIDENTS).glob("*.json"):
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except OSError as error:
+                raise JobFolderError(f"{path}: it cannot be read ({error.strerror})") from None
+            mark = (stat.st_mtime_ns, stat.st_size)
+            known = self._read.get(path)
+            there[path] = known if known and known[0] == mark else (mark, read(path, IncidentSummary))
+        self._read = there
+        found = [summary for _, summary in there.values()]
+        return sorted(found, key=lambda summary: (summary.began, summary.incident))
+
+
+def read(path: Path, kind: type[T]) -> T:
+    """Read one file of a job. Raises JobFolderError."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise JobFolderError(f"{path}: it is larger than {MOST_BYTES >> 20} MiB, and none of ours")

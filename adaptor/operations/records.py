@@ -149,6 +149,22 @@ class Incident(msgspec.Struct, kw_only=True):
     events: list[Event]
 
 
+class IncidentSummary(msgspec.Struct, kw_only=True, frozen=True):
+    """The fields of an incident that are counted: with many ranks its events are hundreds of megabytes."""
+
+    id: str
+    incident: int
+    began: str
+    ended: str
+    cause: Cause
+    verdict: str
+    step: int | None
+    steps_lost: int | None
+    phases: Phases
+    checkpoint: str | None
+    bytes: int | None
+
+
 class Status(msgspec.Struct, kw_only=True):
     """The file status.json.
 

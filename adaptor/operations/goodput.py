@@ -1,0 +1,92 @@
+"""How a job has spent its time, from its events: what part of it went into steps that count.
+
+A job is in one state at a time. Its events end one state and begin the next:
+
+startup     workers are started, until every rank trains
+training    steps, evaluations and saves
+recovery    from a fault that was noticed to the first step that is finished after it, or to the end of ttprun
+down        from the end of one ttprun to the start of the next one of the same job
+
+Training is then divided: what was spent on steps that were trained again is `wasted`, the rest `productive`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from adaptor.operations.records import Event, IncidentSummary, unix
+
+STATES = ("productive", "wasted", "startup", "recovery", "down")
+# By the state before an event and its type: the state after it. What is not here changes nothing.
+_NEXT = {
+    ("down", "generation"): "startup",
+    ("training", "generation"): "startup",  # workers that are started again though nothing has failed
+    ("startup", "training"): "training",
+    ("startup", "fault-noticed"): "recovery",
+    ("training", "fault-noticed"): "recovery",
+    ("recovery", "gone-on"): "training",
+    ("startup", "ended"): "down",
+    ("training", "ended"): "down",
+    ("recovery", "ended"): "down",
+}
+
+
+class Goodput(msgspec.Struct, kw_only=True, frozen=True):
+    """How a job has spent its time, in seconds.
+
+    seconds  in each state: productive, wasted, startup, recovery, down
+    steps    that count: from the first one that was trained to the newest one that is finished
+    lost     steps that had to be trained again
+    ratio    productive seconds over all seconds; None if there are none
+    """
+
+    seconds: dict[str, float]
+    steps: int
+    lost: int
+    ratio: float | None
+
+
+def goodput(
+    events: Iterable[Event], incidents: Sequence[IncidentSummary], *, newest: int | None, until: float | None
+) -> Goodput:
+    """Return how a job has spent its time.
+
+    A step that was lost is taken to have cost what a step of this job costs on average.
+
+    Args:
+        events: of the job, in the order of its file.
+        incidents: of the same job.
+        newest: the newest step that is finished, None if it is not known.
+        until: the time to which the last state lasts, in Unix seconds; None: to the last event.
+    """
+    seconds = dict.fromkeys(("training", "startup", "recovery", "down"), 0.0)
+    state, since, first = "", 0.0, None
+    for event in events:
+        at = unix(event.time)
+        after = _NEXT.get((state or "down", event.type), state)
+        if event.type == "training" and event.step is not None and first is None:
+            first = event.step
+        if after == state:
+            continue
+        if state:
+            # Two nodes may have written, whose clocks disagree: no state lasts less than nothing.
+            seconds[state] += max(0.0, at - since)
+        state, since = after, max(at, since)
+    if state and state != "down" and until is not None:
+        seconds[state] += max(0.0, until - since)
+    lost = sum(incident.steps_lost or 0 for incident in incidents)
+    steps = max(0, newest - max(first, 0)) if newest is not None and first is not None else 0
+    wasted = seconds["training"] * lost / (steps + lost) if lost else 0.0
+    spent = {
+        "productive": seconds["training"] - wasted,
+        "wasted": wasted,
+        "startup": seconds["startup"],
+        "recovery": seconds["recovery"],
+        "down": seconds["down"],
+    }
+    total = sum(spent.values())
+    return Goodput(
+        seconds=spent, steps=steps, lost=lost, ratio=spent["productive"] / total if total else None
+    )

@@ -1,0 +1,143 @@
+"""The metrics of a job, made from its files at each scrape, for Prometheus.
+
+docs/operations.md has the table.
+
+No metric has a label for each rank: a job of thousands would be thousands of series.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from adaptor.operations import job_folder
+from adaptor.operations.goodput import goodput
+from adaptor.operations.newest_checkpoint import Checkpoint
+from adaptor.operations.records import IncidentSummary, Phases, Status, unix
+
+# From the milliseconds in which a death is noticed to the minutes in which a large job starts again.
+BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+_RANKS = ("starting", "training", "ended")
+
+
+def exposition(
+    job: Path, summaries: job_folder.Summaries, newest: Checkpoint | None, accept: str
+) -> tuple[bytes, str]:
+    """Return the metrics of a job, and their content type.
+
+    Args:
+        job: its folder.
+        summaries: of its incidents, kept from one scrape to the next.
+        newest: the newest checkpoint in its save folder, if that is known.
+        accept: the header `Accept` of the scrape: it chooses OpenMetrics or the older text format.
+
+    Raises:
+        JobFolderError: the files of the job cannot be read.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Job(job, summaries, newest))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+class _Job(Collector):
+    def __init__(self, job: Path, summaries: job_folder.Summaries, newest: Checkpoint | None) -> None:
+        self._newest = newest
+        self._status = job_folder.status(job)
+        self._incidents = summaries.of(job)
+        self._spent = goodput(
+            job_folder.events(job),
+            self._incidents,
+            newest=self._status.step,
+            until=unix(self._status.time),
+        )
+
+    def collect(self) -> Iterable[Metric]:
+        status, spent = self._status, self._spent
+        yield InfoMetricFamily(
+            "ttp_build", "the installed adaptor", value={"version": metadata.version("ttp-adaptor")}
+        )
+        yield from _of_status(status)
+        yield from _of_incidents(self._incidents)
+        if self._newest is not None:
+            yield from _of_checkpoint(self._newest)
+        times = CounterMetricFamily(
+            "ttp_time_seconds", "seconds that the job has spent in each state", labels=["state"]
+        )
+        for state, seconds in spent.seconds.items():
+            times.add_metric([state], seconds)
+        yield times
+        if spent.ratio is not None:
+            yield _gauge("ttp_goodput_ratio", "productive seconds over all seconds of the job", spent.ratio)
+
+
+def _of_status(status: Status) -> Iterator[Metric]:
+    yield _gauge("ttp_status_timestamp_seconds", "when ttprun has written the status last", unix(status.time))
+    yield _gauge("ttp_running", "1 until ttprun has ended", status.state != "ended")
+    if status.protected is not None:
+        yield _gauge("ttp_protected", "1 if all ranks train what can be saved", status.protected)
+    if status.step is not None and status.step_time is not None:
+        yield _gauge("ttp_finished_step", "the newest finished step", status.step)
+        yield _gauge("ttp_last_step_timestamp_seconds", "when it was finished", unix(status.step_time))
+    yield _gauge("ttp_generation", "starts of the workers, from 1 on", status.generation)
+    ranks = GaugeMetricFamily("ttp_ranks", "ranks in each state", labels=["state"])
+    starting = max(0, status.ranks - status.ranks_training - status.ranks_ended)
+    for state, count in zip(_RANKS, (starting, status.ranks_training, status.ranks_ended), strict=True):
+        ranks.add_metric([state], count)
+    yield ranks
+    nodes = GaugeMetricFamily("ttp_nodes", "nodes by whether their agents are there", labels=["state"])
+    nodes.add_metric(["up"], status.nodes - status.nodes_lost)
+    nodes.add_metric(["lost"], status.nodes_lost)
+    yield nodes
+    yield _gauge(
+        "ttp_incident_open", "1 while a fault is handled", status.state in ("incident", "restarting")
+    )
+    yield CounterMetricFamily("ttp_restarts", "restarts of all workers", value=status.restarts)
+    yield _gauge(
+        "ttp_restarts_remaining", "restarts that are left", max(0, status.max_restarts - status.restarts)
+    )
+    yield _gauge(
+        "ttp_controller_term", "0 for the first controller, else the node that took over", status.term
+    )
+
+
+def _of_incidents(incidents: Sequence[IncidentSummary]) -> Iterator[Metric]:
+    ended = CounterMetricFamily("ttp_incidents", "incidents that have ended", labels=["cause", "verdict"])
+    for (cause, verdict), count in Counter((one.cause.kind, one.verdict) for one in incidents).items():
+        ended.add_metric([cause, verdict], count)
+    yield ended
+    yield CounterMetricFamily(
+        "ttp_steps_lost",
+        "finished steps that had to be trained again",
+        value=sum(one.steps_lost or 0 for one in incidents),
+    )
+    parts = HistogramMetricFamily(
+        "ttp_incident_phase_seconds", "how long each part of an incident took", labels=["phase"]
+    )
+    for name in Phases.__struct_fields__:
+        took = [seconds for one in incidents if (seconds := getattr(one.phases, name)) is not None]
+        counts = [(str(limit), float(sum(seconds <= limit for seconds in took))) for limit in BUCKETS_S]
+        parts.add_metric([name], buckets=[*counts, ("+Inf", float(len(took)))], sum_value=sum(took))
+    yield parts
+
+
+def _of_checkpoint(newest: Checkpoint) -> Iterator[Metric]:
+    yield _gauge("ttp_checkpoint_step", "the step of the newest checkpoint", newest.step)
+    yield _gauge("ttp_checkpoint_timestamp_seconds", "when it was written", newest.at)
+    yield _gauge("ttp_checkpoint_bytes", "the bytes of its files", newest.size)
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, words, value=float(value))

@@ -1,0 +1,230 @@
+"""`ttp serve`: metrics and files of a job over HTTP, read-only, in a process of its own.
+
+It reads the files that ttprun writes, at each request, and no job asks it anything: whatever happens to it,
+training goes on.
+
+/metrics            for Prometheus
+/healthz            200 as long as this process answers
+/readyz             200 if the job trains and is protected, 503 and the reason if not
+/api/v1/status      status.json
+/api/v1/incidents   the incidents, each without its events; /api/v1/incidents/ID: one with them
+/api/v1/events      the newest events, at most `?limit=` of them
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+import ssl
+import stat
+import time
+from collections import deque
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from adaptor.operations import job_folder, metrics
+from adaptor.operations.job_folder import JobFolderError
+from adaptor.operations.newest_checkpoint import NewestCheckpoint
+from adaptor.operations.records import Event, Incident, unix
+
+# A client that sends nothing, or reads nothing, for so long is dropped: a scrape takes 10 s at most.
+_CLIENT_S = 10.0
+_MOST_EVENTS = 1000
+_INCIDENT_ID = re.compile(r"[\w.-]+")
+_JSON = "application/json"
+_TEXT = "text/plain; charset=utf-8"
+
+
+class ServeError(JobFolderError):
+    """It cannot serve as it was asked to."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one log folder: its newest job, or the job whose folder it is.
+
+    Args:
+        where: the folder.
+        host: an address of this machine. One that other machines reach needs `token` and `certificate`.
+        port: 0: any that is free.
+        token: a file with the word that a client must send (`Authorization: Bearer`).
+        certificate: PEM files of the certificate and its key.
+
+    Raises:
+        ServeError: the address cannot be had or needs more than was given, or a file is not as it must be.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        where: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        token: Path | None = None,
+        certificate: tuple[Path, Path] | None = None,
+    ) -> None:
+        self.where = where
+        self.summaries = job_folder.Summaries()
+        self.token = _token_of(token) if token is not None else ""
+        if not _is_loopback(host) and not (self.token and certificate):
+            raise ServeError(
+                f"--host {host}: other machines reach this address; name --token-file, --tls-cert and"
+                " --tls-key, or serve on 127.0.0.1"
+            )
+        context = _tls(*certificate) if certificate is not None else None
+        self.newest = NewestCheckpoint(lambda: job_folder.status(self.job()).save)
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise ServeError(
+                f"{host}:{port}: the address cannot be had ({why}); choose another --port"
+            ) from None
+        if context is not None:
+            self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+
+    def job(self) -> Path:
+        """Return the folder of the job that is served now. Raises JobFolderError where there is none."""
+        return job_folder.find(self.where)
+
+    def server_close(self) -> None:
+        self.newest.close()
+        super().server_close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: a client that leaves in the middle, or speaks no TLS, is nothing to tell."""
+
+
+def _token_of(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        word = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServeError(f"--token-file {path}: it cannot be read ({error})") from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ServeError(f"--token-file {path}: others can read it; say chmod 600 {path}")
+    if not word.isascii() or len(word) < 16:
+        raise ServeError(f"--token-file {path}: it must have one word of at least 16 ASCII characters")
+    return word
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _tls(certificate: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ServeError(
+            f"--tls-cert {certificate}, --tls-key {key}: they cannot be used ({error})"
+        ) from None
+    return context
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one client. Only GET and HEAD have an answer, so nothing can be changed."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version = "ttp"
+    sys_version = ""
+    timeout = _CLIENT_S
+
+    def do_GET(self) -> None:
+        """Answer a request."""
+        given = self.headers.get("Authorization", "")
+        if self.server.token and not hmac.compare_digest(
+            given.encode("latin-1", "replace"), f"Bearer {self.server.token}".encode()
+        ):
+            self._answer(HTTPStatus.UNAUTHORIZED, _TEXT, b"a token is needed\n")
+            return
+        address = urlsplit(self.path)
+        try:
+            status, kind, body = self._made(address.path, parse_qs(address.query))
+        except JobFolderError as error:
+            status, kind, body = HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{error}\n".encode(errors="replace")
+        self._answer(status, kind, body)
+
+    do_HEAD = do_GET
+
+    def _made(self, path: str, query: dict[str, list[str]]) -> tuple[HTTPStatus, str, bytes]:
+        server = self.server
+        if path == "/healthz":
+            return HTTPStatus.OK, _TEXT, b"ok\n"
+        if path == "/metrics":
+            body, kind = metrics.exposition(
+                server.job(), server.summaries, server.newest.found, self.headers.get("Accept", "")
+            )
+            return HTTPStatus.OK, kind, body
+        if path == "/readyz":
+            why = _not_ready(server.job())
+            status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK
+            return status, _TEXT, f"{why or 'ok'}\n".encode(errors="replace")
+        if path == "/api/v1/status":
+            return _json(job_folder.status(server.job()))
+        if path == "/api/v1/incidents":
+            return _json(server.summaries.of(server.job()))
+        if path.startswith("/api/v1/incidents/"):
+            return _incident(server.job(), path.removeprefix("/api/v1/incidents/"))
+        if path == "/api/v1/events":
+            return _events(server.job(), query.get("limit", ["100"])[-1])
+        return HTTPStatus.NOT_FOUND, _TEXT, b"not found; there are /metrics, /healthz, /readyz and /api/v1/\n"
+
+    def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log no request: a scrape every some seconds would fill a disk."""
+
+
+def _json(made: object) -> tuple[HTTPStatus, str, bytes]:
+    return HTTPStatus.OK, _JSON, msgspec.json.encode(made)
+
+
+def _incident(job: Path, name: str) -> tuple[HTTPStatus, str, bytes]:
+    path = job / job_folder.INCIDENTS / f"{name}.json"
+    if not _INCIDENT_ID.fullmatch(name) or not path.is_file():
+        return HTTPStatus.NOT_FOUND, _TEXT, b"there is no such incident\n"
+    return _json(job_folder.read(path, Incident))
+
+
+def _events(job: Path, limit: str) -> tuple[HTTPStatus, str, bytes]:
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= _MOST_EVENTS:
+        words = f"limit is {limit[:20]!r}: it must be a number from 1 to {_MOST_EVENTS}\n"
+        return HTTPStatus.BAD_REQUEST, _TEXT, words.encode(errors="replace")
+    newest: deque[Event] = deque(job_folder.events(job), maxlen=int(limit))
+    return _json(list(newest))
+
+
+def _not_ready(job: Path) -> str:
+    """Return why the job does not train as it should, '' if it does."""
+    status = job_folder.status(job)
+    age = time.time() - unix(status.time)
+    if status.state == "ended":
+        return "the job has ended"
+    if age > job_folder.STALE_S:
+        return f"no status was written for {age:.0f} s"
+    if status.state != "training":
+        return f"the job is not training: {status.state}"
+    if status.protected is False:
+        return f"not protected: {status.why_not}"
+    return "" if status.protected else "not yet protected"

@@ -1,0 +1,355 @@
+"""What `ttp serve` answers about a job, and `ttp goodput`; the files are those that ttprun writes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from adaptor.operations import cli, job_folder, serve
+from adaptor.operations.goodput import Goodput, goodput
+from adaptor.operations.metrics import exposition
+from adaptor.operations.newest_checkpoint import Checkpoint
+from adaptor.operations.records import Cause, Event, Incident, IncidentSummary, Phases, Status, Versions, utc
+from tests import certificates
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+BEGAN = 1_700_000_000.0
+
+
+def event(at: float, what: str, step: int | None = None) -> Event:
+    return Event(time=utc(BEGAN + at), job="j", generation=1, incident=None, type=what, step=step)
+
+
+def incident(number: int = 1, *, lost: int = 2) -> Incident:
+    return Incident(
+        id=f"20260101T000000Z-{number}",
+        job="j",
+        generation=1,
+        incident=number,
+        began=utc(BEGAN + 50),
+        ended=utc(BEGAN + 51),
+        cause=Cause(kind="signal", signal="SIGKILL"),
+        reason="rank 1 was ended by SIGKILL",
+        blamed=1,
+        node=0,
+        host="n0",
+        pid=7,
+        failed=[1],
+        silent=[],
+        verdict="saved",
+        step=8,
+        newest_step=10,
+        steps_lost=lost,
+        phases=Phases(detect=0.02, publish=0.2),
+        checkpoint="/save/iter_0000008",
+        bytes=100,
+        exit_code=None,
+        next_action="",
+        not_started_again="",
+        runbook="",
+        versions=Versions(adaptor="0", torch="0", python="0"),
+        ranks=[1],
+        events=[event(50, "fault-noticed")],
+    )
+
+
+def status(**changes: object) -> Status:
+    first = Status(
+        time=utc(time.time()),
+        job="j",
+        state="training",
+        generation=2,
+        node=0,
+        host="n0",
+        pid=7,
+        term=0,
+        restarts=1,
+        max_restarts=3,
+        nodes=2,
+        nodes_lost=1,
+        ranks=8,
+        ranks_training=7,
+        ranks_ended=1,
+        step=18,
+        step_time=utc(BEGAN + 100),
+        protected=True,
+        why_not="",
+        incidents=1,
+        last_incident="20260101T000000Z-1",
+        save="",
+    )
+    return msgspec.structs.replace(first, **changes)
+
+
+EVENTS = [
+    event(0, "generation"),
+    event(10, "training", 0),
+    event(50, "fault-noticed"),
+    event(51, "verdict"),
+    event(52, "generation"),
+    event(58, "training", 8),
+    event(60, "gone-on", 9),
+]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    folder = tmp_path / "logs" / "j"
+    (folder / "incidents").mkdir(parents=True)
+    (folder / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status()))
+    (folder / "incidents" / f"{incident().id}.json").write_bytes(msgspec.json.encode(incident()))
+    lines = b"".join(msgspec.json.encode(one) + b"\n" for one in EVENTS)
+    (folder / job_folder.EVENTS_FILE).write_bytes(lines)
+    return folder
+
+
+@contextmanager
+def served(server: serve.Server) -> Iterator[str]:
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(
+    url: str, headers: dict[str, str] | None = None, tls: ssl.SSLContext | None = None
+) -> tuple[int, str]:
+    try:
+        request = urllib.request.Request(url, headers=headers or {})
+        with urllib.request.urlopen(request, context=tls) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """The samples of a page: `name{label=value,...}` and the number."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def test_the_metrics_of_a_job(job: Path) -> None:
+    with served(serve.Server(job.parent)) as address:
+        code, text = get(f"http://{address}/metrics", {"Accept": OPENMETRICS})
+    assert code == 200
+    found = metrics_of(text)
+    expected = {
+        "ttp_running": 1,
+        "ttp_protected": 1,
+        "ttp_finished_step": 18,
+        "ttp_last_step_timestamp_seconds": BEGAN + 100,
+        "ttp_generation": 2,
+        "ttp_ranks{state=training}": 7,
+        "ttp_ranks{state=ended}": 1,
+        "ttp_nodes{state=lost}": 1,
+        "ttp_incident_open": 0,
+        "ttp_restarts_total": 1,
+        "ttp_restarts_remaining": 2,
+        "ttp_incidents_total{cause=signal,verdict=saved}": 1,
+        "ttp_steps_lost_total": 2,
+        "ttp_incident_phase_seconds_bucket{le=0.1,phase=publish}": 0,
+        "ttp_incident_phase_seconds_bucket{le=0.3,phase=publish}": 1,
+        "ttp_incident_phase_seconds_sum{phase=publish}": 0.2,
+        "ttp_time_seconds_total{state=startup}": 10,
+        "ttp_time_seconds_total{state=recovery}": 10,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert not [name for name in found if "rank=" in name]
+
+
+def test_the_page_names_each_metric(job: Path) -> None:
+    """docs/operations.md, against what is served."""
+    text = exposition(job, job_folder.Summaries(), Checkpoint(1, 1.0, 1), OPENMETRICS)[0].decode()
+    served = {family.name for family in text_string_to_metric_families(text)}
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    named = {
+        name.removesuffix("_total").removesuffix("_info")
+        for name in re.findall(r"^\| `(ttp_\w+)", page, re.M)
+    }
+    assert {name.removesuffix("_total").removesuffix("_info") for name in named} == served
+
+
+def test_the_newest_checkpoint_is_among_the_metrics(job: Path, tmp_path: Path) -> None:
+    from adaptor.checkpoint.manifest import Manifest
+    from adaptor.protocol import naming
+    from adaptor.protocol.file_entry import FileEntry
+
+    folder = tmp_path / "save" / naming.final_name(8)
+    folder.mkdir(parents=True)
+    made = Manifest.now(8, [FileEntry("a", 1000, None), FileEntry("b", 24, None)], {}, 2)
+    (folder / naming.MANIFEST).write_bytes(made.encode())
+    (tmp_path / "save" / naming.TRACKER).write_text("8")
+    (job / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(save=str(tmp_path / "save"))))
+    server = serve.Server(job)
+    with served(server) as address:
+        assert server.newest.looked.wait(60)
+        found = metrics_of(get(f"http://{address}/metrics", {"Accept": OPENMETRICS})[1])
+    assert (found["ttp_checkpoint_step"], found["ttp_checkpoint_bytes"]) == (8, 1024)
+
+
+def test_the_files_of_a_job(job: Path) -> None:
+    with served(serve.Server(job.parent)) as address:
+        base = f"http://{address}"
+        assert json.loads(get(f"{base}/api/v1/status")[1])["step"] == 18
+        (one,) = json.loads(get(f"{base}/api/v1/incidents")[1])
+        assert one["cause"]["kind"] == "signal"
+        assert "events" not in one
+        assert json.loads(get(f"{base}/api/v1/incidents/{one['id']}")[1])["events"]
+        assert [each["type"] for each in json.loads(get(f"{base}/api/v1/events?limit=2")[1])] == [
+            "training",
+            "gone-on",
+        ]
+        assert get(f"{base}/healthz") == (200, "ok\n")
+        assert get(f"{base}/readyz") == (200, "ok\n")
+        for path in ("/api/v1/incidents/..%2f..%2fstatus", "/api/v1/incidents/none", "/nothing"):
+            assert get(f"{base}{path}")[0] == 404
+        assert get(f"{base}/api/v1/events?limit=0") == (
+            400,
+            "limit is '0': it must be a number from 1 to 1000\n",
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"state": "ended"}, "the job has ended"),
+        ({"state": "incident"}, "the job is not training: incident"),
+        ({"protected": False, "why_not": "no replica"}, "not protected: no replica"),
+        ({"protected": None}, "not yet protected"),
+        ({"time": utc(BEGAN)}, "no status was written for"),
+    ],
+)
+def test_a_job_is_not_ready(job: Path, changes: dict[str, object], words: str) -> None:
+    (job / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(**changes)))
+    with served(serve.Server(job)) as address:
+        code, text = get(f"http://{address}/readyz")
+    assert (code, text.startswith(words)) == (503, True)
+
+
+def test_nothing_can_be_changed(job: Path) -> None:
+    with served(serve.Server(job)) as address:
+        connection = http.client.HTTPConnection(address)
+        connection.request("POST", "/api/v1/status", b"{}")
+        assert connection.getresponse().status == 501
+        connection.close()
+
+
+def test_a_folder_that_goes_away_is_said(job: Path) -> None:
+    with served(serve.Server(job.parent)) as address:
+        job.rename(job.parent.parent / "gone")
+        code, text = get(f"http://{address}/metrics")
+        assert code == 503
+        assert "no job has written here" in text
+        (job.parent.parent / "gone").rename(job)
+        assert get(f"http://{address}/metrics")[0] == 200
+
+
+def test_what_is_reachable_from_elsewhere_needs_a_token_and_tls(job: Path, tmp_path: Path) -> None:
+    with pytest.raises(serve.ServeError, match="other machines reach this address"):
+        serve.Server(job, "0.0.0.0")
+    token = tmp_path / "token"
+    token.write_text("a-word-that-nobody-guesses\n")
+    token.chmod(0o644)
+    with pytest.raises(serve.ServeError, match="others can read it"):
+        serve.Server(job, token=token)
+    token.chmod(0o600)
+    signer = certificates.Authority(tmp_path / "tls")
+    made = signer.settings()
+    certificate = (Path(made["TTP_TLS_CERT"]), Path(made["TTP_TLS_KEY"]))
+    server = serve.Server(job, "0.0.0.0", token=token, certificate=certificate)
+    trusts = ssl.create_default_context(cafile=signer.path)
+    trusts.check_hostname = False
+    with served(server) as address:
+        url = f"https://{address}/metrics"
+        assert get(url, tls=trusts)[0] == 401
+        assert get(url, {"Authorization": "Bearer wrong"}, trusts)[0] == 401
+        assert get(url, {"Authorization": "Bearer a-word-that-nobody-guesses"}, trusts)[0] == 200
+
+
+def test_a_port_that_is_taken_is_said(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(serve.Server(job)) as address:
+        port = address.partition(":")[2]
+        assert cli.main(["serve", str(job), "--port", port]) == cli.USAGE
+    assert f"127.0.0.1:{port}: the address cannot be had" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "http", ""])
+def test_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--port", port])
+    assert "it must be a number from 0 to 65535" in capsys.readouterr().err
+
+
+def summary(number: int = 1, *, lost: int = 2) -> IncidentSummary:
+    return msgspec.convert(msgspec.to_builtins(incident(number, lost=lost)), IncidentSummary)
+
+
+def test_goodput() -> None:
+    # 40 s and 40 s of training for 18 steps that count and 2 that were lost: 4 s a step.
+    spent = goodput(EVENTS, [summary()], newest=18, until=BEGAN + 100)
+    assert spent == Goodput(
+        seconds={"productive": 72.0, "wasted": 8.0, "startup": 10.0, "recovery": 10.0, "down": 0.0},
+        steps=18,
+        lost=2,
+        ratio=0.72,
+    )
+
+
+def test_goodput_of_a_job_that_was_started_again() -> None:
+    events = [
+        event(0, "generation"),
+        event(10, "training", 0),
+        event(50, "fault-noticed"),
+        event(55, "ended"),
+        event(155, "generation"),
+        event(165, "training", 10),
+        event(205, "ended"),
+    ]
+    spent = goodput(events, [summary(lost=0)], newest=20, until=BEGAN + 205)
+    assert spent.seconds == {
+        "productive": 80.0,
+        "wasted": 0.0,
+        "startup": 20.0,
+        "recovery": 5.0,
+        "down": 100.0,
+    }
+
+
+def test_goodput_of_clocks_that_disagree_is_never_negative() -> None:
+    events = [event(100, "generation"), event(90, "training", 0), event(95, "ended")]
+    spent = goodput(events, [], newest=None, until=None)
+    assert all(seconds >= 0 for seconds in spent.seconds.values())
+
+
+def test_goodput_in_words(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (job / job_folder.EVENTS_FILE).open("ab") as file:
+        file.write(b'{"time": "20')  # it is being written
+    (job / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(time=utc(BEGAN + 100))))
+    assert cli.main(["goodput", str(job)]) == cli.OK
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "goodput 72.0 % of 100.0 s; 18 steps, 2 more were trained again"
+    )
+    assert cli.main(["goodput", str(job), "--json"]) == cli.OK
+    assert json.loads(capsys.readouterr().out)["steps"] == 18
