@@ -53,7 +53,7 @@ class Groups:
         self._made: dict[str, _Made] = {}
         self._helper: Callable[..., Any] | None = None
         self._exchanges = 0
-        self._number = FIRST_NUMBER
+        self._numbers: dict[str, int] = {}  # of each group, that of its next backend
         self._sockets: frozenset[int] = frozenset()
         self._before: frozenset[int] | None = None  # while groups are made: what there was
 
@@ -147,7 +147,8 @@ class Groups:
         fresh, _ = self._helper(**arguments)
         for device in made.group._device_types:
             _never_destroy(made.group._get_backend(device))
-        self._number = _adopt(made.group, fresh, self._number)
+        key = made.arguments["group_name"]
+        self._numbers[key] = _adopt(made.group, fresh, self._numbers.get(key, FIRST_NUMBER))
         _forget(made.group, fresh)
 
 

@@ -42,3 +42,40 @@ def test_a_newcomer_takes_the_place_of_the_last_rank(size: int) -> None:
     ranks[-1] = start(size - 1, newcomer=True)
     said = [process.communicate(timeout=120)[0] for process in ranks]
     assert [text.splitlines()[-1] for text in said] == ["done"] * size, "\n".join(said)
+
+
+def test_as_often_as_a_process_may_exchange_them_each_group_has_numbers_for_its_backends() -> None:
+    """24 groups: one row of numbers for all of them would end before."""
+    script = """
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from adaptor import context
+from adaptor.online.groups import MOST_EXCHANGES, Groups, ExchangeError
+
+made = context.part(Groups)
+made.remember(lone=False)
+helper = c10d._new_process_group_helper
+c10d._new_process_group_helper = lambda *args, **kwargs: made.make(helper, args, kwargs)
+store = dist.HashStore()
+dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=0, world_size=1)
+groups = [dist.new_group([0]) for _ in range(23)]
+for number in range(MOST_EXCHANGES):
+    made.exchange(store, f"{number}.1")
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+try:
+    made.exchange(store, "last")
+except ExchangeError as error:
+    print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.strip() == "the process groups were exchanged 10 times in this process", ran.stderr[
+        -3000:
+    ]
