@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from adaptor import config
 from adaptor.errors import ConfigError
+from adaptor.launchers import help
 
 T = TypeVar("T")
 
@@ -32,10 +33,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     There the workers find them. Raises ConfigError for a flag of ours that there is not, or without a value.
     """
-    from torch.distributed.run import get_args_parser
-
-    ours, torchs = _ours(), get_args_parser()
-    torchs.prog = "ttprun"
+    ours, torchs = _ours(), _torchs()
     torchs.formatter_class = argparse.RawDescriptionHelpFormatter  # the epilog has its lines already
     torchs.epilog = ours.format_help()
     mine, rest = _split(arguments, torchs)
@@ -51,9 +49,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def given(arguments: list[str]) -> set[str]:
     """Return the names in torch's namespace that flags among `arguments` set; a default is none."""
-    from torch.distributed.run import get_args_parser
-
-    torchs = get_args_parser()
+    torchs = _torchs()
     unset = object()
     names = [action.dest for action in torchs._actions if action.option_strings]
     found = torchs.parse_args(_split(arguments, torchs)[1], argparse.Namespace(**dict.fromkeys(names, unset)))
@@ -105,6 +101,22 @@ def _require(flag: str, value: T, makes_sense: Callable[[T], bool], allowed: str
 
 def _shortened(value: str) -> str:
     return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}... ({len(value)} characters)"
+
+
+def _torchs() -> argparse.ArgumentParser:
+    """Return torch's parser, with help of ours."""
+    from torch.distributed.run import get_args_parser
+
+    torchs = argparse.ArgumentParser(
+        prog="ttprun",
+        description=help.SUMMARY,
+        parents=[get_args_parser()],
+        add_help=False,
+        conflict_handler="resolve",  # torch's parser has -h
+    )
+    torchs.add_argument("-h", "--help", action=help.Short)
+    torchs.add_argument("--help-all", action=help.All)
+    return torchs
 
 
 def _ours() -> argparse.ArgumentParser:

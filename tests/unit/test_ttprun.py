@@ -367,13 +367,24 @@ def test_our_flags_stand_anywhere_before_the_script() -> None:
     assert [os.environ[name] for name in ("TTP_OT", "TTP_PORT", "TTP_DEVICE")] == ["20", "9001", "cpu"]
 
 
-def test_help_shows_the_flags_of_both(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["-h", "--help", "--help-all"])
+def test_help_shows_the_flags_of_both(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        ttprun.main(["--help"])
+        ttprun.main([flag])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert "usage: ttprun" in shown
+    assert shown.startswith("usage: ttprun")
     assert all(f"  {flag}" in shown for flag in ("--nproc-per-node", *(s.flag for s in config.SETTINGS)))
+
+
+def test_the_short_help_is_short_and_has_each_setting_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ttprun.main(["--help"])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 110
+    assert all(len(re.findall(rf"^  {s.flag}\s", shown, re.MULTILINE)) == 1 for s in config.SETTINGS)
+    assert "exit codes:" in shown
+    assert "--logs-specs" not in shown
 
 
 @pytest.mark.usefixtures("_clean")
