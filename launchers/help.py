@@ -37,10 +37,11 @@ TORCHS = (
     "rdzv_endpoint",
     "max_restarts",
 )
-_EXAMPLES = """\
+SUMMARY = "torchrun for a job that survives the death, the hang and the exceptions of its processes."
+_EXAMPLES = f"""\
 usage: ttprun [flags] script.py [the script's arguments]
 
-torchrun for a job that survives the death, the hang and the exceptions of its processes.
+{SUMMARY}
 
 examples:
   ttprun --nproc-per-node 8 --max-restarts 3 pretrain_gpt.py ... --save checkpoints --load checkpoints
@@ -107,7 +108,7 @@ def short(torchs: argparse.ArgumentParser) -> str:
     parts.append("\n".join(["torchrun's, the most used:", *rows, ""]))
     parts.append(_CODES)
     parts.append(
-        "Each flag of ours wins over its environment variable (--ttp-hang: TTP_HANG; --ttp-enable: ENABLE_TTP).\n"
+        "Each flag of ours wins over its variable (--ttp-hang: TTP_HANG; --ttp-enable: ENABLE_TTP).\n"
         "ttprun --help-all has every flag, with all values. Settings: docs/settings.md."
     )
     return "\n".join(parts)
