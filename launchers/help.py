@@ -9,7 +9,7 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from adaptor import config
 
@@ -63,7 +63,7 @@ exit codes:
 class Short(argparse.Action):
     """Prints the short help and ends."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: object) -> None:
         super().__init__(
             option_strings, argparse.SUPPRESS, nargs=0, help="the flags that most jobs need, and exit codes"
         )
@@ -76,7 +76,7 @@ class Short(argparse.Action):
 class All(argparse.Action):
     """Prints the help of every flag and ends."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: object) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="all flags, those of torchrun, too")
 
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> NoReturn:
