@@ -259,6 +259,7 @@ class Incident:
         """The new process of a rank says something, or has ended."""
         if self.state.stage is not Stage.REGROUPING:
             return []
+        self.on_present(message.rank)
         if isinstance(message, Hello):
             if not self.regrouping.hello(message):
                 return []
@@ -286,7 +287,25 @@ class Incident:
             return self._fall_back(self._failures.told_to_end)
         return []
 
+    def on_present(self, rank: int) -> None:
+        """`rank` answers."""
+        if self.state.stage is Stage.REGROUPING:
+            self.regrouping.roll_call.answer(rank)
+
+    def _call_the_roll(self, now: float) -> Orders:
+        """Replace those that were asked in vain, or save without them; ask all others."""
+        regrouping = self.regrouping
+        survivors, newcomers = regrouping.missing()
+        if survivors:
+            regrouping.hanging.update(survivors)
+            return self._regroup_again(f"rank {survivors[0]} does not answer any more", cold=False)
+        if newcomers:
+            return self._regroup_again(f"the new process of rank {newcomers[0]} does not answer", cold=True)
+        regrouping.roll_call.begin_round({*self.state.nodes, *regrouping.newcomers}, now)
+        return self.orders.ask_for(sorted({*self.state.nodes, *regrouping.joining}))
+
     def on_joined(self, message: Joined) -> Orders:
+        self.on_present(message.rank)
         if self.state.stage is not Stage.REGROUPING or not self.regrouping.awaits(message):
             return []
         if reason := self.regrouping.join(message):
@@ -317,8 +336,11 @@ class Incident:
             return self._go_on_without_layouts(now) if self.freeze_state.is_late(now) else []
         if self.state.stage is Stage.FINDING:
             return self._look_again(now)
-        if self.state.stage is Stage.REGROUPING and self.regrouping.is_late(now):
-            return self._fall_back(f"not done after {self.regrouping.timeout_s:g} s (TTP_ONLINE)")
+        if self.state.stage is Stage.REGROUPING:
+            if self.regrouping.is_late(now):
+                return self._fall_back(f"not done after {self.regrouping.timeout_s:g} s (TTP_ONLINE)")
+            if self.regrouping.roll_call.is_due(now):
+                return self._call_the_roll(now)
         if now >= self.state.deadline - self.finding.patience_s:
             return self._run_out_of_time()
         if self.state.stage is Stage.FREEZING and self.freeze_state.expire_unanswered(now):

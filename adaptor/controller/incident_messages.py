@@ -8,6 +8,7 @@ from adaptor.protocol.messages import (
     Frozen,
     Joined,
     Prepared,
+    Present,
     Progress,
     Published,
     PublishFailed,
@@ -40,6 +41,8 @@ def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
             return incident.on_joined(message)
         case RegroupFailed(incident=incident.number):
             return incident.on_regroup_failed(message)
+        case Present(rank=rank, incident=incident.number):
+            incident.on_present(rank)
         case Renamed(rank=rank, incident=incident.number, reason=reason):
             return incident.on_renamed(rank, reason)
     return []

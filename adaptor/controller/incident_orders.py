@@ -15,6 +15,7 @@ from adaptor.protocol.messages import (
     Find,
     Freeze,
     Prepare,
+    PresenceProbe,
     Publish,
     Regroup,
     Rename,
@@ -80,6 +81,10 @@ class IncidentOrders:
     def find(self, step: int) -> Order:
         """The agent of this controller looks for `step`, or a later one."""
         return self._ask(Find(self.number, self.writing.save, step, self.target.number), self.term)
+
+    def ask_for(self, ranks: Iterable[int]) -> Orders:
+        """They are to say that they are there."""
+        return [self._to(rank, PresenceProbe(self.number)) for rank in ranks]
 
     def replace(self, ranks: Iterable[int], *, cold: bool) -> Orders:
         """Their agents start a new process for each."""

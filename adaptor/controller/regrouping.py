@@ -20,6 +20,7 @@ from adaptor.controller.dump import Writing
 from adaptor.controller.failures import Failures, ending
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.membership import Membership
+from adaptor.controller.roll_call import RollCall
 from adaptor.protocol.messages import (
     Died,
     Dying,
@@ -75,11 +76,20 @@ class NewcomerStage(Enum):
 
 @dataclass
 class Newcomer:
-    """The new process of a rank."""
+    """The new process of a rank.
+
+    is_missing  it does not answer
+    """
 
     stage: NewcomerStage
     replacement: Replacement
     pid: int = 0
+    is_missing: bool = False
+
+    @property
+    def is_as_new(self) -> bool:
+        """Return whether another attempt can go on with it."""
+        return self.stage is NewcomerStage.STARTING and not self.is_missing
 
 
 # What a new process says, or its agent of it, before all go on.
@@ -96,6 +106,7 @@ class Regrouping:
     begun_at   when the first began
     ended      ranks whose processes are ended for it: they hang, or hold nothing
     hanging    ranks that answer, and whose main threads will not come any more
+    roll_call  of this attempt; not before there is one
     why_not    why it was not tried, or has failed; empty where nobody needs to know
     """
 
@@ -112,6 +123,7 @@ class Regrouping:
     attempts: int = 0
     begun_at: float = 0.0
     why_not: str = ""
+    roll_call: RollCall = field(init=False)
 
     @property
     def timeout_s(self) -> float:
@@ -248,6 +260,7 @@ class Regrouping:
             self.begun_at = self.state.now
         self.attempts += 1
         self.joined = {}
+        self.roll_call = RollCall(self.state.now, self.timeout_s)
         before, self.newcomers = self.newcomers, {}
         started: list[int] = []
         for replacement in replaced:
@@ -257,7 +270,7 @@ class Regrouping:
                 ended = rank in self.membership.dead
                 if self.membership.lives(rank):
                     self.ended.add(rank)
-            elif newcomer.stage in (NewcomerStage.ENDING, NewcomerStage.STARTING):
+            elif newcomer.stage is NewcomerStage.ENDING or newcomer.is_as_new:
                 self.newcomers[rank] = Newcomer(newcomer.stage, replacement)
                 continue
             else:
@@ -268,8 +281,23 @@ class Regrouping:
         return started
 
     @property
+    def joining(self) -> list[int]:
+        """Return the ranks whose new processes hear what they are told."""
+        return [rank for rank, newcomer in self.newcomers.items() if newcomer.stage is NewcomerStage.JOINING]
+
+    @property
     def replaced(self) -> tuple[Replacement, ...]:
         return tuple(newcomer.replacement for newcomer in self.newcomers.values())
+
+    def missing(self) -> tuple[list[int], list[int]]:
+        """Return survivors and new processes that do not answer any more."""
+        missing = self.roll_call.missing(self.state.nodes, self.newcomers)
+        for rank in missing:
+            if rank in self.newcomers:
+                self.newcomers[rank].is_missing = True
+        return [rank for rank in missing if rank in self.state.nodes], [
+            rank for rank in missing if rank in self.newcomers
+        ]
 
     def is_of_newcomer(self, rank: int) -> bool:
         """Return whether what is said of `rank` is of a new process: the one that failed has ended."""

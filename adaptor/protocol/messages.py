@@ -278,6 +278,13 @@ class RegroupFailed(Message, frozen=True):
     hangs: bool = False
 
 
+class Present(Message, frozen=True):
+    """The thread that answers the agent runs: its process is neither stopped nor held up."""
+
+    rank: Number
+    incident: int
+
+
 class TimelineEvent(Message, frozen=True):
     """An event for the timeline of the incident."""
 
@@ -413,6 +420,12 @@ class ModulesProbe(Message, frozen=True):
 
 
 # controller -> worker (by way of its agent)
+
+
+class PresenceProbe(Message, frozen=True):
+    """The question if a worker is there, during an online recovery; the answer is `Present`."""
+
+    incident: int
 
 
 class Freeze(Message, frozen=True):
@@ -697,9 +710,10 @@ FromWorker = (
     | Renamed
     | Joined
     | RegroupFailed
+    | Present
     | TimelineEvent
 )
-ToWorker = BusyProbe | ModulesProbe | Freeze | Dump | Rename | Regroup | Proceed | Exit
+ToWorker = BusyProbe | ModulesProbe | PresenceProbe | Freeze | Dump | Rename | Regroup | Proceed | Exit
 FromAgent = (
     FromWorker
     | AgentHello

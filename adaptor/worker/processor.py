@@ -36,6 +36,8 @@ from adaptor.protocol.messages import (
     Hello,
     ModulesProbe,
     Phase,
+    PresenceProbe,
+    Present,
     Proceed,
     Regroup,
     RegroupFailed,
@@ -225,6 +227,8 @@ class Processor:
             case BusyProbe():
                 assert self._session is not None
                 self.say(BusyReport(self._rank, self._session.ends_left_step() or stacks.busy()))
+            case PresenceProbe():
+                self.say(Present(self._rank, order.incident))
             case ModulesProbe():
                 self.say(modules.of_this_process(self._rank))
             case Exit():

@@ -19,6 +19,8 @@ from adaptor.protocol.messages import (
     Hello,
     Joined,
     Layout,
+    PresenceProbe,
+    Present,
     Proceed,
     Raised,
     Regroup,
@@ -343,6 +345,8 @@ class Worker(Process):
                 self.epoch = order.incident
                 self.session.door.open()
                 self.changed()
+            case PresenceProbe():
+                self.say(Present(self.rank, order.incident))
             case Exit():
                 self.world.end(self, self._exit_code)
 

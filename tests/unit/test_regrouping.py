@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from adaptor.controller.controller import Controller
 from adaptor.controller.incident_state import TRANSITIONS, IncidentState, Stage
 from adaptor.controller.outcome import Orders
 from adaptor.controller.regrouping import MAX_RECOVERED
+from adaptor.controller.roll_call import ROUND_S, ROUNDS
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -20,6 +23,8 @@ from adaptor.protocol.messages import (
     Layout,
     Phase,
     Prepare,
+    PresenceProbe,
+    Present,
     Proceed,
     Raised,
     Recovered,
@@ -132,3 +137,69 @@ def test_a_rank_that_has_raised_while_others_made_the_update_is_replaced() -> No
     assert {
         order.rank: order.message.step for order in told if isinstance(order.message, Regroup)
     } == dict.fromkeys((0, 2, 3), 6)
+
+
+def _asked(orders: Orders) -> set[int]:
+    return {
+        order.rank
+        for _, order in orders
+        if isinstance(order, Addressed) and isinstance(order.message, PresenceProbe)
+    }
+
+
+def _live_on(job: Controller, silent: int, seconds: float) -> Orders:
+    """Time passes; all but `silent` answer. Return what is ordered besides the questions."""
+    assert job.incident is not None
+    number, ordered = job.incident.number, list[Any]()
+    for now in range(2, 2 + int(seconds)):
+        orders = job.tick(float(now))
+        for rank in _asked(orders) - {silent}:
+            job.handle(Present(rank, number), now + 0.1)
+        if not _asked(orders):
+            ordered += orders
+    return ordered
+
+
+def test_a_survivor_that_is_stopped_in_a_recovery_is_replaced_as_well() -> None:
+    job = _job()
+    _kill(job, 1, step=5)
+    assert job.incident is not None
+    job.handle(Hello(1, 100), 1.5)
+    assert _live_on(job, 2, ROUND_S * ROUNDS) == []
+    orders = _live_on(job, 2, ROUND_S * (ROUNDS + 1))
+    assert {order.rank for _, order in orders if isinstance(order, Replace)} == {1, 2}
+    told = [order for _, order in orders if isinstance(order, Addressed)]
+    assert {order.rank for order in told if isinstance(order.message, Regroup)} == {0, 3}
+    assert job.incident.writing.attempt == 2
+
+
+def test_where_nobody_else_has_its_shard_the_step_is_saved_when_it_does_not_answer() -> None:
+    job = _job()
+    _kill(job, 1, step=5)
+    assert job.incident is not None
+    orders = _live_on(job, 3, ROUND_S * (ROUNDS + 1) + 1)
+    assert [type(order) for _, order in orders] == [Prepare]
+    assert job.incident.regrouping.why_not.startswith("rank 3 does not answer any more; ")
+
+
+@pytest.mark.parametrize("says_hello", [True, False])
+def test_a_new_process_that_is_stopped_is_replaced_in_half_the_time(says_hello: bool) -> None:
+    job = _job()
+    _kill(job, 1, step=5)
+    if says_hello:
+        job.handle(Hello(1, 100), 1.5)
+    assert _live_on(job, 1, 29.0) == []
+    orders = _live_on(job, 1, 40.0)
+    (order,) = [order for _, order in orders if isinstance(order, Replace)]
+    assert (order.rank, order.cold, order.attempt) == (1, True, 2)
+
+
+def test_a_controller_that_was_put_off_itself_misses_nobody() -> None:
+    job = _job()
+    _kill(job, 1, step=5)
+    asked = _asked(job.tick(7.0))
+    assert asked == {0, 2, 3}
+    assert job.incident is not None
+    for now in (20.0, 20.1, 20.2):  # the answers are still unread
+        assert not [order for _, order in job.tick(now) if not isinstance(order, Addressed)]
+    assert job.incident.writing.attempt == 1

@@ -1,0 +1,243 @@
+"""Megatron-LM's training loop, which is called again from the end of a finished step (online recovery).
+
+The loop reads from the arguments where it is when it is called, so they are set to the step first. An
+exception leaves more than that half done (`megatron_settle.py`), and what the loop asserts when it is called
+is named here. Lines are those of 0.15.0rc5; the names are the same from 0.12 to main.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptor.checkpoint import shards, step_record
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.checkpoint.training_state import FLOPS
+from adaptor.frameworks import megatron_lm, megatron_settle
+from adaptor.frameworks.step_tail import Behind, StepTail
+from adaptor.online.replay import Replay
+
+# What the loop sets in the config of the model when it is called, and asserts that nobody has (2036 to 2060).
+_CONFIG = (
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+    "grad_scale_func",
+    "finalize_model_grads_func",
+    "timers",
+)
+# What the framework finds out by asking other ranks before its loop, and keeps in its arguments.
+_ASKED = ("do_train", "do_valid", "do_test", "eval_iters")
+# What the loop reads of its arguments when it is called, and which are those of the start of the job else.
+_START = ("iteration", "num_floating_point_operations_so_far")
+_NAMES = (
+    *("forward_step_func", "model", "optimizer", "opt_param_scheduler"),
+    *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
+    *("config", "checkpointing_context", "non_loss_data_func"),
+)
+# What a step, and the evaluation behind it, count on.
+_CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
+
+
+class MegatronLoop:
+    """Megatron-LM's training loop, as it was called (`rejoin.Loop`).
+
+    Args:
+        given: the arguments of the call of `train`, by their names.
+        told: in a newcomer, what the framework would have asked other ranks at its start.
+
+    everyone  the adaptor's group of all ranks
+    """
+
+    def __init__(self, given: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
+        from megatron.training import get_args
+
+        self._model: Sequence[Any] = given["model"]
+        self._optimizer = given["optimizer"]
+        self._scheduler = given["opt_param_scheduler"]
+        self._given = given
+        self._replays = _replayed(given["train_data_iterator"])
+        self._valid = _replayed(given.get("valid_data_iterator"))
+        config = self._config = given.get("config")
+        self._config_before = {name: getattr(config, name) for name in _CONFIG if hasattr(config, name)}
+        self._start = told.get("start") or {name: getattr(get_args(), name) for name in _START}
+        self._is_set = False  # for a call of the loop that has not come to its first step
+        self._tail = StepTail(self._valid, Behind(**told["behind"]) if "behind" in told else None)
+        self._record: StepRecord | None = None
+        self.everyone: dist.ProcessGroup | None = None
+
+    def group(self) -> str:
+        from pathlib import Path
+
+        from megatron.training.checkpointing import get_checkpoint_name
+
+        return Path(get_checkpoint_name("", 0)).parent.name
+
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def model(self) -> Any:
+        return self._model
+
+    def answers(self, step: int) -> Mapping[str, Any]:
+        from megatron.training import get_args
+
+        args = get_args()
+        asked = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
+        return {"asked": asked, "start": self._start, "behind": self._tail.behind(step)._asdict()}
+
+    def begin_step(self, step: int) -> None:
+        """`step` begins: the loop has read what was set for it alone."""
+        from megatron.training import get_args
+
+        self._tail.begin_step(step, {name: getattr(get_args(), name) for name in _CONSUMED})
+        for one in self._replays:
+            one.begin_step(step)
+        if self._is_set:
+            set_args(self._start)
+            self._is_set = False
+
+    def settle(self, step: int) -> None:
+        for one in self._replays:
+            one.rewind(step)
+        for name, value in self._config_before.items():
+            setattr(self._config, name, value)
+        megatron_settle.settle(self._model)
+
+    def trainee(self, record: StepRecord) -> MegatronTrainee:
+        return megatron_lm.trainee(
+            self._model,
+            self._optimizer,
+            self._scheduler,
+            record.counters.get(FLOPS, 0),
+            rerun=True,
+            everyone=self.everyone,
+        )
+
+    def agree(self, step: int) -> None:
+        def all_have(is_done: bool) -> bool:
+            told = torch.tensor([int(is_done)])
+            dist.all_reduce(told, dist.ReduceOp.MIN, self.everyone)
+            return bool(told.item())
+
+        self._tail.agree(step, all_have)
+
+    def put_back(self, record: StepRecord) -> None:
+        from megatron.training import get_args
+
+        args = get_args()
+        self._record = record
+        set_args({name: value for name, value in record.counters.items() if name != FLOPS})
+        self._set_loop(record)
+        consumed = args.consumed_train_samples
+        if self._tail.is_left:  # where the size of batches grows then, the loop saves
+            before = self._tail.before(record.step)
+            consumed = before["consumed_train_samples"]
+            set_args({"consumed_valid_samples": before["consumed_valid_samples"]})
+        _calculator().update_num_microbatches(consumed, consistency_check=False)
+        if getattr(args, "overlap_param_gather", False):
+            for chunk in self._model:  # the loop disables them first (2148)
+                if not getattr(chunk, "remove_forward_pre_hook_handles", True):
+                    chunk.enable_forward_pre_hook()
+
+    def _set_loop(self, record: StepRecord) -> None:
+        """Set what the loop reads when it is called."""
+        self._is_set = True
+        set_args({"iteration": record.step, "curr_iteration": record.step})
+        if FLOPS in record.counters:
+            set_args({FLOPS: record.counters[FLOPS]})
+
+    def finish_step(self) -> None:
+        from megatron.training import get_args, get_timers
+
+        step, record = self._tail.take(), self._record
+        if step is None:
+            return
+        assert record is not None
+        training, args, given = importlib.import_module("megatron.training.training"), get_args(), self._given
+        set_args({**self._start, "curr_iteration": step - 1})
+        if importlib.util.find_spec("megatron.core.rerun_state_machine") is not None:
+            from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+            get_rerun_state_machine().current_iteration = step
+        for one in self._valid:
+            one.begin_step(step)
+        if args.do_valid and args.eval_interval and step % args.eval_interval == 0:
+            hooked = training.should_disable_forward_pre_hook(args)
+            if hooked:
+                training.disable_forward_pre_hook(self._model)
+            training.evaluate_and_print_results(
+                f"iteration {step}",
+                given["forward_step_func"],
+                given["valid_data_iterator"],
+                self._model,
+                step,
+                given["process_non_loss_data_func"],
+                self._config,
+                verbose=False,
+                write_to_tensorboard=True,
+                non_loss_data_func=given.get("non_loss_data_func"),
+            )
+            if hooked:
+                training.enable_forward_pre_hook(self._model)
+        # The loop lets it run, and the save stops it and starts it again.
+        timer = get_timers()("interval-time", log_level=0)
+        timer.start()
+        ends = training.checkpoint_and_decide_exit(
+            self._model,
+            self._optimizer,
+            self._scheduler,
+            step,
+            record.counters.get(FLOPS, 0),
+            given["checkpointing_context"],
+            given["train_data_iterator"],
+        )
+        timer.reset()
+        if ends:
+            sys.exit(0)
+        self._set_loop(record)
+
+    def gather_weights(self) -> None:
+        for one in step_record.chain(self._optimizer):
+            if not shards.is_stub(one) and hasattr(one, "_copy_main_params_to_model_params"):
+                one._copy_main_params_to_model_params()
+        if any(map(shards.is_sharded, step_record.chain(self._optimizer))):
+            for chunk in self._model:
+                chunk.start_param_sync(force_sync=True)
+
+
+def set_args(values: Mapping[str, Any]) -> None:
+    """Set arguments of the framework."""
+    from megatron.training import get_args
+
+    args = get_args()
+    for name, value in values.items():
+        setattr(args, name, value)
+
+
+def call_of_train(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call of `train` by their names."""
+    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+
+
+def _replayed(iterators: Any) -> list[Replay]:
+    """Put a `Replay` below the framework's own iterators, which keep what they read of one step alone."""
+    found: list[Replay] = []
+    for one in iterators if isinstance(iterators, list) else [iterators]:
+        if one is not None and hasattr(one, "iterable"):
+            replay = Replay(one.iterable)
+            one.iterable = replay
+            found.append(replay)
+    return found
+
+
+def _calculator() -> Any:
+    core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
+    return importlib.import_module(core.name if core else "megatron.training.global_vars")

@@ -1,0 +1,60 @@
+"""What an exception leaves half done in Megatron-LM, put away before its training loop is called again.
+
+Lines are those of 0.15.0rc5; the names are the same from 0.12 to main.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+
+def settle(model: Sequence[Any]) -> None:
+    """Put it away in the chunks of the model, and in what the framework has one of."""
+    for chunk in model:
+        for bucket_group in _bucket_groups(chunk):
+            _settle_bucket_group(bucket_group)
+        for param in chunk.parameters():
+            param.grad = None
+    _settle_globals()
+
+
+def _bucket_groups(chunk: Any) -> list[Any]:
+    names = ("bucket_groups", "expert_parallel_bucket_groups")
+    return [one for name in names for one in getattr(chunk, name, [])]
+
+
+def _settle_bucket_group(one: Any) -> None:
+    """Wait for broken work of the abandoned step, and forget it: nothing of it may write later."""
+    for name in ("grad_reduce_handle", "param_gather_handle"):
+        handle = getattr(one, name, None)
+        if handle is not None:
+            with contextlib.suppress(RuntimeError):
+                handle.wait()
+            setattr(one, name, None)
+    one.param_gather_dispatched = False
+    if hasattr(one, "per_param_grad_ready_counts"):  # since 0.16 they are counted in the first batch
+        one.per_param_grad_ready_counts = {}
+    one.reset()
+
+
+def _settle_globals() -> None:
+    from megatron.training import get_args, get_timers
+
+    for timer in copy.copy(getattr(get_timers(), "_timers", {})).values():
+        timer.reset()
+    if importlib.util.find_spec("megatron.core.rerun_state_machine") is not None:
+        from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+
+        machine = get_rerun_state_machine()
+        machine.state = RerunState.NOT_RUNNING_YET
+        # An evaluation switches it off until its end, which an exception has left out. A rank on which it is
+        # on asks all others in each step whether to run that again.
+        machine.set_mode(RerunMode(get_args().rerun_mode))
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "clear_aux_losses_tracker"):
+        moe_utils.clear_aux_losses_tracker()

@@ -1,0 +1,31 @@
+"""Which jobs of Megatron-LM are recovered online."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from adaptor.frameworks.megatron_online_support import of_data, of_version
+
+
+@pytest.mark.parametrize("version", ["0.15.0rc5", "0.15.3", "0.16.1"])
+def test_a_version_that_was_tested(version: str) -> None:
+    assert of_version(version) == ""
+
+
+@pytest.mark.parametrize("version", ["0.12.3", "0.14.0", "0.15.0rc4", "0.17.0rc0", "0.20.0"])
+def test_a_version_that_was_not(version: str) -> None:
+    assert of_version(version).startswith(f"Megatron-LM {version} has not been tested with it: ")
+
+
+def test_data_that_cannot_be_read_once_more() -> None:
+    """The framework wraps iterators in one of its own; a script may give others."""
+    wrapped = SimpleNamespace(iterable=iter([]))
+    assert of_data({"train_data_iterator": wrapped, "valid_data_iterator": None}) == ""
+    assert of_data({"train_data_iterator": [wrapped, None], "valid_data_iterator": [wrapped]}) == ""
+    for call in (
+        {"train_data_iterator": iter([1])},
+        {"train_data_iterator": wrapped, "valid_data_iterator": [wrapped, iter([1])]},
+    ):
+        assert of_data(call).endswith("is a list_iterator, which cannot be read once more")
