@@ -95,6 +95,16 @@ def load(settings: Config) -> Tls | None:
     return Tls(settings) if settings.tls_cert else None
 
 
+def ends(settings: Config) -> float:
+    """Return the Unix seconds at which the certificate of this node ends.
+
+    Raises:
+        ConfigError: the certificates cannot be used.
+    """
+    shown = _try(_load(settings), settings).getpeercert() or {}
+    return float(ssl.cert_time_to_seconds(str(shown["notAfter"])))
+
+
 def _state(files: tuple[str, ...]) -> tuple[tuple[int, ...], ...] | None:
     """Return the state of the files, which differs when one changes; None if one is missing."""
     try:
@@ -142,8 +152,12 @@ def _context(protocol: int, settings: Config) -> ssl.SSLContext:
     return context
 
 
-def _try(made: Contexts, settings: Config) -> None:
-    """Make a handshake in memory, so that a certificate which other nodes would refuse is found now."""
+def _try(made: Contexts, settings: Config) -> ssl.SSLObject:
+    """Make a handshake in memory, so that a certificate which other nodes would refuse is found now.
+
+    Returns:
+        The side of the client, which knows the certificate of the server.
+    """
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = made.client.wrap_bio(back, there)
     server = made.server.wrap_bio(there, back, server_side=True)
@@ -159,3 +173,4 @@ def _try(made: Contexts, settings: Config) -> None:
             f"TTP_TLS_CERT is {settings.tls_cert!r}:"
             f" it is not accepted with TTP_TLS_CA {settings.tls_ca!r}: {what}"
         ) from None
+    return client

@@ -29,7 +29,7 @@ from adaptor.launchers.programs import WORKER
 
 USAGE_EXIT_CODE = 2
 # torch's own variable: the network interfaces over which survivors bring their shards together.
-_INTERFACES = "GLOO_SOCKET_IFNAME"
+INTERFACES = "GLOO_SOCKET_IFNAME"
 # torch's own default of --rdzv-id.
 _NO_ID = "none"
 # The line about what an operator accepts with TTP_TLS=plain.
@@ -112,7 +112,7 @@ def _run(
             _require_safe_connections(parsed, settings)
             if engine.has_own_agent and _trusts_the_network(parsed, settings):
                 output.tell(TRUSTED)
-            _require_interfaces(os.environ.get(_INTERFACES, ""))
+            require_interfaces(os.environ.get(INTERFACES, ""))
             if settings.dump is not None:  # a worker that starts again needs no file then
                 os.environ["TTP_DUMP"] = requests.inline(os.environ["TTP_DUMP"])
             if not engine.has_own_agent:
@@ -187,13 +187,13 @@ def _on_one_machine(parsed: argparse.Namespace) -> bool:
         return False
 
 
-def _require_interfaces(named: str) -> None:
+def require_interfaces(named: str) -> None:
     """Refuse a network interface that this node lacks; each worker would raise in the middle of its start."""
     own = [name for _, name in socket.if_nameindex()]
     for name in named.split(",") if named else []:
         if name.partition(":")[0] not in own:  # behind the colon is the label of an address (eth0:1)
             raise ConfigError(
-                f"{_INTERFACES} is {named!r}: this node has no network interface {name!r}, it has"
+                f"{INTERFACES} is {named!r}: this node has no network interface {name!r}, it has"
                 f" {', '.join(own)}; name the one with the address at which other nodes reach it"
             )
 

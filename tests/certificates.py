@@ -12,7 +12,7 @@ import pytest
 class Authority:
     """Signs certificates, in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, days: int = 2) -> None:
         if shutil.which("openssl") is None:
             pytest.skip("there is no openssl program to make certificates with")
         folder.mkdir()
@@ -20,7 +20,7 @@ class Authority:
         self.path = folder / "ca.pem"
         _run(
             *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-            *("-keyout", folder / "ca.key", "-out", self.path, "-subj", "/CN=signer", "-days", "2"),
+            *("-keyout", folder / "ca.key", "-out", self.path, "-subj", "/CN=signer", "-days", str(days)),
         )
 
     def settings(self, name: str = "node", days: int = 2) -> dict[str, str]:

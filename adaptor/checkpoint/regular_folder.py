@@ -83,7 +83,7 @@ def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[P
     if not saved_steps.is_complete(root, step):
         publish.move_in(root, step, saving, final)
         return []
-    if not _exchange(saving, final):
+    if not exchange(saving, final):
         # A crash between these two is undone by left_overs.clean().
         replaced = root / naming.replaced_name(step)
         older = []
@@ -100,7 +100,7 @@ def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[P
     return [saving]
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def exchange(one: Path, other: Path) -> bool:
     """Swap two names in one step; return False where the system or its filesystem cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:

@@ -29,10 +29,20 @@ PORT = 9470
 _WATCH_S = 1.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Answer one question; return the exit code."""
-    parsed = _parser().parse_args(arguments)
-    answer: Callable[[argparse.Namespace], int] = parsed.answer
+Answer = Callable[[argparse.Namespace], int]
+# Adds a command: its name, the function that answers, and what it is for.
+Add = Callable[[str, Answer, str], argparse.ArgumentParser]
+
+
+def main(arguments: Sequence[str] | None = None, more: Callable[[Add], None] | None = None) -> int:
+    """Answer one question; return the exit code.
+
+    Args:
+        arguments: of the command line; by default this process's.
+        more: adds commands that this package does not have.
+    """
+    parsed = _parser(more).parse_args(arguments)
+    answer: Answer = parsed.answer
     try:
         return answer(parsed)
     except AdaptorError as error:
@@ -44,21 +54,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.finish()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(more: Callable[[Add], None] | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ttp",
         allow_abbrev=False,
-        description="What ttprun has written about its jobs, below TTP_LOG_PATH; nothing is asked of a job.",
+        description="What ttprun has written about its jobs, and whether a node is fit for one.",
         epilog="exit codes: 0, all is well; 1, a finding; 2, bad usage, or nothing to read",
     )
     parser.add_argument("--version", action="version", version=f"ttp {metadata.version('ttp-adaptor')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, answer: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
+    def add(name: str, answer: Answer, words: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, allow_abbrev=False, help=words, description=words)
         command.set_defaults(answer=answer)
         return command
 
+    if more is not None:
+        more(add)
     status = add("status", _status, "what a job does now; exit code 1 if it is not protected, or silent")
     status.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
     incidents = add("incidents", _incidents, "what has failed in a job, and what each incident cost")
@@ -283,7 +295,3 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -51,7 +51,12 @@ WORKER_MAIN = {
     "adaptor.launchers.spare_imports",
 }
 # Settings are read once: by the context of a process, by ttprun, which passes them on, and by ttp.
-READS_SETTINGS = {"adaptor.context", "adaptor.launchers.ttprun", "adaptor.operations.cli"}
+READS_SETTINGS = {
+    "adaptor.context",
+    "adaptor.launchers.doctor",
+    "adaptor.launchers.ttprun",
+    "adaptor.operations.cli",
+}
 # What else is read from the environment of a process, and where. What torch elastic and ttprun tell a worker
 # is read in `adaptor.protocol.environment`.
 READS_ENVIRONMENT = {
@@ -60,6 +65,8 @@ READS_ENVIRONMENT = {
     "adaptor.checkpoint.lease": "who holds the lease of the job: the agent",
     "adaptor.config": "the settings",
     "adaptor.devices.cpu": "LOCAL_WORLD_SIZE, without anything else of the adaptor",
+    "adaptor.launchers.doctor": "misspelt settings",
+    "adaptor.launchers.doctor_machine": "torch's GLOO_SOCKET_IFNAME; whether this is a job of Slurm",
     "adaptor.launchers.spare_imports": "what modules ask of it while a spare imports them",
     "adaptor.launchers.starter": "that of a worker, for the worker that takes its place",
     "adaptor.launchers.ttprun": "misspelt settings, torch's GLOO_SOCKET_IFNAME, variables of platforms",

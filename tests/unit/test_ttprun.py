@@ -667,7 +667,7 @@ def test_a_network_interface_that_is_not_there(
 
 
 def test_the_label_of_an_address_is_an_interface_for_gloo() -> None:
-    ttprun._require_interfaces("lo:1")
+    ttprun.require_interfaces("lo:1")
 
 
 # what a script sees

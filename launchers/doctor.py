@@ -1,0 +1,96 @@
+"""`ttp doctor`: whether a job could be protected on this node, before there is one.
+
+Each check looks at one thing and says in a line what was found, and what to do if it is not as it should be.
+FAIL: `ttprun` would refuse it, or a fault would lose steps. WARN: something is worse than it could be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from adaptor import config, text
+from adaptor.errors import AdaptorError
+from adaptor.launchers import doctor_disk, doctor_machine
+from adaptor.launchers.finding import FAIL, Finding
+from adaptor.operations import cli
+
+OK, FOUND = 0, 1
+
+
+def add(add_command: cli.Add) -> None:
+    """Add the command to those of `ttp`."""
+    parser = add_command(
+        "doctor", _answer, "whether a job could be protected on this node; nothing is trained"
+    )
+    parser.epilog = (
+        "Run it on each node, with the settings of the job, for example with srun. Exit codes: 0, nothing"
+        " fails; 1, something does; 2, bad usage."
+    )
+    parser.add_argument("--save", type=Path, help="also try the folder of checkpoints (--save) of the job")
+    parser.add_argument(
+        "--write-mib",
+        type=_mebibytes,
+        default=256,
+        help="how much to write there for its speed (default 256)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _mebibytes(text: str) -> int:
+    amount = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= amount <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number of MiB from 1 to {1 << 20}")
+    return amount
+
+
+def _answer(parsed: argparse.Namespace) -> int:
+    found: list[Finding] = []
+    for finding in findings(parsed.save, parsed.write_mib << 20):
+        found.append(finding)
+        if not parsed.json:
+            print(_line(finding), flush=True)
+    bad = sum(finding.level == FAIL for finding in found)
+    if parsed.json:
+        print(msgspec.json.encode({"host": socket.gethostname(), "findings": found}).decode())
+    else:
+        print(f"{socket.gethostname()}: {len(found)} checks, {bad} failed")
+    return FOUND if bad else OK
+
+
+def _line(finding: Finding) -> str:
+    more = f": {finding.remedy}" if finding.remedy else ""
+    return text.encodable(f"{finding.level:<4} {finding.name:<12} {finding.words}{more}")
+
+
+def findings(save: Path | None, size: int) -> Iterator[Finding]:
+    """Make every check; an error in one is its finding.
+
+    Args:
+        save: the folder of checkpoints; None: it is not tried.
+        size: the bytes that are written there for its speed.
+    """
+    try:
+        settings = config.load()
+        config.refuse_misspelt(os.environ)
+    except AdaptorError as error:
+        yield Finding("settings", FAIL, str(error))
+        return
+    yield Finding("settings", "OK", "every setting makes sense")
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        (check.__name__, lambda check=check: check(settings))  # type: ignore[misc]
+        for check in doctor_machine.CHECKS
+    ]
+    if save is not None:
+        folder = save
+        checks.append(("save", lambda: doctor_disk.save_folder(folder, size, settings.grace_s)))
+    for name, check in checks:
+        try:
+            yield from check()
+        except Exception as error:  # one check that cannot be made hides no other
+            yield Finding(name, "WARN", f"this could not be checked: {text.describe(error)}")
