@@ -51,6 +51,7 @@ class Recorder:
         self._models: Sequence[torch.nn.Module] = ()
         self._running: dict[str, Recording] = {}
         self._step = -1
+        self._has_begun = False  # a step of what is recorded now
         self._writer = output.Writer("ttp-recorder")
 
     def require_ranks(self, world_size: int) -> None:
@@ -67,7 +68,10 @@ class Recorder:
         Args:
             models: the chunks of the model on this rank, unwrapped.
         """
-        self.close()
+        if self._has_begun:
+            self.close()
+        self._running.clear()  # without a step there is nothing to close, and nothing to say
+        self._has_begun = False
         self._models = models
         folder = self._log_path / "-".join(filter(None, ("record", self._generation.name[:8])))
         for variable, request in self._requests():
@@ -81,7 +85,7 @@ class Recorder:
         if not self._running:
             return
         self.end_step()
-        self._step = step
+        self._step, self._has_begun = step, True
         self._each(lambda recording: recording.begin_step(step))
 
     def before_update(self) -> None:

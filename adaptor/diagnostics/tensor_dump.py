@@ -62,15 +62,20 @@ class TensorDump:
         self._step = 0
         self._misses_gradients = False
         self._queue = deque[tuple[str, Path | None, torch.Tensor | None]]()
-        self._written = self._count = 0
+        self._size = self._count = 0  # bytes and tensors that were given to the writer
+        self._written = 0  # tensors
         self._full = self._told_of_nan = self._told_of_a_failure = False
+        self._came = self._closed = False
         if not self._modules and not self._parameters:
             patterns = ", ".join(request.modules)
             output.tell(f"[ttp] TTP_DUMP: rank {rank} has no module and no parameter like {patterns}")
 
     def begin_step(self, step: int) -> None:
         self._remove_hooks()
-        if step not in self._request.steps or self._full:
+        if step not in self._request.steps:
+            return
+        self._came = True
+        if self._full:
             return
         self._step, self._misses_gradients, self._told_of_nan = step, True, False
         self._calls.clear()
@@ -93,9 +98,17 @@ class TensorDump:
 
     def close(self) -> None:
         self._remove_hooks()
-        if self._count:
-            output.tell(f"[ttp] TTP_DUMP: {self._count} tensors of rank {self._rank} are in {self._lines}")
-            self._count = 0
+        if self._closed:
+            return
+        self._closed = True
+        if self._came:
+            self._writer.submit(self._tell_where)  # after all that is still to be written
+        else:
+            output.tell(f"[ttp] TTP_DUMP: rank {self._rank} made none of the steps {self._request.steps}")
+
+    def _tell_where(self) -> None:
+        if self._written:
+            output.tell(f"[ttp] TTP_DUMP: {self._written} tensors of rank {self._rank} are in {self._lines}")
 
     def _is_asked_for(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._request.modules)
@@ -157,18 +170,18 @@ class TensorDump:
             line["file"] = f"{path.parent.name}/{path.name}"
         written = json.dumps(line, allow_nan=False) + "\n"
         size = len(written) + (tensor.nbytes if tensor is not None else 0)
-        if self._written + size > self._request.limit * _MIB:
+        if self._size + size > self._request.limit * _MIB:
             self._full = True
-            self._count -= 1
             output.tell(
                 f"[ttp] TTP_DUMP: rank {self._rank} has written {self._request.limit} MiB, its limit, in step"
                 f" {self._step}, and writes no more"
             )
             return
-        self._written += size
+        self._size += size
         self._queue.append((written, path, tensor))
-        if len(self._queue) == 1:  # else it is being written, or will be
-            self._writer.submit(self._append)
+        # Where there was one before, it is being written, or will be.
+        if len(self._queue) == 1 and not self._writer.submit(self._append):
+            self._give_up("no thread can be started that writes")
 
     def _append(self) -> None:
         """Write all that is queued; in the writer's thread."""
@@ -184,11 +197,15 @@ class TensorDump:
                         path.write_bytes(buffer.getbuffer())
                     file.write(line)
                     self._queue.popleft()
+                    self._written += 1
         except Exception as error:
-            self._queue.clear()
-            if not self._full:
-                self._full = True
-                output.tell(f"[ttp] TTP_DUMP: rank {self._rank} writes no more: {text.describe(error)}")
+            self._give_up(text.describe(error))
+
+    def _give_up(self, why: str) -> None:
+        self._queue.clear()
+        if not self._full:
+            self._full = True
+            output.tell(f"[ttp] TTP_DUMP: rank {self._rank} writes no more: {why}")
 
     def _look_for_nan(self, line: dict[str, object], found: Statistics) -> None:
         if self._told_of_nan or not (found["nan"] or found["inf"]):

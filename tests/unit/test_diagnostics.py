@@ -200,16 +200,24 @@ def test_statistics_are_those_of_the_finite_elements() -> None:
     assert all(value is None or math.isfinite(value) for value in half.values())
 
 
-@pytest.mark.parametrize("place", ["TTP_PROFILE", "TTP_DUMP"])
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("TTP_PROFILE", "the trace of rank 0 is lost: NotADirectoryError"),
+        ("TTP_DUMP", "rank 0 writes no more: NotADirectoryError"),
+    ],
+)
 def test_what_cannot_be_written_costs_the_training_nothing(
-    place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    place: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """And one line says it, none that something is there."""
     asked = {"TTP_PROFILE": "steps=2", "TTP_DUMP": _dump_file(tmp_path, steps="2-3")}
     plain, _ = _train(_recorder(tmp_path))
     recorder = _recorder(tmp_path, **{place: asked[place]})
     (tmp_path / "logs").touch()  # below a file no folder can be made
     assert _train(recorder)[0] == plain
-    assert f"[ttp] {place}: " in capfd.readouterr().err
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith(f"[ttp] {place}: ")]
+    assert [line.partition(": [Errno")[0] for line in said] == [f"[ttp] {place}: {line}"]
     assert (tmp_path / "logs").is_file()
 
 
@@ -222,9 +230,47 @@ def test_another_profiler_that_records_stays_and_ours_is_given_up(
     assert any("linear" in event.key for event in other.key_averages())
 
 
-def test_steps_that_never_come_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    _train(_recorder(tmp_path, TTP_PROFILE="steps=100-102"))
-    assert "[ttp] TTP_PROFILE: rank 0 made none of the steps 100-102" in capfd.readouterr().err
+def _asked_for(place: str, tmp_path: Path, steps: str) -> dict[str, str]:
+    return {place: f"steps={steps}" if place == "TTP_PROFILE" else _dump_file(tmp_path, steps=steps)}
+
+
+@pytest.mark.parametrize("place", ["TTP_PROFILE", "TTP_DUMP"])
+def test_steps_that_never_come_are_said(
+    place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _train(_recorder(tmp_path, **_asked_for(place, tmp_path, "100-102")))
+    assert capfd.readouterr().err == f"[ttp] {place}: rank 0 made none of the steps 100-102\n"
+
+
+@pytest.mark.parametrize("place", ["TTP_PROFILE", "TTP_DUMP"])
+def test_nothing_is_said_of_a_model_that_another_replaces_before_the_first_step(
+    place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recorder = _recorder(tmp_path, **_asked_for(place, tmp_path, "2"))
+    recorder.watch([Model()])
+    _train(recorder)
+    assert "none of the steps" not in capfd.readouterr().err
+
+
+def test_where_a_dump_is_is_said_of_what_was_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _train(_recorder(tmp_path, TTP_DUMP=_dump_file(tmp_path, steps=2, modules=["layers.0"])))
+    (path,) = (tmp_path / "logs").rglob("dump-rank0.jsonl")
+    assert capfd.readouterr().err == f"[ttp] TTP_DUMP: 2 tensors of rank 0 are in {path}\n"
+    assert len(_lines(tmp_path)) == 2
+
+
+def test_a_dump_for_which_no_thread_can_be_had_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = _recorder(tmp_path, TTP_DUMP=_dump_file(tmp_path, steps="2-3"))
+    start = output.Writer.start
+    monkeypatch.setattr(output.Writer, "start", lambda one: one is not recorder._writer and start(one))
+    _train(recorder)
+    assert capfd.readouterr().err == (
+        "[ttp] TTP_DUMP: rank 0 writes no more: no thread can be started that writes\n"
+    )
 
 
 @pytest.mark.parametrize(
