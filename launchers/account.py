@@ -186,11 +186,10 @@ def _utc(at: float) -> str:
 
 def _who(verdict: Verdict) -> list[str]:
     fault = verdict.fault
-    host = f"host {fault.host}" if fault.host else ""
+    known = [f"pid {fault.pid}" if fault.pid else "", f"host {fault.host}" if fault.host else ""]
+    where = ", ".join(filter(None, known))
     if verdict.cause_rank < 0:
-        return list(filter(None, [host]))
-    pid = f"pid {fault.pid}" if fault.pid else ""
-    where = ", ".join(filter(None, [pid, host]))
+        return [f"ttprun ({where})"] if where else []
     who = f"rank {verdict.cause_rank}" + (f" ({where})" if where else "")
     return list(filter(None, [who, fault.when]))
 

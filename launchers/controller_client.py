@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 
@@ -185,7 +186,7 @@ class ControllerClient:
                 self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
             endpoint = self._listen()
         self._link = _RemoteLink(writer)
-        self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname()))
+        self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid()))
         self._spawn(self._follow(reader, writer))
         return found
 

@@ -203,7 +203,8 @@ class Node:
             made: Invitation = self._control.wait_for(client.host(host, restart=self._begun > 1))
             if nodes > 1:
                 store.set(invitation.KEY, made.encode())
-            self._control.wait_for(self._say(AgentHello(node, tuple(ranks), host=socket.gethostname())))
+            hello = AgentHello(node, tuple(ranks), host=socket.gethostname(), pid=os.getpid())
+            self._control.wait_for(self._say(hello))
         else:
             there = f"the controller, on node 0 of {nodes} at {host}"
             told: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: there)

@@ -104,8 +104,7 @@ class Controller:
             if isinstance(message, Layout):
                 self.membership.layouts[message.rank] = message
             else:
-                self.membership.enter(message.node, message.ranks)
-                self.membership.hosts[message.node] = message.host
+                self.membership.enter(message)
         self._take_over.begin(nodes, self.term, now)
 
     def handle(self, message: ToController, now: float) -> Orders:
@@ -117,13 +116,12 @@ class Controller:
             if newcomer:
                 return self._route(self.incident.on_newcomer(message))
         match message:
-            case AgentHello(node=node, ranks=ranks, host=host):
+            case AgentHello(node=node):
                 if node in self.membership.lost:
                     self.membership.late.add(node)
                 else:
                     self.membership.agents.add(node)
-                    self.membership.hosts[node] = host
-                    self.membership.enter(node, ranks)
+                    self.membership.enter(message)
                 if self.verdict is not None:
                     return [(node, self.verdict)]
             case Hello(rank=rank, pid=pid):

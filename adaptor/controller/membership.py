@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Mapping, Set
 
-from adaptor.protocol.messages import BoardRecord, Layout, Share
+from adaptor.protocol.messages import AgentHello, BoardRecord, Layout, Share
 
 
 class Membership:
@@ -24,6 +24,7 @@ class Membership:
     boards     the last ones of ranks that have ended, as far as their agents could tell
     pids       the processes of ranks that have said hello
     hosts      the machines of nodes
+    agent_pids  the processes of agents, by node
     """
 
     def __init__(self, world_size: int) -> None:
@@ -42,10 +43,13 @@ class Membership:
         self.boards: dict[int, BoardRecord] = {}
         self.pids: dict[int, int] = {}
         self.hosts: dict[int, str] = {}
+        self.agent_pids: dict[int, int] = {}
 
-    def enter(self, node: int, ranks: Collection[int]) -> None:
-        """`ranks` are those of `node`."""
-        self.node_of.update(dict.fromkeys(ranks, node))
+    def enter(self, hello: AgentHello) -> None:
+        """Note where an agent is, and which ranks it has."""
+        self.node_of.update(dict.fromkeys(hello.ranks, hello.node))
+        self.hosts[hello.node] = hello.host
+        self.agent_pids[hello.node] = hello.pid
 
     def add(self, layout: Layout) -> str:
         """Keep what a rank holds; if it does not fit what others do, the reason why, and it is not kept."""

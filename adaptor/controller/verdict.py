@@ -80,7 +80,12 @@ def _fault(
 ) -> Fault:
     rank = cause.rank
     if rank < 0:
-        return Fault(cause.key, host=membership.hosts.get(cause.node, ""), kind=cause.kind)
+        return Fault(
+            cause.key,
+            pid=membership.agent_pids.get(cause.node, 0),
+            host=membership.hosts.get(cause.node, ""),
+            kind=cause.kind,
+        )
     raised, board = failures.raised.get(rank), membership.boards.get(rank, frozen.get(rank))
     finished = raised.origin.finished if raised is not None else None
     if board is not None and board.phase != Phase.STARTING:

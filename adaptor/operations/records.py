@@ -103,7 +103,8 @@ class Incident(msgspec.Struct, kw_only=True):
     incident           its number in this job
     began, ended       when the fault was noticed, and when the verdict was given
     cause, reason      the first failure; the line that was printed
-    blamed             the rank to blame, with its node, host and pid
+    blamed             the rank to blame, with its node, host and pid; where there is none, host and pid are
+                       those of a ttprun that was told to end
     failed             ranks that failed by themselves, the first one first
     silent             ranks that did not answer the order to stop
     verdict            saved: a checkpoint of `step` was written; recovered: training went on, no restart;

@@ -309,12 +309,14 @@ class AgentHello(Message, frozen=True):
     """The first message of an agent; `endpoint`: its address, should it take the controller over.
 
     host  the name of its machine
+    pid   its process there; 0 where it is not known
     """
 
     node: Number
     ranks: tuple[Number, ...]
     endpoint: Endpoint | None = None
     host: str = ""
+    pid: int = 0
 
 
 class Died(Message, frozen=True):
@@ -618,8 +620,8 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
     key       its kind and place (`ValueError at train.py:12`), or the signal; empty where that says nothing
     finished  the step that the rank had finished, -1 before training; None where nobody knows
     ranks     those that have failed by themselves, the first one first
-    pid       of the first rank; 0 where it is not known
-    host      the machine of the first rank; without a rank that of the agent that was told to end
+    pid       of the first rank, without a rank of the agent that was told to end; 0 where it is not known
+    host      the machine of that process
     kind      signal, exit, exception, hang, told-to-end, node-lost or error (of ttprun itself); empty where
               it is not known
     status    of the process that failed first (negative: the signal)

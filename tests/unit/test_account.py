@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from adaptor import output
 from adaptor.launchers import account as account_module
 from adaptor.launchers.account import Account
-from adaptor.protocol.messages import Recovered, Verdict
+from adaptor.protocol.messages import Fault, Recovered, Verdict
 from tests.unit.threads import LONG_S
 
 
@@ -60,6 +61,14 @@ def test_a_recovery_is_an_incident_and_no_restart(said: list[str]) -> None:
     assert "restart 1 of 1: from step 49, 1 step lost" in said[-1]
     account.ended()
     assert "2 incidents (1 without a restart), 1 step lost" in said[-1]
+
+
+def test_the_ttprun_that_was_told_to_end_is_named(said: list[str]) -> None:
+    told = msgspec.structs.replace(
+        lost(30), cause_rank=-1, fault=Fault(host="n1", pid=71, kind="told-to-end")
+    )
+    Account(3).fault(told, 0.0, "")
+    assert said == ["[ttp] 1970-01-01T00:00:00Z incident 1, ttprun (pid 71, host n1)"]
 
 
 def test_where_the_reports_are(said: list[str]) -> None:

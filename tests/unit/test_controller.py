@@ -125,15 +125,15 @@ def test_where_nobody_is_blamed_the_first_that_raised_shows_it() -> None:
     assert _who_shows(job.handle(Hello(1, 2001), 2.0)) == []
 
 
-def test_a_job_that_is_told_to_end_names_the_host_that_was() -> None:
+def test_a_job_that_is_told_to_end_names_the_ttprun_that_was() -> None:
     job = Controller(2, 120.0, ("store", 1, b""))
     for node in (0, 1):
-        job.handle(AgentHello(node, (node,), host=f"host{node}"), 0.0)
+        job.handle(AgentHello(node, (node,), host=f"host{node}", pid=70 + node), 0.0)
         job.handle(Hello(node, 1000 + node), 0.0)
     job.handle(AgentTerminationRequested(1, "SIGTERM"), 1.0)
-    job.give_up("KeyError: 'a mistake'")
     assert job.verdict is not None
-    assert (job.verdict.cause_rank, job.verdict.fault.host) == (-1, "host1")
+    fault = job.verdict.fault
+    assert (job.verdict.cause_rank, fault.host, fault.pid) == (-1, "host1", 71)
 
 
 def test_what_is_raised_after_a_job_was_told_to_end_is_not_shown() -> None:

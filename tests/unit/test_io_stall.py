@@ -6,7 +6,7 @@ from adaptor.controller.failures import Failures
 from adaptor.controller.incident import Incident
 from adaptor.controller.membership import Membership
 from adaptor.controller.reassignment import IoStallDetector
-from adaptor.protocol.messages import BoardRecord, Dump, Layout, Phase, Share, Written
+from adaptor.protocol.messages import AgentHello, BoardRecord, Dump, Layout, Phase, Share, Written
 
 
 def test_who_has_work_and_does_not_move_is_overdue() -> None:
@@ -35,8 +35,8 @@ def test_who_has_written_all_of_its_part_is_not_overdue() -> None:
     group = {0: "g0", 1: "g1", 2: "g0", 3: "g1"}
     membership = Membership(4)
     membership.agents = {0, 1}
-    membership.enter(0, [0, 1])
-    membership.enter(1, [2, 3])
+    membership.enter(AgentHello(0, (0, 1)))
+    membership.enter(AgentHello(1, (2, 3)))
     for rank, name in group.items():
         membership.connected.add(rank)
         membership.add(Layout(rank, (Share(name, 0, 1),), "/save", 0, "same"))

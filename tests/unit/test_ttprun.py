@@ -632,14 +632,15 @@ def test_ctrl_c_before_anything_was_started(launcher: Launcher) -> None:
     assert (ended.code, ended.log) == (128 + signal.SIGINT, line)
 
 
-def test_ctrl_c_while_the_launcher_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["adaptor.launchers.ttprun", "asyncio", "torch"])
+def test_ctrl_c_while_the_launcher_is_imported(module: str, tmp_path: Path) -> None:
     program = (
-        "import signal, sys\n"
+        "import _signal, sys\n"  # `signal` is one of those that may not be there yet
         # A shell may have had it ignored.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "_signal.signal(_signal.SIGINT, _signal.default_int_handler)\n"
         "class CtrlC:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'asyncio': signal.raise_signal(signal.SIGINT)\n"
+        f"        if name == {module!r}: _signal.raise_signal(_signal.SIGINT)\n"
         "sys.meta_path.insert(0, CtrlC())\n"
         "from adaptor.launchers.entry import main\n"
         "sys.exit(main())\n"
@@ -647,6 +648,19 @@ def test_ctrl_c_while_the_launcher_is_imported(tmp_path: Path) -> None:
     done = _run_here(tmp_path, sys.executable, "-c", program)
     line = "[ttp] ended by SIGINT, before anything was started\n"
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", line)
+
+
+def test_nothing_is_imported_before_ctrl_c_is_one_line(tmp_path: Path) -> None:
+    """But Python's own start and the package itself: during these Ctrl-C is Python's traceback."""
+    program = (
+        "import sys\n"
+        "import adaptor.launchers\n"
+        "before = set(sys.modules)\n"
+        "import adaptor.launchers.entry\n"
+        "print(*sorted(set(sys.modules) - before))\n"
+    )
+    done = _run_here(tmp_path, sys.executable, "-c", program)
+    assert (done.stdout, done.stderr) == ("adaptor.launchers.entry\n", "")
 
 
 @pytest.mark.usefixtures("_clean")
@@ -1266,7 +1280,7 @@ def test_a_terminated_ttprun_takes_its_workers_along(by: signal.Signals, launche
     assert ended.code == 128 + by, ended.log
     assert ended.last_line.startswith(f"[ttp] ttprun was told to end by {by.name}; nothing to save: ")
     host, logs = re.escape(socket.gethostname()), re.escape(f"{launcher.folder}/logs/")
-    line = rf"^\[ttp\] \S+Z incident 1, host {host}, report {logs}\S+\.json$"
+    line = rf"^\[ttp\] \S+Z incident 1, ttprun \(pid {pid}, host {host}\), report {logs}\S+\.json$"
     assert re.search(line, ended.log, re.MULTILINE), ended.log
     assert all(is_gone(worker) for worker in workers)
 
