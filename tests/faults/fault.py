@@ -109,6 +109,7 @@ class Fault:
     restart  the generation of the workers; or NEWCOMERS, or ONCE
     heals    milliseconds after which a network that is cut is mended; None: never
     since    not before this step; a newcomer counts as in the step of the newest fault
+    after    a rank of this machine that is stopped (SIGSTOP) before this strikes
     """
 
     rank: int
@@ -120,6 +121,7 @@ class Fault:
     restart: int = 0
     heals: int | None = None
     since: int | None = None
+    after: int | None = None
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES or self.kind not in KINDS:
@@ -132,7 +134,7 @@ class Fault:
         return cls(phase=words["phase"], kind=words["kind"], **numbers)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        fields = ("rank", "step", "phase", "kind", "code", "also", "restart", "heals", "since")
+        fields = ("rank", "step", "phase", "kind", "code", "also", "restart", "heals", "since", "after")
         return ",".join(f"{name}={getattr(self, name)}" for name in fields if getattr(self, name) is not None)
 
 
@@ -170,6 +172,8 @@ class Injector:
                 self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
+        if fault.after is not None:
+            _until_it_is_stopped(fault.after)
         if self._stamp is not None:
             spare = (
                 _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else 0
@@ -213,9 +217,9 @@ class Injector:
                     os.kill(process, signal.SIGTERM)
                 _until_it_is_known()
             case "agent-sigint-twice":
-                for _ in range(2):
-                    os.kill(os.getppid(), signal.SIGINT)
-                    time.sleep(0.2)  # two at once are one to the kernel
+                os.kill(os.getppid(), signal.SIGINT)
+                _until_it_is_known()  # two at once are one to the kernel
+                os.kill(os.getppid(), signal.SIGINT)
             case "agent-pause":
                 os.kill(os.getppid(), signal.SIGSTOP)
                 threading.Timer(AGENT_PAUSE_S, os.kill, (os.getppid(), signal.SIGCONT)).start()
@@ -275,6 +279,12 @@ def _until_it_is_known() -> None:
     from adaptor.worker import runtime
 
     while not runtime.get().session.door.closed:
+        time.sleep(0.005)
+
+
+def _until_it_is_stopped(rank: int) -> None:
+    stat = Path(f"/proc/{_sibling(rank)}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.005)
 
 

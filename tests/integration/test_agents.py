@@ -45,7 +45,7 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, baseline_of: BaselineOf
         save_interval=3,
         faults=[
             "rank=0,step=5,phase=data,kind=sigstop",
-            "rank=1,step=5,phase=forward,kind=agent-sigint-twice",
+            "rank=1,step=5,phase=forward,kind=agent-sigint-twice,after=0",
         ],
     )
     ended = harness.run(job)
