@@ -14,8 +14,8 @@ A fork is only safe of a process with one thread, so it is not the asking proces
 forks is handed over by the kernel, as an orphan to the nearest ancestor that takes orphans.
 
 What an interpreter reads from its environment when it starts is done again in the fork: PYTHONPATH, the
-random state of Python and MALLOC_PERTURB_. Hash seeds and what torch reads when it is imported are the
-starter's.
+random state of Python, MALLOC_PERTURB_ and, for torch, PYTORCH_JIT. Hash seeds and what else torch reads when
+it is imported are the starter's.
 """
 
 from __future__ import annotations
@@ -227,6 +227,8 @@ def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], No
     tempfile.tempdir = None
     if "MALLOC_PERTURB_" in environment:
         _libc.mallopt(_M_PERTURB, int(environment["MALLOC_PERTURB_"]))
+    jit = sys.modules["torch"].jit._state  # the starter's torch has read PYTORCH_JIT in another environment
+    jit._enabled.enabled = jit.EnabledProxy().enabled
     command = request["command"]
     if command[0] == "nsenter":
         with open(command[1].removeprefix("--net="), "rb") as namespace:  # noqa: PTH123

@@ -36,6 +36,16 @@ def test_a_script_has_its_arguments_folder_environment_and_output(tmp_path: Path
     assert process.returncode == 0
 
 
+def test_torch_compiles_nothing_where_the_environment_says_so(tmp_path: Path) -> None:
+    """torch reads PYTORCH_JIT when it is imported, and the fork has it imported already."""
+    code = "import torch; print(torch.jit.script(len) is len)"
+    with (tmp_path / "out").open("w+") as out:
+        environment = {**os.environ, "PYTORCH_JIT": "0"}
+        assert Warm([sys.executable, "-c", code], stdout=out, env=environment).wait() == 0
+        out.seek(0)
+        assert out.read() == "True\n"
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
