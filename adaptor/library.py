@@ -137,7 +137,7 @@ def protect(
     from megatron.core.package_info import __version__
 
     from adaptor import context, patching
-    from adaptor.checkpoint import folder, formats, lease, left_overs, step_record
+    from adaptor.checkpoint import folder, formats, lease_claim, left_overs, step_record
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
     from adaptor.checkpoint.training_state import TrainingState, unwrapped
@@ -169,7 +169,7 @@ def protect(
     folder.require_writable(save)
     folder.require_newest(save, step)
     if torch.distributed.get_rank() == 0:
-        lease.claim(save)
+        lease_claim.claim(save)
         left_overs.clean(Path(save))
     where = model_parallel_folder(
         parallel_state.get_tensor_model_parallel_rank(),

@@ -264,7 +264,9 @@ def main() -> None:
             text += f"\n- {row.name}: step time {ratio:.3f} ×, target at most {target:g} ×: {verdict}"
     compared = sum(found[row.name]["compared"] for row in known)
     if "MISSED" in text:
-        text += f"\n- {missed([found[row.name] for row in known if row.family == MAIN.name and not row.copies])}"
+        text += (
+            f"\n- {missed([found[row.name] for row in known if row.family == MAIN.name and not row.copies])}"
+        )
     text += f"\n- losses and grad norms: {compared} compared, all equal, bit for bit"
     benchmark.finish(text, {"rows": found, "counted": counted})
     if given.write:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, patching, preflight
-from adaptor.checkpoint import folder, lease, left_overs
+from adaptor.checkpoint import folder, lease_claim, left_overs
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.frameworks import supported_options
 from adaptor.patches._versions import MODELLINK
@@ -42,7 +42,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     context.part(Watchdogs).switch_off()
     folder.require_writable(parsed.save)
     if parsed.rank == 0:
-        lease.claim(parsed.save)
+        lease_claim.claim(parsed.save)
         left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
     megatron_lm.resume_after_restart(parsed)
     return parsed

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, patching, preflight
-from adaptor.checkpoint import folder, lease, left_overs
+from adaptor.checkpoint import folder, lease_claim, left_overs
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.frameworks import fine_tuning, supported_options
 from adaptor.patches._versions import MEGATRON
@@ -43,7 +43,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     context.part(Watchdogs).switch_off()
     folder.require_writable(parsed.save)
     if parsed.rank == 0:
-        lease.claim(parsed.save)
+        lease_claim.claim(parsed.save)
     from adaptor.online import rejoin  # torch, which is for the script to import
 
     worker = rejoin.of_this_process()

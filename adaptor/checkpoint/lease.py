@@ -1,6 +1,6 @@
 """The lease of a save folder: one job at a time saves there.
 
-A file in the folder names the `ttprun` whose job saves there, by machine, process and start. It is touched
+A file in the folder names the `ttprun` whose job saves there (`lease_owner`). It is touched
 every few seconds while that process lives, and removed at its end. A second job is refused. A lease whose
 owner is gone gives way: on the same machine the kernel tells whether the process lives; from another one the
 lease is watched, and is stale when it does not change. So no clocks of two machines are compared.
@@ -13,29 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
-import re
 import threading
 import time
-from collections.abc import Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from adaptor import context, output
+from adaptor import output
 from adaptor.checkpoint import disk
+from adaptor.checkpoint.lease_owner import Owner
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
-from adaptor.protocol.environment import GENERATION, Generation, Place
 
-# Variables for workers: the owner of the lease, and the file in which to note the folder that it is of.
-OWNER = "TTP_OWNER"
-NOTE = "TTP_OWNER_NOTE"
-# How many seconds a job that is leaving is waited for.
-PATIENCE = "TTP_OWNER_PATIENCE"
 REFRESH_S = 5.0
 # Six refreshes: a file system of several machines may be slow, or show a change late, by some seconds.
 STALE_S = 30.0
@@ -44,55 +35,13 @@ LOOK_S = 1.0
 # Between two lines while a job that is leaving is waited for.
 AGAIN_S = 10.0
 LOCK_PATIENCE_S = 10.0  # a lease is worth no longer delay of a start
-_LARGEST = 4096
+LARGEST = 4096  # bytes; a longer file is no lease
 
 
 _Owner = TypeVar("_Owner", bound="Owner")
 
 
-class Owner(msgspec.Struct, frozen=True):
-    """The identity of a process, unique over time and over machines.
-
-    ticks      when it started, as the kernel counts
-    boot       of the machine, another one after each start of it
-    namespace  of process numbers: a container has its own
-    started    when it started, for people
-    """
-
-    host: str
-    pid: int
-    ticks: int
-    boot: str
-    namespace: str
-    started: str
-
-    @classmethod
-    def of(cls, pid: int) -> Owner:
-        """Describe a process of this machine. Raises OSError where there is none."""
-        ticks = _ticks(pid)
-        booted = re.search(r"^btime (\d+)$", _read(Path("/proc/stat")), re.MULTILINE)
-        since = float(booted.group(1)) if booted else 0.0
-        began = datetime.fromtimestamp(since + ticks / os.sysconf("SC_CLK_TCK"), timezone.utc)
-        return cls(
-            platform.node(), pid, ticks, _boot(), _namespace(), began.strftime("%Y-%m-%d %H:%M:%S UTC")
-        )
-
-    @property
-    def words(self) -> str:
-        """Name it for a person."""
-        return f"the job of process {self.pid} on {self.host}, started {self.started}"
-
-    def lives(self) -> bool | None:
-        """Return whether the process is there; None where this machine does not know."""
-        if not self.boot or (self.boot, self.namespace) != (_boot(), _namespace()):
-            return None
-        try:
-            return _ticks(self.pid) == self.ticks
-        except OSError:
-            return False
-
-
-class _Written(Owner, frozen=True):
+class LeaseContent(Owner, frozen=True):
     """The content of the lease file: the owner, and the folder that it saves in, which tells a copy.
 
     generation  of the workers whose rank 0 has written it; '' if the agent has
@@ -104,29 +53,6 @@ class _Written(Owner, frozen=True):
     generation: str = ""
 
 
-def _ticks(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-
-
-def _boot() -> str:
-    return _read(Path("/proc/sys/kernel/random/boot_id")).strip()
-
-
-def _namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
-
-
-def _read(path: Path) -> str:
-    """Return what the kernel says; nothing in a sandbox that does not have it."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 class _Seen(msgspec.Struct, frozen=True):
     """A lease as it was found; if it has changed at the next look, its owner is alive."""
 
@@ -136,17 +62,17 @@ class _Seen(msgspec.Struct, frozen=True):
     @property
     def owner(self) -> Owner | None:
         """Return the owner, None if the file has another content."""
-        return _decoded(self.text, Owner)
+        return decode(self.text, Owner)
 
     @property
     def leaving(self) -> bool:
         """Return whether its job saves there for the last time."""
-        written = _decoded(self.text, _Written)
+        written = decode(self.text, LeaseContent)
         return written is not None and written.leaving
 
     def is_copied(self, root: Path) -> bool:
         """Return whether it was written for another folder of this machine, and `root` is a copy of that."""
-        written = _decoded(self.text, _Written)
+        written = decode(self.text, LeaseContent)
         if written is None or not written.inode:
             return False
         try:
@@ -156,7 +82,7 @@ class _Seen(msgspec.Struct, frozen=True):
         return (written.device, written.inode) != (status.st_dev, status.st_ino)
 
 
-def _decoded(text: bytes, kind: type[_Owner]) -> _Owner | None:
+def decode(text: bytes, kind: type[_Owner]) -> _Owner | None:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -166,7 +92,7 @@ def _decoded(text: bytes, kind: type[_Owner]) -> _Owner | None:
 def _look(root: Path) -> _Seen | None:
     path = root / naming.LEASE
     try:
-        return _Seen(disk.read(path, _LARGEST), path.stat().st_mtime_ns)
+        return _Seen(disk.read(path, LARGEST), path.stat().st_mtime_ns)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -223,7 +149,7 @@ class Lease:
 
     def _write(self, *, leaving: bool = False) -> None:
         status = self._root.stat()
-        written = _Written(
+        written = LeaseContent(
             **msgspec.structs.asdict(self._owner),
             device=status.st_dev,
             inode=status.st_ino,
@@ -349,63 +275,3 @@ def _is_there(root: Path, found: _Seen, stale_s: float) -> bool:
             return now is not None
         left -= 1
     return False
-
-
-def claim(save: str | Path, environ: Mapping[str, str] = os.environ) -> None:
-    """Take the lease of the save folder for the job of this worker, and keep it while the worker lives.
-
-    Raises:
-        ConfigError: another job saves there.
-    """
-    global _claimed
-    root = Path(save).resolve()
-    if _claimed == root:  # a framework may parse its arguments more than once
-        return
-    try:
-        owner = (
-            msgspec.json.decode(environ[OWNER], type=Owner) if OWNER in environ else Owner.of(os.getppid())
-        )
-        lease = Lease(root, owner, environ.get(GENERATION, ""))
-        lease.take(patience_s=float(environ.get(PATIENCE, "0")))
-        if NOTE in environ:
-            Path(environ[NOTE]).write_text(str(root))
-        lease.keep()
-    except (OSError, CheckpointError) as error:
-        why = getattr(error, "strerror", None) or error
-        output.tell(
-            f"[ttp] {root}: no lease ({why}), so another job that saves there is not noticed", to="stdout"
-        )
-    _claimed = root
-
-
-def require_same_user(save: str | Path) -> None:
-    """Refuse a rank that writes as another user than rank 0 into the folder that both save to.
-
-    Drafts are made private, so the first save would fail. Rank 0 has taken the lease by now; a folder in
-    which no lease of this generation is seen is another node's own disk, or nobody can tell.
-
-    Raises:
-        ConfigError: rank 0 writes there as another user.
-    """
-    root, generation = Path(save), context.part(Generation).name
-    if not save or not generation:
-        return
-    try:
-        descriptor = disk.open_regular(root / naming.LEASE)
-        with os.fdopen(descriptor, "rb") as file:
-            # Of the open file: NFS may show the owner of the one before. And as this machine sees both users.
-            theirs, written = os.fstat(descriptor).st_uid, _decoded(file.read(_LARGEST), _Written)
-        ours = disk.probe(root).st_uid
-    except OSError:
-        return
-    if written is None or written.generation != generation or theirs == ours:
-        return
-    here = f"node {context.part(Place).node} ({platform.node()})"
-    raise ConfigError(
-        f"--save is {root}: {here} writes there as {disk.name_user(ours)}, node 0 ({written.host}) as"
-        f" {disk.name_user(theirs)}, and neither can write into the other's checkpoints: start ttprun as the"
-        " same user on every node"
-    )
-
-
-_claimed: Path | None = None

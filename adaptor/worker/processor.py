@@ -11,14 +11,12 @@ import functools
 import os
 import queue
 import selectors
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from adaptor import output, text, threads
 from adaptor.descriptors import Descriptors
@@ -27,12 +25,10 @@ from adaptor.protocol.messages import (
     BusyProbe,
     BusyReport,
     Dump,
-    Endpoint,
     Exit,
     Freeze,
     FromWorker,
     Frozen,
-    GroupOrder,
     Hello,
     ModulesProbe,
     Phase,
@@ -47,17 +43,10 @@ from adaptor.protocol.messages import (
     TerminationRequested,
     TimelineEvent,
     ToWorker,
-    WriteFailed,
-    Written,
 )
-from adaptor.protocol.state_provider import DumpRun, NotFiniteError
-from adaptor.worker import abort_gloo, modules, stacks
+from adaptor.worker import abort_gloo, dump_order, modules, stacks
 from adaptor.worker.session import Session
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroupGloo
-
-    from adaptor.worker.dump_store import DumpStore
+from adaptor.worker.sigterm import SigtermReports
 
 T = TypeVar("T")
 
@@ -112,6 +101,9 @@ class Processor:
         self._store_port = store_port
         self._outbox: queue.SimpleQueue[FromWorker] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._sigterm = SigtermReports(
+            lambda: self.say(TerminationRequested(self._rank, "SIGTERM")), self._wake_writer
+        )
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect("\0" + address)
         self._session: Session | None = None
@@ -132,35 +124,8 @@ class Processor:
         threading.Thread(target=self._serve, name="ttp-processor", daemon=True).start()
 
     def hear_signals(self) -> None:
-        """Report SIGTERM to the agent, and do not end this process by it; call it on the main thread.
-
-        The process may be a holder, and a scheduler that signals all processes would end all holders. The
-        main thread may hang, where no Python handler runs; so the byte counts that the interpreter writes
-        into a pipe at once. A script that sets a handler of its own keeps it. Children still end by SIGTERM.
-        """
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-        signal.siginterrupt(signal.SIGTERM, False)
-        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
-        # A signal to a child waits until the child has set its own handler.
-        os.register_at_fork(
-            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
-            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
-            after_in_child=self._hear_no_signals,
-        )
-
-    @property
-    def _hears_sigterm(self) -> bool:
-        return signal.getsignal(signal.SIGTERM) == self._on_sigterm
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Report SIGTERM if a script has taken the pipe away; a second report has no effect."""
-        self.say(TerminationRequested(self._rank, "SIGTERM"))
-
-    def _hear_no_signals(self) -> None:
-        if self._hears_sigterm:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        """Report SIGTERM to the agent, and do not end this process by it; call it on the main thread."""
+        self._sigterm.install()
 
     def say(self, message: FromWorker) -> None:
         """Queue a message for the agent; from any thread."""
@@ -186,8 +151,7 @@ class Processor:
             ready = {key.fileobj for key, _ in selector.select()}
             if self._wake_reader in ready:
                 woken_by = os.read(self._wake_reader, 4096)
-                if signal.SIGTERM in woken_by and self._hears_sigterm:
-                    self._outbox.put(TerminationRequested(self._rank, "SIGTERM"))
+                self._sigterm.hear(woken_by)
                 self._send_queued()
             if self._connection in ready:
                 self._obey(wire.receive(self._connection, wire.to_worker))
@@ -266,58 +230,17 @@ class Processor:
         path = self._stacks_folder / f"rank{self._rank}.txt"
         return stacks.look(path, LOOK_S, lambda: self._note("stacks", str(path)))
 
-    def _is_current(self, order: Dump) -> bool:
-        return self._current == (order.incident, order.attempt)
-
     def _dump(self, order: Dump) -> None:
-        session = self._session
-        assert session is not None
-        assert session.trainee is not None
-        group = order.groups[0]
-        stores: list[DumpStore] = []
-        try:
-            behind = session.board.finished < order.step
-            keep = frozenset({self._store_port, order.store_port})
-            wake = abort_gloo.Waker(keep)
-            _bring_to(session, order, wake)
-            past = session.from_local_copy(order.step)
-            if behind or past:
-                self._note("from-the-local-copy" if past else "through-the-door", f"step {order.step}")
-            record = session.record_of(order.step)
-            for group in order.groups:
-                remarks: list[str] = []
-                run = DumpRun(
-                    rank=self._rank,
-                    folder=order.folder,
-                    attempt=order.attempt,
-                    connect=lambda ranks, group=group: _connect(order, group, self._rank, ranks, stores),  # type: ignore[misc]
-                    progress=session.board.advance,
-                    cancelled=lambda: not self._is_current(order),
-                    as_is=group.group in order.as_is,
-                    remark=remarks.append,
-                    past=past,
-                    groups=order.groups,
-                    wake=wake,
-                )
-                files = session.trainee.dump(record, group, run)
-                if group.writer == self._rank:
-                    not_finite = "; ".join(filter(None, remarks))
-                    self._note("written", f"{group.group}; {not_finite}" if not_finite else group.group)
-                    self.say(
-                        Written(self._rank, order.incident, order.attempt, group.group, files, not_finite)
-                    )
-                else:
-                    self._note("gathered", group.group)
-        except (Exception, SystemExit) as error:  # whatever it was, the controller decides what comes next
-            if self._is_current(order):
-                reason = text.describe(error)
-                doubted = error.ranks if isinstance(error, NotFiniteError) else ()
-                self._note("failed", reason)
-                where = (order.incident, order.attempt, group.group)
-                self.say(WriteFailed(self._rank, *where, reason, session.board.record(), doubted))
-        finally:
-            for store in stores:
-                store.close()
+        assert self._session is not None
+        dump_order.follow(
+            order,
+            self._rank,
+            self._session,
+            store_port=self._store_port,
+            is_current=lambda: self._current == (order.incident, order.attempt),
+            say=self.say,
+            note=self._note,
+        )
 
     def go_round_by(self, rejoin: Rejoin | None) -> None:
         """Set how the training loop is called again, at the start of a worker; None: not at all."""
@@ -349,42 +272,6 @@ class Processor:
 def why_not(error: Exception) -> str:
     """Return why a rank cannot take part in an online recovery, in one line."""
     return text.say(error) if isinstance(error, CannotRejoinError) else text.describe(error)
-
-
-def _bring_to(session: Session, order: Dump, wake: Callable[[], int]) -> None:
-    """Bring this rank to the step of `order`; wake its main thread again and again meanwhile.
-
-    What is broken is broken whenever the main thread comes to it, and a wait that gloo has forgotten is only
-    known at a second look (`abort_gloo.Waker`).
-
-    Raises:
-        TimeoutError: the update was not done in the time of the order.
-        RuntimeError: an exception left the update.
-    """
-    until = time.monotonic() + order.timeout_s
-    while True:
-        left_s = max(0.0, until - time.monotonic())
-        try:
-            return session.bring_to(order.step, wake, min(abort_gloo.LOOK_S, left_s))
-        except TimeoutError:
-            if left_s <= abort_gloo.LOOK_S:
-                what = f"the update of step {order.step} was not done after {order.timeout_s:g} s"
-                raise TimeoutError(what) from None
-
-
-def _connect(
-    order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...], stores: list[DumpStore]
-) -> ProcessGroupGloo:
-    """Return a gloo group of `ranks` that owes nothing to the groups of the framework.
-
-    Its store goes to `stores`, to be closed after the group.
-    """
-    from adaptor.worker.dump_store import DumpStore, meet  # they import torch
-
-    store = DumpStore(Endpoint(order.store_host, order.store_port), order.store_secret, order.timeout_s)
-    stores.append(store)
-    prefix = f"ttp/{order.incident}/{order.attempt}/{group.group}"
-    return meet(store, prefix, ranks.index(rank), len(ranks), order.timeout_s)
 
 
 def _leave(code: int) -> None:

@@ -141,7 +141,7 @@ class Runtime:
 
     def _send_layout(self, trainee: Trainee, origin: int) -> None:
         from adaptor import patching
-        from adaptor.checkpoint import lease
+        from adaptor.checkpoint import lease_claim
 
         if "torch" in sys.modules:  # as in every training: a dump then need not read this from a disk
             from adaptor.worker import dump_store  # noqa: F401
@@ -151,7 +151,7 @@ class Runtime:
                 f"--save is {text.encodable(trainee.save)}: its name is not UTF-8, so the adaptor cannot save"
                 " into it: choose another folder"
             )
-        lease.require_same_user(trainee.save)
+        lease_claim.require_same_user(trainee.save)
         fingerprint = patching.fingerprint("ttp")
         self.processor.say(
             Layout(

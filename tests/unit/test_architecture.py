@@ -62,7 +62,7 @@ READS_SETTINGS = {
 READS_ENVIRONMENT = {
     "adaptor.__main__": "WORLD_SIZE, for the report; misspelt settings",
     "adaptor._start": "whether ttprun has started this process",
-    "adaptor.checkpoint.lease": "who holds the lease of the job: the agent",
+    "adaptor.checkpoint.lease_claim": "who holds the lease of the job: the agent",
     "adaptor.config": "the settings",
     "adaptor.devices.cpu": "LOCAL_WORLD_SIZE, without anything else of the adaptor",
     "adaptor.launchers.doctor": "misspelt settings",
@@ -91,7 +91,7 @@ WRITES_ENVIRONMENT = {
 # part of it (`adaptor.context`).
 STATE = {
     "adaptor._enabled": "nothing else is imported before the adaptor is enabled",
-    "adaptor.checkpoint.lease._claimed": "a process claims one save folder",
+    "adaptor.checkpoint.lease_claim._claimed": "a process claims one save folder",
     "adaptor.context._context": "the context itself",
     "adaptor.devices.cpu._active": "without anything else of the adaptor",
     "adaptor.output._streams": "the threads of stdout and stderr",

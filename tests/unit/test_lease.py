@@ -15,8 +15,9 @@ import msgspec
 import pytest
 
 from adaptor import output
-from adaptor.checkpoint import lease, left_overs
-from adaptor.checkpoint.lease import Lease, Owner
+from adaptor.checkpoint import lease, lease_claim, left_overs
+from adaptor.checkpoint.lease import Lease
+from adaptor.checkpoint.lease_owner import Owner
 from adaptor.errors import ConfigError
 from adaptor.protocol import naming
 from tests.unit.threads import LONG_S, Thread
@@ -197,7 +198,7 @@ def test_what_is_no_lease_is_replaced(tmp_path: Path, kind: str) -> None:
 def test_a_lease_that_cannot_be_written_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lease.claim(tmp_path / "gone", {})
+    lease_claim.claim(tmp_path / "gone", {})
     (line,) = said(capsys).splitlines()
     assert "no lease (No such file or directory)" in line
     assert "another job that saves there is not noticed" in line

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from adaptor.checkpoint.lease import Lease, Owner
+from adaptor.checkpoint.lease import Lease
+from adaptor.checkpoint.lease_owner import Owner
 from tests.unit.other_user import NOBODY
 from tests.unit.test_ttprun import launcher, start_two, zygote
 
@@ -25,7 +26,7 @@ __all__ = ["launcher", "zygote"]
 TRAINS = """
 import os, sys, time
 from pathlib import Path
-from adaptor.checkpoint import folder, lease
+from adaptor.checkpoint import folder, lease_claim
 from adaptor.protocol.messages import Share
 from adaptor.worker import runtime
 from tests.unit.trainee import CountingTrainee, Loop
@@ -35,7 +36,7 @@ if rank == 1 and OTHER:
     os.setgroups([]); os.setgid(OTHER); os.setuid(OTHER)
 folder.require_writable(save)
 if rank == 0:
-    lease.claim(save)
+    lease_claim.claim(save)
 (shared / f"ready{rank}").touch()
 while not all((shared / f"ready{other}").exists() for other in (0, 1)):
     time.sleep(0.01)

@@ -1,0 +1,88 @@
+"""Takes the lease of the save folder in a worker, for its job, before it trains.
+
+Invariant: the lease belongs to the process that the agent names, not to the worker, so it outlives a restart
+of all workers. Rank 0 takes it, and every other rank checks that it writes as the same user.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from adaptor import context, output
+from adaptor.checkpoint import disk
+from adaptor.checkpoint.lease import LARGEST, Lease, LeaseContent, decode
+from adaptor.checkpoint.lease_owner import Owner
+from adaptor.errors import CheckpointError, ConfigError
+from adaptor.protocol import naming
+from adaptor.protocol.environment import GENERATION, Generation, Place
+
+# Variables for workers: the owner of the lease, and the file in which to note the folder that it is of.
+OWNER = "TTP_OWNER"
+NOTE = "TTP_OWNER_NOTE"
+# How many seconds a job that is leaving is waited for.
+PATIENCE = "TTP_OWNER_PATIENCE"
+
+
+def claim(save: str | Path, environ: Mapping[str, str] = os.environ) -> None:
+    """Take the lease of the save folder for the job of this worker, and keep it while the worker lives.
+
+    Raises:
+        ConfigError: another job saves there.
+    """
+    global _claimed
+    root = Path(save).resolve()
+    if _claimed == root:  # a framework may parse its arguments more than once
+        return
+    try:
+        owner = (
+            msgspec.json.decode(environ[OWNER], type=Owner) if OWNER in environ else Owner.of(os.getppid())
+        )
+        lease = Lease(root, owner, environ.get(GENERATION, ""))
+        lease.take(patience_s=float(environ.get(PATIENCE, "0")))
+        if NOTE in environ:
+            Path(environ[NOTE]).write_text(str(root))
+        lease.keep()
+    except (OSError, CheckpointError) as error:
+        why = getattr(error, "strerror", None) or error
+        output.tell(
+            f"[ttp] {root}: no lease ({why}), so another job that saves there is not noticed", to="stdout"
+        )
+    _claimed = root
+
+
+def require_same_user(save: str | Path) -> None:
+    """Refuse a rank that writes as another user than rank 0 into the folder that both save to.
+
+    Drafts are made private, so the first save would fail. Rank 0 has taken the lease by now; a folder in
+    which no lease of this generation is seen is another node's own disk, or nobody can tell.
+
+    Raises:
+        ConfigError: rank 0 writes there as another user.
+    """
+    root, generation = Path(save), context.part(Generation).name
+    if not save or not generation:
+        return
+    try:
+        descriptor = disk.open_regular(root / naming.LEASE)
+        with os.fdopen(descriptor, "rb") as file:
+            # Of the open file: NFS may show the owner of the one before. And as this machine sees both users.
+            theirs, written = os.fstat(descriptor).st_uid, decode(file.read(LARGEST), LeaseContent)
+        ours = disk.probe(root).st_uid
+    except OSError:
+        return
+    if written is None or written.generation != generation or theirs == ours:
+        return
+    here = f"node {context.part(Place).node} ({platform.node()})"
+    raise ConfigError(
+        f"--save is {root}: {here} writes there as {disk.name_user(ours)}, node 0 ({written.host}) as"
+        f" {disk.name_user(theirs)}, and neither can write into the other's checkpoints: start ttprun as the"
+        " same user on every node"
+    )
+
+
+_claimed: Path | None = None

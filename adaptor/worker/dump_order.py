@@ -1,0 +1,123 @@
+"""Follows an order to dump: brings this rank to the step, and writes or gives its parts of the groups.
+
+Invariant: whatever goes wrong is an answer (`WriteFailed`), never the end of this process; but an attempt
+that is no longer the newest does not tell of its failure, because another one has taken its place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from adaptor import text
+from adaptor.protocol.messages import Dump, Endpoint, FromWorker, GroupOrder, WriteFailed, Written
+from adaptor.protocol.state_provider import DumpRun, NotFiniteError
+from adaptor.worker import abort_gloo
+from adaptor.worker.session import Session
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroupGloo
+
+    from adaptor.worker.dump_store import DumpStore
+
+
+def follow(
+    order: Dump,
+    rank: int,
+    session: Session,
+    *,
+    store_port: int,
+    is_current: Callable[[], bool],
+    say: Callable[[FromWorker], None],
+    note: Callable[[str, str], None],
+) -> None:
+    """Write what `order` asks of this rank, and answer it; takes its time.
+
+    Args:
+        rank: of this process.
+        session: of this process, in which training has begun.
+        store_port: of the framework's own store, whose connections are left alone.
+        is_current: returns False once a newer order has come.
+        say: queues a message for the agent.
+        note: adds to the timeline of the incident: what, and a detail.
+    """
+    assert session.trainee is not None
+    group = order.groups[0]
+    stores: list[DumpStore] = []
+    try:
+        behind = session.board.finished < order.step
+        wake = abort_gloo.Waker(frozenset({store_port, order.store_port}))
+        _bring_to(session, order, wake)
+        past = session.from_local_copy(order.step)
+        if behind or past:
+            note("from-the-local-copy" if past else "through-the-door", f"step {order.step}")
+        record = session.record_of(order.step)
+        for group in order.groups:
+            remarks: list[str] = []
+            run = DumpRun(
+                rank=rank,
+                folder=order.folder,
+                attempt=order.attempt,
+                connect=lambda ranks, group=group: _connect(order, group, rank, ranks, stores),  # type: ignore[misc]
+                progress=session.board.advance,
+                cancelled=lambda: not is_current(),
+                as_is=group.group in order.as_is,
+                remark=remarks.append,
+                past=past,
+                groups=order.groups,
+                wake=wake,
+            )
+            files = session.trainee.dump(record, group, run)
+            if group.writer == rank:
+                not_finite = "; ".join(filter(None, remarks))
+                note("written", f"{group.group}; {not_finite}" if not_finite else group.group)
+                say(Written(rank, order.incident, order.attempt, group.group, files, not_finite))
+            else:
+                note("gathered", group.group)
+    except (Exception, SystemExit) as error:  # whatever it was, the controller decides what comes next
+        if is_current():
+            reason = text.describe(error)
+            doubted = error.ranks if isinstance(error, NotFiniteError) else ()
+            note("failed", reason)
+            where = (order.incident, order.attempt, group.group)
+            say(WriteFailed(rank, *where, reason, session.board.record(), doubted))
+    finally:
+        for store in stores:
+            store.close()
+
+
+def _bring_to(session: Session, order: Dump, wake: Callable[[], int]) -> None:
+    """Bring this rank to the step of `order`; wake its main thread again and again meanwhile.
+
+    What is broken is broken whenever the main thread comes to it, and a wait that gloo has forgotten is only
+    known at a second look (`abort_gloo.Waker`).
+
+    Raises:
+        TimeoutError: the update was not done in the time of the order.
+        RuntimeError: an exception left the update.
+    """
+    until = time.monotonic() + order.timeout_s
+    while True:
+        left_s = max(0.0, until - time.monotonic())
+        try:
+            return session.bring_to(order.step, wake, min(abort_gloo.LOOK_S, left_s))
+        except TimeoutError:
+            if left_s <= abort_gloo.LOOK_S:
+                what = f"the update of step {order.step} was not done after {order.timeout_s:g} s"
+                raise TimeoutError(what) from None
+
+
+def _connect(
+    order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...], stores: list[DumpStore]
+) -> ProcessGroupGloo:
+    """Return a gloo group of `ranks` that owes nothing to the groups of the framework.
+
+    Its store goes to `stores`, to be closed after the group.
+    """
+    from adaptor.worker.dump_store import DumpStore, meet  # they import torch
+
+    store = DumpStore(Endpoint(order.store_host, order.store_port), order.store_secret, order.timeout_s)
+    stores.append(store)
+    prefix = f"ttp/{order.incident}/{order.attempt}/{group.group}"
+    return meet(store, prefix, ranks.index(rank), len(ranks), order.timeout_s)
