@@ -68,6 +68,7 @@ class Job:
         save: Path | None = None,
         gate: str = "",
         cost: bool = False,
+        holds: str = "",
         faults: Sequence[Fault] = (),
         environment: Mapping[str, str] | None = None,
         nodes: int = 1,
@@ -78,9 +79,9 @@ class Job:
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
         without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
-        `watch`, `native`, `gate` and `cost` are `_worker.py`'s; the ranks are divided among `nodes`, all on
-        this machine, each in its part of `network` if there is one; `warm`: workers are forks that have torch
-        imported, which is quicker where nothing is timed (`tests/faults/warm.py`)."""
+        `watch`, `native`, `gate`, `cost` and `holds` are `_worker.py`'s; the ranks are divided among `nodes`,
+        all on this machine, each in its part of `network` if there is one; `warm`: workers are forks that
+        have torch imported, which is quicker where nothing is timed (`tests/faults/warm.py`)."""
         self.folder = folder
         self.save = save or folder / "ckpt"
         self.logs = folder / "logs"
@@ -100,12 +101,13 @@ class Job:
         if not adaptor:
             self._command += ["-m", "adaptor.devices", "cpu"]
         self._command += [str(Path(record.__file__)), str(folder / "records")]
-        if watch or native or gate:
+        if watch or native or gate or holds:
             self._command += [str(HERE / "_worker.py"), "--out", str(folder / "watched")]
             self._command += ["--watch"] if watch else []
             self._command += ["--native", str(folder / "native")] if native else []
             self._command += ["--gate", gate] if gate else []
             self._command += ["--cost"] if cost else []
+            self._command += ["--holds", holds] if holds else []
         if faults:
             self._command += [str(Path(inject.__file__)), "--stamp", str(self.stamps)]
             self._command += [word for fault in faults for word in ("--fault", str(fault))]
@@ -170,6 +172,11 @@ class Job:
         """That of the first node; None while any of them runs."""
         codes = [agent.poll() for agent in self._agents]
         return None if None in codes else codes[0]
+
+    @property
+    def launcher(self) -> psutil.Process:
+        """The process of the first node's launcher."""
+        return psutil.Process(self._agents[0].pid)
 
     def wait(self, limit_s: float, tick: Callable[[], None] = lambda: None) -> int:
         """The exit code; `tick` is called twenty times a second. Raises JobError after `limit_s`."""

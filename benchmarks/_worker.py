@@ -3,6 +3,7 @@
 --watch   writes down how long the parts of a dump took
 --native  calls the framework's own save, unpatched and timed, after the second step of each start
 --gate    waits before every block of iterations until the benchmark says that it is this job's turn
+--holds   writes down, after each INTERVAL-th step (from AT on), what the process holds
 --cost    writes down, at the third gate, the memory and parameters of the process, and what it sends
 
 Lines of JSON go to OUT/rank<R>.jsonl: what, time (when it ended), seconds, restart. It hooks from outside,
@@ -28,6 +29,7 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
+from _holdings import Holdings
 
 RANK = int(os.environ.get("RANK", "0"))
 # The parts of a dump: (what, module, function). Those of one dump never run at the same time.
@@ -205,6 +207,7 @@ def main() -> None:
     parser.add_argument("--native", type=Path, metavar="FOLDER")
     parser.add_argument("--gate", metavar="SOCKET,ARM,BLOCK")
     parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--holds", metavar="INTERVAL,AT")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parsed = parser.parse_args()
@@ -213,6 +216,10 @@ def main() -> None:
         watch(notes)
     if parsed.native:
         hook("megatron.training.training", "train_step", NativeSave(notes, parsed.native).after_step)
+    if parsed.holds:
+        interval, at = map(int, parsed.holds.split(","))
+        holdings = Holdings(notes, interval, at)
+        hook("megatron.training.training", "train_step", holdings.after_step)
     if parsed.gate:
         hook(
             "megatron.training.training",
