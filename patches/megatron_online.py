@@ -46,3 +46,69 @@ def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: A
     if megatron_online.is_newcomer():
         megatron_online.take_answers()
     return made
+
+
+@newcomer.patch(
+    "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+    why="what a rank that dies behind its update has added to the losses is in the log line of the step",
+    accepts="(...)",
+    optional=True,
+)
+def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import megatron_online
+
+    forward_backward = wrapped(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        losses = forward_backward(*args, **kwargs)
+        log = megatron_online.log_of_this_process()
+        if log is not None and not kwargs.get("forward_only"):
+            log.add_losses(losses)
+        return losses
+
+    return run
+
+
+@newcomer.patch(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+    why="it is in the log line of the step; an exception from behind the update would lose it",
+    accepts="()",
+    optional=True,
+)
+def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import megatron_online
+
+    norm = wrapped(*args, **kwargs)
+    if (log := megatron_online.log_of_this_process()) is not None:
+        log.add_norm(norm=float(norm or 0.0))
+    return norm
+
+
+@newcomer.patch(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.count_zeros",
+    why="they are in the log line of the step, as the norm",
+    accepts="()",
+    optional=True,
+)
+def zeros_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import megatron_online
+
+    zeros = wrapped(*args, **kwargs)
+    if (log := megatron_online.log_of_this_process()) is not None:
+        log.add_norm(zeros=float(zeros))
+    return zeros
+
+
+@newcomer.patch(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
+    why="a step that is left out for an overflow is one in the log, too",
+    accepts="()",
+    optional=True,
+)
+def overflows_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import megatron_online
+
+    overflows = wrapped(*args, **kwargs)
+    if overflows and (log := megatron_online.log_of_this_process()) is not None:
+        log.skip()
+    return overflows

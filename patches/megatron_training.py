@@ -188,5 +188,12 @@ def evaluations_are_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     optional=True,
 )
 def logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
     with runtime.get().session.phase("logging"):
+        if rejoin.of_this_process() is not None:
+            from adaptor.frameworks import megatron_online
+
+            if (log := megatron_online.log_of_this_process()) is not None:
+                return log.write(wrapped, args, kwargs)
         return wrapped(*args, **kwargs)

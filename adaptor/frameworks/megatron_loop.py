@@ -21,8 +21,10 @@ from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import FLOPS
 from adaptor.frameworks import megatron_lm, megatron_settle
+from adaptor.frameworks.megatron_log import StepLog
 from adaptor.frameworks.step_tail import Behind, StepTail
 from adaptor.online.replay import Replay
+from adaptor.worker import runtime
 
 # What the loop sets in the config of the model when it is called, and asserts that nobody has (2036 to 2060).
 _CONFIG = (
@@ -72,6 +74,8 @@ class MegatronLoop:
         self._tail = StepTail(self._valid, Behind(**told["behind"]) if "behind" in told else None)
         self._record: StepRecord | None = None
         self.everyone: dist.ProcessGroup | None = None
+        board = runtime.get().session.board
+        self.log = StepLog(board.keep, board.kept)
 
     def group(self) -> str:
         from pathlib import Path
@@ -97,6 +101,7 @@ class MegatronLoop:
         """`step` begins: the loop has read what was set for it alone."""
         from megatron.training import get_args
 
+        self.log.begin_step(step)
         self._tail.begin_step(step, {name: getattr(get_args(), name) for name in _CONSUMED})
         for one in self._replays:
             one.begin_step(step)
@@ -141,6 +146,7 @@ class MegatronLoop:
             before = self._tail.before(record.step)
             consumed = before["consumed_train_samples"]
             set_args({"consumed_valid_samples": before["consumed_valid_samples"]})
+        self.log.go_back(record.step)
         _calculator().update_num_microbatches(consumed, consistency_check=False)
         if getattr(args, "overlap_param_gather", False):
             for chunk in self._model:  # the loop disables them first (2148)
@@ -167,6 +173,8 @@ class MegatronLoop:
             from megatron.core.rerun_state_machine import get_rerun_state_machine
 
             get_rerun_state_machine().current_iteration = step
+        assert self.everyone is not None
+        self.log.complete(step, self.everyone, self._optimizer, self._model)
         for one in self._valid:
             one.begin_step(step)
         if args.do_valid and args.eval_interval and step % args.eval_interval == 0:

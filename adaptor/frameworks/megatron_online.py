@@ -11,6 +11,7 @@ from typing import Any
 
 from adaptor import context
 from adaptor.context import Context
+from adaptor.frameworks.megatron_log import StepLog
 from adaptor.frameworks.megatron_loop import MegatronLoop, call_of_train, set_args
 from adaptor.frameworks.megatron_online_support import why_not
 from adaptor.online import rejoin
@@ -59,6 +60,12 @@ def begin_step(step: int) -> None:
     loop = context.part(Recovery).loop
     if loop is not None:
         loop.begin_step(step)
+
+
+def log_of_this_process() -> StepLog | None:
+    """Return the log of the loop; None where none is running that may be called again."""
+    loop = context.part(Recovery).loop
+    return None if loop is None else loop.log
 
 
 def is_newcomer() -> bool:

@@ -4,7 +4,8 @@ Invariant: the worker alone writes. There is room for two records; a write goes 
 number does not point to, and counts it up at the end. So the last complete record is always there, even after
 a death in the middle of a write; a reader that sees the number changed reads again. The memory belongs to the
 agent (an anonymous memory file, so nothing has a name that could be left behind), so it outlives the worker:
-after a SIGKILL the agent still reads how far the rank had come.
+after a SIGKILL the agent still reads how far the rank had come. Behind the records there is room for what a
+worker keeps for the process that may take its place, written in the same way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Sequence
 
 from adaptor import descriptors
+from adaptor.protocol.lifeline import SIZE as LIFELINE_SIZE
 from adaptor.protocol.lifeline import Lifeline
 from adaptor.protocol.messages import BoardRecord, Phase
 
@@ -25,11 +27,19 @@ SLOT = 4096  # a page each, so that a worker maps its own alone
 _SEQUENCE_BYTES = 8
 _RECORD = struct.Struct("<qqqqqqqqdddq256s")
 _LIFELINE = 2048  # in a slot, behind the records
+_KEPT = _LIFELINE + LIFELINE_SIZE  # behind that: a sequence number, and room for two texts with their lengths
+_KEPT_SIZE = (SLOT - _KEPT - _SEQUENCE_BYTES) // 2 // 8 * 8
+_LENGTH = struct.Struct("<q")
 
 
 def _place(sequence: int) -> int:
     """Return where in a slot the record with this number is."""
     return _SEQUENCE_BYTES + sequence % 2 * _RECORD.size
+
+
+def _kept_place(sequence: int) -> int:
+    """Return where in a slot the text with this number is."""
+    return _KEPT + _SEQUENCE_BYTES + sequence % 2 * _KEPT_SIZE
 
 
 class BoardMemory:
@@ -89,11 +99,11 @@ class BoardMemory:
     def reset(self, rank: int) -> None:
         """Clear the slot of `rank` for the process that takes the place of a dead one.
 
-        The dead process writes no more, and nobody waits for its lifeline any more.
+        The dead process writes no more, and nobody waits for its lifeline any more. What it has kept stays.
         """
         start = self._slots[rank]
         self._sequences[start // _SEQUENCE_BYTES] = 0  # first: from now on there is no record
-        self._memory[start + _SEQUENCE_BYTES : start + SLOT] = bytes(SLOT - _SEQUENCE_BYTES)
+        self._memory[start + _SEQUENCE_BYTES : start + _KEPT] = bytes(_KEPT - _SEQUENCE_BYTES)
         self.lifelines[rank].prepare()
 
     def close(self) -> None:
@@ -112,6 +122,7 @@ class Board:
     """The worker's side: writes the record. The session itself reads `phase`, `oldest` and `finished`, too.
 
     live  the oldest step whose state the live objects have; what is older is in the local copy
+    kept  what the process whose place this one takes has kept (`keep`); empty: nothing
     """
 
     def __init__(self, rank: int, path: str, slots: str) -> None:
@@ -137,7 +148,10 @@ class Board:
             self._memory = mmap.mmap(fd, SLOT, offset=offset)
         finally:
             os.close(fd)
-        self._sequence_there = memoryview(self._memory)[:_SEQUENCE_BYTES].cast("Q")
+        whole = memoryview(self._memory)
+        self._sequence_there = whole[:_SEQUENCE_BYTES].cast("Q")
+        self._kept_there = whole[_KEPT : _KEPT + _SEQUENCE_BYTES].cast("Q")
+        self.kept = self._read_kept()
         self.write()
 
     def write(self) -> None:
@@ -162,6 +176,25 @@ class Board:
                 self._error,
             )
             self._sequence_there[0] = self._sequence
+
+    def keep(self, data: bytes) -> None:
+        """Keep `data`, in the place of what was kept before, for the process that may take this one's place.
+
+        What is too long is not kept, and nothing in its place; on the main thread.
+        """
+        if len(data) > _KEPT_SIZE - _LENGTH.size:
+            data = b""
+        sequence = self._kept_there[0] + 1
+        place = _kept_place(sequence)
+        _LENGTH.pack_into(self._memory, place, len(data))
+        self._memory[place + _LENGTH.size : place + _LENGTH.size + len(data)] = data
+        self._kept_there[0] = sequence
+
+    def _read_kept(self) -> bytes:
+        """Return what the process before this one has kept; empty where there was none."""
+        place = _kept_place(self._kept_there[0])
+        (length,) = _LENGTH.unpack_from(self._memory, place)
+        return bytes(self._memory[place + _LENGTH.size : place + _LENGTH.size + length])
 
     def hold_lifeline(self) -> None:
         """Hold the lifeline, so that the agent learns of this process's end at once; on the main thread."""

@@ -279,3 +279,48 @@ def test_memory_that_a_thread_still_waits_in_can_be_let_go_of() -> None:
     memory.close()
     assert not lifeline.wait(lambda: False)
     lifeline.hold()  # the page is there until the last one lets go
+
+
+# Keeps one text after another, and dies in the middle of the third.
+DYING_KEEPER = """
+import os, signal, sys
+from adaptor.protocol import board
+
+one = board.Board(1, *sys.argv[1:])
+one.keep(b"first")
+one.keep(b"second" * 50)
+
+class Dying:
+    size = board._LENGTH.size
+
+    def pack_into(memory, offset, *fields):
+        memory[offset:offset + 100] = bytes(100)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+board._LENGTH = Dying
+one.keep(b"third")
+"""
+
+
+def test_what_a_process_has_kept_is_there_for_the_one_that_takes_its_place() -> None:
+    with memory_of(0, 1) as memory:
+        assert Board(1, memory.path, memory.slots).kept == b""
+        with writer(DYING_KEEPER, memory) as process:
+            assert process.wait() == -signal.SIGKILL
+        memory.reset(1)
+        assert memory.read(1) == BoardRecord(rank=1)
+        one = Board(1, memory.path, memory.slots)
+        assert one.kept == b"second" * 50
+        assert Board(0, memory.path, memory.slots).kept == b""
+
+
+def test_what_is_too_long_to_be_kept_leaves_nothing_of_before() -> None:
+    with memory_of(0, 1) as memory:
+        one = Board(0, memory.path, memory.slots)
+        one.keep(b"before")
+        one.keep(b"x" * board.SLOT)
+        one.hold_lifeline()
+        assert Board(0, memory.path, memory.slots).kept == b""
+        one.keep(b"x" * 900)
+        assert Board(0, memory.path, memory.slots).kept == b"x" * 900
+        assert Board(1, memory.path, memory.slots).kept == b""
