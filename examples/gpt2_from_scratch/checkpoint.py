@@ -36,9 +36,28 @@ DIVIDED = {
 
 
 def newest(folder: Path) -> int | None:
-    """Return the newest step that is saved in `folder`, or None."""
+    """Return the newest step that is saved in `folder`, or None. Raises ValueError for another tracker."""
     tracker = folder / TRACKER
-    return int(tracker.read_text()) if tracker.is_file() else None
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(errors="replace").strip()
+    if not text.isdecimal():
+        raise ValueError(f"{tracker} says {text[:40]!r}: it must be the number of a step")
+    return int(text)
+
+
+def opened(file: Path) -> dict[str, Any]:
+    """Return what `write` has written. Raises ValueError for a damaged file, or one of something else."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=False)
+    except OSError:
+        raise
+    except Exception as error:  # whatever the bytes of a damaged file, or another program's, lead to
+        why = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{file} cannot be read: {type(error).__name__}: {why}") from None
+    if not isinstance(state, dict) or "about" not in state:
+        raise ValueError(f"{file} is not of a checkpoint of this example")
+    return state
 
 
 def part(folder: Path, step: int, rank: int = 0) -> Path:
@@ -114,7 +133,7 @@ def resume(folder: Path, model: Any, optimizer: Any, scheduler: Any, said: dict[
     if step is None:
         return 0
     files = part(folder, step, parallel_state.get_tensor_model_parallel_rank())
-    state = torch.load(files / "model_optim_rng.pt", map_location="cpu", weights_only=False)
+    state = opened(files / "model_optim_rng.pt")
     require_same(folder, state["about"], said)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -168,9 +187,9 @@ def read(folder: Path) -> tuple[dict[str, torch.Tensor], Config, dict[str, Any]]
     if step is None:
         raise ValueError(f"{folder} has no checkpoint: no {TRACKER}")
     files = sorted(part(folder, step).parent.glob("mp_rank_*/model_optim_rng.pt"))
-    parts = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
-    if not parts or any("about" not in each for each in parts):
+    if not files:
         raise ValueError(f"{folder} has no checkpoint of this example at step {step}")
+    parts = [opened(file) for file in files]
     said = parts[0]["about"]
     config = Config(
         ModelConfig(**said["config"]["model"]),

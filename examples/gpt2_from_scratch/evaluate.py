@@ -114,6 +114,13 @@ def samples_in(path: Path, text: str, label: str) -> list[tuple[str, str]]:
     return found
 
 
+def count(text: str) -> int:
+    """Read a number from 1 on, of the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="measure a trained model")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -123,7 +130,7 @@ def main() -> None:
         each.add_argument("checkpoint", type=Path, help="folder of checkpoints")
         each.add_argument("--tokenizer", type=Path, required=True)
     one.add_argument("--data", type=Path, required=True, help="an encoded text, without .bin")
-    one.add_argument("--blocks", type=int, help="only the first ones")
+    one.add_argument("--blocks", type=count, help="only the first ones")
     two.add_argument("--file", type=Path, required=True, help='a line each: {"text": ..., "label": ...}')
     two.add_argument("--text", default="text", help="the column of texts")
     two.add_argument("--label", default="label", help="the column of labels")

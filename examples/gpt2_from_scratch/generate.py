@@ -184,13 +184,20 @@ def prompts_in(path: Path) -> list[str]:
     return lines
 
 
+def count(text: str) -> int:
+    """Read a number from 1 on, of the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="continue texts with a trained model")
     parser.add_argument("checkpoint", type=Path, help="folder of checkpoints")
     parser.add_argument("prompt", nargs="*", help="each is continued")
     parser.add_argument("--file", type=Path, help="a prompt in each line")
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--new", type=int, default=40, help="tokens at most")
+    parser.add_argument("--new", type=count, default=40, help="tokens at most")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token each time")
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)

@@ -53,9 +53,9 @@ def main() -> None:
         said = checkpoint.about(config, tokenizer.digest)
         weights = initial_weights(args.init, said) if args.init else None
         begin(config.train)
-        train(args, config, train_text, valid_text, weights, said)
     except (OSError, ValueError) as error:
         sys.exit(f"train.py: {error}")
+    train(args, config, train_text, valid_text, weights, said)
     torch.distributed.destroy_process_group()
 
 
@@ -164,10 +164,13 @@ def train(
 ) -> None:
     """Train from the newest checkpoint to the last step, and save."""
     settings = config.train
-    wrapped, optimizer, scheduler = build(config, weights)
+    try:
+        wrapped, optimizer, scheduler = build(config, weights)
+        done = checkpoint.resume(args.save, wrapped.module, optimizer, scheduler, said)
+    except (OSError, ValueError) as error:
+        sys.exit(f"train.py: {error}")
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     samples = settings.batch * size
-    done = checkpoint.resume(args.save, wrapped.module, optimizer, scheduler, said)
     protection = adaptor.protect(  # (ttp)
         model=[wrapped],
         optimizer=optimizer,

@@ -295,3 +295,29 @@ def test_megatron_reads_the_tokens(vocabulary: int, tmp_path: Path) -> None:
     assert [row.tolist() for row in read] == documents
     assert read.document_indices.tolist() == [0, 1, 2, 3]
     assert read.index.dtype.__name__ == ("uint16" if vocabulary == 1000 else "int32")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "model_optim_rng.pt cannot be read: "),
+        (b"PK\x03\x04 cut short", "model_optim_rng.pt cannot be read: "),
+        (None, "model_optim_rng.pt is not of a checkpoint of this example"),
+    ],
+)
+def test_a_checkpoint_that_is_none(content: bytes | None, words: str, tmp_path: Path) -> None:
+    files = checkpoint.part(tmp_path, 3)
+    files.mkdir(parents=True)
+    (tmp_path / checkpoint.TRACKER).write_text("3")
+    if content is None:
+        torch.save({"model": {}, "iteration": 3}, files / "model_optim_rng.pt")
+    else:
+        (files / "model_optim_rng.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        checkpoint.read(tmp_path)
+
+
+def test_a_tracker_that_names_no_step(tmp_path: Path) -> None:
+    (tmp_path / checkpoint.TRACKER).write_text("release")
+    with pytest.raises(ValueError, match="says 'release': it must be the number of a step"):
+        checkpoint.read(tmp_path)

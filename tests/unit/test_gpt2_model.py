@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -50,6 +52,13 @@ def test_the_model_in_a_process_of_its_own(tmp_path: Path) -> None:
 def test_a_sampling_out_of_its_range(values: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         generate.Sampling(**values)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", ""])
+@pytest.mark.parametrize("command", [generate, evaluate])
+def test_a_count_that_is_none(command: ModuleType, text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no number from 1 on"):
+        command.count(text)
 
 
 def test_only_so_many_tokens_or_so_much_probability() -> None:
