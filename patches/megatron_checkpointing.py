@@ -106,7 +106,7 @@ def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any
             break
     if not adapter_base.is_filtered(given):
         return wrapped(*args, **kwargs)
-    adapter_base.settle(Path(load))
+    adapter_base.settle(Path(load), Path(given.save))
     loaded = wrapped(*args, **kwargs)
     adapter_base.require_added()
     return loaded

@@ -74,14 +74,19 @@ def is_kept(name: str) -> bool:
     return "lora" in name.lower()
 
 
-def settle(load: Path) -> None:
+def settle(load: Path, save: Path) -> None:
     """Find out what the model begins from, and that it is what the adapters in `load` were trained on.
 
     All ranks call it at the same time, before they load from `load`; one of each model-parallel rank reads
     its file of the base.
 
+    Args:
+        load: what is loaded: the base, or what a job with that base has saved.
+        save: where this job saves.
+
     Raises:
-        ResumeError: there is no base, it is gone or has changed; on every rank.
+        ResumeError: there is no base, it is gone or has changed, or saves would go into its folder; on every
+            rank.
     """
     import torch.distributed as dist
 
@@ -92,7 +97,7 @@ def settle(load: Path) -> None:
     group = groups[dist.get_rank()]
     ours.writes = groups.index(group) == dist.get_rank()
     found: list[tuple[str, Note | None, bool]] = [("", None, False)] * len(groups)
-    dist.all_gather_object(found, _examine(load, file) if ours.writes else ("", None, False))
+    dist.all_gather_object(found, _examine(load, save, file) if ours.writes else ("", None, False))
     for problem, _, _ in found:
         if problem:
             raise ResumeError(problem)
@@ -156,7 +161,7 @@ def _file_of(load: Path) -> Path | None:
     return None if step is None else Path(get_checkpoint_name(str(load), step, False))
 
 
-def _examine(load: Path, file: Path | None) -> tuple[str, Note | None, bool]:
+def _examine(load: Path, save: Path, file: Path | None) -> tuple[str, Note | None, bool]:
     """Return what is wrong, the note, and whether the checkpoint in `load` has one; never raise."""
     try:
         if file is None:
@@ -166,7 +171,14 @@ def _examine(load: Path, file: Path | None) -> tuple[str, Note | None, bool]:
                 False,
             )
         if not (file.parent / BASE).exists():
-            return "", _described(load.resolve(), file.resolve()), False
+            if load.resolve() == save.resolve():
+                problem = (
+                    f"--load and --save are both {load}, which has the base of the adapters: with"
+                    " --lora-ckpt-filter its tracker would name adapters from the first save on, and no"
+                    " restart would find the base; name another folder as --save"
+                )
+                return problem, None, False
+            return "", _described(load, file), False
         note = msgspec.json.decode(disk.read(file.parent / BASE, _LARGEST), type=Note)
         return _wrong_with(note, file.parent), note, True
     except Exception as error:  # the other ranks wait for the answer
@@ -174,7 +186,10 @@ def _examine(load: Path, file: Path | None) -> tuple[str, Note | None, bool]:
 
 
 def _described(load: Path, file: Path) -> Note:
-    return Note(str(load), file.relative_to(load).as_posix(), file.stat().st_size, hashing.hash_file(file))
+    """Return the note of a file below `load`; the checkpoint's folder may be a link to another place."""
+    return Note(
+        str(load.resolve()), file.relative_to(load).as_posix(), file.stat().st_size, hashing.hash_file(file)
+    )
 
 
 def _wrong_with(note: Note, folder: Path) -> str:
@@ -186,6 +201,6 @@ def _wrong_with(note: Note, folder: Path) -> str:
         return f"{base}, which is gone: put it back"
     if file.resolve() != (load / note.file).resolve():
         return f"{base}, and the tracker there names another checkpoint now: let it name that one"
-    if _described(load, file.resolve()) != note:
+    if _described(load, file) != note:
         return f"{base}, which has changed: put back that of {note.size} bytes, checksum {note.xxh3_128}"
     return ""

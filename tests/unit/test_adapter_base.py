@@ -70,7 +70,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     """A base, and what a job that began from it has saved."""
     base, save = tmp_path / "base", tmp_path / "save"
     _checkpoint(base, BASE_STEP, {"a.weight": 1, "b.weight": 2})
-    adapter_base.settle(base)
+    adapter_base.settle(base, base.parent / "save")
     _checkpoint(save, SAVED_STEP, {"a.lora_A.weight": 3})
     adapter_base.write_beside(str(save), SAVED_STEP)
     context.begin({})
@@ -80,7 +80,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_start_from_the_base_notes_it_and_adds_nothing(tmp_path: Path) -> None:
     base = tmp_path / "base"
     path = _checkpoint(base, BASE_STEP, {"a.weight": 1})
-    adapter_base.settle(base)
+    adapter_base.settle(base, base.parent / "save")
     note = context.part(AdapterBase).note
     assert note is not None
     assert (note.load, note.file) == (str(base), str(path.relative_to(base)))
@@ -92,7 +92,7 @@ def test_a_start_from_the_base_notes_it_and_adds_nothing(tmp_path: Path) -> None
 
 def test_adapters_are_loaded_with_their_base(folders: tuple[Path, Path]) -> None:
     _, save = folders
-    adapter_base.settle(save)
+    adapter_base.settle(save, save.parent / "save")
     loaded, name, *_ = adapter_base.load_with_base(_load, (str(save), Namespace()), {})
     assert loaded == {
         "model": {"a.weight": 1, "b.weight": 2, "a.lora_A.weight": 3},
@@ -105,7 +105,7 @@ def test_adapters_are_loaded_with_their_base(folders: tuple[Path, Path]) -> None
 
 
 def test_a_framework_that_does_not_let_the_base_be_added_is_refused(folders: tuple[Path, Path]) -> None:
-    adapter_base.settle(folders[1])
+    adapter_base.settle(folders[1], folders[1])
     with pytest.raises(
         ResumeError, match="has adapters alone, and this version of the framework does not let"
     ):
@@ -135,7 +135,7 @@ def test_a_base_that_is_gone_or_changed_is_one_line(
     base, save = folders
     harm(base)
     with pytest.raises(ResumeError) as caught:
-        adapter_base.settle(save)
+        adapter_base.settle(save, save.parent / "save")
     line = str(caught.value)
     assert line.startswith(f"the adapters in {save}/iter_0000003/mp_rank_00 were trained on {base}/")
     assert words in line
@@ -144,10 +144,10 @@ def test_a_base_that_is_gone_or_changed_is_one_line(
 
 def test_a_folder_without_a_base_and_a_note_that_is_none(folders: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match=r"/none has no checkpoint, and --lora-ckpt-filter needs the base"):
-        adapter_base.settle(tmp_path / "none")
+        adapter_base.settle(tmp_path / "none", tmp_path / "save")
     (folders[1] / "iter_0000003/mp_rank_00" / naming.BASE).write_text("{}")
     with pytest.raises(ResumeError, match=r"the base of adapters, .*, cannot be read"):
-        adapter_base.settle(folders[1])
+        adapter_base.settle(folders[1], folders[1])
 
 
 def test_last_words_have_the_note_beside_the_model(tmp_path: Path) -> None:
@@ -174,3 +174,30 @@ def test_which_checkpoints_have_adapters_alone(given: dict[str, Any], expected: 
     assert [name for name in ("a.lora_A.default.weight", "a.weight") if adapter_base.is_kept(name)] == [
         "a.lora_A.default.weight"
     ]
+
+
+def test_saves_do_not_go_into_the_folder_of_the_base(tmp_path: Path) -> None:
+    _checkpoint(tmp_path / "base", BASE_STEP, {"a.weight": 1})
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    with pytest.raises(
+        ResumeError, match=r"which has the base of the adapters: .* name another folder as --save"
+    ):
+        adapter_base.settle(tmp_path / "base", tmp_path / "link")
+
+
+def test_a_base_behind_a_link_is_found_again(tmp_path: Path) -> None:
+    """A checkpoint that lies elsewhere, in a folder of links, as caches of models have them."""
+    store, base, save = (tmp_path / name for name in ("store", "base", "save"))
+    _checkpoint(store, BASE_STEP, {"a.weight": 1})
+    base.mkdir()
+    (base / naming.TRACKER).write_text(str(BASE_STEP))
+    (base / naming.final_name(BASE_STEP)).symlink_to(store / naming.final_name(BASE_STEP))
+    adapter_base.settle(base, save)
+    _checkpoint(save, SAVED_STEP, {"a.lora_A.weight": 3})
+    adapter_base.write_beside(str(save), SAVED_STEP)
+    context.begin({})
+    adapter_base.settle(save, save)
+    assert set(adapter_base.load_with_base(_load, (str(save),), {})[0]["model"]) == {
+        "a.weight",
+        "a.lora_A.weight",
+    }
