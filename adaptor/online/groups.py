@@ -14,8 +14,10 @@ import contextlib
 import ctypes
 import hashlib
 import inspect
+import resource
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from adaptor.context import Context
@@ -26,6 +28,9 @@ FIRST_NUMBER = 64
 LAST_NUMBER = 255
 # A backend that was exchanged stays in its group (gloo: 3 threads and 4 descriptors), so not for ever.
 MOST_EXCHANGES = 10
+# Twice what gloo opens for each. What is left afterwards is for last words, should the exchange fail.
+DESCRIPTORS_OF_A_GROUP = 8
+LEFT_DESCRIPTORS = 128
 # A backend of torch whose collectives return at once, without another rank.
 LONE_BACKEND = "fake"
 
@@ -106,11 +111,12 @@ class Groups:
             occasion: a name for this exchange, the same on all ranks, and no other's.
 
         Raises:
-            ExchangeError: it was done too often in this process.
+            ExchangeError: it was done too often in this process, or there are too few descriptors for it.
             Exception: whatever torch raises where a member does not come.
         """
         if self._exchanges >= MOST_EXCHANGES:
             raise ExchangeError(f"the process groups were exchanged {MOST_EXCHANGES} times in this process")
+        _require_descriptors(len(self._made))
         self._exchanges += 1
         self.lone = False
         with self._connecting():
@@ -150,6 +156,21 @@ class Groups:
         key = made.arguments["group_name"]
         self._numbers[key] = _adopt(made.group, fresh, self._numbers.get(key, FIRST_NUMBER))
         _forget(made.group, fresh)
+
+
+def _require_descriptors(groups: int) -> None:
+    """Raise ExchangeError where fresh backends could take the last descriptors of this process.
+
+    An exchange that fails in the middle ends in last words, which need some.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    needed = DESCRIPTORS_OF_A_GROUP * groups + LEFT_DESCRIPTORS
+    if there + needed > limit:
+        raise ExchangeError(
+            f"{there} descriptors are open, and {needed} more may be needed for {groups} process groups: "
+            f"the limit (ulimit -n) is {limit}, {there + needed} would do"
+        )
 
 
 def _never_destroy(backend: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,15 +45,14 @@ def test_a_newcomer_takes_the_place_of_the_last_rank(size: int) -> None:
     assert [text.splitlines()[-1] for text in said] == ["done"] * size, "\n".join(said)
 
 
-def test_as_often_as_a_process_may_exchange_them_each_group_has_numbers_for_its_backends() -> None:
-    """24 groups: one row of numbers for all of them would end before."""
-    script = """
-from datetime import timedelta
+EXCHANGES = """
+import os, resource, sys
 import torch, torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from adaptor import context
-from adaptor.online.groups import MOST_EXCHANGES, Groups, ExchangeError
+from adaptor.online.groups import DESCRIPTORS_OF_A_GROUP, LEFT_DESCRIPTORS, ExchangeError, Groups
 
+more = int(sys.argv[1])
 made = context.part(Groups)
 made.remember(lone=False)
 helper = c10d._new_process_group_helper
@@ -60,22 +60,50 @@ c10d._new_process_group_helper = lambda *args, **kwargs: made.make(helper, args,
 store = dist.HashStore()
 dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=0, world_size=1)
 groups = [dist.new_group([0]) for _ in range(23)]
-for number in range(MOST_EXCHANGES):
-    made.exchange(store, f"{number}.1")
+if more:
+    limit = len(os.listdir("/proc/self/fd")) + 24 * DESCRIPTORS_OF_A_GROUP + LEFT_DESCRIPTORS + more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+number = 0
+while True:
+    try:
+        made.exchange(store, f"{number}.1")
+    except ExchangeError as error:
+        files = [open(os.devnull) for _ in range(LEFT_DESCRIPTORS)]  # as many as last words may need
+        print(number, error)
+        break
+    number += 1
     for group in groups:
         dist.all_reduce(torch.ones(1), group=group)
-try:
-    made.exchange(store, "last")
-except ExchangeError as error:
-    print(error)
 """
+
+
+def exchanges(more: int) -> str:
+    """Exchange the backends of 24 groups as often as it goes; return how often, and why not once more.
+
+    Args:
+        more: descriptors that there are at first beyond what one exchange asks for; 0: those of this machine.
+    """
     ran = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", EXCHANGES, str(more)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ran.stdout.strip() == "the process groups were exchanged 10 times in this process", ran.stderr[
-        -3000:
-    ]
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout.strip()
+
+
+def test_as_often_as_a_process_may_exchange_them_each_group_has_numbers_for_its_backends() -> None:
+    """24 groups: one row of numbers for all of them would end before."""
+    assert exchanges(more=0) == "10 the process groups were exchanged 10 times in this process"
+
+
+def test_descriptors_are_left_for_last_words() -> None:
+    """Where they would not do for one more exchange, it is not begun."""
+    said = exchanges(more=120)
+    assert re.fullmatch(
+        r"[12] \d+ descriptors are open, and 320 more may be needed for 24 process groups: "
+        r"the limit \(ulimit -n\) is \d+, \d+ would do",
+        said,
+    ), said
