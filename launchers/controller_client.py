@@ -145,6 +145,11 @@ class ControllerClient:
         """Return whether this is the only node."""
         return self._nodes == 1
 
+    @property
+    def said(self) -> Sequence[FromAgent]:
+        """Return what was reported that a controller must know, of processes that are not replaced."""
+        return self._succession.said
+
     async def host(self, host: str, restart: bool) -> Invitation:
         """Run the first controller here.
 

@@ -7,7 +7,6 @@ files of multiprocessing in workers that may be killed.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import enum
 import os
@@ -17,17 +16,16 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from adaptor import output, text
+from adaptor import text
 from adaptor.config import Config
-from adaptor.controller.hang_detector import HangDetector
 from adaptor.controller.recurrence import Recurrence
 from adaptor.descriptors import Descriptors
 from adaptor.errors import CheckpointError
-from adaptor.launchers import invitation, tls
+from adaptor.launchers import after_verdict, board_watch, invitation, tls
 from adaptor.launchers.control_thread import ControlThread, ControlThreadError
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
@@ -53,15 +51,12 @@ from adaptor.protocol.messages import (
     Dismissed,
     Dying,
     Exit,
-    Fault,
     Find,
     Freeze,
     FromAgent,
     Layout,
     Modules,
-    NodeStalled,
     Prepare,
-    Progress,
     Publish,
     Raised,
     Recovered,
@@ -70,13 +65,6 @@ from adaptor.protocol.messages import (
     Verdict,
 )
 
-# How often the boards are read, for progress (TTP_OT is at least 10 s) and for hangs.
-PROGRESS_S = 0.5
-# A worker that was told to exit and has not done so by then hangs in the kernel or holds the interpreter
-# lock.
-EXIT_GRACE_S = 3.0
-# How much longer this node waits for the reports of other nodes, which end their workers in the same time.
-SHUTDOWN_GRACE_S = EXIT_GRACE_S + 2.0
 # Descriptors that are kept for an incident: folders and files of a checkpoint, the log, the report.
 DESCRIPTORS = 16
 
@@ -129,7 +117,6 @@ class Node:
         self._reports = Reports.IGNORED
         self.verdict: Verdict | None = None
         self._dismissed = False
-        self._told: list[FromAgent] = []  # to the controller, since this generation or its last incident
         self._unbegun: set[int] = set()  # ranks on which training has not begun
         self._first_raised = -1  # the rank of this node that has raised first
         self.noticed = 0.0  # when the fault was, in Unix seconds; 0: none is known
@@ -180,7 +167,6 @@ class Node:
         os.environ.update(self._lease.environment())
         self.verdict = None
         self._dismissed = False
-        self._told.clear()
         self._unbegun, self.noticed, self.training_began, self._first_raised = set(ranks), 0.0, None, -1
         self.reaped.clear()
         self.settled.clear()
@@ -317,7 +303,7 @@ class Node:
         self._workers.end_the_living()
         if self.verdict is None:
             line = f"the control thread of ttprun has failed: {reason}; nothing more can be saved here"
-            self.verdict = _verdict_here(line, stop="its control thread has failed")
+            self.verdict = after_verdict.verdict_here(line, stop="its control thread has failed")
         self.reaped.set()
         self.settled.set()
 
@@ -340,34 +326,19 @@ class Node:
             case Reports.SENT:
                 assert self._client is not None
                 self._client.send(message)
-                if isinstance(message, Died | Raised | TerminationRequested | AgentTerminationRequested):
-                    self._told.append(message)
             case Reports.RELEASES:
                 self._release_worker(message)
             case Reports.JUDGED_HERE:
-                self._judge_here(message)
+                if failure := after_verdict.failure_in(message):
+                    self._judge(failure)
 
     def _judge(self, what: str, stop: str = "") -> None:
         """The verdict where no controller gives one; `stop`: why the job is not started again."""
         if self.verdict is None:
             line = f"{what}; nothing more can be saved from node {self._node}"
-            self._obey(_verdict_here(line, stop))
+            self._obey(after_verdict.verdict_here(line, stop))
             for rank in sorted(self._workers.alive):  # else they would be ended, and show nothing
                 self._workers.order(rank, Exit(0, blamed=rank == self._first_raised))
-
-    def _judge_here(self, message: FromAgent) -> None:
-        """Handle reports after the controller has left: a failure gives a verdict here."""
-        match message:
-            case Died(rank=rank, status=status) if status != 0:
-                self._judge(f"rank {rank} ended with status {status} after node 0 had finished")
-            case AgentTerminationRequested(error=error) if error:
-                self._judge(f"ttprun has failed: {error}, after node 0 had finished")
-            case AgentTerminationRequested(signal=name):
-                self._judge(f"ttprun was told to end by {name} after node 0 had finished")
-            case TerminationRequested(rank=rank, signal=name):
-                self._judge(f"rank {rank} was told to end by {name} after node 0 had finished")
-            case Raised(rank=rank, error=error):
-                self._judge(f"rank {rank} raised {error} after node 0 had finished")
 
     def _hear(self, message: FromAgent) -> None:
         """Pass on a message of a worker of this node, or the report of its death."""
@@ -412,7 +383,16 @@ class Node:
         self._replacements.begin(starter)
         folder = stack_files.folder(self._config.log_path, self._generation)
         self._workers.watch(processes, folder, Path(self._scratch.name))
-        self._control.spawn(self._watch_boards())
+        self._control.spawn(
+            board_watch.watch(
+                self._node,
+                self._config.hang_s,
+                self._workers,
+                look=self._look,
+                moved=lambda: self._folder_tasks.moved,
+                report=self._report,
+            )
+        )
 
     def _job_is_over(self) -> bool:
         controller_host = self._controller_host
@@ -441,8 +421,10 @@ class Node:
             case Dismissed():
                 self._dismissed = True
                 self._rest(Reports.JUDGED_HERE)
-                for told in self._told:  # while the controller left: no verdict of it comes any more
-                    self._judge_here(told)
+                assert self._client is not None
+                for told in self._client.said:  # while the controller left: no verdict of it comes any more
+                    if failure := after_verdict.failure_in(told):
+                        self._judge(failure)
             case Verdict():
                 self.verdict = order
                 self._control.spawn(self._reap_workers())
@@ -463,64 +445,26 @@ class Node:
         """Close an incident after which all ranks go on: pass it to the main thread, and reset."""
         self.recovered.put((order, self.report))
         self.noticed = 0.0
-        self._told.clear()
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)
         self._replacements.end_incident()
 
     async def _reap_workers(self) -> None:
-        """Wait for the workers to go; end those that do not."""
+        """Have the workers of this node end after a verdict."""
         self._replacements.end_newcomers()
-        await self._workers.ask_for_stacks()
-        await self._until(lambda: not self._workers.alive, EXIT_GRACE_S)
-        await self._workers.keep_stacks()
-        self._workers.end_the_living()
-        await self._until(self._job_is_over, SHUTDOWN_GRACE_S)
+        await after_verdict.reap(self._workers, self._job_is_over)
         self.reaped.set()
-        await self._settle()
-
-    async def _until(self, done: Callable[[], bool], seconds: float) -> None:
-        deadline = self._control.loop.time() + seconds
-        while not done() and self._control.loop.time() < deadline:
-            await asyncio.sleep(0.01)
-
-    async def _settle(self) -> None:
-        # After a time-out a thread may still be at work there, and nothing may be removed under it.
         try:
-            controller_host = self._controller_host
-            if (
-                not self._folder_tasks.busy
-                and controller_host is not None
-                and self.verdict is not None
-                and self.verdict.save
-            ):
-                await self._folder_tasks.clean(
-                    Path(self.verdict.save), controller_host.term, self._generation
-                )
-        except CheckpointError as error:
-            output.tell(f"[ttp] {error}")
+            await after_verdict.clean_up(
+                self._folder_tasks, self._controller_host, self.verdict, self._generation
+            )
         finally:
             self.settled.set()  # whatever happened: torch's thread waits for it
 
-    async def _watch_boards(self) -> None:
-        last = 0
-        hang_detector, still = HangDetector(self._node, self._config.hang_s), False
-        while self._workers.boards is not None:
-            await asyncio.sleep(PROGRESS_S)
-            boards = self._workers.read()
-            self._report_status(boards)
-            if self.training_began is not None and not self.noticed:
-                self._replacements.look(boards, self.training_began[0])
-            said = hang_detector.look(boards, self._control.loop.time(), traced=self._workers.traced)
-            if isinstance(said, NodeStalled) and not still and await self._workers.are_busy():
-                said = hang_detector.look(boards, self._control.loop.time(), traced=True)
-            if said is not None:
-                still = isinstance(said, NodeStalled)
-                self._report(said)
-            total = sum(board.progress for board in boards) + self._folder_tasks.moved
-            if total != last:
-                last = total
-                self._report(Progress(self._node, total))
+    def _look(self, boards: Sequence[BoardRecord]) -> None:
+        self._report_status(boards)
+        if self.training_began is not None and not self.noticed:
+            self._replacements.look(boards, self.training_began[0])
 
     def _report_status(self, boards: Sequence[BoardRecord]) -> None:
         """Write what operators read; it is for people, so an error in it ends nothing."""
@@ -550,18 +494,3 @@ class Node:
                 with contextlib.suppress(CheckpointError):
                     await self._folder_tasks.clean(Path(client.controller_host.controller.membership.save))
             await client.close()
-
-
-def _verdict_here(line: str, stop: str) -> Verdict:
-    """Return the verdict of an agent that has no controller to ask."""
-    return Verdict(
-        incident=0,
-        outcome="lost",
-        step=-1,
-        line=line,
-        cause_rank=-1,
-        exit_code=1,
-        save="",
-        fault=Fault(kind="error"),
-        stop=stop,
-    )

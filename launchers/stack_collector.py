@@ -43,13 +43,13 @@ class StackCollector:
     def __init__(self, folder: Path, scratch: Path) -> None:
         self._folder = folder
         self._scratch = scratch
-        self.find_py_spy = find_py_spy()
+        self._py_spy = find_py_spy()
         self._called = False
 
     async def look(self, processes: Mapping[int, int]) -> None:
         """Read native stacks with py-spy; `processes`: process numbers by rank. No order was sent yet."""
         self._called = True
-        if self.find_py_spy is not None:
+        if self._py_spy is not None:
             await _for_each(processes, self._look_at)
 
     async def ask(self, processes: Mapping[int, int]) -> None:
@@ -64,7 +64,7 @@ class StackCollector:
 
     def _look_at(self, rank: int, pid: int) -> None:
         for way in _WAYS[_state(pid)[0] in _NOT_ATTACHED :]:
-            command = [str(self.find_py_spy), "dump", way, "--pid", str(pid)]
+            command = [str(self._py_spy), "dump", way, "--pid", str(pid)]
             seen = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=False)
             if seen.returncode == 0:
                 break

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from adaptor import config
 from adaptor.checkpoint import saved_steps, tracker
-from adaptor.launchers import node as node_module
+from adaptor.launchers import after_verdict
 from adaptor.launchers.controller_host import ControllerHost
 from adaptor.launchers.node import Node
 from adaptor.launchers.programs import SPARE, WORKER
@@ -255,6 +255,6 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, "")  # restored in the end
     made = Job(tmp_path, getattr(request, "param", 1))
     monkeypatch.setenv("TTP_LOG_PATH", str(made.logs))  # for workers
-    monkeypatch.setattr(node_module, "EXIT_GRACE_S", LONG_S)  # who goes by itself may do so slowly
+    monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", LONG_S)  # who goes by itself may do so slowly
     yield made
     made.close()

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from adaptor.checkpoint import publish
 from adaptor.controller import failover
 from adaptor.errors import StartError
-from adaptor.launchers import controller_client
-from adaptor.launchers import node as node_module
+from adaptor.launchers import after_verdict, controller_client
 from adaptor.launchers.agent_listener import MOST, AgentListener, read_hello
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
@@ -52,7 +51,7 @@ FIRST = 11
 @pytest.fixture
 def two_nodes(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """Two nodes with one worker each; what waits for word of the other node waits for ever."""
-    monkeypatch.setattr(node_module, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    monkeypatch.setattr(after_verdict, "SHUTDOWN_GRACE_S", 10 * LONG_S)
     port = str(free_port())
     job.begin(2, [job.node(TTP_PORT=port), job.node(TTP_PORT=port)])
     return job
@@ -117,7 +116,7 @@ def test_a_death_with_tls_between_the_nodes(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice, with workers started anew."""
-    monkeypatch.setattr(node_module, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    monkeypatch.setattr(after_verdict, "SHUTDOWN_GRACE_S", 10 * LONG_S)
     signer, port = Authority(tmp_path / "signer"), str(free_port())
     nodes = [job.node(TTP_PORT=port, **signer.settings(f"node{number}")) for number in (0, 1)]
     for victim, steps in ((1, 1), (0, 2)):
@@ -263,7 +262,7 @@ def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) 
     """The node that would have has gone before."""
     monkeypatch.setattr(failover, "STANDBYS", 1)
     monkeypatch.setattr(failover, "STANDBYS", 1)
-    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.1)
+    monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", 0.1)
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)
@@ -327,7 +326,9 @@ def test_a_death_that_the_controller_does_not_hear_any_more(two_nodes: Job) -> N
     job.train("step")
     controller_host_of(job.nodes[0]).receive = lambda *args: True  # type: ignore[method-assign]
     job.workers[1].process.kill()
-    wait_until(lambda: bool(job.nodes[1]._told), "node 1 has told it")
+    wait_until(
+        lambda: any(isinstance(one, Died) for one in client_of(job.nodes[1]).said), "node 1 has told it"
+    )
     job.nodes.pop(0).close()
     assert job.verdict().line.startswith("rank 1 ended with status -9 after node 0 had finished")
 
@@ -378,7 +379,7 @@ def test_a_node_starts_no_worker_before_it_knows_the_way(job: Job) -> None:
 
 def test_strangers_do_not_disturb_a_job(two_plain_nodes: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the gate waits for, while an incident begins and ends; the log tells of them."""
-    monkeypatch.setattr(node_module, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    monkeypatch.setattr(after_verdict, "SHUTDOWN_GRACE_S", 10 * LONG_S)
     job = two_plain_nodes
     port = port_of(job.nodes[0])
     strangers = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(MOST + 10)]

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from adaptor.controller import controller
-from adaptor.launchers import node as node_module
-from adaptor.launchers import stack_collector
+from adaptor.launchers import after_verdict, stack_collector
 from adaptor.launchers import worker_processes as workers_module
 from adaptor.launchers.stack_collector import StackCollector
 from adaptor.launchers.worker_processes import Workers
@@ -34,7 +33,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     # All of it is spent, for two ranks do not answer and do not go; a slow machine needs most of it.
     monkeypatch.setattr(stack_collector, "LOOK_S", 5.0)
     monkeypatch.setattr(controller, "ANSWER_S", 8.0)
-    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 3.0)
+    monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", 3.0)
     stacks_then: dict[str, str] = {}
     alive_then: list[int] = []
     end_the_living = Workers.end_the_living
@@ -63,7 +62,7 @@ def test_everyone_s_stacks_are_written_before_anyone_is_ended(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing helps from outside: by itself, or by a signal, or it is said why not."""
-    monkeypatch.setattr(stack_collector, "_py_spy", lambda: None)
+    monkeypatch.setattr(stack_collector, "find_py_spy", lambda: None)
     texts, alive = _hang(job, monkeypatch)
     assert alive == [1, 2], "who has answered has left by itself"
     assert sorted(texts) == ["rank0.txt", "rank1.txt", "rank2.txt"]
@@ -73,7 +72,7 @@ def test_everyone_s_stacks_are_written_before_anyone_is_ended(
     assert texts["rank2.txt"] == "Nothing was written. State: T (stopped)\n"
 
 
-@pytest.mark.skipif(stack_collector._py_spy() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(stack_collector.find_py_spy() is None, reason="py-spy is not installed")
 def test_native_frames_where_py_spy_is_installed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the moment of the hang, before anyone is asked: the incident wakes who hangs in a collective."""
     written_before: list[Path] = []

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from adaptor.checkpoint import publish
-from adaptor.launchers import node as node_module
+from adaptor.launchers import after_verdict
 from adaptor.protocol import wire
 from adaptor.protocol.environment import GENERATION
 from adaptor.protocol.lifeline import Lifeline
@@ -226,7 +226,7 @@ def test_children_of_a_worker_go_with_it(job: Job) -> None:
 
 
 def test_a_worker_that_does_not_go_is_ended(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "EXIT_GRACE_S", 0.2)
+    monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", 0.2)
     job.begin(2)
     stop(job.workers[0].process.pid)
     job.workers[1].send("leave 3")
@@ -372,7 +372,7 @@ def test_an_error_of_the_controller_s_own_ends_the_job(
         raise KeyError("a mistake")
 
     monkeypatch.setattr(controller_host.controller, "_on_deaths", broken)
-    monkeypatch.setattr(node_module, "SHUTDOWN_GRACE_S", 0.1)  # it will not hear of the other deaths either
+    monkeypatch.setattr(after_verdict, "SHUTDOWN_GRACE_S", 0.1)  # it will not hear of the other deaths either
     job.workers[0].process.kill()
     verdict = job.verdict()
     assert (verdict.outcome, verdict.exit_code) == ("lost", 1)
