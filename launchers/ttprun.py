@@ -266,6 +266,7 @@ def _run_with_survivors(
             _conclude(f"{said}; nothing was started")
         else:
             _conclude(f"{verdict.line}; {said}", verdict.save)
+        waiting.hear_signals()
         code, at_once = 128 + error.sigval, True  # the thread that still waits would abort the interpreter
     finally:
         try:

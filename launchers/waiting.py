@@ -25,6 +25,10 @@ AGAIN_S = 10.0
 T = TypeVar("T")
 
 
+# Those with which somebody ends a job by hand; SIGHUP is ignored under nohup, and stays so.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+
+
 class Interrupted(BaseException):
     """The signal `sigval` has ended the wait for `what`; like KeyboardInterrupt it is no Exception.
 
@@ -68,12 +72,36 @@ def wait_for(work: Callable[[], T], what: Callable[[], str]) -> T:
                 _say(what())
                 wait_s = AGAIN_S
         except KeyboardInterrupt:
+            ignore_signals()
             raise Interrupted(what(), signal.SIGINT) from None
         except SignalException as error:
+            ignore_signals()
             raise Interrupted(what(), error.sigval) from None
     if raised:
         raise raised[0]
     return returned[0]
+
+
+def ignore_signals() -> None:
+    """Ignore further signals until `hear_signals`: who sends one may send another one at once.
+
+    timeout(1) and some schedulers do, and the second one would end this process before it has said why.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def hear_signals() -> None:
+    """Let the next signal raise SignalException, and none after it."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            signal.signal(number, _raise_once)
+
+
+def _raise_once(number: int, frame: FrameType | None) -> None:
+    ignore_signals()
+    raise SignalException("", sigval=signal.Signals(number))
 
 
 def _say(what: str) -> None:
@@ -96,4 +124,5 @@ def _signals_raise() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is end:  # else it is ignored from now on
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -601,6 +601,35 @@ def test_nodes_that_are_awaited(
 
 
 @pytest.mark.robustness(
+    "A4",
+    "the other node of two never comes; a second signal follows the first at once, as that of timeout(1)",
+    "one line, and the exit code of the first",
+)
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("place", ["account.conclude", "agent.SurvivorsAgent.close"])
+def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, launcher: Launcher) -> None:
+    second = (
+        f"\nimport adaptor.launchers.agent as agent, adaptor.launchers.account as account\nbefore = {place}\n"
+        "def interrupted(*arguments):\n"
+        f"    signal.raise_signal({by:d})\n"
+        "    return before(*arguments)\n"
+        f"{place} = interrupted\n"
+    )
+    port = free_port()
+    options = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(port))
+    pid = launcher.start(*options, launcher.script("print('started')"), before=HEARS_CTRL_C + second)
+    waits = f"[ttp] waiting for node 1 of 2 at 127.0.0.1:{port}\n"
+    wait_until(lambda: launcher.log.endswith(waits), "it says for whom it waits")
+    os.kill(pid, by)
+    ended = launcher.wait(pid)
+    assert ended.code == 128 + by, ended.log
+    said = (
+        f"[ttp] ended by {by.name} while it waited for node 1 of 2 at 127.0.0.1:{port}; nothing was started\n"
+    )
+    assert ended.log.replace(waits, "") == said
+
+
+@pytest.mark.robustness(
     "A4", "a node comes late", "the job trains; the line that named the node is the only trace of it"
 )
 def test_a_node_that_comes_late(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
@@ -1153,7 +1182,10 @@ def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
     assert ended.code == 0, ended.log
     said = [line for line in ended.log.splitlines() if line.startswith("[ttp] ")]
     # The line of the first finished step comes from a worker, before or after that of the restart.
-    said = [line for line in said if not line.startswith("[ttp] protected from step ")]
+    protected = [line for line in said if line.startswith("[ttp] protected from step ")]
+    begun = [f"[ttp] protected from step {step} (split; any 1 rank)" for step in (1, 3, 6)]
+    assert protected == begun, ended.log
+    said = [line for line in said if line not in protected]
     utc = r"\[ttp\] \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ "
     expected = []
     for number, step in ((1, 2), (2, 5)):
