@@ -16,15 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor import config, output, text
-from adaptor.checkpoint import manifest, saved_steps, tracker
+from adaptor import config, output
 from adaptor.errors import AdaptorError
-from adaptor.operations import job_folder, records
+from adaptor.operations import job_folder, records, verify
 from adaptor.operations.goodput import Goodput, goodput
 from adaptor.operations.records import Incident, Phases, Status
-from adaptor.protocol import naming
+from adaptor.operations.words import FINDING, OK, USAGE, duration, shown
 
-OK, FINDING, USAGE = 0, 1, 2
 PORT = 9470
 _WATCH_S = 1.0
 
@@ -83,17 +81,21 @@ def _parser(more: Callable[[Add], None] | None) -> argparse.ArgumentParser:
     )
     serve.add_argument("--tls-cert", type=Path, help="a PEM file: the certificate of this address")
     serve.add_argument("--tls-key", type=Path, help="a PEM file: its key")
-    for command in (status, incidents, spent, serve):
+    report = add("report", _report, "write one HTML page about a job: its state, incidents and goodput")
+    report.add_argument(
+        "-o", "--out", type=Path, default=Path("report.html"), help="the file (default report.html)"
+    )
+    for command in (status, incidents, spent, serve, report):
         command.add_argument(
             "where",
             nargs="?",
             type=Path,
             help="a log folder, for its newest job, or the folder of a job in it (default TTP_LOG_PATH)",
         )
-    verify = add("verify", _verify, "compare the checkpoints in a save folder with their manifests")
-    verify.add_argument("save", type=Path, help="the folder (--save)")
-    verify.add_argument("--step", type=int, help="of this step alone")
-    for command in (status, incidents, spent, verify):
+    compare = add("verify", verify.answer, "compare the checkpoints in a save folder with their manifests")
+    compare.add_argument("save", type=Path, help="the folder (--save)")
+    compare.add_argument("--step", type=int, help="of this step alone")
+    for command in (status, incidents, spent, compare):
         command.add_argument("--json", action="store_true", help="print JSON")
     schema = add("schema", _schema, "print the JSON Schema of a file")
     schema.add_argument("name", choices=sorted(records.SCHEMAS))
@@ -119,27 +121,27 @@ def _status(parsed: argparse.Namespace) -> int:
 
 
 def _status_lines(status: Status, age: float, *, silent: bool) -> list[str]:
-    state = f"silent for {_duration(age)}, last {status.state}" if silent else status.state
+    state = f"silent for {duration(age)}, last {status.state}" if silent else status.state
     step = "no step finished"
     if status.step is not None and status.step_time is not None:
         ago = records.unix(status.time) - records.unix(status.step_time)
-        step = f"step {status.step}, finished {_duration(max(0.0, ago))} before this"
+        step = f"step {status.step}, finished {duration(max(0.0, ago))} before this"
     protected = {True: "protected", False: f"NOT PROTECTED: {status.why_not}", None: "not yet protected"}
     away = f", {status.nodes_lost} lost" if status.nodes_lost else ""
     ended = f", {status.ranks_ended} ended" if status.ranks_ended else ""
     last = f", the last {status.last_incident}" if status.last_incident else ""
     rows = {
-        "job": f"{_shown(status.job)}: {state}",
+        "job": f"{shown(status.job)}: {state}",
         "at": status.time,
         "step": step,
         "protection": protected[status.protected],
         "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {status.nodes} nodes{away}",
         "restarts": f"{status.restarts} of {status.max_restarts}",
         "incidents": f"{status.incidents}{last}",
-        "controller": f"node {status.node}, host {_shown(status.host)}, pid {status.pid}",
-        "save folder": _shown(status.save) or "not known yet",
+        "controller": f"node {status.node}, host {shown(status.host)}, pid {status.pid}",
+        "save folder": shown(status.save) or "not known yet",
     }
-    return [f"{name:<12} {_shown(value)}" for name, value in rows.items()]
+    return [f"{name:<12} {shown(value)}" for name, value in rows.items()]
 
 
 def _incidents(parsed: argparse.Namespace) -> int:
@@ -158,9 +160,9 @@ def _incident_lines(incident: Incident) -> list[str]:
     lost = "not known" if incident.steps_lost is None else incident.steps_lost
     return [
         f"{incident.began}  {incident.id}",
-        f"  {_shown(incident.reason)}",
-        f"  {incident.verdict}; steps lost: {lost}; {_shown(incident.next_action)}",
-        f"  {', '.join(f'{name} {_duration(seconds)}' for name, seconds in parts.items())}",
+        f"  {shown(incident.reason)}",
+        f"  {incident.verdict}; steps lost: {lost}; {shown(incident.next_action)}",
+        f"  {', '.join(f'{name} {duration(seconds)}' for name, seconds in parts.items())}",
     ]
 
 
@@ -187,14 +189,37 @@ def _goodput(parsed: argparse.Namespace) -> int:
 def _goodput_lines(spent: Goodput) -> list[str]:
     total = sum(spent.seconds.values())
     rows = [
-        f"{state:<12} {_duration(seconds):>10}  {100 * seconds / total:5.1f} %"
+        f"{state:<12} {duration(seconds):>10}  {100 * seconds / total:5.1f} %"
         for state, seconds in spent.seconds.items()
         if total
     ]
     if spent.ratio is None:
         return ["no time is recorded yet"]
     lost = f", {spent.lost} more were trained again" if spent.lost else ""
-    return [*rows, f"goodput {100 * spent.ratio:.1f} % of {_duration(total)}; {spent.steps} steps{lost}"]
+    return [*rows, f"goodput {100 * spent.ratio:.1f} % of {duration(total)}; {spent.steps} steps{lost}"]
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    job, out = _where(parsed), parsed.out
+    try:
+        from adaptor.operations.page import page
+    except ModuleNotFoundError as error:
+        raise _missing(error, "jinja2", "ttp report") from None
+    try:
+        out.write_text(page(job), encoding="utf-8")
+    except OSError as error:
+        raise job_folder.JobFolderError(
+            f"{shown(str(out))}: the page cannot be written ({error.strerror}); name another --out"
+        ) from None
+    print(f"{shown(str(out))}: the page of {shown(job.name)}")
+    return OK
+
+
+def _missing(error: ModuleNotFoundError, package: str, command: str) -> Exception:
+    """Return what to raise where a package is not installed that only a command of `ttp` needs."""
+    if error.name != package:
+        return error
+    return job_folder.JobFolderError(f"{command} needs {package}: pip install 'ttp-adaptor[ops]'")
 
 
 def _port(text: str) -> int:
@@ -208,90 +233,23 @@ def _serve(parsed: argparse.Namespace) -> int:
     try:
         from adaptor.operations import serve
     except ModuleNotFoundError as error:
-        if error.name != "prometheus_client":
-            raise
-        raise job_folder.JobFolderError(
-            "ttp serve needs prometheus_client: pip install 'ttp-adaptor[ops]'"
-        ) from None
+        raise _missing(error, "prometheus_client", "ttp serve") from None
     if (parsed.tls_cert is None) != (parsed.tls_key is None):
         raise job_folder.JobFolderError("--tls-cert and --tls-key belong together: name both")
     where = parsed.where or Path(config.load().log_path)
     if not where.is_dir():
-        raise job_folder.JobFolderError(f"{_shown(str(where))}: there is no such folder; name a TTP_LOG_PATH")
+        raise job_folder.JobFolderError(f"{shown(str(where))}: there is no such folder; name a TTP_LOG_PATH")
     certificate = (parsed.tls_cert, parsed.tls_key) if parsed.tls_cert is not None else None
     with serve.Server(
         where, parsed.host, parsed.port, token=parsed.token_file, certificate=certificate
     ) as server:
         scheme = "https" if certificate else "http"
         host, port = server.server_address[:2]
-        print(f"[ttp] {scheme}://{host!s}:{port}/metrics serves {_shown(str(where))}", flush=True)
+        print(f"[ttp] {scheme}://{host!s}:{port}/metrics serves {shown(str(where))}", flush=True)
         server.serve_forever()
     return OK
-
-
-def _verify(parsed: argparse.Namespace) -> int:
-    root: Path = parsed.save
-    if not root.is_dir():
-        raise job_folder.JobFolderError(f"{_shown(str(root))}: there is no such folder; name a --save folder")
-    steps = saved_steps.steps(root)
-    if parsed.step is not None:
-        if parsed.step not in steps:
-            raise job_folder.JobFolderError(
-                f"{_shown(str(root))}: there is no checkpoint of step {parsed.step}"
-            )
-        steps = [parsed.step]
-    named = tracker.tracked_step(root)
-    answers = [_verified(root, step) for step in steps]
-    bad = any(answer.state == "damaged" for answer in answers)
-    missing = named is not None and parsed.step is None and named not in steps
-    if parsed.json:
-        print(
-            msgspec.json.encode(
-                {"save": _shown(str(root)), "tracker": named, "checkpoints": answers}
-            ).decode()
-        )
-        return FINDING if bad or missing else OK
-    for answer in answers:
-        mark = " (the tracker names it)" if answer.step == named else ""
-        print(f"step {answer.step}: {answer.state}{mark}")
-        for problem in answer.problems:
-            print(f"  {_shown(problem)}")
-    if missing:
-        print(f"the tracker names step {named}, of which there is no folder")
-    print(f"{len(answers)} checkpoint{'' if len(answers) == 1 else 's'} in {_shown(str(root))}")
-    return FINDING if bad or missing else OK
-
-
-class _Checkpoint(msgspec.Struct):
-    """What is known of a checkpoint; a line for each problem."""
-
-    step: int
-    state: str
-    problems: list[str]
-
-
-def _verified(root: Path, step: int) -> _Checkpoint:
-    folder = root / naming.final_name(step)
-    if not saved_steps.has_manifest(root, step):
-        why = "it has no manifest: the framework wrote it without the adaptor, and nobody can tell"
-        return _Checkpoint(step, "not known", [why])
-    problems = [_shown(problem) for problem in manifest.defects(folder, step=step)]
-    return _Checkpoint(step, "damaged" if problems else "intact", problems)
 
 
 def _schema(parsed: argparse.Namespace) -> int:
     print(json.dumps(records.schema(parsed.name), indent=1))
     return OK
-
-
-def _shown(words: str) -> str:
-    """Return text from a file as one line that any terminal can show."""
-    return text.encodable(words.replace("\n", " ").replace("\x1b", "?"))
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

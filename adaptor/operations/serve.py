@@ -3,6 +3,7 @@
 It reads the files that ttprun writes, at each request, and no job asks it anything: whatever happens to it,
 training goes on.
 
+/                   one page for people
 /metrics            for Prometheus
 /healthz            200 as long as this process answers
 /readyz             200 if the job trains and is protected, 503 and the reason if not
@@ -27,7 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from adaptor.operations import job_folder, metrics
+from adaptor.operations import job_folder, metrics, page
 from adaptor.operations.job_folder import JobFolderError
 from adaptor.operations.newest_checkpoint import NewestCheckpoint
 from adaptor.operations.records import Event, Incident, unix
@@ -35,6 +36,7 @@ from adaptor.operations.records import Event, Incident, unix
 # A client that sends nothing, or reads nothing, for so long is dropped: a scrape takes 10 s at most.
 _CLIENT_S = 10.0
 _MOST_EVENTS = 1000
+_REFRESH_S = 5
 _INCIDENT_ID = re.compile(r"[\w.-]+")
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
@@ -161,6 +163,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _made(self, path: str, query: dict[str, list[str]]) -> tuple[HTTPStatus, str, bytes]:
         server = self.server
+        if path == "/":
+            html = page.page(server.job(), refresh_s=_REFRESH_S)
+            return HTTPStatus.OK, "text/html; charset=utf-8", html.encode(errors="replace")
         if path == "/healthz":
             return HTTPStatus.OK, _TEXT, b"ok\n"
         if path == "/metrics":
@@ -180,7 +185,11 @@ class _Handler(BaseHTTPRequestHandler):
             return _incident(server.job(), path.removeprefix("/api/v1/incidents/"))
         if path == "/api/v1/events":
             return _events(server.job(), query.get("limit", ["100"])[-1])
-        return HTTPStatus.NOT_FOUND, _TEXT, b"not found; there are /metrics, /healthz, /readyz and /api/v1/\n"
+        return (
+            HTTPStatus.NOT_FOUND,
+            _TEXT,
+            b"not found; there are /, /metrics, /healthz, /readyz and /api/v1/\n",
+        )
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)

@@ -220,6 +220,7 @@ def test_the_files_of_a_job(job: Path) -> None:
             "training",
             "gone-on",
         ]
+        assert get(f"{base}/")[1].startswith("<!doctype html>")
         assert get(f"{base}/healthz") == (200, "ok\n")
         assert get(f"{base}/readyz") == (200, "ok\n")
         for path in ("/api/v1/incidents/..%2f..%2fstatus", "/api/v1/incidents/none", "/nothing"):

@@ -1,0 +1,23 @@
+"""What the commands of `ttp` have in common: exit codes, and words for people."""
+
+from __future__ import annotations
+
+from adaptor import text
+
+OK, FINDING, USAGE = 0, 1, 2
+
+
+def shown(words: str) -> str:
+    """Return text from a file as one line that any terminal can show."""
+    return text.encodable(words.replace("\n", " ").replace("\x1b", "?"))
+
+
+def duration(seconds: float) -> str:
+    """Return a number of seconds in the unit that fits it."""
+    if 0 < seconds < 0.001:
+        return "below 1 ms"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

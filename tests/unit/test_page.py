@@ -1,0 +1,103 @@
+"""The page of a job: what a person reads in it, of files as ttprun writes them."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from adaptor.launchers import ttp
+from adaptor.operations import job_folder, page
+from adaptor.operations.records import Phases
+from tests.unit.test_serve import EVENTS, incident, status
+
+JOB = "j"
+
+
+class Text(HTMLParser):
+    """The text of a page, and the tags that would load something."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.loads: list[str] = []
+        self._skips = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self._skips = tag == "style"
+        if tag in ("script", "link", "img", "iframe") or any(
+            name in ("src", "href") for name, _ in attributes
+        ):
+            self.loads.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if not self._skips:
+            self.words.append(data)
+
+    def __str__(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+
+def write(folder: Path, one: object, *, state: object = None) -> Path:
+    (folder / JOB / "incidents").mkdir(parents=True)
+    (folder / JOB / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(state or status()))
+    (folder / JOB / job_folder.EVENTS_FILE).write_bytes(
+        b"".join(msgspec.json.encode(event) + b"\n" for event in EVENTS)
+    )
+    if one is not None:
+        (folder / JOB / "incidents" / "1.json").write_bytes(msgspec.json.encode(one))
+    return folder / JOB
+
+
+def test_an_incident_in_figures(tmp_path: Path) -> None:
+    one = incident()
+    one.phases = Phases(
+        detect=0.02, freeze=0.03, write=0.4, publish=0.1, restart=2.0, load=5.0, first_step=1.5
+    )
+    text = str(Text(page.page(write(tmp_path, one))))
+    assert "rank 1 was ended by SIGKILL" in text
+    assert "Noticed after 20 ms" in text
+    assert "Verdict after 1.0 s" in text
+    assert "First step again after 9.5 s" in text
+    assert "other 450 ms" in text
+    assert "Steps lost 2" in text
+    assert "Goodput" in text
+
+
+def test_a_job_without_an_incident_and_without_a_step(tmp_path: Path) -> None:
+    state = status(step=None, step_time=None, protected=False, why_not="no replica", incidents=0)
+    text = str(Text(page.page(write(tmp_path, None, state=state))))
+    assert "Newest finished step none" in text
+    assert "NOT PROTECTED: no replica" in text
+    assert "None." in text
+
+
+def test_what_a_job_says_is_text(tmp_path: Path) -> None:
+    """An exception's words may be anything, and the page may be sent to anybody."""
+    one = incident()
+    one.reason = one.next_action = "<script>alert(1)</script><img src=x>"
+    one.events[0].data["detail"] = "<b onclick=x>"
+    made = Text(page.page(write(tmp_path, one, state=status(job="<i>", why_not="<u>", protected=False))))
+    assert made.loads == []
+    assert "<script>alert(1)</script><img src=x>" in str(made)
+
+
+def test_an_incident_with_more_events_than_a_browser_takes(tmp_path: Path) -> None:
+    one = incident()
+    one.events *= page.MOST_EVENTS + 7
+    html = page.page(write(tmp_path, one))
+    assert html.count("fault noticed") == page.MOST_EVENTS
+    assert "The other 7 are in incidents/" in html
+
+
+def test_ttp_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write(tmp_path / "logs", incident())
+    assert ttp.main(["report", str(job.parent), "-o", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    capsys.readouterr()
+    assert ttp.main(["report", str(job), "-o", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"ttp: error: {tmp_path}: the page cannot be written")
