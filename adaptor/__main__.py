@@ -1,4 +1,7 @@
-"""`python -m adaptor report [-- script.py ARGUMENTS]`: what of a job would be protected, without training."""
+"""`python -m adaptor report [-- script.py ARGUMENTS]`: what of a job would be protected, without training.
+
+`python -m adaptor transform SRC DST`: a checkpoint in other parallel sizes (`adaptor/transform/command.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from adaptor import _script, config, context, devices, distributions, engines
 from adaptor.errors import AdaptorError, DriftError, StartError
+from adaptor.transform import command as transform
 
 if TYPE_CHECKING:
     from adaptor.preflight import Findings
@@ -25,13 +29,15 @@ _MORE = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report.
+    """Print the report, or run another command.
 
     Returns:
         The exit code: 0 where every patch fits and nothing is refused, 1 where not, or where it is not known
         because of an error, 2 for bad usage.
     """
     parsed = _parser().parse_args(arguments)
+    if parsed.command == "transform":
+        return transform.main(parsed)
     script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
     if script:
         if not Path(script[0]).is_file():
@@ -84,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks of the job (default WORLD_SIZE, else twice the fewest that the script's arguments allow)",
     )
     report.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
+    transform.add_to(commands)
     return parser
 
 

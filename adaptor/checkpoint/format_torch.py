@@ -12,9 +12,10 @@ from adaptor.checkpoint import shards
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.training_state import Files, TrainingState
 from adaptor.checkpoint.weights import TensorSlot
+from adaptor.protocol import naming
 
-MODEL_FILE = "model_optim_rng.pt"
-OPTIMIZER_FILE = "distrib_optim.pt"
+MODEL_FILE = naming.MODEL_FILE
+OPTIMIZER_FILE = naming.OPTIMIZER_FILE
 
 
 class TorchFormat:

@@ -26,7 +26,7 @@ LAYERS = (
     ("adaptor.protocol",),
     ("adaptor.controller", "adaptor.replica"),
     ("adaptor.checkpoint", "adaptor.diagnostics"),
-    ("adaptor.operations",),
+    ("adaptor.operations", "adaptor.transform"),
     ("adaptor.worker",),
     ("adaptor.online",),
     ("adaptor.mindio",),
@@ -100,6 +100,7 @@ STATE = {
     "adaptor.patching._hooks._watched": "import hooks last as long as the interpreter",
     "adaptor.patching._unit._units": "declarations, which importing a module makes",
     "adaptor.replica.group._everyone": "a process group, as torch's own are the process's",
+    "adaptor.transform.run._worker": "a process that writes ranks works for one transform",
     "adaptor.worker.runtime._runtime": "the connection to the agent",
 }
 # Where a value may be of a type that nobody can name (`Any`), and why. Objects of frameworks and of torch
@@ -133,6 +134,7 @@ USES_ANY = {
     "adaptor.protocol.state_provider": "records and snapshots, which only the provider reads",
     "adaptor.protocol.wire": "a message on its way into its encoder",
     "adaptor.replica": "the state of optimizers of torch",
+    "adaptor.transform": "state dicts and arguments of Megatron",
     "adaptor.worker.dump_store": "what torch hands to a store",
     "adaptor.worker.session": "records, and marks of a device, which only their owners read",
     "adaptor.worker.step_history": "records, and marks of a device, which only their owners read",

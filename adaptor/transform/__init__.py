@@ -1,0 +1,1 @@
+"""Transforms checkpoints to other tensor, pipeline, virtual pipeline and expert parallel sizes."""

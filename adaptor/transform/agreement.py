@@ -1,0 +1,103 @@
+"""Compares what several ranks of a checkpoint have in common: counters, groups of params, whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from adaptor.errors import CheckpointError
+from adaptor.protocol.naming import MODEL_FILE
+from adaptor.transform.copying import Files
+from adaptor.transform.source import STATES, WEIGHT, Part, Source
+
+# What is the same on all ranks.
+_COMMON = ("iteration", "opt_param_scheduler", "checkpoint_version")
+# Larger replicas are compared on request alone, because that reads as much again; in bytes.
+_SMALL = 1 << 20
+
+
+def require_common(source: Source) -> None:
+    """Refuse ranks that disagree in counters, schedule, scale of the loss, groups of params or their step.
+
+    Raises:
+        CheckpointError: names what and the ranks.
+    """
+    first, *others = source.sizes.ranks
+    for rank in others:
+        ours, theirs = source.bodies[first], source.bodies[rank]
+        for key in _COMMON:
+            if ours.get(key) != theirs.get(key):
+                raise CheckpointError(f"{key}: differs on rank {first} and rank {rank} of {source.folder}")
+        if _optimizers(ours) != _optimizers(theirs):
+            raise CheckpointError(
+                f"optimizer: the groups of params, their step or the loss scale differ on rank {first} and"
+                f" rank {rank} of {source.folder}"
+            )
+    for rank in source.sizes.ranks:
+        body = source.bodies[rank]
+        steps = {group.get("step") for _, groups in _optimizers(body) for group in groups.values()}
+        if len(steps) > 1:
+            raise CheckpointError(
+                f"{source.file(rank, MODEL_FILE)}: groups of params have the steps {sorted(steps, key=str)}"
+            )
+
+
+def _optimizers(body: Any) -> list[tuple[Any, dict[Any, Any]]]:
+    """Return for each optimizer what it saves besides its groups, and these, in any order."""
+    saved = body["optimizer"]
+    return [
+        (
+            {key: value for key, value in one.items() if key != "optimizer"},
+            {
+                (
+                    group["wd_mult"],
+                    group["lr_mult"],
+                    group.get("is_expert_parallel"),
+                    group.get("is_decoupled_lr"),
+                ): group
+                for group in one["optimizer"]["param_groups"]
+            },
+        )
+        for one in (saved if isinstance(saved, list) else [saved])
+    ]
+
+
+def require_replicas(source: Source, files: Files, everything: bool) -> None:
+    """Refuse ranks that should have the same tensor and have not.
+
+    Args:
+        everything: also large tensors (weights of other expert ranks, the embedding on the last stage).
+
+    Raises:
+        CheckpointError: names the tensor and the ranks.
+    """
+    for item in source.model.items():
+        if not item.dtype:
+            continue
+        for kind in (WEIGHT, *STATES):
+            parts = source.parts(item.name, kind)
+            for same in _replicas(parts, item.cut.axis is None):
+                if same[0].stored.bytes <= _SMALL or everything:
+                    _require_equal(item.name, kind, same, files)
+
+
+def _replicas(parts: Sequence[Part], whole: bool) -> list[list[Part]]:
+    by_place: dict[int, list[Part]] = {}
+    for part in parts:
+        by_place.setdefault(0 if whole else part.rank.tp, []).append(part)
+    return [same for same in by_place.values() if len(same) > 1]
+
+
+def _require_equal(name: str, kind: str, same: Sequence[Part], files: Files) -> None:
+    first = files.whole(same[0].stored)
+    for part in same[1:]:
+        other = files.whole(part.stored)
+        if not torch.equal(_bits(first), _bits(other)):
+            what = kind if kind == WEIGHT else f"state {kind}"
+            raise CheckpointError(f"{name}: its {what} differs on rank {same[0].rank} and rank {part.rank}")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

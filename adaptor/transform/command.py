@@ -1,0 +1,192 @@
+"""`python -m adaptor transform SRC DST --tp 4 --pp 2`: a checkpoint in other parallel sizes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from adaptor.errors import AdaptorError, CheckpointError, UnsupportedError
+from adaptor.protocol import naming
+from adaptor.transform.sizes import Rank, Sizes
+from adaptor.transform.source import Source, open_source
+from adaptor.transform.target import Target, rows_for
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of `python -m adaptor`."""
+    parser = commands.add_parser(
+        "transform",
+        allow_abbrev=False,
+        help="write a checkpoint of Megatron-LM in other parallel sizes, with its optimizer",
+    )
+    parser.add_argument("source", metavar="SRC", type=Path, help="the folder with iter_* and the tracker")
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to write to; empty or not there")
+    for name, what in (
+        ("tp", "tensor-parallel size"),
+        ("pp", "pipeline-parallel size"),
+        ("vpp", "chunks of each pipeline stage (default 1)"),
+        ("ep", "expert-parallel size"),
+        ("dp", "data-parallel size, for the arguments that are stored"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            metavar="N",
+            help=f"{what}; default: that of SRC" if name != "vpp" else what,
+        )
+    parser.add_argument("--step", type=int, metavar="N", help="the step; default: what the tracker names")
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="of the tokenizer, where SRC does not say it"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, metavar="N", help="processes that write (default 2)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written; no tensor is read")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="check SRC by its checksums and all replicas, and DST when it is written",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with an earlier run that was interrupted"
+    )
+    parser.add_argument(
+        "--rank", metavar="tp=N,pp=N", help="write this rank alone; --resume without --rank ends the work"
+    )
+    parser.add_argument(
+        "--needs", metavar="tp=N,pp=N", help="print the files of SRC that a rank is made from"
+    )
+
+
+def main(parsed: argparse.Namespace) -> int:
+    """Run the command; return the exit code."""
+    try:
+        _run(parsed)
+    except AdaptorError as error:
+        print(f"python -m adaptor transform: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(parsed: argparse.Namespace) -> None:
+    for name in ("tp", "pp", "vpp", "ep", "dp", "workers", "vocab_size"):
+        value = getattr(parsed, name)
+        if value is not None and value < 1:
+            raise UnsupportedError(f"--{name.replace('_', '-')} is {value}: it must be a number from 1 on")
+    _require_places(parsed.source, parsed.target)
+    source = open_source(parsed.source, parsed.step)
+    target = _target(source, parsed)
+    if parsed.needs:
+        rank = _rank("--needs", parsed.needs, target.sizes)
+        for path in target.needs(rank):
+            print(path.relative_to(source.folder).as_posix())
+        return
+    ranks = [_rank("--rank", parsed.rank, target.sizes)] if parsed.rank else target.sizes.ranks
+    target.require_parts()
+    total = sum(target.bytes(rank) for rank in ranks)
+    print(
+        f"step {source.step}: {source.sizes} to {target.sizes},"
+        f" {len(ranks)} of {len(target.sizes.ranks)} ranks, {total / 1e9:.3f} GB"
+    )
+    if target.rows != source.model.rows:
+        print(
+            f"vocabulary: {source.model.rows} rows with padding, now {target.rows};"
+            " moments of new rows are zero"
+        )
+    if parsed.dry_run:
+        for rank in ranks:
+            size, files = target.bytes(rank) / 1e9, len(target.needs(rank))
+            print(f"{target.sizes.folder(rank)}: {size:.3f} GB from {files} files")
+        return
+    _write(parsed, target, ranks)
+
+
+def _target(source: Source, parsed: argparse.Namespace) -> Target:
+    sizes = replace(
+        source.sizes,
+        tp=parsed.tp or source.sizes.tp,
+        pp=parsed.pp or source.sizes.pp,
+        vpp=parsed.vpp or 1,
+        ep=parsed.ep or source.sizes.ep,
+    )
+    dp = parsed.dp or max(source.sizes.dp, sizes.ep)
+    sizes = replace(sizes, dp=dp)
+    source.model.require_divisible(sizes)
+    if source.model.experts and sizes.tp > 1:
+        raise UnsupportedError(f"--tp {sizes.tp}: a model with experts is transformed with --tp 1 only")
+    return Target(source, sizes, rows_for(source, sizes, parsed.vocab_size))
+
+
+def _write(parsed: argparse.Namespace, target: Target, ranks: list[Rank]) -> None:
+    # What needs torch comes late: a dry run is quick without it.
+    from adaptor.transform import agreement, random_states, run
+    from adaptor.transform.copying import Files
+
+    source, root = target.source, parsed.target
+    problems = run.defects(source.folder, checksums=parsed.verify)
+    if problems:
+        raise CheckpointError(problems[0])
+    agreement.require_common(source)
+    with Files() as files:
+        agreement.require_replicas(source, files, everything=parsed.verify)
+    folder = run.temporary_folder(root, source.step)
+    _require_free(root, folder, go_on=parsed.resume or bool(parsed.rank))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror or error}") from error
+    order = run.Order(parsed.source, source.step, target.sizes, target.rows, folder)
+    done = run.run(target, order, ranks, parsed.workers, run.say)
+    if parsed.rank:
+        print(
+            f"{folder / target.sizes.folder(ranks[0])}: written; when all ranks are, the same command with"
+            " --resume and without --rank gives the checkpoint its name"
+        )
+        return
+    run.finish(target, order, root, done)
+    final = root / naming.final_name(source.step)
+    if parsed.verify:
+        problems = run.defects(final, checksums=True)
+        if problems:
+            raise CheckpointError(problems[0])
+    line = random_states.line(source, target.sizes)
+    if line:
+        print(line)
+    print(f"{final}: written{', and verified' if parsed.verify else ''}")
+
+
+def _require_places(source: Path, target: Path) -> None:
+    if not source.is_dir():
+        raise CheckpointError(f"SRC {source}: there is no such folder")
+    ours, theirs = target.resolve(), source.resolve()
+    if ours == theirs or theirs in ours.parents:
+        raise CheckpointError(f"DST {target}: is inside SRC {source}; give a folder outside of it")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"DST {target}: is not a folder")
+
+
+def _require_free(root: Path, folder: Path, *, go_on: bool) -> None:
+    """Refuse a folder that has anything but what an earlier run of the same transform has left."""
+    there = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    others = [name for name in there if name != folder.name]
+    if others:
+        raise CheckpointError(
+            f"DST {root}: is not empty, it has {others[0]}; give another folder, or empty it"
+        )
+    if there and not go_on:
+        raise CheckpointError(
+            f"DST {root}: has a transform that was interrupted; go on with --resume, or empty it"
+        )
+
+
+def _rank(option: str, text: str, sizes: Sizes) -> Rank:
+    if not re.fullmatch(r"(tp|pp|ep)=\d+(,(tp|pp|ep)=\d+)*", text):
+        raise UnsupportedError(f"{option} is {text}: it must be like tp=1,pp=0, with ep=0 for experts")
+    given = {name: int(number) for name, number in (part.split("=") for part in text.split(","))}
+    rank = Rank(given.get("tp", 0), given.get("pp", 0), given.get("ep", 0))
+    if rank not in sizes.ranks:
+        raise UnsupportedError(f"{option} is {text}: the target has {sizes}, so there is no such rank")
+    return rank

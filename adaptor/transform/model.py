@@ -1,0 +1,255 @@
+"""A model as a whole, and what each rank has of it: tensors, and their places in the optimizer's buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from adaptor.errors import UnsupportedError
+from adaptor.transform import rules
+from adaptor.transform.archive import DType
+from adaptor.transform.rules import EMBEDDING, OUTPUT, WHOLE, Cut, Placed
+from adaptor.transform.sizes import Chunk, Rank, Sizes
+
+Group = tuple[float, float, bool, bool]
+
+
+@dataclass(frozen=True)
+class Item:
+    """An entry of the whole model.
+
+    name   with the numbers of layers and experts in the whole model
+    shape  of the whole tensor; of the vocabulary with the padding of the source; empty for what is no tensor
+    dtype  empty for what is no tensor
+    value  of what is no tensor
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    cut: Cut = WHOLE
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An entry of the model on one rank: its name and shape there."""
+
+    name: str
+    item: Item
+    shape: tuple[int, ...]
+
+    @property
+    def is_param(self) -> bool:
+        """Return whether an optimizer has it."""
+        return bool(self.item.dtype) and not rules.is_buffer(self.name)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer of a distributed optimizer: the params with one pair of dtypes, and its size in elements."""
+
+    dtypes: tuple[DType, DType]
+    slots: tuple[tuple[Slot, Placed], ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank has.
+
+    chunks      the entries of each chunk of the model, by its key
+    optimizers  the buffers of the optimizer, and with experts of theirs
+    groups      the order of the groups of params that this rank has, for each optimizer
+    """
+
+    rank: Rank
+    chunks: Mapping[str, tuple[Slot, ...]]
+    optimizers: tuple[tuple[Buffer, ...], ...]
+    groups: tuple[tuple[Group, ...], ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A whole model: what is before its layers, its layers, and what is behind them.
+
+    rows  of the vocabulary with padding, in the source
+    """
+
+    args: Any
+    first: tuple[Item, ...]
+    layers: tuple[tuple[Item, ...], ...]
+    last: tuple[Item, ...]
+    rows: int
+
+    @property
+    def is_tied(self) -> bool:
+        """Return whether the output layer has the weight of the embedding."""
+        return not self.args.untie_embeddings_and_output_weights
+
+    @property
+    def experts(self) -> int:
+        """Return how many experts a layer has; 0 where it is dense."""
+        return getattr(self.args, "num_experts", None) or 0
+
+    def items(self) -> Iterator[Item]:
+        """Yield all entries."""
+        yield from self.first
+        for layer in self.layers:
+            yield from layer
+        yield from self.last
+
+    def view(self, rank: Rank, sizes: Sizes, rows: int) -> View:
+        """Return what `rank` has.
+
+        Args:
+            sizes: of the checkpoint.
+            rows: of its vocabulary, with padding.
+
+        Raises:
+            UnsupportedError: something is not divisible.
+        """
+        chunks = sizes.chunks(len(self.layers), rank.pp)
+        slots = {chunk.key: tuple(self._slots(chunk, rank, sizes, rows)) for chunk in chunks}
+        numel = sum(prod(slot.shape) for own in slots.values() for slot in own if slot.is_param)
+        optimizers, groups = [], []
+        for expert in (False, True) if self.experts else (False,):
+            buffers: list[Buffer] = []
+            order: dict[Group, None] = {}
+            for number, own in enumerate(slots.values()):
+                bucket = rules.bucket_size(self.args, rank.pp, number, numel, sizes.dp)
+                params = [
+                    slot
+                    for slot in own
+                    if slot.is_param and (rules.expert_of(slot.name) is not None) == expert
+                ]
+                buffers += self._buffers(params, bucket, sizes)
+                order.update(dict.fromkeys(self._group(slot, expert) for slot in params))
+            optimizers.append(tuple(buffers))
+            groups.append(tuple(order))
+        return View(rank, slots, tuple(optimizers), tuple(groups))
+
+    def _group(self, slot: Slot, expert: bool) -> Group:
+        decoupled = getattr(self.args, "decoupled_lr", None) is not None
+        return rules.group_of(slot.name, len(slot.shape), expert, decoupled)
+
+    def _buffers(self, params: Sequence[Slot], bucket: int | None, sizes: Sizes) -> Iterator[Buffer]:
+        by_name = {slot.name: slot for slot in params}
+        for dtype in dict.fromkeys(slot.item.dtype for slot in params):
+            of_dtype = [
+                (slot.name, prod(slot.shape), self._is_alone(slot.name, sizes))
+                for slot in params
+                if slot.item.dtype == dtype
+            ]
+            placed, numel = rules.place(of_dtype, bucket)
+            gradient = "float32" if self.args.accumulate_allreduce_grads_in_fp32 else dtype
+            slots = tuple((by_name[each.name], each) for each in placed)
+            yield Buffer((DType(dtype), DType(gradient)), slots, numel)
+
+    def _is_alone(self, name: str, sizes: Sizes) -> bool:
+        """Return whether a param has a bucket of its own: the embedding that two stages have."""
+        return self.is_tied and sizes.pp > 1 and name in (EMBEDDING, OUTPUT)
+
+    def _slots(self, chunk: Chunk, rank: Rank, sizes: Sizes, rows: int) -> Iterator[Slot]:
+        if chunk.first:
+            for item in self.first:
+                yield self._slot(item.name, item, rank, sizes, rows)
+        for local, number in enumerate(chunk.layers):
+            for item in self.layers[number]:
+                name = item.name.replace(f"decoder.layers.{number}.", f"decoder.layers.{local}.", 1)
+                expert = rules.expert_of(item.name)
+                if expert is not None:
+                    each = self.experts // sizes.ep
+                    if expert // each != rank.ep:
+                        continue
+                    name = rules.with_expert(name, expert % each)
+                yield self._slot(name, item, rank, sizes, rows)
+        if chunk.last:
+            for item in self.last:
+                if item.name == "output_layer._extra_state" and self.is_tied and sizes.pp > 1:
+                    (embedding,) = (each for each in self.first if each.name == EMBEDDING)
+                    yield self._slot(OUTPUT, embedding, rank, sizes, rows)
+                yield self._slot(item.name, item, rank, sizes, rows)
+
+    def _slot(self, name: str, item: Item, rank: Rank, sizes: Sizes, rows: int) -> Slot:
+        shape = list(item.shape)
+        if item.cut.axis is not None:
+            whole = rows if item.cut.rows else shape[item.cut.axis]
+            if whole % (sizes.tp * item.cut.pieces):
+                what = (
+                    f"{item.cut.pieces} pieces of {whole // item.cut.pieces}"
+                    if item.cut.pieces > 1
+                    else whole
+                )
+                raise UnsupportedError(
+                    f"--tp {sizes.tp}: {name} has {what} rows or columns, not divisible by it"
+                )
+            shape[item.cut.axis] = whole // sizes.tp
+        return Slot(name, item, tuple(shape))
+
+    def require_divisible(self, sizes: Sizes) -> None:
+        """Refuse target sizes by which the model is not divisible. Raises UnsupportedError."""
+        args = self.args
+        counts = [("attention heads", args.num_attention_heads)]
+        if args.group_query_attention:
+            counts.append(("query groups", args.num_query_groups))
+        for what, count in counts:
+            if count % sizes.tp:
+                raise UnsupportedError(f"--tp {sizes.tp}: {count} {what} are not divisible by {sizes.tp}")
+        if sizes.ep > 1 and not self.experts:
+            raise UnsupportedError(f"--ep {sizes.ep}: the model has no experts")
+        if self.experts % sizes.ep:
+            raise UnsupportedError(f"--ep {sizes.ep}: {self.experts} experts are not divisible by {sizes.ep}")
+        if sizes.ep > 1 and sizes.dp % sizes.ep:
+            raise UnsupportedError(
+                f"--dp {sizes.dp}: the experts are divided among --ep {sizes.ep} of the data-parallel ranks,"
+                f" and {sizes.dp} is not divisible by {sizes.ep}"
+            )
+        if sizes.vpp > 1 and sizes.pp == 1:
+            raise UnsupportedError(f"--vpp {sizes.vpp}: needs --pp of at least 2, not {sizes.pp}")
+        sizes.chunks(len(self.layers), 0)
+
+
+def in_whole_model(name: str, layer: int | None, expert: int | None) -> str:
+    """Return the name of an entry of a rank in the whole model."""
+    if layer is not None:
+        _, _, rest = name.removeprefix("decoder.layers.").partition(".")
+        name = f"decoder.layers.{layer}.{rest}"
+    return name if expert is None else rules.with_expert(name, expert)
+
+
+def whole_shape(shape: tuple[int, ...], cut: Cut, tp: int) -> tuple[int, ...]:
+    """Return the shape of a whole tensor from that on one rank."""
+    if cut.axis is None:
+        return shape
+    whole = list(shape)
+    whole[cut.axis] *= tp
+    return tuple(whole)
+
+
+def resized(args: Any, sizes: Sizes, rows: int, etp: int | None) -> dict[str, Any]:
+    """Return what the framework's arguments say of the sizes of a checkpoint, by name."""
+    world = sizes.tp * sizes.pp * sizes.dp * (getattr(args, "context_parallel_size", None) or 1)
+    said = {
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "transformer_pipeline_model_parallel_size": sizes.pp,
+        "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": (
+            args.num_layers // (sizes.pp * sizes.vpp) if sizes.vpp > 1 else None
+        ),
+        "num_virtual_stages_per_pipeline_rank": None,
+        "expert_model_parallel_size": sizes.ep,
+        "expert_tensor_parallel_size": etp,
+        "data_parallel_size": sizes.dp,
+        "world_size": world,
+        "inprocess_active_world_size": world,
+        "padded_vocab_size": rows,
+        "sequence_parallel": bool(getattr(args, "sequence_parallel", False)) and sizes.tp > 1,
+    }
+    was_interleaved = getattr(args, "virtual_pipeline_model_parallel_size", None) is not None
+    if was_interleaved != (sizes.vpp > 1):  # its defaults with, and without, an interleaved pipeline
+        said |= dict.fromkeys(("overlap_p2p_comm", "align_param_gather"), sizes.vpp > 1)
+    return {name: value for name, value in said.items() if hasattr(args, name)}

@@ -1,0 +1,102 @@
+"""The random states of the ranks of a transformed checkpoint.
+
+Ranks draw different numbers, so those of new ranks cannot be exact. A rank that the source had with the same
+tensor and pipeline ranks keeps its states. What another rank gets is drawn from those of tensor rank 0 of its
+stage and from its place, so that the same transform gives the same states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy
+import torch
+
+from adaptor.errors import UnsupportedError
+from adaptor.transform.archive import StoredTensor
+from adaptor.transform.copying import Files
+from adaptor.transform.sizes import Rank, Sizes
+from adaptor.transform.source import Source
+
+_PHILOX_BYTES = 16  # of CUDA and NPU: a seed and an offset
+_OF_STAGE = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state")
+
+
+def is_kept(source: Source, rank: Rank) -> bool:
+    """Return whether a rank keeps the states of a rank of the source."""
+    return rank.tp < source.sizes.tp and rank.pp < source.sizes.pp and rank.ep < source.sizes.ep
+
+
+def line(source: Source, sizes: Sizes) -> str:
+    """Return the line that says which states are exact, empty where all are."""
+    derived = sum(not is_kept(source, rank) for rank in sizes.ranks)
+    if (sizes.tp, sizes.pp, sizes.ep) == (source.sizes.tp, source.sizes.pp, source.sizes.ep):
+        return ""
+    return (
+        f"random states: kept for {len(sizes.ranks) - derived} of {len(sizes.ranks)} ranks,"
+        f" derived for {derived}; ranks have other parts of the model now, so dropout is not that of a run"
+        " that was not transformed"
+    )
+
+
+def states_of(source: Source, rank: Rank, files: Files) -> list[Any]:
+    """Return the random states of a target's rank, one for each data-parallel rank that the source has."""
+    kept = is_kept(source, rank)
+    origin = rank if kept else Rank(0, min(rank.pp, source.sizes.pp - 1), 0)
+    states = source.bodies[origin].get("rng_state")
+    if states is None:
+        return []
+    if not isinstance(states, list):
+        raise UnsupportedError(f"rng_state of rank {origin}: is {type(states).__name__}, not a list")
+    return [
+        _loaded(state, files) if kept else _derived(_loaded(state, files), rank, number, source.sizes)
+        for number, state in enumerate(states)
+    ]
+
+
+def _loaded(value: Any, files: Files) -> Any:
+    if isinstance(value, StoredTensor):
+        return files.whole(value)
+    if isinstance(value, dict):
+        return {key: _loaded(item, files) for key, item in value.items()}
+    return value
+
+
+def _derived(states: dict[str, Any], rank: Rank, number: int, sizes: Sizes) -> dict[str, Any]:
+    trackers = states.get("rng_tracker_states") or {}
+    ground = b"".join(bytes(state.numpy().tobytes()) for state in trackers.values())
+
+    def seed(name: str, *place: int) -> int:
+        text = f"{name} {place} {number}".encode()
+        return int.from_bytes(hashlib.sha256(ground + text).digest()[:8], "little") >> 2
+
+    made = dict(states)
+    if rank.pp >= sizes.pp:  # tensor ranks of a stage have the same ones
+        of_stage = {name: seed(name, rank.pp) for name in _OF_STAGE}
+        made["random_rng_state"] = random.Random(of_stage["random_rng_state"]).getstate()
+        made["np_rng_state"] = numpy.random.RandomState(of_stage["np_rng_state"] % 2**32).get_state()
+        for name in ("torch_rng_state", "cuda_rng_state"):
+            made[name] = _generator(states[name], of_stage[name])
+    made["rng_tracker_states"] = {
+        name: state
+        if name == "data-parallel-rng" and rank.pp < sizes.pp
+        else _generator(state, seed(name, *_place(rank)))
+        for name, state in trackers.items()
+    }
+    return made
+
+
+def _place(rank: Rank) -> tuple[int, int, int]:
+    return rank.tp, rank.pp, rank.ep
+
+
+def _generator(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return the state of a generator of the same kind as `like`, which was given `seed`."""
+    if like.numel() == _PHILOX_BYTES:
+        return torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8)
+    state = torch.Generator().manual_seed(seed).get_state()
+    if state.numel() != like.numel():
+        raise UnsupportedError(f"a random state of {like.numel()} bytes is of no generator that is known")
+    return state

@@ -1,0 +1,282 @@
+"""Runs a transform: the ranks of the target one after the other in each worker, then the publish.
+
+Each rank's files are written below a temporary folder. When they are on disk, a note beside them says so,
+by which `--resume` goes on. The folder gets its name as that of last words does (`publish`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from adaptor.checkpoint import disk, manifest, publish
+from adaptor.checkpoint.hashing import HashingFile
+from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.transform import archive
+from adaptor.transform.copying import Files
+from adaptor.transform.model import Slot
+from adaptor.transform.sizes import Rank, Sizes
+from adaptor.transform.source import open_source
+from adaptor.transform.target import Target
+
+_GENERATION = "transform"
+_NOTE = ".done.json"
+_EVERY_S = 1.0  # between two lines of progress
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker process needs to make the same target again."""
+
+    source: Path
+    step: int
+    sizes: Sizes
+    rows: int
+    folder: Path
+
+    @property
+    def mark(self) -> str:
+        """Return what two runs have in common that may share files: the source as it is now, the sizes."""
+        files = sorted((self.source / naming.final_name(self.step)).rglob("*.pt"))
+        stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        text = repr((stamps, self.step, self.sizes, self.rows)).encode()
+        return hashlib.sha256(text).hexdigest()
+
+
+class _Note(msgspec.Struct):
+    """The note of a rank that is done: its files, as path, size and checksum."""
+
+    mark: str
+    files: list[tuple[str, int, str]]
+
+
+_worker: list[Any] = []  # of a worker process: its target, its order, the counter of bytes
+
+
+def _begin(order: Order, counter: Any) -> None:
+    torch.set_num_threads(1)
+    target = Target(open_source(order.source, order.step), order.sizes, order.rows)
+    _worker[:] = [target, order, counter]
+
+
+def _work(rank: Rank) -> list[tuple[str, int, str]]:
+    target, order, counter = _worker
+
+    def advanced(count: int) -> None:
+        with counter.get_lock():
+            counter.value += count
+
+    return write_rank(target, rank, order.folder, order.mark, advanced)
+
+
+def write_rank(
+    target: Target, rank: Rank, folder: Path, mark: str, progress: Callable[[int], None] = lambda count: None
+) -> list[tuple[str, int, str]]:
+    """Write the files of one rank, and the note that they are there.
+
+    Raises:
+        CheckpointError: a file is damaged, the disk refuses, or the main params do not round to the weights.
+    """
+    below = folder / target.sizes.folder(rank)
+    done: list[tuple[str, int, str]] = []
+    with Files() as files:
+        state = target.optimizer_state(rank, files)
+        below.mkdir(parents=True, exist_ok=True)
+        done.append(_written(below / naming.OPTIMIZER_FILE, state, folder, progress))
+        mains = _mains(target, rank, state)
+        del state
+
+        def check(slot: Slot, weight: torch.Tensor) -> None:
+            main = mains.get(_key(slot))
+            if main is not None and not _rounds_to(main, weight):
+                raise CheckpointError(
+                    f"{slot.item.name}: the main params of the optimizer do not round to the weights, so the"
+                    f" optimizer of {target.source.folder} is not laid out by the rules of Megatron-core 0.15"
+                )
+
+        body = target.model_state(rank, files, check)
+        done.append(_written(below / naming.MODEL_FILE, body, folder, progress))
+    text = msgspec.json.encode(_Note(mark, done))
+    disk.replace(folder, _note_name(target.sizes, rank), text)
+    return done
+
+
+def _key(slot: Slot) -> str:
+    return f"{slot.item.name} {slot.name}"
+
+
+def _mains(target: Target, rank: Rank, state: Any) -> dict[str, torch.Tensor]:
+    view = target.views[rank]
+    found = {}
+    for buffers, saved in zip(view.optimizers, state if isinstance(state, list) else [state], strict=True):
+        for number, buffer in enumerate(buffers if saved is not None else ()):
+            main = saved[number][buffer.dtypes]["param"]
+            for slot, placed in buffer.slots:
+                found[_key(slot)] = main[placed.begin : placed.end]
+    return found
+
+
+def _rounds_to(main: torch.Tensor, weight: torch.Tensor) -> bool:
+    rounded = main.to(weight.dtype)
+    return torch.equal(rounded.view(torch.uint8), weight.reshape(-1).view(torch.uint8))
+
+
+def _written(path: Path, value: Any, folder: Path, progress: Callable[[int], None]) -> tuple[str, int, str]:
+    name = path.relative_to(folder).as_posix()
+    path.unlink(missing_ok=True)
+    try:
+        with HashingFile(path, progress, below=folder) as file:
+            archive.save(value, file)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    entry = file.entry(name)
+    return entry.path, entry.bytes, entry.xxh3_128 or ""
+
+
+def _note_name(sizes: Sizes, rank: Rank) -> str:
+    return f"{sizes.folder(rank)}{_NOTE}"
+
+
+def temporary_folder(root: Path, step: int) -> Path:
+    """Return where a transform writes until it is published."""
+    return root / naming.temporary_name(step, generation=_GENERATION)
+
+
+def already_done(order: Order, rank: Rank) -> list[tuple[str, int, str]] | None:
+    """Return the files of a rank that an earlier run has written from the same source; None without."""
+    try:
+        text = (order.folder / _note_name(order.sizes, rank)).read_bytes()
+        note = msgspec.json.decode(text, type=_Note)
+        sizes = [(order.folder / name).stat().st_size for name, _, _ in note.files]
+    except (OSError, msgspec.MsgspecError):
+        return None
+    if note.mark != order.mark or sizes != [size for _, size, _ in note.files]:
+        return None
+    return note.files
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Refuse a disk that is too small. Raises CheckpointError."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder}: {free / 1e9:.3f} GB are free, the transform needs {needed / 1e9:.3f} GB: make room,"
+            " or take another disk"
+        )
+
+
+def run(
+    target: Target, order: Order, ranks: Sequence[Rank], workers: int, say: Callable[[str], None]
+) -> dict[Rank, list[tuple[str, int, str]]]:
+    """Write the files of `ranks`, several at a time; return their files.
+
+    Raises:
+        CheckpointError: a rank failed; the others' files stay for `--resume`.
+    """
+    done = {rank: found for rank in ranks if (found := already_done(order, rank)) is not None}
+    left = [rank for rank in ranks if rank not in done]
+    if done:
+        say(f"{len(done)} of {len(ranks)} ranks were there already")
+    if not left:
+        return done
+    total = sum(target.bytes(rank) for rank in left)
+    require_room(order.folder, total)
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    progress = Progress(total, say)
+    if workers == 1 or len(left) == 1:
+        for rank in left:
+            done[rank] = write_rank(target, rank, order.folder, order.mark, progress.add)
+        progress.end()
+        return done
+    with (
+        ProcessPoolExecutor(
+            min(workers, len(left)), mp_context=context, initializer=_begin, initargs=(order, counter)
+        ) as pool,
+        _cancelling(pool),
+    ):
+        running: dict[Future[list[tuple[str, int, str]]], Rank] = {
+            pool.submit(_work, rank): rank for rank in left
+        }
+        while running:
+            ended, _ = wait(running, timeout=_EVERY_S, return_when=FIRST_COMPLETED)
+            progress.set(counter.value)
+            for future in ended:
+                done[running.pop(future)] = future.result()
+    progress.end()
+    return done
+
+
+@contextmanager
+def _cancelling(pool: ProcessPoolExecutor) -> Iterator[None]:
+    """Start no further rank after a failure."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=True, cancel_futures=True)
+        raise
+
+
+class Progress:
+    """Says at most once in a second how many bytes are written, how fast, and how long the rest takes."""
+
+    def __init__(self, total: int, say: Callable[[str], None]) -> None:
+        self._total = total
+        self._say = say
+        self._done = 0
+        self._began = self._said = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Count bytes that were written."""
+        self.set(self._done + count)
+
+    def set(self, done: int) -> None:
+        """Say how far it is, where that was not said for a second."""
+        self._done = done
+        now = time.monotonic()
+        if now - self._said >= _EVERY_S:
+            self._said = now
+            rate = done / (now - self._began)
+            rest = max(0, self._total - done) / rate if rate else 0
+            self._say(
+                f"{done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s, {rest:.0f} s left"
+            )
+
+    def end(self) -> None:
+        """Say how long it took."""
+        took = time.monotonic() - self._began
+        rate = self._done / 1e6 / max(took, 1e-9)
+        self._say(f"{self._done / 1e9:.2f} GB written in {took:.1f} s, {rate:.0f} MB/s")
+
+
+def finish(target: Target, order: Order, root: Path, done: dict[Rank, list[tuple[str, int, str]]]) -> None:
+    """Publish what was written: manifest, name, tracker. Raises CheckpointError."""
+    entries = [FileEntry(*file) for rank in target.sizes.ranks for file in done[rank]]
+    world = target.arguments(target.sizes.ranks[0]).world_size
+    publish.publish(root, order.step, entries, {}, world, _GENERATION)
+
+
+def defects(folder: Path, checksums: bool) -> list[str]:
+    """Return what is wrong with a checkpoint that has a manifest; nothing where it has none."""
+    if not (folder / naming.MANIFEST).exists():
+        return []
+    return manifest.defects(folder, checksums=checksums)
+
+
+def say(line: str) -> None:
+    """Print a line about the progress."""
+    print(f"transform: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,96 @@
+"""The parallel sizes of a checkpoint, the folders of its ranks, and the layers of each chunk of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from adaptor.errors import UnsupportedError
+from adaptor.protocol import naming
+
+
+@dataclass(frozen=True, order=True)
+class Rank:
+    """A model-parallel rank: one of those that share the model."""
+
+    tp: int
+    pp: int
+    ep: int
+
+    def __str__(self) -> str:
+        return f"tp={self.tp},pp={self.pp},ep={self.ep}"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the model on one rank.
+
+    key     of its state in the file
+    first   it has the embedding
+    last    it has the output layer
+    layers  of the whole model, from 0
+    """
+
+    key: str
+    first: bool
+    last: bool
+    layers: range
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parallel sizes: tensor, pipeline, virtual pipeline (chunks of each stage), expert, data."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    dp: int = 1
+
+    @classmethod
+    def of(cls, args: Any) -> Sizes:
+        """Return those that the arguments in a checkpoint say."""
+        return cls(
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            vpp=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+            ep=getattr(args, "expert_model_parallel_size", None) or 1,
+            dp=args.data_parallel_size,
+        )
+
+    def __str__(self) -> str:
+        more = "".join(
+            f" {name.upper()}{size}" for name, size in (("vpp", self.vpp), ("ep", self.ep)) if size > 1
+        )
+        return f"TP{self.tp} PP{self.pp}{more}"
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """Return all model-parallel ranks that have a folder."""
+        return [Rank(tp, pp, ep) for pp in range(self.pp) for ep in range(self.ep) for tp in range(self.tp)]
+
+    def folder(self, rank: Rank) -> str:
+        """Return the folder of a rank, as the framework names it."""
+        return naming.model_parallel_folder(
+            rank.tp, rank.pp if self.pp > 1 else None, rank.ep if self.ep > 1 else None
+        )
+
+    def chunks(self, layers: int, stage: int) -> list[Chunk]:
+        """Return the chunks of a pipeline stage of a model with so many `layers`."""
+        count = self.pp * self.vpp
+        if layers % count:
+            what = f"--pp {self.pp}" + (f" --vpp {self.vpp}" if self.vpp > 1 else "")
+            raise UnsupportedError(f"{what}: {layers} layers are not divisible by {count}")
+        each = layers // count
+        return list(self._chunks(each, stage))
+
+    def _chunks(self, each: int, stage: int) -> Iterator[Chunk]:
+        for number in range(self.vpp):
+            place = number * self.pp + stage
+            yield Chunk(
+                key="model" if self.vpp == 1 else f"model{number}",
+                first=place == 0,
+                last=place == self.pp * self.vpp - 1,
+                layers=range(place * each, (place + 1) * each),
+            )

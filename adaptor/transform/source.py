@@ -1,0 +1,295 @@
+"""A checkpoint of the format `torch` that is to be transformed: files, model, and where each part lies."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from adaptor.checkpoint import tracker
+from adaptor.errors import CheckpointError, UnsupportedError
+from adaptor.protocol import naming
+from adaptor.protocol.naming import MODEL_FILE, OPTIMIZER_FILE
+from adaptor.transform import archive, rules
+from adaptor.transform.archive import StoredTensor
+from adaptor.transform.model import Item, Model, View, in_whole_model, whole_shape
+from adaptor.transform.rules import EMBEDDING, OUTPUT
+from adaptor.transform.sizes import Chunk, Rank, Sizes
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+WEIGHT = "weight"
+
+# Arguments with which a checkpoint has another content, and how they are called; what is set is refused.
+_REFUSED = {
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_custom_fsdp": "--use-custom-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+    "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
+    "multi_latent_attention": "--multi-latent-attention",
+    "mtp_num_layers": "--mtp-num-layers",
+    "moe_grouped_gemm": "--moe-grouped-gemm",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "is_hybrid_model": "--is-hybrid-model",
+    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
+    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
+    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
+    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
+    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a whole tensor, in a file."""
+
+    rank: Rank
+    stored: StoredTensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint: the content of the files of its ranks, without its tensors.
+
+    folder  of the step
+    sizes   that it was saved with
+    bodies  of the model's files
+    states  of the optimizer's files, a list for each rank: of the optimizer, and with experts of theirs
+    """
+
+    folder: Path
+    step: int
+    sizes: Sizes
+    args: Namespace
+    bodies: Mapping[Rank, dict[str, Any]]
+    states: Mapping[Rank, Sequence[dict[Any, Any] | None]]
+    _parts: dict[tuple[str, str], list[Part]] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> Model:
+        """Return the whole model."""
+        return _describe(self)
+
+    @cached_property
+    def views(self) -> Mapping[Rank, View]:
+        """Return what each rank has, as the rules say, and as its file has it."""
+        found = {}
+        for rank in self.sizes.ranks:
+            view = found[rank] = self.model.view(rank, self.sizes, self.model.rows)
+            for key, slots in view.chunks.items():
+                body = self.bodies[rank].get(key)
+                said = {slot.name: slot.shape for slot in slots}
+                stored = {name: _shape(value) for name, value in (body or {}).items()}
+                if list(said) != list(stored) or said != stored:
+                    odd = sorted(set(said.items()) ^ set(stored.items()), key=str)[:1] or "their order"
+                    raise UnsupportedError(
+                        f"{self.file(rank, MODEL_FILE)}: the tensors of {key} are not those of a GPT model"
+                        f" that is cut as its arguments say ({self.sizes}): {odd}"
+                    )
+        return found
+
+    def file(self, rank: Rank, name: str) -> Path:
+        """Return a file of a rank."""
+        return self.folder / self.sizes.folder(rank) / name
+
+    def parts(self, name: str, what: str) -> list[Part]:
+        """Return all ranks' parts of a tensor: of the weight, or of a state of the optimizer (STATES)."""
+        if not self._parts:
+            for rank in self.sizes.ranks:
+                for item, kind, stored in self._stored(rank):
+                    self._parts.setdefault((item, kind), []).append(Part(rank, stored))
+        return self._parts.get((name, what), [])
+
+    def _stored(self, rank: Rank) -> Iterator[tuple[str, str, StoredTensor]]:
+        view = self.views[rank]
+        for key, slots in view.chunks.items():
+            for slot in slots:
+                if slot.item.dtype:
+                    yield slot.item.name, WEIGHT, self.bodies[rank][key][slot.name]
+        for buffers, state in zip(view.optimizers, self.states[rank], strict=True):
+            if state is None:
+                continue
+            for number, buffer in enumerate(buffers):
+                stored = state.get(number, {}).get(buffer.dtypes)
+                path = self.file(rank, OPTIMIZER_FILE)
+                if stored is None:
+                    raise UnsupportedError(f"{path}: has no buffer {number} of {buffer.dtypes[0].name}")
+                if stored["numel_unpadded"] != buffer.numel:
+                    raise UnsupportedError(
+                        f"{path}: buffer {number} has {stored['numel_unpadded']} elements; by the rules of"
+                        f" Megatron-core 0.15, which alone are known, it would have {buffer.numel}"
+                    )
+                for kind in STATES:
+                    whole = stored[kind]
+                    for slot, placed in buffer.slots:
+                        offset = whole.offset + placed.begin * archive.SIZES[whole.dtype]
+                        one = StoredTensor(whole.path, offset, whole.dtype, slot.shape)
+                        yield slot.item.name, kind, one
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return value.shape if isinstance(value, StoredTensor) else ()
+
+
+def find(root: Path, step: int | None) -> tuple[Path, int]:
+    """Return the folder of a step and the step: `step`, else what the tracker names.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if step is None:
+        step = tracker.tracked_step(root)
+        if step is None:
+            raise CheckpointError(f"{root / naming.TRACKER}: names no step; give --step N")
+    folder = root / naming.final_name(step)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such checkpoint")
+    return folder, step
+
+
+def open_source(root: Path, step: int | None) -> Source:
+    """Open the checkpoint of `step` below `root`; no tensor is read.
+
+    Raises:
+        CheckpointError: a rank is missing, ranks are of different steps, a file is damaged.
+        UnsupportedError: its kind is not supported.
+    """
+    folder, number = find(root, step)
+    if (folder / "metadata.json").exists():
+        raise UnsupportedError(
+            f"{folder}: has the format torch_dist; only torch is read (Megatron's own resume"
+            " with other sizes reads torch_dist)"
+        )
+    first = sorted(folder.glob(f"mp_rank_*/{MODEL_FILE}"))
+    if not first:
+        raise CheckpointError(
+            f"{folder}: has no mp_rank_*/{MODEL_FILE}, so it is no checkpoint of the format torch"
+        )
+    args = _args(archive.read(first[0]), first[0])
+    for name, option in _REFUSED.items():
+        if getattr(args, name, None):
+            raise UnsupportedError(f"{folder}: was saved with {option}, which is not transformed")
+    if not args.use_distributed_optimizer:
+        raise UnsupportedError(
+            f"{folder}: was saved without --use-distributed-optimizer, which is not transformed"
+        )
+    if args.optimizer != "adam":
+        raise UnsupportedError(
+            f"{folder}: was saved with --optimizer {args.optimizer}; only adam is transformed"
+        )
+    sizes = Sizes.of(args)
+    etp = getattr(args, "expert_tensor_parallel_size", None) or sizes.tp
+    if getattr(args, "num_experts", None) and (etp != sizes.tp or sizes.tp > 1):
+        raise UnsupportedError(
+            f"{folder}: has experts with TP{sizes.tp} and expert-tensor-parallel size {etp}; experts are"
+            " transformed only where both are 1"
+        )
+    bodies: dict[Rank, dict[str, Any]] = {}
+    states: dict[Rank, Sequence[dict[Any, Any] | None]] = {}
+    for rank in sizes.ranks:
+        path = folder / sizes.folder(rank)
+        if not (path / MODEL_FILE).is_file():
+            raise CheckpointError(
+                f"{path / MODEL_FILE}: missing; the arguments say {sizes}, {len(sizes.ranks)} ranks"
+            )
+        body = archive.read(path / MODEL_FILE)
+        if body.get("iteration") != number:
+            raise CheckpointError(
+                f"{path / MODEL_FILE}: is of step {body.get('iteration')}, not of step {number}"
+            )
+        said = Sizes.of(_args(body, path / MODEL_FILE))
+        if said != sizes:
+            raise CheckpointError(f"{path / MODEL_FILE}: was saved with {said}, {first[0]} with {sizes}")
+        bodies[rank] = body
+        if not (path / OPTIMIZER_FILE).is_file():
+            raise CheckpointError(f"{path / OPTIMIZER_FILE}: missing")
+        state = archive.read(path / OPTIMIZER_FILE)
+        states[rank] = state if isinstance(state, list) else [state]
+    return Source(folder, number, sizes, args, bodies, states)
+
+
+def _args(body: Any, path: Path) -> Namespace:
+    args = body.get("args") if isinstance(body, dict) else None
+    if not isinstance(args, Namespace):
+        raise UnsupportedError(f"{path}: has no arguments of the framework, from which its sizes are read")
+    return args
+
+
+def _describe(source: Source) -> Model:
+    """Return the whole model, from the names and shapes on the ranks with tensor rank 0."""
+    args, sizes = source.args, source.sizes
+    count = args.num_layers
+    first: list[Item] = []
+    last: list[Item] = []
+    layers: list[list[Item]] = [[] for _ in range(count)]
+    for stage in range(sizes.pp):
+        for chunk in sizes.chunks(count, stage):
+            before, inside, behind = _entries(source, chunk, stage)
+            first += before
+            last += behind
+            for number, layer in inside.items():
+                layers[number] = layer
+    tied = not args.untie_embeddings_and_output_weights
+    if tied:
+        last = [item for item in last if item.name != OUTPUT]
+    rows = next((item.shape[0] for item in first if item.name == EMBEDDING), 0)
+    if not rows:
+        raise UnsupportedError(f"{source.folder}: has no {EMBEDDING}, so it is no GPT model")
+    return Model(args, tuple(first), tuple(map(tuple, layers)), tuple(last), rows)
+
+
+def _entries(
+    source: Source, chunk: Chunk, stage: int
+) -> tuple[list[Item], dict[int, list[Item]], list[Item]]:
+    sizes = source.sizes
+    before: list[Item] = []
+    behind: list[Item] = []
+    inside: dict[int, list[Item]] = {number: [] for number in chunk.layers}
+    bodies = [source.bodies[Rank(0, stage, ep)].get(chunk.key) for ep in range(sizes.ep)]
+    if None in bodies:
+        where = source.file(Rank(0, stage, bodies.index(None)), MODEL_FILE)
+        raise UnsupportedError(f"{where}: has no {chunk.key}, which {sizes} has")
+    each = (getattr(source.args, "num_experts", None) or 0) // sizes.ep
+    for name, value in (bodies[0] or {}).items():
+        if not name.startswith("decoder.layers."):
+            (behind if any(inside.values()) else before).append(_item(source, name, name, value))
+            continue
+        local = int(name.split(".")[2])
+        if local >= len(chunk.layers):
+            raise UnsupportedError(f"{name}: {sizes} has {len(chunk.layers)} layers in a chunk")
+        number = chunk.layers[local]
+        expert = rules.expert_of(name)
+        inside[number].append(_item(source, name, in_whole_model(name, number, expert), value))
+    if each and sizes.ep > 1:
+        for number in inside:
+            inside[number] = _with_all_experts(inside[number], each, sizes.ep)
+    return before, inside, behind
+
+
+def _with_all_experts(layer: list[Item], each: int, ep: int) -> list[Item]:
+    """Put the experts of the other ranks behind those of the first, which have the same shapes."""
+    own = [item for item in layer if rules.expert_of(item.name) is not None]
+    if not own:
+        return layer
+    end = layer.index(own[-1]) + 1
+    others = [
+        Item(rules.with_expert(item.name, rank * each + number), item.shape, item.dtype, item.cut, item.value)
+        for rank in range(1, ep)
+        for number in range(each)
+        for item in own
+        if rules.expert_of(item.name) == number
+    ]
+    return [*layer[:end], *others, *layer[end:]]
+
+
+def _item(source: Source, local: str, name: str, value: Any) -> Item:
+    if not isinstance(value, StoredTensor):
+        return Item(name, value=value)
+    cut = rules.cut_of(local, bool(source.args.swiglu))
+    return Item(name, whole_shape(value.shape, cut, source.sizes.tp), value.dtype, cut)

@@ -1,0 +1,231 @@
+"""The files of one rank of the target: what is in them, from which parts of the source, their sizes."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaptor.errors import CheckpointError, UnsupportedError
+from adaptor.transform import rules
+from adaptor.transform.archive import SIZES
+from adaptor.transform.model import Group, Slot, View, resized
+from adaptor.transform.parts import needed, one_of_each
+from adaptor.transform.sizes import Rank, Sizes
+from adaptor.transform.source import STATES, WEIGHT, Source
+
+if TYPE_CHECKING:
+    import torch
+
+    from adaptor.transform.copying import Files
+
+# Of a file beside its tensors, in bytes: its structure, random states, the arguments.
+_REST = 256 << 10
+
+
+@dataclass(frozen=True)
+class Target:
+    """A checkpoint in other sizes.
+
+    rows  of its vocabulary, with padding
+    """
+
+    source: Source
+    sizes: Sizes
+    rows: int
+
+    @cached_property
+    def views(self) -> Mapping[Rank, View]:
+        """Return what each rank has."""
+        model = self.source.model
+        return {rank: model.view(rank, self.sizes, self.rows) for rank in self.sizes.ranks}
+
+    def stores(self, rank: Rank, number: int) -> bool:
+        """Return whether a rank's file has the state of an optimizer: experts' ranks share the dense one."""
+        return number == 1 or rank.ep == 0
+
+    def bytes(self, rank: Rank) -> int:
+        """Return the size of a rank's files, about."""
+        view = self.views[rank]
+        model = sum(
+            prod(s.shape) * SIZES[s.item.dtype] for own in view.chunks.values() for s in own if s.item.dtype
+        )
+        states = sum(
+            len(STATES) * SIZES["float32"] * buffer.numel
+            for number, buffers in enumerate(view.optimizers)
+            if self.stores(rank, number)
+            for buffer in buffers
+        )
+        return model + states + 2 * _REST
+
+    def needs(self, rank: Rank) -> list[Path]:
+        """Return the files of the source that a rank is made from."""
+        found = set()
+        for slot, kind in self._wanted(rank):
+            cut = slot.item.cut
+            parts = one_of_each(cut, self.source.parts(slot.item.name, kind))
+            for part, *_ in needed(cut, slot.shape, rank.tp, self.sizes.tp, parts):
+                found.add(part.stored.path)
+        return sorted(found)
+
+    def _wanted(self, rank: Rank) -> Iterator[tuple[Slot, str]]:
+        view = self.views[rank]
+        for own in view.chunks.values():
+            for slot in own:
+                if slot.item.dtype:
+                    yield slot, WEIGHT
+        for number, buffers in enumerate(view.optimizers):
+            if self.stores(rank, number):
+                for buffer in buffers:
+                    for slot, _ in buffer.slots:
+                        yield from ((slot, kind) for kind in STATES)
+
+    def require_parts(self) -> None:
+        """Refuse a source that lacks a part. Raises CheckpointError."""
+        for rank in self.sizes.ranks:
+            for slot, kind in self._wanted(rank):
+                parts = self.source.parts(slot.item.name, kind)
+                if not parts:
+                    raise CheckpointError(f"{self.source.folder}: no rank has {kind} of {slot.item.name}")
+
+    def optimizer_state(self, rank: Rank, files: Files) -> Any:
+        """Return the content of a rank's OPTIMIZER_FILE."""
+        import torch
+
+        saved: list[Any] = []
+        for number, buffers in enumerate(self.views[rank].optimizers):
+            if not self.stores(rank, number):
+                saved.append(None)
+                continue
+            state: dict[Any, Any] = {"buckets_coalesced": True}
+            for index, buffer in enumerate(buffers):
+                tensors: dict[str, Any] = {}
+                for kind in STATES:
+                    whole = tensors[kind] = torch.zeros(buffer.numel, dtype=torch.float32)
+                    for slot, placed in buffer.slots:
+                        own = whole[placed.begin : placed.end].view(slot.shape)
+                        self._fill(own, slot, kind, rank, files)
+                tensors["numel_unpadded"] = buffer.numel
+                state[index] = {buffer.dtypes: tensors}
+            saved.append(state)
+        return saved if len(saved) > 1 else saved[0]
+
+    def _fill(self, own: torch.Tensor, slot: Slot, kind: str, rank: Rank, files: Files) -> None:
+        from adaptor.transform.copying import fill
+
+        parts = self.source.parts(slot.item.name, kind)
+        moments = kind not in (WEIGHT, "param")
+        fill(files, own, slot.item.cut, rank.tp, self.sizes.tp, parts, moments)
+
+    def model_state(self, rank: Rank, files: Files, check: Callable[[Slot, Any], None]) -> dict[str, Any]:
+        """Return the content of a rank's MODEL_FILE.
+
+        Args:
+            check: is called for each tensor that an optimizer has.
+        """
+        import torch
+
+        from adaptor.transform.random_states import states_of
+
+        chunks: dict[str, Any] = {}
+        for key, own in self.views[rank].chunks.items():
+            chunks[key] = OrderedDict()  # the type that the framework saves
+            for slot in own:
+                value = slot.item.value
+                if slot.item.dtype:
+                    value = torch.empty(slot.shape, dtype=getattr(torch, slot.item.dtype))
+                    self._fill(value, slot, WEIGHT, rank, files)
+                    if slot.is_param:
+                        check(slot, value)
+                chunks[key][slot.name] = value
+        first = self.source.sizes.ranks[0]
+        body: dict[str, Any] = {}
+        for key, value in self.source.bodies[first].items():
+            if key == "args":
+                body[key] = self.arguments(rank)
+            elif key == "optimizer":
+                body[key] = self._optimizers(rank, files)
+            elif key == "rng_state":
+                body[key] = states_of(self.source, rank, files)
+            elif key in self.source.views[first].chunks:
+                body.update(chunks)
+            else:
+                body[key] = value
+        return body
+
+    def arguments(self, rank: Rank) -> Any:
+        """Return the framework's arguments, as a run of these sizes would save them."""
+        args = copy.copy(self.source.args)
+        etp = self.sizes.tp if getattr(args, "expert_tensor_parallel_size", None) is not None else None
+        for name, value in resized(args, self.sizes, self.rows, etp).items():
+            setattr(args, name, value)
+        context = getattr(args, "context_parallel_size", None) or 1
+        number = rank.tp + self.sizes.tp * context * (rank.ep + self.sizes.dp * rank.pp)
+        for name in ("rank", "local_rank"):
+            if hasattr(args, name):
+                setattr(args, name, number)
+        return args
+
+    def _optimizers(self, rank: Rank, files: Files) -> Any:
+        saved = self.source.bodies[self.source.sizes.ranks[0]]["optimizer"]
+        own = saved if isinstance(saved, list) else [saved]
+        made = []
+        for number, body in enumerate(own):
+            groups = {_key(group): group for group in body["optimizer"]["param_groups"]}
+            order = dict.fromkeys(self.views[rank].groups[number])
+            for other in self.sizes.ranks:  # the framework has the same groups on all ranks
+                order.update(dict.fromkeys(self.views[other].groups[number]))
+            if set(order) != set(groups):
+                raise UnsupportedError(
+                    f"{self.source.folder}: the groups of the optimizer are {sorted(groups)}, by the rules of"
+                    f" Megatron-core 0.15 they would be {sorted(order)}"
+                )
+            inner = {**body["optimizer"], "param_groups": [groups[key] for key in order]}
+            made.append({**body, "optimizer": inner})
+        return made if isinstance(saved, list) else made[0]
+
+
+def _key(group: Mapping[str, Any]) -> Group:
+    return (
+        group["wd_mult"],
+        group["lr_mult"],
+        bool(group.get("is_expert_parallel", False)),
+        bool(group.get("is_decoupled_lr", False)),
+    )
+
+
+def rows_for(source: Source, sizes: Sizes, vocabulary: int | None) -> int:
+    """Return the rows of the target's vocabulary, with padding.
+
+    Args:
+        vocabulary: without padding, where the user says it.
+
+    Raises:
+        UnsupportedError: nobody says how many there are, and it makes a difference.
+    """
+    args = source.args
+    if sizes.tp == source.sizes.tp:
+        return source.model.rows
+    multiple = args.make_vocab_size_divisible_by
+    known = vocabulary or getattr(args, "vocab_size", None)
+    stored = source.model.rows
+    if known is not None:
+        if rules.padded_rows(known, multiple, source.sizes.tp) != stored:
+            raise UnsupportedError(
+                f"--vocab-size {known}: padded for TP{source.sizes.tp} it would have"
+                f" {rules.padded_rows(known, multiple, source.sizes.tp)} rows; the checkpoint has {stored}"
+            )
+        return rules.padded_rows(known, multiple, sizes.tp)
+    least = rules.padded_rows(stored - multiple * source.sizes.tp + 1, multiple, sizes.tp)
+    most = rules.padded_rows(stored, multiple, sizes.tp)
+    if least != most:
+        raise UnsupportedError(
+            f"--vocab-size: the checkpoint has {stored} rows with padding and does not say how many without;"
+            f" for --tp {sizes.tp} it makes a difference, so give the tokenizer's size"
+        )
+    return most

@@ -1,0 +1,255 @@
+"""`python -m adaptor transform`: parts go where they belong; what cannot be done is refused in one line."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaptor.__main__ import main
+from adaptor.checkpoint import manifest, tracker
+from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+from adaptor.transform import archive, rules, run
+from tests.unit import small_checkpoint
+from tests.unit.small_checkpoint import FFN, STEP
+
+STEP_FOLDER = naming.final_name(STEP)
+
+
+def _transform(source: Path, target: Path, *options: str) -> int:
+    return main(["transform", str(source), str(target), "--workers", "1", *options])
+
+
+def _model(root: Path, folder: str) -> Any:
+    return torch.load(root / STEP_FOLDER / folder / naming.MODEL_FILE, weights_only=False)["model"]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    ["--tp 2", "--tp 3", "--pp 4", "--tp 2 --pp 2", "--pp 2 --vpp 2", "--tp 6 --pp 4"],
+)
+def test_there_and_back(tmp_path: Path, sizes: str) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "b", *sizes.split()) == 0
+    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--pp", "1", "--dp", "1") == 0
+    assert small_checkpoint.contents(tmp_path / "c") == small_checkpoint.contents(tmp_path / "a")
+    assert manifest.defects(tmp_path / "b" / STEP_FOLDER) == []
+    assert tracker.tracked_step(tmp_path / "b") == STEP
+
+
+def test_from_two_to_three(tmp_path: Path) -> None:
+    """Neither size is a multiple of the other."""
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "two", "--tp", "2") == 0
+    assert _transform(tmp_path / "two", tmp_path / "three", "--tp", "3") == 0
+    assert _transform(tmp_path / "a", tmp_path / "directly", "--tp", "3") == 0
+    assert small_checkpoint.contents(tmp_path / "three") == small_checkpoint.contents(tmp_path / "directly")
+
+
+def test_buckets_of_overlapped_gradients(tmp_path: Path) -> None:
+    """Where buckets end, the whole tensor of a buffer has no room to the next multiple of 64."""
+    params = [("a", 10, False), ("b", 100, False), ("c", 30, False)]
+    placed, numel = rules.place(params, bucket=90)
+    assert [(each.name, each.begin, each.end) for each in placed] == [
+        ("c", 0, 30),
+        ("b", 64, 164),
+        ("a", 164, 174),
+    ]
+    assert numel == 174
+    assert [each.begin for each in rules.place(params, bucket=None)[0]] == [0, 64, 192]
+
+
+def test_each_rank_gets_its_part(tmp_path: Path) -> None:
+    whole = small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    gate, up = whole[name][:FFN], whole[name][FFN:]
+    second = _model(tmp_path / "b", "mp_rank_01")
+    assert torch.equal(second[name], torch.cat([gate[FFN // 2 :], up[FFN // 2 :]]))
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    assert torch.equal(second[name], whole[name][:, FFN // 2 :])
+    name = "embedding.word_embeddings.weight"
+    assert torch.equal(second[name], torch.cat([whole[name][12:], whole[name][-1:].expand(4, -1)]))
+    state = torch.load(
+        tmp_path / "b" / STEP_FOLDER / "mp_rank_01" / naming.OPTIMIZER_FILE, weights_only=False
+    )
+    (buffer,) = state[0].values()
+    assert not buffer["exp_avg"][-4 * 12 :].any(), "new rows have zero moments"
+    assert buffer["exp_avg"][-12 * 12 : -4 * 12].all()
+
+
+def _with(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda body: setattr(body["args"], name, value)
+
+
+def _other_step(body: Any) -> None:
+    body["iteration"] = 6
+
+
+def _other_norm(body: Any) -> None:
+    body["model"]["decoder.layers.0.input_layernorm.weight"] += 1
+
+
+def _other_group(body: Any) -> None:
+    body["optimizer"]["optimizer"]["param_groups"][0]["step"] = 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--tp 4", "--tp 4: 6 attention heads are not divisible by 4"),
+        ("--pp 3", "--pp 3: 4 layers are not divisible by 3"),
+        ("--pp 2 --vpp 4", "--pp 2 --vpp 4: 4 layers are not divisible by 8"),
+        ("--vpp 2", "--vpp 2: needs --pp of at least 2"),
+        ("--ep 2", "--ep 2: the model has no experts"),
+        ("--tp 0", "--tp is 0: it must be a number from 1 on"),
+        ("--tp 2 --step 9", "iter_0000009: there is no such checkpoint"),
+        (
+            "--tp 2 --vocab-size 3",
+            "--vocab-size 3: padded for TP1 it would have 4 rows; the checkpoint has 20",
+        ),
+        ("--tp 2 --needs tp=2", "--needs is tp=2: the target has TP2 PP1, so there is no such rank"),
+    ],
+)
+def test_refused_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, words: str) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "b", *options.split()) == 1
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (_with("fp8", "e4m3"), "--fp8-format, which is not transformed"),
+        (_with("use_torch_fsdp2", True), "--use-torch-fsdp2, which is not transformed"),
+        (_with("use_distributed_optimizer", False), "without --use-distributed-optimizer"),
+        (_with("optimizer", "sgd"), "--optimizer sgd; only adam"),
+        (_other_step, "is of step 6, not of step 7"),
+        (
+            _other_norm,
+            "input_layernorm.weight: its weight differs on rank tp=0,pp=0,ep=0 and rank tp=1",
+        ),
+        (_other_group, "step or the loss scale differ on rank tp=0,pp=0,ep=0 and rank tp=1"),
+    ],
+)
+def test_refused_content(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Any], None], words: str
+) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
+    ranks = (
+        ("mp_rank_01",) if edit in (_other_step, _other_norm, _other_group) else ("mp_rank_00", "mp_rank_01")
+    )
+    for rank in ranks:
+        small_checkpoint.change(tmp_path / "b" / STEP_FOLDER / rank / naming.MODEL_FILE, edit)
+    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1") == 1
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "c" / STEP_FOLDER).exists()
+
+
+def test_a_rank_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
+    (tmp_path / "b" / STEP_FOLDER / "mp_rank_01" / naming.MODEL_FILE).unlink()
+    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1") == 1
+    assert "mp_rank_01/model_optim_rng.pt: missing" in capsys.readouterr().err
+
+
+def test_a_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A byte of a tensor: the manifest tells with --verify; without, weights do not fit the main params."""
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
+    file = tmp_path / "b" / STEP_FOLDER / "mp_rank_01" / naming.MODEL_FILE
+    stored = archive.read(file)["model"]["decoder.layers.2.mlp.linear_fc2.weight"]
+    content = bytearray(file.read_bytes())
+    content[stored.offset] ^= 1
+    file.write_bytes(content)
+    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--verify") == 1
+    assert "checksum differs from the manifest" in capsys.readouterr().err
+    assert _transform(tmp_path / "b", tmp_path / "d", "--tp", "1") == 1
+    assert "decoder.layers.2.mlp.linear_fc2.weight: the main params" in capsys.readouterr().err
+    os.truncate(file, len(content) - 8)
+    assert _transform(tmp_path / "b", tmp_path / "e", "--tp", "1") == 1
+    assert str(file) in capsys.readouterr().err
+
+
+def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "a" / "b", "--tp", "2") == 1
+    assert "is inside SRC" in capsys.readouterr().err
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.pdf").touch()
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 1
+    assert "is not empty, it has thesis.pdf" in capsys.readouterr().err
+    assert _transform(tmp_path / "nowhere", tmp_path / "c", "--tp", "2") == 1
+    assert "there is no such folder" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"the transform needs 1152921504\.607 GB"):
+        run.require_room(tmp_path, 1 << 60)
+
+
+def test_classes_that_are_not_allowed(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    torch.save({"args": Evil()}, tmp_path / "file.pt", pickle_module=pickle)
+    with pytest.raises(CheckpointError, match=r"has an object of posix\.mkdir, which is not read"):
+        archive.read(tmp_path / "file.pt")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_dry_run_reads_no_tensor_and_needs_no_torch(tmp_path: Path) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    code = (
+        "import sys; from adaptor.__main__ import main; code = main(sys.argv[1:]);"
+        " print('torch' in sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "transform", str(tmp_path / "a"), str(tmp_path / "b"), "--tp", "2"]
+    dry = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True)
+    assert "step 7: TP1 PP1 to TP2 PP1, 2 of 2 ranks" in dry.stdout
+    assert dry.stdout.endswith("False\n")
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_a_rank_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "b", "--pp", "4") == 0
+    capsys.readouterr()
+    assert _transform(tmp_path / "b", tmp_path / "c", "--pp", "2", "--needs", "tp=0,pp=1") == 0
+    needed = [
+        f"mp_rank_00_00{stage}/{name}"
+        for stage in (0, 2, 3)
+        for name in (naming.OPTIMIZER_FILE, naming.MODEL_FILE)
+    ]
+    assert capsys.readouterr().out.split() == needed, "the embedding is on the first stage, too"
+
+
+def test_one_rank_then_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--rank", "tp=1") == 0
+    folder = run.temporary_folder(tmp_path / "b", STEP)
+    (written,) = folder.rglob(naming.MODEL_FILE)
+    number = written.stat().st_ino
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 1
+    assert "go on with --resume" in capsys.readouterr().err
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--resume") == 0
+    final = tmp_path / "b" / STEP_FOLDER
+    assert (final / "mp_rank_01" / naming.MODEL_FILE).stat().st_ino == number, "it is not written again"
+    assert manifest.defects(final) == []
+    assert {path.name for path in final.iterdir()} == {"mp_rank_00", "mp_rank_01", naming.MANIFEST}
+
+
+def test_several_workers(tmp_path: Path) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "one", "--tp", "2") == 0
+    assert _transform(tmp_path / "a", tmp_path / "two", "--tp", "2", "--workers", "2") == 0
+    assert small_checkpoint.contents(tmp_path / "two") == small_checkpoint.contents(tmp_path / "one")
