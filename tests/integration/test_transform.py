@@ -1,0 +1,95 @@
+"""What `transform` writes is what the framework saves in those sizes, and the framework trains on from it.
+
+The framework's own way to other sizes is its format `torch_dist`, from which it saves in the format `torch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from adaptor.__main__ import main
+from tests.faults import harness, outcome, same
+from tests.faults.harness import EXPERTS, Job, Layout
+
+_RESHARDABLE = ("--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable")
+_GATED = (
+    *("--num-layers", "4", "--swiglu", "--group-query-attention", "--num-query-groups", "2"),
+    *("--position-embedding-type", "rope"),
+)
+_NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
+STEP = 4
+# Arguments that say which job has saved.
+_OF_THE_JOB = (
+    "ckpt_convert_save",
+    "data_parallel_size",
+    "local_rank",
+    "rank",
+    "world_size",
+    "inprocess_active",
+)
+
+TP2 = Layout("tp2", 2, tp=2, extra=(*_GATED, *_RESHARDABLE))
+PP2_VPP2 = Layout("pp2-vpp2", 2, pp=2, extra=(*TP2.extra, "--num-layers-per-virtual-pipeline-stage", "1"))
+# `mirror`: without the instances of the optimizer that the reference of `split` has.
+EP2 = Layout("ep2", 2, replica="mirror", extra=(*EXPERTS, "--expert-model-parallel-size", "2", *_RESHARDABLE))
+EP2_PP2 = replace(EP2, name="ep2-pp2", processes=4, pp=2)
+
+
+def _train(tmp_path: Path, name: str, layout: Layout, *arguments: str, **more: Path) -> harness.Ended:
+    ended = harness.run(Job(tmp_path / name, layout, launcher="torchrun", arguments=arguments, **more))
+    assert ended.code == 0, ended.log[-3000:]
+    return ended
+
+
+def _converted(tmp_path: Path, layout: Layout, load: Path) -> Path:
+    """The framework loads in the sizes of `layout`, and saves in the format `torch`."""
+    save = tmp_path / f"framework-{layout.name}"
+    options = ("--ckpt-convert-format", "torch", "--ckpt-convert-save", str(save))
+    _train(tmp_path, f"convert-{layout.name}", layout, *options, load=load)
+    return save / "torch"
+
+
+def _differences(ours: Path, theirs: Path) -> list[str]:
+    found = same.differences(*(root / f"iter_{STEP:07d}" for root in (ours, theirs)))
+    names = tuple(f"args./{name}" for name in _OF_THE_JOB)
+    return [line for line in found if "rng_state" not in line and not any(name in line for name in names)]
+
+
+def _transform(source: Path, target: Path, *options: str) -> Path:
+    assert main(["transform", str(source), str(target), "--verify", *options]) == 0
+    return target
+
+
+def test_tensor_ranks_become_an_interleaved_pipeline(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    _train(tmp_path, "train", TP2, "--exit-interval", str(STEP), save=saved)
+    source, expected = (_converted(tmp_path, layout, saved) for layout in (TP2, PP2_VPP2))
+    ours = _transform(source, tmp_path / "ours", "--tp", "1", "--pp", "2", "--vpp", "2", "--dp", "1")
+    assert _differences(ours, expected) == []
+    # Random states are not carried over by the framework, so there is no dropout.
+    as_torch = replace(PP2_VPP2, extra=PP2_VPP2.extra[: len(_GATED)] + PP2_VPP2.extra[-2:])
+    mine = _train(tmp_path, "mine", as_torch, *_NO_DROPOUT, load=ours)
+    theirs = _train(tmp_path, "theirs", PP2_VPP2, *_NO_DROPOUT, load=saved)
+    outcome.assert_same_training(mine, theirs.records, steps=range(STEP + 1, harness.ITERATIONS + 1))
+
+
+def test_a_tied_embedding_gets_a_second_copy_and_loses_it(tmp_path: Path) -> None:
+    """There and back through two stages; padded rows that both have are those of the source."""
+    saved = tmp_path / "saved"
+    tp2 = Layout("tied-tp2", 2, tp=2, extra=_RESHARDABLE)
+    pp2 = Layout("tied-pp2", 2, pp=2, extra=_RESHARDABLE)
+    _train(tmp_path, "train", tp2, "--exit-interval", str(STEP), save=saved)
+    source, expected = (_converted(tmp_path, layout, saved) for layout in (tp2, pp2))
+    ours = _transform(source, tmp_path / "ours", "--tp", "1", "--pp", "2")
+    assert _differences(ours, expected) == []
+    one = _transform(source, tmp_path / "one", "--tp", "1")
+    assert _differences(_transform(ours, tmp_path / "back", "--pp", "1"), one) == []
+
+
+def test_experts(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    _train(tmp_path, "train", EP2, "--exit-interval", str(STEP), save=saved)
+    source, expected = (_converted(tmp_path, layout, saved) for layout in (EP2, EP2_PP2))
+    ours = _transform(source, tmp_path / "ours", "--pp", "2")
+    assert _differences(ours, expected) == []
