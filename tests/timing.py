@@ -1,5 +1,8 @@
 """What each test takes: seconds, and CPU seconds of its process and of the children that have ended.
 
+Processes that another one has started for a test, and waited for, are `charge`d: what the kernel counts of
+them comes only with the end of that one, in whichever test that is.
+
 The slowest are printed at the end of a run, all are written to .cache/durations.tsv. A run does not pass in
 which a test was collected and gave no report.
 """
@@ -17,13 +20,19 @@ import pytest
 DURATIONS = Path(__file__).resolve().parents[1] / ".cache" / "durations.tsv"
 SHOWN = 15
 _BEGAN = pytest.StashKey[tuple[float, float]]()
-_KEY = pytest.StashKey["Timing"]()
+_charged = 0.0
+
+
+def charge(seconds: float) -> None:
+    """Add CPU seconds of a process that is no child of this one; negative: what the kernel counts now."""
+    global _charged
+    _charged += seconds
 
 
 def _spent() -> tuple[float, float]:
     """Seconds and CPU seconds until now."""
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return time.monotonic(), own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    return time.monotonic(), sum((own.ru_utime, own.ru_stime, children.ru_utime, children.ru_stime, _charged))
 
 
 @pytest.hookimpl(tryfirst=True)

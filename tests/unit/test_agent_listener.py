@@ -25,13 +25,13 @@ from adaptor.launchers import agent_listener as gate_module
 from adaptor.launchers import rejected_connections as rejected_module
 from adaptor.launchers import tls
 from adaptor.launchers.agent_listener import AgentListener, connect, read_hello, try_connect
-from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.launchers.tls import Contexts, Tls
 from adaptor.protocol import authentication, wire
 from adaptor.protocol.messages import AgentHello
 from tests.certificates import Authority
 from tests.ports import free_port
 from tests.unit.agents import Agent
+from tests.unit.arrivals import Arrivals, Changes, Rejected
 from tests.unit.threads import LONG_S
 
 SECRET = secrets.token_bytes(32)
@@ -44,7 +44,7 @@ class Open:
     """A gate that is open, what it counted, and who came through."""
 
     def __init__(self, certificates: Tls | None) -> None:
-        self.rejected = RejectedConnections("the gate")
+        self.rejected = Rejected("the gate")
         self.listener = AgentListener(SECRET, certificates, self.rejected, self._welcome, read_hello)
         self.port = self.listener.listen("127.0.0.1", free_port())
         self.came: list[AgentHello] = []
@@ -66,9 +66,9 @@ class Open:
     async def counts(self, **expected: int) -> None:
         """Until so many were counted for the reasons that begin with these words."""
         for words, number in expected.items():
-            while (seen := self._counted(words.replace("_", " "))) < number:
-                await asyncio.sleep(0.001)
-            assert seen == number
+            reason = words.replace("_", " ")
+            await self.rejected.changes.until(lambda: self._counted(reason) >= number)  # noqa: B023
+            assert self._counted(reason) == number
 
     def _counted(self, words: str) -> int:
         return sum(number for what, number in self.rejected.counted.items() if what.startswith(words))
@@ -117,6 +117,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, A
 async def somebody_else(answer: Answer) -> AsyncIterator[int]:
     """Listens at a port; its connections have ended before the loop does, which would leave them open."""
     here: set[asyncio.StreamWriter] = set()
+    changes = Changes()
 
     async def each(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         here.add(writer)
@@ -125,13 +126,13 @@ async def somebody_else(answer: Answer) -> AsyncIterator[int]:
         finally:
             writer.close()
             here.discard(writer)
+            changes.tell()
 
     port = free_port()
     server = await asyncio.start_server(each, "127.0.0.1", port)
     yield port
     server.close()
-    while here:
-        await asyncio.sleep(0.001)
+    await changes.until(lambda: not here)
 
 
 def test_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +182,7 @@ def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(gate_module, "PAUSE_S", 0.01)
     if who == "silent":
         monkeypatch.setattr(gate_module, "TRY_CONNECT_TIMEOUT_S", IN_VAIN_S)
-    came: list[int] = []
+    came: Arrivals[int] = Arrivals()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         came.append(1)
@@ -200,8 +201,8 @@ def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.Monke
         async with somebody_else(answer) as port:
             found = await try_connect("127.0.0.1", port, SECRET, None)
             assert (found is not None) == (who == "crowded")
-            while len(came) < expected:  # who falls silent may not even have been accepted
-                await asyncio.sleep(0.001)
+            # Who falls silent may not even have been accepted.
+            await came.changes.until(lambda: len(came) >= expected)
             assert len(came) == expected
             if found is not None:
                 found[1].close()
@@ -258,8 +259,7 @@ def test_noise(noise: bytes, with_tls: bool, request: pytest.FixtureRequest) -> 
         stranger.writer.write_eof()
         await stranger.close()
         await opened.passes(certificates)
-        while not opened.rejected.counted:
-            await asyncio.sleep(0.001)
+        await opened.rejected.changes.until(lambda: bool(opened.rejected.counted))
         assert sum(opened.rejected.counted.values()) == 1
 
     with_gate(act, certificates)
@@ -277,8 +277,7 @@ def test_a_port_scan(many_descriptors: int) -> None:
                 if number % 2:
                     stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
         await opened.passes()
-        while sum(opened.rejected.counted.values()) < 1000:
-            await asyncio.sleep(0.001)
+        await opened.rejected.changes.until(lambda: sum(opened.rejected.counted.values()) >= 1000)
         assert sum(opened.rejected.counted.values()) == 1000
         assert not opened.listener._unproved
         assert opened.came == [HELLO]
@@ -406,7 +405,7 @@ class Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[str] = []
+        self.heard: Arrivals[str] = Arrivals()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.heard.append(record.getMessage())
@@ -425,8 +424,7 @@ def test_one_line_for_all_strangers(
             stranger.writer.write(bytes(64))
             await stranger.close()
         await opened.counts(did_not_know=100)
-        while not log.heard:
-            await asyncio.sleep(0.001)
+        await log.heard.changes.until(lambda: bool(log.heard))
         last = await Agent.connect(opened.port)
         await last.close()
         await opened.counts(went_without=1)

@@ -40,6 +40,7 @@ from adaptor.worker.processor import EXIT_SURVIVOR
 from tests.certificates import Authority
 from tests.ports import free_port
 from tests.unit.agents import Agent
+from tests.unit.arrivals import Arrivals
 from tests.unit.nodes import Job, controller_host_of, job, stop, wait_until
 from tests.unit.threads import LONG_S, Thread
 
@@ -512,7 +513,7 @@ def test_an_agent_speaks_for_itself_alone(first: AgentHello, then: Any, tmp_path
     """Whoever knows the secret and is confused changes nothing for the others."""
 
     async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
-        heard: list[ControllerToAgent] = []
+        heard: Arrivals[ControllerToAgent] = Arrivals()
         controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
         confused = await Agent.connect(port)
         await confused.prove(secret)
@@ -564,7 +565,7 @@ def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(wire, "SLOW_S", 0.05)
 
     async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
-        heard: list[ControllerToAgent] = []
+        heard: Arrivals[ControllerToAgent] = Arrivals()
         controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
         agent = await Agent.connect(port)
         await agent.prove(secret)
@@ -575,9 +576,9 @@ def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: py
         assert 1 in controller_host._sends
         agent.writer.write(wire.frame(Raised(1, "boom", 1))[:-1])
         await agent.is_dropped()
-        while not (verdicts := [order for order in heard if isinstance(order, Verdict)]):
-            await asyncio.sleep(0.01)  # what its rank held may be on its way
-        assert "node 1 is lost" in verdicts[0].line
+        await heard.changes.until(lambda: any(isinstance(order, Verdict) for order in heard))
+        (verdict,) = [order for order in heard if isinstance(order, Verdict)]
+        assert "node 1 is lost" in verdict.line
         await agent.close()
 
     with_hub(act, tmp_path)
@@ -586,7 +587,7 @@ def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("end", [b"", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"])
 def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path: Path) -> None:
     async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
-        heard: list[ControllerToAgent] = []
+        heard: Arrivals[ControllerToAgent] = Arrivals()
         controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
         agent = await Agent.connect(port)
         await agent.prove(secret)
@@ -594,8 +595,7 @@ def test_an_agent_that_ends_or_talks_nonsense_is_lost(end: bytes, tmp_path: Path
         agent.writer.write(end)
         if not end:
             await agent.close()
-        while not heard:
-            await asyncio.sleep(0.001)
+        await heard.changes.until(lambda: bool(heard))
         (verdict,) = [order for order in heard if isinstance(order, Verdict)]
         assert "node 1 is lost" in verdict.line
         await agent.close()

@@ -24,6 +24,7 @@ from adaptor.errors import ConfigError
 from adaptor.launchers import flags, ttprun
 from adaptor.launchers.invitation import Invitation
 from adaptor.mindio.client import sdk
+from tests import timing
 from tests.certificates import Authority
 from tests.ports import free_port, free_ports
 from tests.unit.nodes import ROOT, is_gone, open_descriptors, stop, wait_until
@@ -83,7 +84,11 @@ class Launcher:
         assert self._zygote.stdout is not None
         self._zygote.stdin.write(json.dumps(line) + "\n")
         self._zygote.stdin.flush()
-        return int(self._zygote.stdout.readline())
+        answer, *used = self._zygote.stdout.readline().split()
+        for seconds in map(float, used):
+            timing.charge(seconds)
+            _charged.append(seconds)
+        return int(answer)
 
     def start(self, *argv: str, before: str = "", **env: str) -> int:
         self._log.touch()  # who reads it may be faster than ttprun
@@ -113,6 +118,9 @@ class Launcher:
         return json.loads((self.folder / f"seen{rank}").read_text())  # type: ignore[no-any-return]
 
 
+_charged: list[float] = []  # CPU seconds of the zygote's forks
+
+
 @functools.cache
 def _started_zygote() -> subprocess.Popen[str]:
     """One for every file that imports the fixture."""
@@ -134,6 +142,7 @@ def zygote() -> Iterator[subprocess.Popen[str]]:
     yield process
     if process.poll() is None:
         process.communicate()
+        timing.charge(-sum(_charged))  # with its end the kernel counts them, too
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 {"argv": [...], "cwd": "...", "env": {...}, "log": "...", "before": "..."}; the answer is the pid of the fork.
 `before` is Python that the fork runs first, `log` takes its output; a line {"wait": pid} asks for its exit
-status.
+status, and then for the CPU seconds of the fork and of what it has waited for.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         if "wait" in job:
-            _, status = os.waitpid(job["wait"], 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
+            _, status, used = os.wait4(job["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, flush=True)
             continue
         pid = os.fork()
         if pid == 0:
