@@ -138,8 +138,9 @@ def protect(
 
     from adaptor import context, patching
     from adaptor.checkpoint import folder, formats, lease_claim, left_overs, step_record
+    from adaptor.checkpoint.placement import place_of
     from adaptor.checkpoint.rng import RandomStates
-    from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
+    from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
     from adaptor.checkpoint.training_state import TrainingState, unwrapped
     from adaptor.diagnostics.recorder import Recorder
     from adaptor.frameworks import supported_options

@@ -19,7 +19,6 @@ from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.training_state import TrainingState
-from adaptor.controller.plan import groups_of
 from adaptor.devices.device import Device
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
@@ -27,7 +26,7 @@ from adaptor.protocol.environment import Place
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import GroupOrder, Share
 from adaptor.protocol.state_provider import DumpRun, NotFiniteError
-from adaptor.replica import choice, kinds, tolerance, twin
+from adaptor.replica import choice, kinds, twin
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
@@ -249,67 +248,3 @@ def apart(optimizer: Any) -> int:
     """Return the distance in its group between a rank and the rank that has the copy of its shard."""
     local = context.part(Place).local_size
     return stride([rank // local for rank in dist.get_process_group_ranks(optimizer.data_parallel_group)])
-
-
-@dataclass(frozen=True)
-class CheckpointPlacement:
-    """The place of this rank in the checkpoints of a job.
-
-    group   the name of the files that it could write: ranks of one group write the same
-    first   the lowest rank of the group, which the framework lets write
-    stored  per optimizer of the chain: whether this group saves its state
-    shares  what this rank holds, of its own group and of others
-    survives  what of the job may be lost, in words; on rank 0
-    """
-
-    group: str
-    first: int
-    stored: tuple[bool, ...]
-    shares: tuple[Share, ...]
-    survives: str
-
-
-def place_of(
-    optimizer: Any, mirrors: Sequence[Mirror | None], group: str, everyone: dist.ProcessGroup
-) -> CheckpointPlacement:
-    """Find out which shards of which groups this rank holds: collective.
-
-    The shards of a group are those of the first optimizer of the chain, then those of the second, ... With
-    experts, ranks of different groups share the state of the dense optimizer: each needs all of it to write
-    its weights.
-
-    Args:
-        optimizer: the chain.
-        mirrors: one per optimizer of the chain.
-        group: the folder of this rank's files; ranks whose model is the same have the same.
-        everyone: all ranks of the job.
-    """
-    inner = step_record.chain(optimizer)
-    own = [shards.shard_of(one) for one in inner]
-    told: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(told, (group, [index for index, _ in own]), group=everyone)
-    groups = [name for name, _ in told]
-    first = groups.index(group)
-    shares: list[Share] = []
-    offset, total = 0, sum(count for _, count in own)
-    for one, mirror, (index, count) in zip(inner, mirrors, own, strict=True):
-        held = {index, mirror.index} if mirror is not None else {index}
-        sharing = dist.get_process_group_ranks(one.data_parallel_group) if shards.is_sharded(one) else []
-        for name in sorted({group, *(groups[rank] for rank in sharing)}):
-            shares += [Share(name, offset + shard, total, name != group) for shard in sorted(held)]
-        offset += count
-    stored = tuple(index == 0 for index in told[first][1])
-    kind = "mirror" if any(mirrors) else "split" if any(map(shards.is_sharded, inner)) else "whole copies"
-    return CheckpointPlacement(group, first, stored, tuple(shares), _survives(kind, tuple(shares), everyone))
-
-
-def _survives(kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup) -> str:
-    """Return what of the job may be lost, for rank 0 to tell; called on every rank at the same time."""
-    told: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(told, (shares, context.part(Place).node), group=everyone)
-    if everyone.rank() != 0:
-        return ""
-    held = {rank: shares for rank, (shares, _) in enumerate(told)}
-    nodes = {rank: node for rank, (_, node) in enumerate(told)}
-    alone = all(len(owners) == 1 for one in groups_of(held).values() for owners in one.owners.values())
-    return tolerance.survives("no second copies" if alone else kind, held, nodes)

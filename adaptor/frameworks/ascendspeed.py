@@ -11,12 +11,12 @@ import torch
 
 from adaptor import context
 from adaptor.checkpoint import format_torch
+from adaptor.checkpoint.placement import place_of, state_at
 from adaptor.checkpoint.rng import RandomStates
-from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
-from adaptor.checkpoint.training_state import Files, TrainingState, unwrapped
+from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
+from adaptor.checkpoint.training_state import Files, TrainingState
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import supported_options
-from adaptor.protocol.environment import Place
 from adaptor.replica import group
 
 _DEEPSPEED = "training by DeepSpeed, which has checkpoints of its own,"
@@ -114,19 +114,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
     mirrors = replicas_of(optimizer, size, size)
     place = place_of(optimizer, mirrors, folder, everyone)
     return MegatronTrainee(
-        state=TrainingState(
-            model=[unwrapped(chunk) for chunk in model],
-            optimizer=optimizer,
-            scheduler=scheduler,
-            folder=folder,
-            args=args,
-            args_overrides={
-                "rank": place.first,
-                "local_rank": place.first % context.part(Place).local_size,
-            },
-            stored=place.stored,
-            form=Form(),
-        ),
+        state=state_at(place, model, optimizer, scheduler, args, form=Form()),
         save=str(Path(args.save).resolve()),
         shares=place.shares,
         random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),

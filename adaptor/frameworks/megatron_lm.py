@@ -15,13 +15,14 @@ import torch.distributed as dist
 from adaptor import context, output
 from adaptor.checkpoint import tracker
 from adaptor.checkpoint.formats import in_format
+from adaptor.checkpoint.placement import place_of, state_at
 from adaptor.checkpoint.rng import RandomStates
-from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, place_of, replicas_of
-from adaptor.checkpoint.training_state import FLOPS, TrainingState, unwrapped
+from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
+from adaptor.checkpoint.training_state import FLOPS
 from adaptor.context import Context
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import adapter_base, supported_options
-from adaptor.protocol.environment import Generation, Place
+from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import TRACKER
 from adaptor.replica import group
 
@@ -212,17 +213,12 @@ def trainee(
         again,
     )
     place = place_of(optimizer, mirrors, folder, everyone)
-    state = TrainingState(
-        model=[unwrapped(chunk) for chunk in model],
-        optimizer=optimizer,
-        scheduler=scheduler,
-        folder=folder,
-        args=args,
-        args_overrides={
-            "rank": place.first,
-            "local_rank": place.first % context.part(Place).local_size,
-        },
-        stored=place.stored,
+    state = state_at(
+        place,
+        model,
+        optimizer,
+        scheduler,
+        args,
         keeps=adapter_base.is_kept if adapter_base.is_filtered(args) else None,
         beside=context.part(adapter_base.AdapterBase).files(),
     )

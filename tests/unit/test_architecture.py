@@ -112,6 +112,7 @@ USES_ANY = {
     "adaptor.checkpoint.format_torch": "state dicts of Megatron",
     "adaptor.checkpoint.format_torch_dist": "state dicts of Megatron",
     "adaptor.checkpoint.local_copy": "a framework's optimizer",
+    "adaptor.checkpoint.placement": "a framework's model and optimizer",
     "adaptor.checkpoint.rng": "Megatron's RNG tracker",
     "adaptor.checkpoint.shards": "state dicts of Megatron",
     "adaptor.checkpoint.state_writer": "state dicts of Megatron",

@@ -1,0 +1,113 @@
+"""Finds the place of a rank in the checkpoints of a Megatron job: its group, and the shards that it holds.
+
+Invariant: all ranks come to the same groups and shards, because each is found from what all have told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from adaptor import context
+from adaptor.checkpoint import shards, step_record
+from adaptor.checkpoint.training_state import TrainingState, unwrapped
+from adaptor.controller.plan import groups_of
+from adaptor.protocol.environment import Place
+from adaptor.protocol.messages import Share
+from adaptor.replica import tolerance
+from adaptor.replica.mirror import Mirror
+
+
+@dataclass(frozen=True)
+class CheckpointPlacement:
+    """The place of this rank in the checkpoints of a job.
+
+    group   the name of the files that it could write: ranks of one group write the same
+    first   the lowest rank of the group, which the framework lets write
+    stored  per optimizer of the chain: whether this group saves its state
+    shares  what this rank holds, of its own group and of others
+    survives  what of the job may be lost, in words; on rank 0
+    """
+
+    group: str
+    first: int
+    stored: tuple[bool, ...]
+    shares: tuple[Share, ...]
+    survives: str
+
+
+def place_of(
+    optimizer: Any, mirrors: Sequence[Mirror | None], group: str, everyone: dist.ProcessGroup
+) -> CheckpointPlacement:
+    """Find out which shards of which groups this rank holds: collective.
+
+    The shards of a group are those of the first optimizer of the chain, then those of the second, ... With
+    experts, ranks of different groups share the state of the dense optimizer: each needs all of it to write
+    its weights.
+
+    Args:
+        optimizer: the chain.
+        mirrors: one per optimizer of the chain.
+        group: the folder of this rank's files; ranks whose model is the same have the same.
+        everyone: all ranks of the job.
+    """
+    inner = step_record.chain(optimizer)
+    own = [shards.shard_of(one) for one in inner]
+    told: list[Any] = [None] * everyone.size()
+    dist.all_gather_object(told, (group, [index for index, _ in own]), group=everyone)
+    groups = [name for name, _ in told]
+    first = groups.index(group)
+    shares: list[Share] = []
+    offset, total = 0, sum(count for _, count in own)
+    for one, mirror, (index, count) in zip(inner, mirrors, own, strict=True):
+        held = {index, mirror.index} if mirror is not None else {index}
+        sharing = dist.get_process_group_ranks(one.data_parallel_group) if shards.is_sharded(one) else []
+        for name in sorted({group, *(groups[rank] for rank in sharing)}):
+            shares += [Share(name, offset + shard, total, name != group) for shard in sorted(held)]
+        offset += count
+    stored = tuple(index == 0 for index in told[first][1])
+    kind = "mirror" if any(mirrors) else "split" if any(map(shards.is_sharded, inner)) else "whole copies"
+    return CheckpointPlacement(group, first, stored, tuple(shares), _survives(kind, tuple(shares), everyone))
+
+
+def _survives(kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup) -> str:
+    """Return what of the job may be lost, for rank 0 to tell; called on every rank at the same time."""
+    told: list[Any] = [None] * everyone.size()
+    dist.all_gather_object(told, (shares, context.part(Place).node), group=everyone)
+    if everyone.rank() != 0:
+        return ""
+    held = {rank: shares for rank, (shares, _) in enumerate(told)}
+    nodes = {rank: node for rank, (_, node) in enumerate(told)}
+    alone = all(len(owners) == 1 for one in groups_of(held).values() for owners in one.owners.values())
+    return tolerance.survives("no second copies" if alone else kind, held, nodes)
+
+
+def state_at(
+    place: CheckpointPlacement, model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any, **more: Any
+) -> TrainingState:
+    """Return the training state of a rank at `place`, from the objects of a framework that has arguments.
+
+    Args:
+        place: of this rank.
+        model: its chunks, wrapped or not.
+        optimizer: the chain.
+        scheduler: the parameter scheduler, or None.
+        args: the framework's arguments; saved as those of the rank that the framework lets write.
+        more: further fields of `TrainingState`.
+    """
+    return TrainingState(
+        model=[unwrapped(chunk) for chunk in model],
+        optimizer=optimizer,
+        scheduler=scheduler,
+        folder=place.group,
+        args=args,
+        args_overrides={
+            "rank": place.first,
+            "local_rank": place.first % context.part(Place).local_size,
+        },
+        stored=place.stored,
+        **more,
+    )
