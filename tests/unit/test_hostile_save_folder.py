@@ -557,6 +557,9 @@ def test_a_lock_s_file_of_another_user_is_removed(root: Path) -> None:
 @ODD
 def test_no_lock_but_something_else(root: Path, make: Callable[[Path], None]) -> None:
     make(root / naming.LOCK)
+    with locked(root):
+        assert stat.S_ISREG((root / naming.LOCK).lstat().st_mode), "a lock on a device is not of this folder"
+    make(root / naming.LOCK)
     assert tracker.advance(root, 30)
     assert not os.path.lexists(root / naming.LOCK)
 
