@@ -60,7 +60,10 @@ _ORDERS: dict[type, str] = {
 }
 # Logged at DEBUG only: a line takes longer than the decision about one rank, so with thousands of ranks these
 # would hold orders back. The report has all of them.
-_OF_EACH_RANK = {"freeze", "frozen", "dump-ordered", "exit", "regroup-ordered", "joined"}
+_OF_EACH_RANK = {"calls", "freeze", "frozen", "dump-ordered", "exit", "regroup-ordered", "joined"}
+
+# Of so many ranks the report has the calls of their exceptions: those of most only follow from another's.
+MOST_CALLS = 16
 
 
 class IncidentReport:
@@ -115,9 +118,11 @@ class IncidentReport:
             case Died(rank=rank, status=status, at=at, board=board) if not self._ended and status != 0:
                 where = f"status {status}, {board.phase_name} after step {board.finished}"
                 self._add("died" if rank in self._noticed else "fault-noticed", at, rank, node, where)
-            case Raised(rank=rank, error=error) if not self._ended:
+            case Raised(rank=rank, error=error, calls=calls) if not self._ended:
                 self._noticed.add(rank)
                 self._add("fault-noticed", now, rank, node, error)
+                if calls and len(self._noticed) <= MOST_CALLS:
+                    self._add("calls", now, rank, node, calls)
             case TerminationRequested(rank=rank, signal=name) if not self._ended:
                 self._noticed.add(rank)
                 self._add("fault-noticed", now, rank, node, f"told to end by {name}")

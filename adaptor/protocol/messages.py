@@ -164,12 +164,16 @@ class Refused(Message, frozen=True):
 
 
 class Raised(Message, frozen=True):
-    """An exception left the training script of this rank; its state is intact."""
+    """An exception left the training script of this rank; its state is intact.
+
+    calls  its innermost calls, in lines: the process that could show them may be replaced
+    """
 
     rank: Number
     error: str
     exit_code: int
     origin: Origin = Origin()
+    calls: str = ""
 
 
 class Unprotected(Message, frozen=True):

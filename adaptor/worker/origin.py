@@ -53,10 +53,22 @@ def calls_of(error: BaseException) -> list[tuple[str, int]]:
     return [(frame.f_code.co_filename, line) for frame, line in walk]
 
 
+# Of an exception, in the report of an incident: each rank of thousands may send them.
+INNERMOST = 20
+
+
 def outline(error: BaseException) -> str:
     """Return the calls of `error` and what it says, as in a traceback, but without their lines of source."""
-    calls = [f'  File "{path}", line {line}' for path, line in calls_of(error)]
-    return text.encodable("\n".join([*calls, text.describe(error)]), text.PAGE)
+    return text.encodable("\n".join([*_lines(calls_of(error)), text.describe(error)]), text.PAGE)
+
+
+def innermost(error: BaseException) -> str:
+    """Return the innermost calls of `error`, the last one last."""
+    return text.encodable("\n".join(_lines(calls_of(error)[-INNERMOST:])), text.PAGE)
+
+
+def _lines(calls: list[tuple[str, int]]) -> list[str]:
+    return [f'  File "{path}", line {line}' for path, line in calls]
 
 
 def may_be_an_echo(error: BaseException) -> bool:

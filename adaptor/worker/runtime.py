@@ -28,7 +28,7 @@ from adaptor.protocol.messages import Layout, Origin, Raised, Refused, Unprotect
 from adaptor.protocol.state_provider import Trainee
 from adaptor.worker import stacks
 from adaptor.worker.engine import WorkerRuntime
-from adaptor.worker.origin import calls_of, may_be_an_echo, origin_of, outline
+from adaptor.worker.origin import calls_of, innermost, may_be_an_echo, origin_of, outline
 from adaptor.worker.processor import Processor
 from adaptor.worker.session import Session
 from adaptor.worker.unprotected import UnprotectedTraining
@@ -79,12 +79,13 @@ class Runtime:
         self.session.give_up()
         self.session.board.fail(error)
         self.processor.exit_code = exit_code
-        origin = Origin()
+        origin, calls = Origin(), ""
         if by is not None:
             # It is for comparing and for people: an exception that cannot be looked at is told all the same.
             with contextlib.suppress(Exception):
                 origin = origin_of(by, self.session.board.finished, starting=starting)
-        self.processor.say(Raised(self.rank, text.encodable(error), exit_code, origin))
+                calls = innermost(by)
+        self.processor.say(Raised(self.rank, text.encodable(error), exit_code, origin, calls))
 
     def hear_signals(self) -> None:
         """See `Processor.hear_signals`, and `stacks.write_when_told`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -52,6 +53,42 @@ def test_where_nobody_else_has_its_shard_the_step_is_saved_at_once(
     ended = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
     assert "not recovered online: rank 3: its main thread hangs in " in ended.log
     assert "TTP_ONLINE" not in ended.log
+
+
+def test_a_survivor_that_is_stopped_in_the_middle_of_a_recovery_is_replaced(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Rank 0 has its shard, too."""
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=2,phase=exchange,kind=sigstop"]
+    ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
+    (line,) = [line for line in ended.said if "replaced by pid" in line]
+    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+ and \d+, ", line)
+
+
+def test_a_new_process_that_is_stopped_in_its_first_step_is_noticed(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    faults = [
+        "rank=1,step=6,phase=backward,kind=sigkill",
+        "rank=1,step=6,phase=backward,kind=sigstop,restart=-1",
+    ]
+    options = ("--ttp-spares", "0", "--ttp-hang", "5")
+    ended = trains_on(online(tmp_path, DP4, faults, options=options), baseline_of(DP4), incidents=2)
+    assert any("rank 1 does not answer; replaced by pid " in line for line in ended.said), ended.said
+
+
+def test_the_report_has_the_calls_of_an_exception_whose_rank_is_replaced(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Nobody else has them then: the process is ended."""
+    job = online(tmp_path, DP4, ["rank=1,step=6,phase=update,kind=exception"])
+    trains_on(job, baseline_of(DP4))
+    (path,) = job.out.glob("logs/*/incidents/*.json")
+    events = json.loads(path.read_text())["events"]
+    (calls,) = [
+        event["data"]["detail"] for event in events if event["type"] == "calls" and event["rank"] == 1
+    ]
+    assert "fault.py" in calls.splitlines()[-1]
 
 
 def test_two_ranks_at_once_and_one_later(tmp_path: Path, baseline_of: BaselineOf) -> None:

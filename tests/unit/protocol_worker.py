@@ -101,7 +101,7 @@ def main() -> None:
             case ["step"]:
                 worker.board.finish(worker.board.finished + 1)
             case ["raise"]:
-                worker.say(Raised(RANK, "ValueError: told to raise", 1))
+                worker.say(Raised(RANK, "ValueError: told to raise", 1, calls='  File "loop.py", line 7'))
             case ["exit", _]:
                 worker.board.end()
                 os._exit(0)

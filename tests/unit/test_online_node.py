@@ -76,8 +76,10 @@ def test_an_exception_replaces_nobody(online: Job) -> None:
     train(online)
     before = dict(online.workers)
     online.workers[1].does("raise")
-    told, _ = recovered(online)
+    told, path = recovered(online)
     assert (told.replaced, told.retried) == ((), (1,))
+    (calls,) = [event for event in report(path)["events"] if event["type"] == "calls"]
+    assert (calls["rank"], calls["data"]["detail"]) == (1, '  File "loop.py", line 7')
     assert told.line.startswith("rank 1 raised ValueError: told to raise; nobody is replaced")
     for worker in online.workers.values():
         assert worker.hears() == f"recovered {FIRST}"
