@@ -157,8 +157,8 @@ SETTINGS = (
         "0",
         "0, or a number of seconds from 1 to 3600",
         _zero_or(_number(1, 3600, float)),
-        "after a fault only the failed ranks are replaced and the job goes on without a restart, if that"
-        " takes at most these seconds, and half of TTP_OT; 0: all ranks are started again",
+        "after a fault only the failed ranks are replaced and the job goes on without a restart, where it can"
+        " and if that takes at most these seconds, and half of TTP_OT; 0: all ranks are started again",
     ),
     Setting(
         "spares",

@@ -117,6 +117,7 @@ class Node:
         self._reports = Reports.IGNORED
         self.verdict: Verdict | None = None
         self._dismissed = False
+        self._may_restart = True
         self._unbegun: set[int] = set()  # ranks on which training has not begun
         self._first_raised = -1  # the rank of this node that has raised first
         self.noticed = 0.0  # when the fault was, in Unix seconds; 0: none is known
@@ -148,9 +149,10 @@ class Node:
         Args:
             store: the rendezvous store, which all agents share, with keys of this generation alone.
             host: the address of node rank 0.
-            may_restart: whether all may be started again after this; if not, no rank is replaced alone.
+            may_restart: whether all may be started again after this; if not, only a spare replaces a rank.
         """
         self._node = node
+        self._may_restart = may_restart
         if node != 0:
             self._lease.release()  # rank 0, which takes the lease, is on another node from now on
         self._begun += 1
@@ -178,7 +180,7 @@ class Node:
             config=self._config,
             tls=self._tls,
             report=self._incident_report,
-            online_s=self._config.online_s if may_restart else 0.0,
+            online_s=self._config.online_s,
             obey=self._obey,
             on_controller_unreachable=lambda: self._judge("the controller's node is lost"),
             recurrence=self._recurrence,
@@ -344,6 +346,7 @@ class Node:
         """Pass on a message of a worker of this node, or the report of its death."""
         match message:
             case Layout(rank=rank, origin=origin, save=save):
+                self._replacements.hear_layout(message)
                 if save:
                     self._folder_tasks.saves.add(save)
                     if self._node == 0:
@@ -380,7 +383,7 @@ class Node:
         self._report(message)
 
     async def _watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: WorkerStarter) -> None:
-        self._replacements.begin(starter)
+        self._replacements.begin(starter, spares_alone=not self._may_restart)
         folder = stack_files.folder(self._config.log_path, self._generation)
         self._workers.watch(processes, folder, Path(self._scratch.name))
         self._control.spawn(

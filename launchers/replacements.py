@@ -12,7 +12,7 @@ from typing import Protocol
 from adaptor.launchers.spare_pool import Spare, Spares
 from adaptor.launchers.worker_processes import Workers
 from adaptor.protocol.environment import NEWCOMER
-from adaptor.protocol.messages import BoardRecord, Modules, ModulesProbe, RegroupFailed, Replace
+from adaptor.protocol.messages import BoardRecord, Layout, Modules, ModulesProbe, RegroupFailed, Replace
 from adaptor.protocol.spare_messages import Import
 
 
@@ -33,6 +33,10 @@ class WorkerStarter(Protocol):
         ...
 
 
+class _NoSpareError(Exception):
+    """No process may be started, and none waits."""
+
+
 class Replacements:
     """The processes of one agent that were not there when its workers were started.
 
@@ -42,14 +46,25 @@ class Replacements:
 
     def __init__(self, workers: Workers, spares: int) -> None:
         self._workers = workers
+        self._spares_alone = False
+        self._is_online = True
         self._spares = Spares(spares)
         self._starter: WorkerStarter | None = None
         self._newcomers: set[int] = set()  # ranks whose processes have not come to train yet
 
-    def begin(self, starter: WorkerStarter) -> None:
-        """The workers of a generation have been started."""
+    def begin(self, starter: WorkerStarter, *, spares_alone: bool = False) -> None:
+        """The workers of a generation have been started.
+
+        Args:
+            spares_alone: no restart is left, so only a process that waits may take a place.
+        """
         self._starter = starter
         self._newcomers = set()
+        self._spares_alone, self._is_online = spares_alone, True
+
+    def hear_layout(self, layout: Layout) -> None:
+        """A worker tells whether it can be recovered online; a job that cannot has no use for spares."""
+        self._is_online = self._is_online and not layout.online
 
     async def end(self) -> None:
         """The generation is over."""
@@ -73,12 +88,17 @@ class Replacements:
             if not wanted():
                 return None
             spare = None if order.cold else self._spares.take()
+            if spare is None and self._spares_alone:
+                raise _NoSpareError
             return starter.start(order.rank, {NEWCOMER: str(order.incident)}, spare)
 
         try:
             await self._workers.replace(order.rank, start)
         except OSError as error:  # no process, no descriptor, no memory
             reason = f"no process can be started in its place ({error.strerror})"
+            return RegroupFailed(order.rank, order.incident, order.attempt, reason)
+        except _NoSpareError:
+            reason = "no restart is left (--max-restarts), and no spare process waits on its node"
             return RegroupFailed(order.rank, order.incident, order.attempt, reason)
         return None
 
@@ -95,6 +115,8 @@ class Replacements:
     def look(self, boards: Sequence[BoardRecord], origin: int) -> None:
         """Ask a worker what it has imported, once it has finished a step after `origin`: then that is all."""
         if self._starter is None or not self._spares.wanted or not self._starter.may_spare:
+            return
+        if not self._is_online:
             return
         for board in boards:
             if board.finished > origin:

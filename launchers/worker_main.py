@@ -17,8 +17,10 @@ from adaptor.protocol import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
     from adaptor.worker.engine import WorkerRuntime
+    from adaptor.worker.runtime import Runtime
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
@@ -40,7 +42,7 @@ def arm(worker: WorkerRuntime | None) -> Callable[[], None]:
         What ends the process on its device, after a script that has ended well.
     """
     import adaptor
-    from adaptor import context, devices, patches, patching
+    from adaptor import context, devices, output, patches, patching
     from adaptor.worker import runtime
 
     settings = context.get().settings
@@ -48,11 +50,11 @@ def arm(worker: WorkerRuntime | None) -> Callable[[], None]:
     patching.arm("worker")
     if settings.online_s and settings.engine == "builtin":
         if isinstance(worker, runtime.Runtime):
-            from adaptor.online import rejoin
-
-            rejoin.prepare(worker, newcomer=environment.NEWCOMER in os.environ)
+            _prepare_online(worker)
         patches.load("online")
         patching.arm("online")
+    elif settings.online_s and worker is not None and os.environ.get("RANK") == "0":
+        output.tell(runtime.not_online(f"TTP_ENGINE is {settings.engine}"))
     leave = devices.activate(settings.device)
     adaptor.arm()
     return leave
@@ -116,6 +118,20 @@ def run(arguments: list[str]) -> None:
     else:
         worker.finish()
         leave()
+
+
+def _prepare_online(worker: Runtime) -> None:
+    """Be ready for an online recovery once the script has imported torch, which is for it to do."""
+    import wrapt
+
+    newcomer = environment.NEWCOMER in os.environ
+
+    def prepare(torch: ModuleType) -> None:
+        from adaptor.online import rejoin
+
+        rejoin.prepare(worker, newcomer)
+
+    wrapt.register_post_import_hook(prepare, "torch")
 
 
 def die_with_the_agent() -> None:

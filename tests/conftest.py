@@ -26,6 +26,9 @@ _OF_A_PLATFORM = (
 for _name in [name for name in os.environ if name.startswith(_OF_A_PLATFORM)]:
     del os.environ[_name]
 
+# Most tests expect that a fault starts all ranks again; those of online recovery ask for it.
+os.environ["TTP_ONLINE"] = "0"
+
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Stop at once where the installation does not know of all that the sources declare."""

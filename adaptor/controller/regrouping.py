@@ -165,7 +165,9 @@ class Regrouping:
             raise CannotRegroupError(f"{MAX_RECOVERED} faults were recovered online since the last start")
         for rank, layout in membership.layouts.items():
             if layout.online:
-                raise CannotRegroupError(f"rank {rank}: {layout.online}")
+                # What is the same on rank 0 was said at the start.
+                told = membership.layouts[0].online if 0 in membership.layouts else ""
+                raise CannotRegroupError("" if told else f"rank {rank}: {layout.online}")
         if self.writing.uses_script_handlers:
             raise CannotRegroupError("the script saves by handlers of its own")
         if failures.is_known:

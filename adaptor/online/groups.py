@@ -71,6 +71,11 @@ class Groups:
         """
         self._remembers, self.lone = True, lone
 
+    def forget(self) -> None:
+        """Remember no group any more: no backend will be exchanged."""
+        self._remembers = False
+        self._made.clear()
+
     def make(self, helper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a group as `helper` (torch's `_new_process_group_helper`) does, and remember how."""
         if not self._remembers:

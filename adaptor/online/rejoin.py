@@ -288,6 +288,7 @@ def prepare(worker: Runtime, newcomer: bool) -> None:
     made = context.part(Groups)
     made.remember(lone=newcomer)
     context.part(OnlineRecovery).rejoin = Rejoin(worker, made, newcomer)
+    worker.stand_down = made.forget
 
 
 def of_this_process() -> Rejoin | None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from adaptor import context, engines, output, text
@@ -32,6 +32,9 @@ from adaptor.worker.origin import calls_of, innermost, may_be_an_echo, origin_of
 from adaptor.worker.processor import Processor
 from adaptor.worker.session import Session
 from adaptor.worker.unprotected import UnprotectedTraining
+
+# TTP_ONLINE is 0: nobody needs to know why.
+OFF = "off"
 
 _runtime: WorkerRuntime | None = None
 
@@ -66,7 +69,8 @@ class Runtime:
             context.part(Recorder),
         )
         # Why this rank is not recovered online, for the user; empty: it is.
-        self.online = "its training loop cannot be called again" if settings.online_s else "off"
+        self.online = "its training loop cannot be called again" if settings.online_s else OFF
+        self.stand_down: Callable[[], None] = lambda: None  # nothing of an online recovery is needed
         self.processor.start(self.session)
 
     def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
@@ -153,6 +157,8 @@ class Runtime:
                 " into it: choose another folder"
             )
         lease_claim.require_same_user(trainee.save)
+        if self.online and self.online != OFF:
+            self._go_without_online()
         fingerprint = patching.fingerprint("ttp")
         self.processor.say(
             Layout(
@@ -165,6 +171,15 @@ class Runtime:
                 self.online,
             )
         )
+
+    def _go_without_online(self) -> None:
+        """This job is not recovered online: say so, and undo what was done for it."""
+        from adaptor import patching
+
+        patching.disarm("online")
+        self.stand_down()
+        if self.rank == 0 and not context.part(Generation).is_restart:
+            output.tell(not_online(self.online))
 
     def _print_protected(self, trainee: Trainee, step: int) -> None:
         if self.rank == 0:
@@ -181,6 +196,11 @@ def summarize(error: BaseException) -> str:
         path, line = calls[-1]
         return text.encodable(f"{kind} ({path}, line {line})")
     return text.describe(error)
+
+
+def not_online(why: str) -> str:
+    """Return the line that says at the start that a job is not recovered online."""
+    return f"[ttp] online recovery: no ({why}); a fault restarts all ranks"
 
 
 def of_this_process() -> WorkerRuntime | None:

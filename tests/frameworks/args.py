@@ -97,6 +97,8 @@ def environment(**more: str) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
+        # What a job does that is started again as a whole; tests of online recovery ask for it.
+        "TTP_ONLINE": "0",
         **more,
     }
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.faults import harness, outcome
 from tests.faults.harness import (
+    DP2,
     DP2_MIRROR,
     DP2_RAMPUP,
     DP4,
@@ -23,8 +24,9 @@ from tests.faults.harness import (
     Job,
     Layout,
 )
+from tests.faults.library import train
 from tests.faults.same import differences
-from tests.faults.scenario import Baseline, BaselineOf, restarts
+from tests.faults.scenario import Baseline, BaselineOf, ends, restarts
 
 # Where a rank is killed in step 6: in the others the step is made again, or it is finished already.
 PHASES = (
@@ -98,10 +100,29 @@ def test_rank_0_is_killed(phase: str, tmp_path: Path, baseline_of: BaselineOf) -
 
 @pytest.mark.parametrize("phase", ["backward", "door-before"])
 def test_an_exception_replaces_nobody(phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """At `door-before` all others are READY for step 6, which no rank has finished."""
-    job = online(tmp_path, DP4, [f"rank=1,step=6,phase={phase},kind=exception"])
+    """At `door-before` all others are READY for step 6, which no rank has finished. It needs no restart."""
+    job = online(tmp_path, DP4, [f"rank=1,step=6,phase={phase},kind=exception"], restarts=0)
     ended = trains_on(job, baseline_of(DP4))
     assert "nobody is replaced" in ended.log
+
+
+def test_with_no_restart_and_no_spare_the_job_saves_and_ends(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
+    ended, _ = ends(online(tmp_path, DP2, faults, restarts=0), baseline_of(DP2), code=137, saved={5})
+    assert "no restart is left (--max-restarts), and no spare process waits on its node" in ended.log
+
+
+def test_a_loop_of_ones_own_says_at_its_start_that_it_is_not_recovered_online(tmp_path: Path) -> None:
+    options = ("--ttp-online", "60")
+    fault = "rank=2,step=6,phase=backward,kind=sigkill"
+    ended = train(
+        *(tmp_path / "job", "--save", str(tmp_path / "save")), restarts=1, faults=[fault], options=options
+    )
+    assert ended.code == 0, ended.log[-3000:]
+    line = "[ttp] online recovery: no (its training loop cannot be called again); a fault restarts all ranks"
+    assert ended.said.count(line) == 1
+    assert "not recovered online" not in ended.log, "it was said"
+    assert "restart 1 of 1: from step 5, 0 steps lost" in ended.log
 
 
 def test_two_faults_one_after_the_other(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -110,8 +131,10 @@ def test_two_faults_one_after_the_other(tmp_path: Path, baseline_of: BaselineOf)
 
 
 def test_a_spare_takes_the_place(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Also where no restart is left."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill-beside-a-spare"]
-    ended = trains_on(online(tmp_path, DP4, faults, options=("--ttp-spares", "1")), baseline_of(DP4))
+    job = online(tmp_path, DP4, faults, options=("--ttp-spares", "1"), restarts=0)
+    ended = trains_on(job, baseline_of(DP4))
     assert f"replaced by pid {ended.stamps[0]['spare']}, " in ended.log
     assert "no spare process" not in ended.log
 

@@ -174,7 +174,7 @@ class Job:
         self.nodes: list[Node] = []
 
     def node(self, **settings: str) -> Node:
-        made = Node(config.load({"TTP_LOG_PATH": str(self.logs), **settings}))
+        made = Node(config.load({"TTP_LOG_PATH": str(self.logs), "TTP_ONLINE": "0", **settings}))
         self.nodes.append(made)
         return made
 

@@ -70,6 +70,7 @@ from adaptor.protocol.messages import (
     Phase,
     Prepare,
     Prepared,
+    PresenceProbe,
     Proceed,
     Progress,
     Publish,
@@ -297,6 +298,8 @@ def _words(order: Message) -> str:
             return f"dump step {step}, attempt {attempt}: {'; '.join(parts)}{as_is}"
         case Replace(rank=rank, attempt=attempt, cold=cold):
             return f"replace rank {rank}, attempt {attempt}" + (", not by a spare" if cold else "")
+        case PresenceProbe():
+            return "are you there?"
         case Regroup(attempt=attempt, step=step, replaced=replaced):
             given = [
                 f"rank {one.rank} like {one.twin}, "
