@@ -36,6 +36,7 @@ from adaptor.launchers.invitation import UNIX, Invitation, kind_of
 from adaptor.launchers.log import tell_error
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.launchers.tls import Tls
+from adaptor.launchers.waiting_agents import WaitingAgents
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import (
@@ -129,9 +130,8 @@ class ControllerClient:
         self._succession = Succession(node, nodes)
         self._link: _LocalLink | _RemoteLink | None = None  # None: no controller is reached now
         self._resting = False
-        self._my_turn = asyncio.Event()
+        self._waiting = WaitingAgents()
         self._knows_standbys = asyncio.Event()
-        self._waiting: dict[int, asyncio.Event] = {}  # agents, by node, that are here before this node's turn
         self._rejected = RejectedConnections("the controller's port")
         self._listener: AgentListener[AgentHello] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -266,7 +266,7 @@ class ControllerClient:
         )
         controller_host.start()
         self._link = _LocalLink(controller_host, self._node, self._obey_soon)
-        self._my_turn.set()
+        self._waiting.begin_turn()
         return controller_host
 
     def _obey_soon(self, orders: Sequence[ControllerToAgent]) -> None:
@@ -279,7 +279,7 @@ class ControllerClient:
         if hello.node >= self._nodes:
             self._rejected.count("came as a node that the job does not have")
             return
-        if not self._my_turn.is_set() and not await self._waits_for_my_turn(hello.node):
+        if not self._waiting.is_my_turn and not await self._waiting.wait(hello.node):
             self._rejected.count("waited for a controller here, and came again")
             return
         if self.controller_host is not None:
@@ -290,27 +290,10 @@ class ControllerClient:
                 async with deadline(PATIENCE_S):  # so long it has to read that, and go
                     await reader.read()
 
-    async def _waits_for_my_turn(self, node: int) -> bool:
-        """Wait until it is this node's turn; return False if the same agent connects again meanwhile."""
-        before, mine = self._waiting.get(node), asyncio.Event()
-        self._waiting[node] = mine
-        if before is not None:
-            before.set()
-        superseded = asyncio.ensure_future(mine.wait())
-        turn = asyncio.ensure_future(self._my_turn.wait())
-        try:
-            await asyncio.wait((superseded, turn), return_when=asyncio.FIRST_COMPLETED)
-            return not mine.is_set()
-        finally:
-            superseded.cancel()
-            turn.cancel()
-            if self._waiting.get(node) is mine:
-                del self._waiting[node]
-
     def _take_over(self) -> None:
         """Run the controller here, after those of all earlier terms, which are lost."""
         if self._succession.verdict is not None:
-            self._my_turn.set()
+            self._waiting.begin_turn()
             return
         controller_host = self._run_controller()
         controller_host.take_over(self._succession.standby_state)
