@@ -3,6 +3,7 @@
 Four ways side by side, in turns: an online recovery with a spare process that waits, and with a cold one; an
 exception that replaces nobody; and for each fault today's way, last words and a restart of all. The faulty
 process takes the time itself, right before it dies or raises; a step is finished when every rank has.
+A second table has the parts of each online recovery, as the incident's timeline has them.
 """
 
 from __future__ import annotations
@@ -53,6 +54,17 @@ WAYS: Mapping[str, Way] = {
 }
 
 
+# The parts of an online recovery: what has happened (to all ranks) when a part is over.
+PARTS = {
+    "noticed": ("fault-noticed",),
+    "survivors asked": ("frozen",),
+    "process gone": ("died",),
+    "process in its place": ("started",),
+    "all joined": ("joined",),
+    "all told to go on": ("recovered",),
+}
+
+
 def schedule(way: Way, count: int, source: random.Random) -> list[Fault]:
     """Draw a fault for each recovery: every rank makes some steps before the next."""
     phases = RAISES_IN if way.kind == "exception" else PHASES
@@ -97,8 +109,32 @@ def measure(folder: Path, way: Way, faults: Sequence[Fault]) -> list[dict[str, A
                 "phase": stamp["phase"],
                 "decided": decided - stamp["time"],
                 "finished": finished - stamp["time"],
+                "parts": parts(incident, stamp["rank"], stamp["time"]) if way.is_online else {},
             }
         )
+    return found
+
+
+def parts(incident: Mapping[str, Any], rank: int, struck: float) -> dict[str, float]:
+    """Return the seconds from the fault to the end of each part that this recovery had."""
+    found = {}
+    for name, kinds in PARTS.items():
+        # Survivors raise when their collectives break, which counts as noticed as well.
+        own = name in ("noticed", "process gone")
+        moments = [
+            unix(event["time"])
+            for event in incident["events"]
+            if event["type"] in kinds and (event["rank"] == rank or not own)
+        ]
+        if moments:
+            found[name] = max(moments) - struck
+    survivors = [
+        unix(event["time"])
+        for event in incident["events"]
+        if event["type"] == "joined" and event["rank"] != rank
+    ]
+    if survivors and "process in its place" in found:
+        found["survivors joined"] = max(survivors) - struck
     return found
 
 
@@ -136,7 +172,25 @@ def main() -> None:
         )
         findings[name] = {"times": times, "incidents": one}
     head = ["seconds after the fault, median (range)", "decided", "next step finished", "faults", "target"]
-    benchmark.finish(table(head, rows), {"ways": findings})
+    tables = [table(head, rows), _table_of_parts(found)]
+    benchmark.finish("\n\n".join(tables), {"ways": findings})
+
+
+def _table_of_parts(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    names = [name for name in found if WAYS[name].is_online]
+    rows = []
+    for part in (*list(PARTS)[:4], "survivors joined", *list(PARTS)[4:], "next step finished"):
+        cells = []
+        for name in names:
+            times = [
+                line["finished"] if part == "next step finished" else line["parts"].get(part)
+                for line in found[name]
+            ]
+            known = [time for time in times if time is not None]
+            median = spread(known)["median"] if known else None
+            cells.append("–" if median is None else f"{median * 1000:.0f}")
+        rows.append([part, *cells])
+    return table(["milliseconds after the fault, median", *names], rows)
 
 
 if __name__ == "__main__":

@@ -121,3 +121,58 @@ def test_a_wait_for_work_that_gloo_has_forgotten_is_ended(work: str) -> None:
     told = subprocess.check_output([sys.executable, script, work], env=environment, text=True, timeout=240)
     # The other one where it was killed between two pieces of work, of which gloo forgets none.
     assert told.split() in (["WaitEndedError"], ["RuntimeError"])
+
+
+# Rank 1 of a group takes no part in what rank 0 waits for, and the connections are shut.
+REDUCE_SCATTER = """
+import os, threading
+from datetime import timedelta
+import torch
+from torch.distributed import HashStore, ProcessGroupGloo
+from adaptor import context
+from adaptor.waits import Waits
+from adaptor.worker import abort_gloo
+
+store, groups = HashStore(), {}
+
+def make(rank):
+    groups[rank] = ProcessGroupGloo(store, rank, 2, timedelta(hours=1))
+
+other = threading.Thread(target=make, args=(1,))
+other.start()
+make(0)
+other.join()
+waits, left = context.part(Waits), threading.Event()
+
+def break_it():
+    while waits.current is None:
+        pass
+    wake = abort_gloo.Waker(frozenset())
+    while True:
+        wake()
+        if left.wait(abort_gloo.LOOK_S):
+            return
+
+breaks = threading.Thread(target=break_it, daemon=True)
+breaks.start()
+work = groups[0]._reduce_scatter_base(torch.ones(4), torch.ones(8))
+try:
+    waits.wait(work, work.wait)
+except RuntimeError as error:
+    print(type(error).__name__, flush=True)
+left.set()
+breaks.join()
+os._exit(0)
+"""
+
+
+def test_a_reduce_scatter_that_fails_raises_by_itself() -> None:
+    """Its work never says that it has ended: what it raises was once taken for a time that is over."""
+    ran = subprocess.run(
+        [sys.executable, "-c", REDUCE_SCATTER],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.split() == ["RuntimeError"], ran.stderr[-3000:]
