@@ -1,4 +1,4 @@
-"""What an agent does once its generation has a verdict, and the verdict where no controller gives one.
+"""Ends the workers of an agent after their verdict, and makes the verdict where no controller gives one.
 
 Invariants: workers get time to end by themselves before they are killed; nothing in the save folder is
 removed while something may be at work there.

@@ -169,7 +169,7 @@ class Controller:
                 orders = self._on_deaths({rank: status}, now)
                 return orders + (self._route(self.incident.on_status(rank)) if self.incident else [])
             case ReplayComplete(node=node, verdict=verdict):
-                return self._on_recalled(node, verdict, now)
+                return self._on_replay_complete(node, verdict, now)
             case AgentLost(node=node):
                 return self._on_agent_lost(node, now)
             case _:
@@ -256,16 +256,16 @@ class Controller:
         if self.incident is None:  # its workers had come to their ends; the others may have hung by then
             return self._look_for_a_hang(now)
         orders += self._route(self.incident.on_agent_lost(node))
-        orders += self._route(self.incident.on_recalled())
+        orders += self._route(self.incident.on_replay_complete())
         return orders
 
-    def _on_recalled(self, node: int, verdict: Verdict | None, now: float) -> Orders:
+    def _on_replay_complete(self, node: int, verdict: Verdict | None, now: float) -> Orders:
         if not self._take_over.has_told(node, now):
             return []
         if verdict is not None and self.verdict is None:
             self.verdict = msgspec.structs.replace(verdict, leaves=(0,), lost=True)
             return self._broadcast_verdict(verdict.incident)
-        return self._route(self.incident.on_recalled()) if self.incident is not None else []
+        return self._route(self.incident.on_replay_complete()) if self.incident is not None else []
 
     def _fault(self, now: float, *, by_death: bool) -> Orders:
         if self.incident is not None or self.verdict is not None:

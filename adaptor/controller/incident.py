@@ -154,7 +154,7 @@ class Incident:
         self.state.nodes[rank] = node
         return [] if self.freeze_state.waits else self.orders.freeze([rank], stacks=self._stacks)
 
-    def on_recalled(self) -> Orders:
+    def on_replay_complete(self) -> Orders:
         """Note that a node has repeated its reports: one node less is awaited."""
         if self._waits:
             return self._end(NEVER_BEGUN) if self.freeze_state.never_begun else []
