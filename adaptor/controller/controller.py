@@ -187,6 +187,8 @@ class Controller:
         ):  # all is done but to learn how they ended
             return self._on_deaths(dict.fromkeys(self.membership.dying, -signal.SIGKILL), now)
         if overdue := self._take_over.overdue(now):
+            # Who has come, and has not told all in time, still hears the verdict: nobody else ends its job.
+            self.membership.late |= self.membership.agents & set(overdue)
             return [order for node in overdue for order in self._on_agent_lost(node, now)]
         return self._route(incident.on_tick(now))
 

@@ -174,3 +174,18 @@ def test_the_next_controller_knows_the_hosts(failed: int) -> None:
     controller.tick(1000.0)
     assert controller.verdict is not None
     assert (controller.verdict.fault.ranks[0], controller.verdict.fault.host) == (failed, f"host{failed}")
+
+
+def test_a_node_that_is_given_up_in_the_middle_of_its_report_hears_the_verdict() -> None:
+    """Its packets were held up; the new controller has waited long enough. Else it would wait for ever."""
+    job = Controller(3, 120.0, ("store", 1, b""), term=1)
+    layouts = [Layout(rank, (Share("g", 0, 1),), "/save", 0, "same") for rank in range(3)]
+    job.succeed([*(AgentHello(node, (node,)) for node in range(3)), *layouts], range(1, 3), 0.0)
+    job.handle(AgentLost(0), 0.0)
+    for node in (1, 2):
+        job.handle(AgentHello(node, (node,)), 0.1)
+    job.handle(ReplayComplete(1), 0.1)
+    job.tick(1000.0)
+    assert job.membership.lost == {0, 2}
+    told = [node for node, order in job.give_up("it is a test") if isinstance(order, Verdict)]
+    assert told == [1, 2]
