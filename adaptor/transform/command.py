@@ -37,6 +37,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             metavar="N",
             help=f"{what}; default: that of SRC" if name != "vpp" else what,
         )
+    parser.add_argument("--etp", type=int, metavar="N", help="expert-tensor-parallel size; only that of --tp")
+    parser.add_argument(
+        "--format", choices=("torch", "torch_dist"), default="torch", help="only torch so far"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="the step; default: what the tracker names")
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="of the tokenizer, where SRC does not say it"
@@ -76,6 +80,8 @@ def _run(parsed: argparse.Namespace) -> None:
         value = getattr(parsed, name)
         if value is not None and value < 1:
             raise UnsupportedError(f"--{name.replace('_', '-')} is {value}: it must be a number from 1 on")
+    if parsed.format != "torch":
+        raise UnsupportedError(f"--format {parsed.format}: only torch is written so far")
     _require_places(parsed.source, parsed.target)
     source = open_source(parsed.source, parsed.step)
     target = _target(source, parsed)
@@ -117,6 +123,10 @@ def _target(source: Source, parsed: argparse.Namespace) -> Target:
     source.model.require_divisible(sizes)
     if source.model.experts and sizes.tp > 1:
         raise UnsupportedError(f"--tp {sizes.tp}: a model with experts is transformed with --tp 1 only")
+    if parsed.etp is not None and parsed.etp != sizes.tp:
+        raise UnsupportedError(
+            f"--etp {parsed.etp}: experts are transformed with that of --tp only, {sizes.tp}"
+        )
     return Target(source, sizes, rows_for(source, sizes, parsed.vocab_size))
 
 
@@ -134,6 +144,8 @@ def _write(parsed: argparse.Namespace, target: Target, ranks: list[Rank]) -> Non
         agreement.require_replicas(source, files, everything=parsed.verify)
     folder = run.temporary_folder(root, source.step)
     _require_free(root, folder, go_on=parsed.resume or bool(parsed.rank))
+    if not folder.exists():
+        run.require_room(root.resolve(), sum(target.bytes(rank) for rank in ranks))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

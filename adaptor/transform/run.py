@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,9 @@ def already_done(order: Order, rank: Rank) -> list[tuple[str, int, str]] | None:
 
 
 def require_room(folder: Path, needed: int) -> None:
-    """Refuse a disk that is too small. Raises CheckpointError."""
+    """Refuse a disk that is too small for a folder, which need not be there. Raises CheckpointError."""
+    while not folder.exists():
+        folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
@@ -226,6 +229,10 @@ def _cancelling(pool: ProcessPoolExecutor) -> Iterator[None]:
     """Start no further rank after a failure."""
     try:
         yield
+    except BrokenProcessPool as error:
+        raise CheckpointError(
+            "a process that wrote a rank has ended; go on with --resume (fewer --workers need less memory)"
+        ) from error
     except BaseException:
         pool.shutdown(wait=True, cancel_futures=True)
         raise

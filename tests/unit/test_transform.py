@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.transform import archive, rules, run
+from adaptor.transform.sizes import Sizes
+from adaptor.transform.source import open_source
+from adaptor.transform.target import Target
 from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import FFN, STEP
 
@@ -110,6 +114,8 @@ def _other_group(body: Any) -> None:
         ("--pp 2 --vpp 4", "--pp 2 --vpp 4: 4 layers are not divisible by 8"),
         ("--vpp 2", "--vpp 2: needs --pp of at least 2"),
         ("--ep 2", "--ep 2: the model has no experts"),
+        ("--tp 2 --etp 1", "--etp 1: experts are transformed with that of --tp only, 2"),
+        ("--tp 2 --format torch_dist", "--format torch_dist: only torch is written so far"),
         ("--tp 0", "--tp is 0: it must be a number from 1 on"),
         ("--tp 2 --step 9", "iter_0000009: there is no such checkpoint"),
         (
@@ -246,6 +252,28 @@ def test_one_rank_then_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (final / "mp_rank_01" / naming.MODEL_FILE).stat().st_ino == number, "it is not written again"
     assert manifest.defects(final) == []
     assert {path.name for path in final.iterdir()} == {"mp_rank_00", "mp_rank_01", naming.MANIFEST}
+
+
+def test_a_worker_that_ends(tmp_path: Path) -> None:
+    """The source is gone when the workers open it: one line, and no wait."""
+    small_checkpoint.write(tmp_path / "a")
+    target = Target(open_source(tmp_path / "a", None), Sizes(tp=2), 24)
+    folder = run.temporary_folder(tmp_path / "b", STEP)
+    folder.mkdir(parents=True)
+    order = run.Order(tmp_path / "gone", STEP, target.sizes, target.rows, folder)
+    with pytest.raises(CheckpointError, match="a process that wrote a rank has ended; go on with --resume"):
+        run.run(target, order, target.sizes.ranks, 2, lambda line: None)
+
+
+def test_a_disk_that_is_too_small_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert _transform(tmp_path / "a", tmp_path / "b" / "c", "--tp", "2") == 1
+    assert "0.000 GB are free, the transform needs 0.00" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
 
 
 def test_several_workers(tmp_path: Path) -> None:
