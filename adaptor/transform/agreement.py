@@ -9,6 +9,7 @@ import torch
 
 from adaptor.errors import CheckpointError
 from adaptor.protocol.naming import MODEL_FILE
+from adaptor.transform.archive import StoredTensor
 from adaptor.transform.copying import Files
 from adaptor.transform.source import STATES, WEIGHT, Part, Source
 
@@ -18,7 +19,7 @@ _COMMON = ("iteration", "opt_param_scheduler", "checkpoint_version")
 _SMALL = 1 << 20
 
 
-def require_common(source: Source) -> None:
+def require_common(source: Source, files: Files) -> None:
     """Refuse ranks that disagree in counters, schedule, scale of the loss, groups of params or their step.
 
     Raises:
@@ -28,9 +29,9 @@ def require_common(source: Source) -> None:
     for rank in others:
         ours, theirs = source.bodies[first], source.bodies[rank]
         for key in _COMMON:
-            if ours.get(key) != theirs.get(key):
+            if _plain(ours.get(key), files) != _plain(theirs.get(key), files):
                 raise CheckpointError(f"{key}: differs on rank {first} and rank {rank} of {source.folder}")
-        if _optimizers(ours) != _optimizers(theirs):
+        if _plain(_optimizers(ours), files) != _plain(_optimizers(theirs), files):
             raise CheckpointError(
                 f"optimizer: the groups of params, their step or the loss scale differ on rank {first} and"
                 f" rank {rank} of {source.folder}"
@@ -42,6 +43,17 @@ def require_common(source: Source) -> None:
             raise CheckpointError(
                 f"{source.file(rank, MODEL_FILE)}: groups of params have the steps {sorted(steps, key=str)}"
             )
+
+
+def _plain(value: Any, files: Files) -> Any:
+    """Return a value that can be compared: with what is in its tensors."""
+    if isinstance(value, StoredTensor):
+        return value.dtype, _bits(files.whole(value)).tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item, files) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, files) for item in value]
+    return value
 
 
 def _optimizers(body: Any) -> list[tuple[Any, dict[Any, Any]]]:

@@ -139,8 +139,8 @@ def _write(parsed: argparse.Namespace, target: Target, ranks: list[Rank]) -> Non
     problems = run.defects(source.folder, checksums=parsed.verify)
     if problems:
         raise CheckpointError(problems[0])
-    agreement.require_common(source)
     with Files() as files:
+        agreement.require_common(source, files)
         agreement.require_replicas(source, files, everything=parsed.verify)
     folder = run.temporary_folder(root, source.step)
     _require_free(root, folder, go_on=parsed.resume or bool(parsed.rank))

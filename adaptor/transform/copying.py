@@ -49,6 +49,16 @@ class Files:
         self.read(stored.path, stored.offset, _bytes(tensor))
         return tensor
 
+    def loaded(self, value: Any) -> Any:
+        """Return a value with the tensors that are stored in it."""
+        if isinstance(value, StoredTensor):
+            return self.whole(value)
+        if isinstance(value, dict):
+            return type(value)((key, self.loaded(item)) for key, item in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(self.loaded(item) for item in value)
+        return value
+
     def close(self) -> None:
         """Close all files."""
         while self._open:

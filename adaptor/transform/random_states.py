@@ -15,7 +15,6 @@ import numpy
 import torch
 
 from adaptor.errors import UnsupportedError
-from adaptor.transform.archive import StoredTensor
 from adaptor.transform.copying import Files
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.source import Source
@@ -51,17 +50,9 @@ def states_of(source: Source, rank: Rank, files: Files) -> list[Any]:
     if not isinstance(states, list):
         raise UnsupportedError(f"rng_state of rank {origin}: is {type(states).__name__}, not a list")
     return [
-        _loaded(state, files) if kept else _derived(_loaded(state, files), rank, number, source.sizes)
+        files.loaded(state) if kept else _derived(files.loaded(state), rank, number, source.sizes)
         for number, state in enumerate(states)
     ]
-
-
-def _loaded(value: Any, files: Files) -> Any:
-    if isinstance(value, StoredTensor):
-        return files.whole(value)
-    if isinstance(value, dict):
-        return {key: _loaded(item, files) for key, item in value.items()}
-    return value
 
 
 def _derived(states: dict[str, Any], rank: Rank, number: int, sizes: Sizes) -> dict[str, Any]:

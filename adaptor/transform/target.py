@@ -149,13 +149,13 @@ class Target:
             if key == "args":
                 body[key] = self.arguments(rank)
             elif key == "optimizer":
-                body[key] = self._optimizers(rank, files)
+                body[key] = files.loaded(self._optimizers(rank))
             elif key == "rng_state":
                 body[key] = states_of(self.source, rank, files)
             elif key in self.source.views[first].chunks:
                 body.update(chunks)
             else:
-                body[key] = value
+                body[key] = files.loaded(value)
         return body
 
     def arguments(self, rank: Rank) -> Any:
@@ -171,7 +171,7 @@ class Target:
                 setattr(args, name, number)
         return args
 
-    def _optimizers(self, rank: Rank, files: Files) -> Any:
+    def _optimizers(self, rank: Rank) -> Any:
         saved = self.source.bodies[self.source.sizes.ranks[0]]["optimizer"]
         own = saved if isinstance(saved, list) else [saved]
         made = []

@@ -88,7 +88,10 @@ def write(root: Path, **more: Any) -> dict[str, torch.Tensor]:
         "checkpoint_version": 3.0,
         "iteration": STEP,
         "model": model,
-        "optimizer": {"optimizer": {"param_groups": [{"wd_mult": 1.0, **group}, {"wd_mult": 0.0, **group}]}},
+        "optimizer": {
+            "optimizer": {"param_groups": [{"wd_mult": 1.0, **group}, {"wd_mult": 0.0, **group}]},
+            "grad_scaler": {"scale": torch.tensor([4096.0]), "growth_tracker": 3},
+        },
         "opt_param_scheduler": {"num_steps": 8},
         "rng_state": [],
     }
