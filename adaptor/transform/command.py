@@ -72,6 +72,12 @@ def main(parsed: argparse.Namespace) -> int:
     except AdaptorError as error:
         print(f"python -m adaptor transform: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(
+            "python -m adaptor transform: interrupted; the same command with --resume goes on",
+            file=sys.stderr,
+        )
+        return 130
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -212,9 +213,10 @@ def run(
         ) as pool,
         _cancelling(pool),
     ):
-        running: dict[Future[list[tuple[str, int, str]]], Rank] = {
-            pool.submit(_work, rank): rank for rank in left
-        }
+        with _unheard_by_children():
+            running: dict[Future[list[tuple[str, int, str]]], Rank] = {
+                pool.submit(_work, rank): rank for rank in left
+            }
         while running:
             ended, _ = wait(running, timeout=_EVERY_S, return_when=FIRST_COMPLETED)
             progress.set(counter.value)
@@ -233,9 +235,24 @@ def _cancelling(pool: ProcessPoolExecutor) -> Iterator[None]:
         raise CheckpointError(
             "a process that wrote a rank has ended; go on with --resume (fewer --workers need less memory)"
         ) from error
+    except KeyboardInterrupt:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        pool.shutdown(wait=True, cancel_futures=True)
+        raise
     except BaseException:
         pool.shutdown(wait=True, cancel_futures=True)
         raise
+
+
+@contextmanager
+def _unheard_by_children() -> Iterator[None]:
+    """Let processes that begin now ignore Ctrl-C, which goes to all of a terminal: this process ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Progress:

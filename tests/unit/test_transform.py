@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -281,3 +282,22 @@ def test_several_workers(tmp_path: Path) -> None:
     assert _transform(tmp_path / "a", tmp_path / "one", "--tp", "2") == 0
     assert _transform(tmp_path / "a", tmp_path / "two", "--tp", "2", "--workers", "2") == 0
     assert small_checkpoint.contents(tmp_path / "two") == small_checkpoint.contents(tmp_path / "one")
+
+
+def test_ctrl_c_is_one_line_and_resume_goes_on(tmp_path: Path) -> None:
+    """It goes to all processes of the terminal."""
+    small_checkpoint.write(tmp_path / "a")
+    command = [sys.executable, "-u", "-m", "adaptor", "transform", str(tmp_path / "a"), str(tmp_path / "b")]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--tp", "2"], start_new_session=True, **pipes) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline().startswith("step 7")
+        os.killpg(running.pid, signal.SIGINT)
+        _, said = running.communicate()
+    assert running.returncode == 130
+    assert said.splitlines()[-1] == (
+        "python -m adaptor transform: interrupted; the same command with --resume goes on"
+    )
+    assert "Traceback" not in said
+    subprocess.run([*command, "--tp", "2", "--resume"], check=True, capture_output=True)
+    assert manifest.defects(tmp_path / "b" / STEP_FOLDER) == []
