@@ -91,7 +91,8 @@ class ControllerHost:
 
     def start(self) -> None:
         self.store.start()
-        self._record(self._incident_report.record_start)
+        if self.term == 0:  # else it takes over the workers that there are
+            self._record(self._incident_report.record_start)
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._tick()), loop.create_task(self._beat())]
         for task in self._tasks:

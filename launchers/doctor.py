@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor import config, text
+from adaptor import config, engines, text
 from adaptor.errors import AdaptorError
 from adaptor.launchers import doctor_disk, doctor_machine
 from adaptor.launchers.finding import FAIL, Finding
@@ -78,6 +78,7 @@ def findings(save: Path | None, size: int) -> Iterator[Finding]:
     try:
         settings = config.load()
         config.refuse_misspelt(os.environ)
+        engines.find(settings.engine).require(settings)
     except AdaptorError as error:
         yield Finding("settings", FAIL, str(error))
         return
@@ -92,5 +93,7 @@ def findings(save: Path | None, size: int) -> Iterator[Finding]:
     for name, check in checks:
         try:
             yield from check()
+        except AdaptorError as error:
+            yield Finding(name, "FAIL", str(error))
         except Exception as error:  # one check that cannot be made hides no other
             yield Finding(name, "WARN", f"this could not be checked: {text.describe(error)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -19,20 +20,28 @@ _BLOCK = 8 << 20
 def save_folder(folder: Path, size: int, grace_s: float) -> Iterator[Finding]:
     """Try what a save needs: to write, to rename, to exchange two names, to lock, to reach the disk.
 
-    Everything is made in a new folder in it, which is removed.
+    Everything is made in a new folder in it, which is removed; so is the folder itself if it was not there.
 
     Args:
         folder: of the checkpoints.
         size: the bytes to write for its speed.
         grace_s: TTP_GRACE.
     """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        status = disk.probe(folder)
+        yield from _tried(folder, size, grace_s)
     except OSError as error:
-        words = f"{folder}: this user cannot write there ({error.strerror})"
-        yield Finding("save", "FAIL", words, "give it the right, or name another --save")
-        return
+        words = f"{folder}: a save would fail there ({error.strerror})"
+        yield Finding("save", "FAIL", words, "give this user the right and room, or name another --save")
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _tried(folder: Path, size: int, grace_s: float) -> Iterator[Finding]:
+    status = disk.probe(folder)
     room = shutil.disk_usage(folder).free
     yield Finding(
         "save", "OK", f"{folder}: files are of {disk.name_user(status.st_uid)}; {room / 2**30:.1f} GiB free"

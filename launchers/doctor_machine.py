@@ -54,7 +54,7 @@ def software(settings: Config) -> Iterator[Finding]:
         yield Finding("software", "FAIL", str(error))
     else:
         if warning:
-            yield Finding("software", "FAIL", warning)
+            yield Finding("software", "WARN", warning)
 
 
 def kernel(settings: Config) -> Iterator[Finding]:

@@ -159,7 +159,8 @@ class IncidentReport:
                 self._add("failed", now, None, node, reason)
 
     def record_takeover(self, node: int) -> None:
-        """Record that the controller is on `node` from now on."""
+        """Record that the controller is on `node`, this one, from now on: no workers are started."""
+        self._records = True
         self._add("took-over", time.time(), None, node, "the controllers of earlier terms are lost")
 
     def record_order(self, node: int, rank: int | None, order: object, now: float | None = None) -> None:
@@ -222,7 +223,7 @@ class IncidentReport:
         self._tell("training", self._trained or time.time(), step=self._origin)
 
     def record_start(self) -> None:
-        """Record that the controller of a generation of workers is on this node."""
+        """Record that a generation of workers is started, whose controller is on this node."""
         self._records = True
         self._tell("generation", time.time(), detail=f"start {self._generation} of the workers")
 

@@ -110,7 +110,7 @@ def _status(parsed: argparse.Namespace) -> int:
     while True:
         status = job_folder.status(_where(parsed))
         age = max(0.0, time.time() - records.unix(status.time))
-        silent = status.state != "ended" and age > job_folder.STALE_S
+        silent = bool(job_folder.silent_s(status))
         if parsed.json:
             print(msgspec.json.encode(status).decode())
         else:

@@ -4,8 +4,10 @@ A job is in one state at a time. Its events end one state and begin the next:
 
 startup     workers are started, until every rank trains
 training    steps, evaluations and saves
-recovery    from a fault that was noticed to the first step that is finished after it, or to the end of ttprun
-down        from the end of one ttprun to the start of the next one of the same job
+recovery    from a fault that was noticed until every rank trains again (after an online recovery: until a
+            step is finished), or to the end of ttprun
+down        from the end of one ttprun to the start of the next one of the same job; from its last event, if
+            it was ended without being able to say so
 
 Training is then divided: what was spent on steps that were trained again is `wasted`, the rest `productive`.
 """
@@ -26,6 +28,7 @@ _NEXT = {
     ("startup", "training"): "training",
     ("startup", "fault-noticed"): "recovery",
     ("training", "fault-noticed"): "recovery",
+    ("recovery", "training"): "training",
     ("recovery", "gone-on"): "training",
     ("startup", "ended"): "down",
     ("training", "ended"): "down",
@@ -58,14 +61,21 @@ def goodput(
     Args:
         events: of the job, in the order of its file.
         incidents: of the same job.
-        newest: the newest step that is finished, None if it is not known.
+        newest: the newest finished step, None if it is not known: then that of the events.
         until: the time to which the last state lasts, in Unix seconds; None: to the last event.
     """
     seconds = dict.fromkeys(("training", "startup", "recovery", "down"), 0.0)
-    state, since, first = "", 0.0, None
+    state, since, first, last = "", 0.0, None, 0.0
     for event in events:
         at = unix(event.time)
+        if event.type == "generation" and event.generation == 1 and state not in ("", "down"):
+            # A new ttprun, though the one before it has told of no end.
+            seconds[state] += max(0.0, last - since)
+            state, since = "down", max(last, since)
+        last = max(last, at)
         after = _NEXT.get((state or "down", event.type), state)
+        if event.step is not None:
+            newest = max(event.step, newest if newest is not None else event.step)
         if event.type == "training" and event.step is not None and first is None:
             first = event.step
         if after == state:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -10,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from adaptor.errors import AdaptorError
-from adaptor.operations.records import Event, Incident, IncidentSummary, Status
+from adaptor.operations.records import Event, Incident, IncidentSummary, Status, unix
 
 STATUS_FILE = "status.json"
 EVENTS_FILE = "events.jsonl"
@@ -67,6 +68,21 @@ def find(where: Path) -> Path:
 def status(job: Path) -> Status:
     """Read status.json. Raises JobFolderError."""
     return read(job / STATUS_FILE, Status)
+
+
+def silent_s(status: Status) -> float:
+    """Return for how long a job has written no status, in seconds; 0.0 if it has, or has ended."""
+    age = time.time() - unix(status.time)
+    return age if status.state != "ended" and age > STALE_S else 0.0
+
+
+def goes_on(job: Path) -> bool:
+    """Return whether a job has not ended and writes its status; False where that cannot be read, too."""
+    try:
+        found = status(job)
+    except JobFolderError:
+        return False
+    return found.state != "ended" and not silent_s(found)
 
 
 def incidents(job: Path) -> list[Incident]:

@@ -67,13 +67,16 @@ class _Job(Collector):
     def collect(self) -> Iterable[Metric]:
         status, spent = self._status, self._spent
         yield InfoMetricFamily(
-            "ttp_build", "the installed adaptor", value={"version": metadata.version("ttp-adaptor")}
+            "ttp_build",
+            "the installed adaptor, and the job",
+            value={"version": metadata.version("ttp-adaptor"), "job": status.job},
         )
         yield from _of_status(status)
         yield from _of_incidents(self._incidents)
         if self._newest is not None:
             yield from _of_checkpoint(self._newest)
-        times = CounterMetricFamily(
+        # No counter: a later event can move time from one state to another.
+        times = GaugeMetricFamily(
             "ttp_time_seconds", "seconds that the job has spent in each state", labels=["state"]
         )
         for state, seconds in spent.seconds.items():

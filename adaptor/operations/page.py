@@ -55,7 +55,8 @@ def page(job: Path, *, refresh_s: int = 0) -> str:
         newest=status.step,
         until=unix(status.time),
     )
-    bad = status.protected is False or (status.state == "ended" and _ended_badly(incidents))
+    silent_s = job_folder.silent_s(status)
+    bad = bool(silent_s) or status.protected is False or (status.state == "ended" and _ended_badly(incidents))
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("adaptor.operations", ""),
         autoescape=True,
@@ -64,7 +65,7 @@ def page(job: Path, *, refresh_s: int = 0) -> str:
     )
     return environment.get_template("page.html.j2").render(
         status=status,
-        state=status.state,
+        state=f"silent for {duration(silent_s)}, last {status.state}" if silent_s else status.state,
         bad=bad,
         protection=_protection(status),
         step_age=_step_age(status),

@@ -14,12 +14,14 @@ training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import re
+import socket
 import ssl
 import stat
-import time
+import threading
 from collections import deque
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,13 +33,17 @@ import msgspec
 from adaptor.operations import job_folder, metrics, page
 from adaptor.operations.job_folder import JobFolderError
 from adaptor.operations.newest_checkpoint import NewestCheckpoint
-from adaptor.operations.records import Event, Incident, unix
+from adaptor.operations.records import Event, Incident
 
-# A client that sends nothing, or reads nothing, for so long is dropped: a scrape takes 10 s at most.
+# A client is dropped after so long: a scrape takes 10 s at most.
 _CLIENT_S = 10.0
 _MOST_EVENTS = 1000
+# Answered at the same time; each has a thread.
+MOST_CLIENTS = 32
 _REFRESH_S = 5
 _INCIDENT_ID = re.compile(r"[\w.-]+")
+# As socketserver has it; here it is always the first.
+Request = socket.socket | tuple[bytes, socket.socket]
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 
@@ -72,6 +78,8 @@ class Server(ThreadingHTTPServer):
         certificate: tuple[Path, Path] | None = None,
     ) -> None:
         self.where = where
+        self._job: Path | None = None
+        self._clients = threading.BoundedSemaphore(MOST_CLIENTS)
         self.summaries = job_folder.Summaries()
         self.token = _token_of(token) if token is not None else ""
         if not _is_loopback(host) and not (self.token and certificate):
@@ -92,8 +100,39 @@ class Server(ThreadingHTTPServer):
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     def job(self) -> Path:
-        """Return the folder of the job that is served now. Raises JobFolderError where there is none."""
-        return job_folder.find(self.where)
+        """Return the folder of the job that is served: one that goes on, until it has ended or is silent.
+
+        Two jobs may write to one log folder, and each of them is its newest once in a second.
+
+        Raises:
+            JobFolderError: there is none.
+        """
+        found = self._job
+        if found is None or not job_folder.goes_on(found):
+            found = self._job = job_folder.find(self.where)
+        return found
+
+    def process_request(self, request: Request, client_address: object) -> None:
+        """Answer in a thread, if not too many clients are answered already; no client has long."""
+        if not self._clients.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be started
+            self._clients.release()
+            raise
+
+    def process_request_thread(self, request: Request, client_address: object) -> None:
+        """Answer one client, which is dropped when its time is over, whatever it sends."""
+        ends = threading.Timer(_CLIENT_S, _drop, (request,))
+        ends.daemon = True
+        ends.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            ends.cancel()
+            self._clients.release()
 
     def server_close(self) -> None:
         self.newest.close()
@@ -101,6 +140,12 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: a client that leaves in the middle, or speaks no TLS, is nothing to tell."""
+
+
+def _drop(request: Request) -> None:
+    with contextlib.suppress(OSError):
+        if isinstance(request, socket.socket):
+            request.shutdown(socket.SHUT_RDWR)
 
 
 def _token_of(path: Path) -> str:
@@ -139,7 +184,6 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers one client. Only GET and HEAD have an answer, so nothing can be changed."""
 
     server: Server
-    protocol_version = "HTTP/1.1"
     server_version = "ttp"
     sys_version = ""
     timeout = _CLIENT_S
@@ -152,11 +196,13 @@ class _Handler(BaseHTTPRequestHandler):
         ):
             self._answer(HTTPStatus.UNAUTHORIZED, _TEXT, b"a token is needed\n")
             return
-        address = urlsplit(self.path)
         try:
+            address = urlsplit(self.path)
             status, kind, body = self._made(address.path, parse_qs(address.query))
         except JobFolderError as error:
             status, kind, body = HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{error}\n".encode(errors="replace")
+        except (ValueError, OSError):  # a path that is none, or a name that is too long for a file's
+            status, kind, body = HTTPStatus.BAD_REQUEST, _TEXT, b"this is no path of ttp serve\n"
         self._answer(status, kind, body)
 
     do_HEAD = do_GET
@@ -217,7 +263,7 @@ def _incident(job: Path, name: str) -> tuple[HTTPStatus, str, bytes]:
 
 
 def _events(job: Path, limit: str) -> tuple[HTTPStatus, str, bytes]:
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= _MOST_EVENTS:
+    if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= _MOST_EVENTS:
         words = f"limit is {limit[:20]!r}: it must be a number from 1 to {_MOST_EVENTS}\n"
         return HTTPStatus.BAD_REQUEST, _TEXT, words.encode(errors="replace")
     newest: deque[Event] = deque(job_folder.events(job), maxlen=int(limit))
@@ -227,11 +273,11 @@ def _events(job: Path, limit: str) -> tuple[HTTPStatus, str, bytes]:
 def _not_ready(job: Path) -> str:
     """Return why the job does not train as it should, '' if it does."""
     status = job_folder.status(job)
-    age = time.time() - unix(status.time)
     if status.state == "ended":
         return "the job has ended"
-    if age > job_folder.STALE_S:
-        return f"no status was written for {age:.0f} s"
+    silent_s = job_folder.silent_s(status)
+    if silent_s:
+        return f"no status was written for {silent_s:.0f} s"
     if status.state != "training":
         return f"the job is not training: {status.state}"
     if status.protected is False:

@@ -30,10 +30,10 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dic
 
 
 def test_a_node_on_which_a_job_can_be_protected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, findings = found(capsys, "--save", str(tmp_path / "save"), "--write-mib", "1")
+    code, findings = found(capsys, "--save", str(tmp_path / "save" / "of" / "job"), "--write-mib", "1")
     assert (code, [one for one in findings.values() if one["level"] == "FAIL"]) == (0, [])
     assert {"software", "kernel", "network", "save", "rename", "lock", "speed"} <= set(findings)
-    assert list((tmp_path / "save").iterdir()) == []
+    assert not (tmp_path / "save").exists()
     assert not (tmp_path / "logs").exists()
 
 
@@ -49,6 +49,8 @@ def test_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("TTP_HANG", "soon", "settings", "TTP_HANG is 'soon'"),
         ("TTP_HNAG", "5", "settings", "TTP_HNAG is set: there is no such setting"),
+        ("TTP_DEVICE", "gpu", "device", "TTP_DEVICE is 'gpu'"),
+        ("TTP_ENGINE", "foo", "settings", "TTP_ENGINE is 'foo'"),
         ("GLOO_SOCKET_IFNAME", "eth77", "network", "this node has no network interface 'eth77'"),
         ("TTP_LOG_PATH", "/proc/logs", "logs", "/proc/logs cannot be written"),
     ],

@@ -11,8 +11,8 @@ import pytest
 
 from adaptor.launchers import ttp
 from adaptor.operations import job_folder, page
-from adaptor.operations.records import Phases
-from tests.unit.test_serve import EVENTS, incident, status
+from adaptor.operations.records import Phases, utc
+from tests.unit.test_serve import BEGAN, EVENTS, incident, status
 
 JOB = "j"
 
@@ -74,6 +74,11 @@ def test_a_job_without_an_incident_and_without_a_step(tmp_path: Path) -> None:
     assert "Newest finished step none" in text
     assert "NOT PROTECTED: no replica" in text
     assert "None." in text
+
+
+def test_a_job_that_writes_nothing_any_more(tmp_path: Path) -> None:
+    html = page.page(write(tmp_path, None, state=status(time=utc(BEGAN))))
+    assert re.search(r'class="bad">silent for [\d.]+ h, last training', html)
 
 
 def test_what_a_job_says_is_text(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 import ssl
 import threading
 import time
@@ -29,8 +30,8 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 BEGAN = 1_700_000_000.0
 
 
-def event(at: float, what: str, step: int | None = None) -> Event:
-    return Event(time=utc(BEGAN + at), job="j", generation=1, incident=None, type=what, step=step)
+def event(at: float, what: str, step: int | None = None, generation: int = 1) -> Event:
+    return Event(time=utc(BEGAN + at), job="j", generation=generation, incident=None, type=what, step=step)
 
 
 def incident(number: int = 1, *, lost: int = 2) -> Incident:
@@ -99,9 +100,9 @@ EVENTS = [
     event(10, "training", 0),
     event(50, "fault-noticed"),
     event(51, "verdict"),
-    event(52, "generation"),
-    event(58, "training", 8),
-    event(60, "gone-on", 9),
+    event(52, "generation", generation=2),
+    event(58, "training", 8, generation=2),
+    event(60, "gone-on", 9, generation=2),
 ]
 
 
@@ -171,8 +172,8 @@ def test_the_metrics_of_a_job(job: Path) -> None:
         "ttp_incident_phase_seconds_bucket{le=0.1,phase=publish}": 0,
         "ttp_incident_phase_seconds_bucket{le=0.3,phase=publish}": 1,
         "ttp_incident_phase_seconds_sum{phase=publish}": 0.2,
-        "ttp_time_seconds_total{state=startup}": 10,
-        "ttp_time_seconds_total{state=recovery}": 10,
+        "ttp_time_seconds{state=startup}": 10,
+        "ttp_time_seconds{state=recovery}": 8,
     }
     assert {name: found.get(name) for name in expected} == expected
     assert not [name for name in found if "rank=" in name]
@@ -225,10 +226,39 @@ def test_the_files_of_a_job(job: Path) -> None:
         assert get(f"{base}/readyz") == (200, "ok\n")
         for path in ("/api/v1/incidents/..%2f..%2fstatus", "/api/v1/incidents/none", "/nothing"):
             assert get(f"{base}{path}")[0] == 404
-        assert get(f"{base}/api/v1/events?limit=0") == (
-            400,
-            "limit is '0': it must be a number from 1 to 1000\n",
-        )
+        for limit in ("0", "1001", "000000001000000", "9" * 40, "x"):
+            code, words = get(f"{base}/api/v1/events?limit={limit}")
+            assert (code, words.endswith("it must be a number from 1 to 1000\n")) == (400, True)
+        for path in (f"/api/v1/incidents/{'a' * 300}", "/api/v1/events?limit=%"):
+            assert get(f"{base}{path}")[0] == 400
+
+
+def test_a_job_is_served_until_it_has_ended(job: Path) -> None:
+    """Two jobs write to one log folder; each is its newest once in a second."""
+    other = job.parent / "k"
+    (other / "incidents").mkdir(parents=True)
+
+    def write(folder: Path, **changes: object) -> None:
+        (folder / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(job=folder.name, **changes)))
+
+    with served(serve.Server(job.parent)) as address:
+        assert json.loads(get(f"http://{address}/api/v1/status")[1])["job"] == "j"
+        write(other)
+        assert json.loads(get(f"http://{address}/api/v1/status")[1])["job"] == "j"
+        write(job, state="ended")
+        write(other)
+        assert json.loads(get(f"http://{address}/api/v1/status")[1])["job"] == "k"
+
+
+def test_so_many_clients_and_no_more(job: Path) -> None:
+    """Those that say nothing hold a thread each; another one is turned away, and served when one has gone."""
+    with served(serve.Server(job)) as address:
+        host, _, port = address.partition(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(serve.MOST_CLIENTS)]
+        with socket.create_connection((host, int(port))) as one_more:
+            assert one_more.recv(1) == b""
+        for each in silent:
+            each.close()
 
 
 @pytest.mark.parametrize(
@@ -306,14 +336,43 @@ def summary(number: int = 1, *, lost: int = 2) -> IncidentSummary:
     return msgspec.convert(msgspec.to_builtins(incident(number, lost=lost)), IncidentSummary)
 
 
+def test_goodput_of_a_ttprun_that_could_not_say_that_it_ended() -> None:
+    """SIGKILL or power, in training and in a recovery; the time in between is not known to be productive."""
+    events = [
+        event(0, "generation"),
+        event(10, "training", 0),
+        event(50, "published", 5),
+        event(1000, "generation"),
+        event(1010, "training", 5),
+        event(1050, "fault-noticed"),
+        event(1060, "verdict"),
+        event(2000, "generation"),
+        event(2010, "training", 9),
+        event(2050, "ended"),
+    ]
+    spent = goodput(events, [], newest=None, until=None)
+    assert spent.seconds == {
+        "productive": 120.0,
+        "wasted": 0.0,
+        "startup": 30.0,
+        "recovery": 10.0,
+        "down": 1890.0,
+    }
+
+
+def test_goodput_before_the_first_step_of_a_new_start() -> None:
+    """The newest step is not known then; what was lost is no reason to call all of the time wasted."""
+    assert goodput(EVENTS, [summary()], newest=None, until=BEGAN + 100).seconds["wasted"] < 20
+
+
 def test_goodput() -> None:
-    # 40 s and 40 s of training for 18 steps that count and 2 that were lost: 4 s a step.
+    # 40 s and 42 s of training for 18 steps that count and 2 that were lost: 4.1 s a step.
     spent = goodput(EVENTS, [summary()], newest=18, until=BEGAN + 100)
     assert spent == Goodput(
-        seconds={"productive": 72.0, "wasted": 8.0, "startup": 10.0, "recovery": 10.0, "down": 0.0},
+        seconds={"productive": 73.8, "wasted": 8.2, "startup": 10.0, "recovery": 8.0, "down": 0.0},
         steps=18,
         lost=2,
-        ratio=0.72,
+        ratio=0.738,
     )
 
 
@@ -350,7 +409,7 @@ def test_goodput_in_words(job: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["goodput", str(job)]) == cli.OK
     assert (
         capsys.readouterr().out.splitlines()[-1]
-        == "goodput 72.0 % of 100.0 s; 18 steps, 2 more were trained again"
+        == "goodput 73.8 % of 100.0 s; 18 steps, 2 more were trained again"
     )
     assert cli.main(["goodput", str(job), "--json"]) == cli.OK
     assert json.loads(capsys.readouterr().out)["steps"] == 18
