@@ -12,6 +12,8 @@ import pytest
 
 from tests.frameworks import prepare
 
+pytestmark = pytest.mark.integration
+
 SOURCE = Path(__file__).resolve().parents[1] / "frameworks/lab"
 
 

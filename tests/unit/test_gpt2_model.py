@@ -20,6 +20,7 @@ generate, evaluate, tokenizer = module("generate"), module("evaluate"), module("
 
 
 # Mostly imports: torch and Megatron-core from the disk, where others use it, too.
+@pytest.mark.integration
 @pytest.mark.timeout(900)
 def test_the_model_in_a_process_of_its_own(tmp_path: Path) -> None:
     """Megatron-core is imported there, and its warnings are its own."""
