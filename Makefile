@@ -1,6 +1,6 @@
 # make demo    everything from an empty machine to the report of a survived kill (out/demo/report.html)
 # make test    the whole test suite, in the same environment
-# make check   the tests that neither start whole jobs nor simulate them: two to three minutes on 2 cores
+# make check   the tests that neither start whole jobs nor simulate them: two minutes on 2 cores
 # make test-torch TORCH=2.4.1   a small set of tests with another torch, in an environment of its own
 # make lint    ruff and mypy
 # make clean   what was built and written; make distclean also the environment and the downloads
