@@ -24,7 +24,9 @@ class WorkerStarter(Protocol):
     @property
     def may_spare(self) -> bool: ...
 
-    def start(self, rank: int, added: Mapping[str, str], spare: Spare | None) -> subprocess.Popen[bytes]:
+    def start(
+        self, rank: int, added: Mapping[str, str], spare: Spare | None, *, or_cold: bool
+    ) -> subprocess.Popen[bytes]:
         """Start a worker in the place of that of `rank`. Raises OSError."""
         ...
 
@@ -82,25 +84,33 @@ class Replacements:
         """
         assert self._starter is not None
         starter = self._starter
+        if self._spares_alone and not self._spares.is_ready:
+            # Before the process of before is ended: it may still give its shard, and its end may take long.
+            return self._no_spare(order)
         self._newcomers.add(order.rank)
 
         def start() -> subprocess.Popen[bytes] | None:
             if not wanted():
                 return None
-            spare = None if order.cold else self._spares.take()
+            spare = None if order.cold and not self._spares_alone else self._spares.take()
             if spare is None and self._spares_alone:
                 raise _NoSpareError
-            return starter.start(order.rank, {NEWCOMER: str(order.incident)}, spare)
+            added = {NEWCOMER: str(order.incident)}
+            return starter.start(order.rank, added, spare, or_cold=not self._spares_alone)
 
         try:
             await self._workers.replace(order.rank, start)
         except OSError as error:  # no process, no descriptor, no memory
             reason = f"no process can be started in its place ({error.strerror})"
             return RegroupFailed(order.rank, order.incident, order.attempt, reason)
-        except _NoSpareError:
-            reason = "no restart is left (--max-restarts), and no spare process waits on its node"
-            return RegroupFailed(order.rank, order.incident, order.attempt, reason)
+        except _NoSpareError:  # it has just ended
+            return self._no_spare(order)
         return None
+
+    @staticmethod
+    def _no_spare(order: Replace) -> RegroupFailed:
+        reason = "no restart is left (--max-restarts), and no spare process waits on its node"
+        return RegroupFailed(order.rank, order.incident, order.attempt, reason)
 
     def end_incident(self) -> None:
         """End the incident: all ranks train again."""

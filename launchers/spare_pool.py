@@ -142,10 +142,16 @@ class Spares:
                 spare = self._start()
             except OSError as error:  # no process, no descriptor, no memory
                 self._stop(f"none can be started ({error.strerror})")
+                return
             self._waiting.append(spare)
             task = asyncio.get_running_loop().create_task(self._keep(spare))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether one has imported everything."""
+        return any(spare.ready for spare in self._waiting)
 
     def take(self) -> Spare | None:
         """Return one that has imported everything; None where there is none."""

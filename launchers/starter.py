@@ -35,7 +35,9 @@ class Starter:
         differ = {name for name in first if any(other.get(name) != first[name] for other in others)}
         self.of_a_rank = tuple(sorted(differ | _OF_A_RANK))
 
-    def start(self, rank: int, added: Mapping[str, str], spare: Spare | None) -> subprocess.Popen[bytes]:
+    def start(
+        self, rank: int, added: Mapping[str, str], spare: Spare | None, *, or_cold: bool
+    ) -> subprocess.Popen[bytes]:
         """Start a process in the place of the one of `rank`, which has ended, and let torch watch that.
 
         It has the same arguments, environment and streams: what it writes comes behind what is there.
@@ -43,6 +45,7 @@ class Starter:
         Args:
             added: to the environment.
             spare: becomes the worker, where that works.
+            or_cold: whether a new process is started where it does not.
 
         Raises:
             OSError: no process can be started.
@@ -54,6 +57,8 @@ class Starter:
             try:
                 handler.proc = spare.become(environment, handler._stdout, handler._stderr)
             except OSError:  # it has just ended
+                if not or_cold:
+                    raise
                 spare = None
         if spare is None:
             handler.proc = handler._popen(tuple(self._commands[local_rank]), environment)

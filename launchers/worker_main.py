@@ -53,7 +53,7 @@ def arm(worker: WorkerRuntime | None) -> Callable[[], None]:
             _prepare_online(worker)
         patches.load("online")
         patching.arm("online")
-    elif settings.online_s and worker is not None and os.environ.get("RANK") == "0":
+    elif settings.online_s and worker is not None and _speaks_for_all():
         output.tell(runtime.not_online(f"TTP_ENGINE is {settings.engine}"))
     leave = devices.activate(settings.device)
     adaptor.arm()
@@ -118,6 +118,13 @@ def run(arguments: list[str]) -> None:
     else:
         worker.finish()
         leave()
+
+
+def _speaks_for_all() -> bool:
+    """Return whether this process says what is the same on all ranks and at each start: it says it once."""
+    from adaptor import context
+
+    return os.environ.get("RANK") == "0" and not context.part(environment.Generation).is_restart
 
 
 def _prepare_online(worker: Runtime) -> None:

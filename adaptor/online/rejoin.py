@@ -83,6 +83,9 @@ class Rejoin:
             Exception: this rank cannot take part; its state is what it was.
         """
         with self._changed:
+            known = self._order
+            if known is not None and (known.incident, known.attempt) > (order.incident, order.attempt):
+                return  # each order has a thread, and that of a newer one was faster
             self._order = order
             self._meeting.abandon()
             if self._alone:
@@ -253,7 +256,10 @@ class Rejoin:
             assert isinstance(trainee, MegatronTrainee)
             copies = [mirror.optimizer for mirror in trainee.mirrors if mirror is not None]
             state.require_finite([*inner(trainee.state.optimizer), *copies])
-        made.exchange(self._meeting.store(order, "groups"), f"{order.incident}.{order.attempt}")
+        store = self._meeting.store(order, "groups")
+        if self._is_old(order):  # from here on `regroup` abandons the store
+            raise CannotRejoinError("another attempt has begun")
+        made.exchange(store, f"{order.incident}.{order.attempt}")
         if order.replaced:
             trainee = loop.trainee(record)
         assert isinstance(trainee, MegatronTrainee)

@@ -146,7 +146,9 @@ class Starter:
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def start(self, rank: int, added: Mapping[str, str], spare: Spare | None) -> subprocess.Popen[bytes]:
+    def start(
+        self, rank: int, added: Mapping[str, str], spare: Spare | None, *, or_cold: bool
+    ) -> subprocess.Popen[bytes]:
         if self._job.broken:
             raise OSError(11, "Resource temporarily unavailable")
         shards = self._job.shards

@@ -109,6 +109,17 @@ def test_a_thread_that_is_late_shuts_no_connection_of_the_next_attempt(memory: B
     assert shut == [1]
 
 
+def test_an_order_that_is_late_is_not_obeyed(memory: BoardMemory) -> None:
+    """Each has a thread of its own, and that of the newer one may be faster."""
+    worker = Worker(memory)
+    worker.board.ready(5)  # an update that does not come
+    woken: list[int] = []
+    with pytest.raises(CannotRejoinError):
+        worker.rejoin.regroup(order(2), lambda inodes: 0)
+    worker.rejoin.regroup(order(1), lambda inodes: woken.append(1) or 0)
+    assert woken == []
+
+
 def test_who_has_joined_is_a_survivor_of_the_next_fault(memory: BoardMemory) -> None:
     """Its order may come before the main thread has seen that all go on."""
     worker = Worker(memory, comes_new=True)

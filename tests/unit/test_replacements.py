@@ -124,7 +124,9 @@ class Node:
 
     # as a starter
 
-    def start(self, rank: int, added: Mapping[str, str], spare: Spare | None) -> subprocess.Popen[bytes]:
+    def start(
+        self, rank: int, added: Mapping[str, str], spare: Spare | None, *, or_cold: bool
+    ) -> subprocess.Popen[bytes]:
         if self.broken:
             raise OSError(11, "Resource temporarily unavailable")
         if spare is None:
@@ -134,6 +136,8 @@ class Node:
         return self.processes[rank]
 
     def spare(self) -> Spare:
+        if self.broken:
+            raise OSError(11, "Resource temporarily unavailable")
         environment = self._environment(0, {})
         del environment["RANK"]
         self.spares.append(Spare(self._command(SPARE), environment))
@@ -281,6 +285,36 @@ def test_no_process_can_be_started(tmp_path: Path) -> None:
         assert node.workers.alive == set()
 
     runs(tmp_path, act)
+
+
+def test_without_a_restart_and_a_spare_nobody_is_ended_first(tmp_path: Path) -> None:
+    """The process may still give its shard, and its end may take long: the save does not wait for it."""
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        node.replacements.begin(node, spares_alone=True)
+        answer = await node.replacements.replace(Replace(3, 1, 0), always)
+        reason = "no restart is left (--max-restarts), and no spare process waits on its node"
+        assert answer == RegroupFailed(0, 3, 1, reason)
+        assert node.workers.alive == {0}
+
+    runs(tmp_path, act)
+
+
+def test_a_spare_that_cannot_be_started_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No process, no descriptor or no memory is left: a rank is replaced by a new process later."""
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        node.broken = True
+        node.replacements.hear(Modules(0, (), {}))
+        await node.until(lambda: "no spare process on this node" in capsys.readouterr().err, "it is said")
+        node.replacements.end_incident()
+        assert (node.workers.alive, node.spares) == ({0}, [])
+
+    runs(tmp_path, act, spares=1)
 
 
 def test_nothing_is_started_where_it_is_not_wanted_any_more(tmp_path: Path) -> None:
