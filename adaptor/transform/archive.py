@@ -86,7 +86,12 @@ class StoredTensor:
 
 
 class ForeignType(type):
-    """The type of a class of the framework that is not imported."""
+    """The type of a class of the framework that is not imported; nothing in a file can rename it."""
+
+    named: tuple[str, str]
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise CheckpointError(f"{cls.named[0]}.{cls.named[1]}: a file changes this class, which is not done")
 
 
 class Foreign(metaclass=ForeignType):
@@ -107,7 +112,11 @@ class Foreign(metaclass=ForeignType):
 
 @functools.cache
 def _foreign_class(module: str, name: str) -> ForeignType:
-    return ForeignType(name.rpartition(".")[2], (Foreign,), {"__module__": module, "__qualname__": name})
+    return ForeignType(
+        name.rpartition(".")[2],
+        (Foreign,),
+        {"__module__": module, "__qualname__": name, "named": (module, name)},
+    )
 
 
 class _Unpickler(pickle.Unpickler):
@@ -117,6 +126,8 @@ class _Unpickler(pickle.Unpickler):
         self._storages = storages
 
     def find_class(self, module: str, name: str) -> Any:
+        if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+            raise CheckpointError(f"{self._path}: has an object of {module!a}.{name!a}, which is not read")
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and name in SIZES:
@@ -204,7 +215,7 @@ class _Pickler(_Base):  # type: ignore[misc]
     dispatch: ClassVar[dict[type, Any]] = dict(_Base.dispatch)
 
     def _save_foreign(self, cls: Any) -> None:
-        self._save_name(cls, cls.__module__, cls.__qualname__)
+        self._save_name(cls, *cls.named)
 
     def _save_dtype(self, dtype: DType) -> None:
         self._save_name(dtype, "torch", dtype.name)

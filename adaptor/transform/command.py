@@ -127,6 +127,8 @@ def _target(source: Source, parsed: argparse.Namespace) -> Target:
     dp = parsed.dp or max(source.sizes.dp, sizes.ep)
     sizes = replace(sizes, dp=dp)
     source.model.require_divisible(sizes)
+    if source.model.experts and sizes.ep == 1:
+        raise UnsupportedError("--ep 1: a model with experts is transformed with --ep from 2 on only")
     if source.model.experts and sizes.tp > 1:
         raise UnsupportedError(f"--tp {sizes.tp}: a model with experts is transformed with --tp 1 only")
     if parsed.etp is not None and parsed.etp != sizes.tp:

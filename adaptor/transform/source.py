@@ -175,6 +175,11 @@ def open_source(root: Path, step: int | None) -> Source:
     for name, option in _REFUSED.items():
         if getattr(args, name, None):
             raise UnsupportedError(f"{folder}: was saved with {option}, which is not transformed")
+    if getattr(args, "num_experts", None) and (getattr(args, "expert_model_parallel_size", None) or 1) == 1:
+        raise UnsupportedError(
+            f"{folder}: has experts with an expert-parallel size of 1, where one optimizer has them and all"
+            " else; only sizes from 2 on are transformed"
+        )
     if not args.use_distributed_optimizer:
         raise UnsupportedError(
             f"{folder}: was saved without --use-distributed-optimizer, which is not transformed"
@@ -288,8 +293,27 @@ def _with_all_experts(layer: list[Item], each: int, ep: int) -> list[Item]:
     return [*layer[:end], *others, *layer[end:]]
 
 
+def _require_gate_as_said(source: Source, name: str) -> None:
+    """Refuse an MLP that has a gate of which the arguments say nothing, or lacks the one that they say.
+
+    Both are cut apart; a cut in one piece would have the right shapes and the wrong rows.
+    """
+    bodies = [body for chunks in source.bodies.values() for body in chunks.values() if isinstance(body, dict)]
+    for body in bodies:
+        wide, narrow = body.get(name), body.get(name.replace("linear_fc1", "linear_fc2"))
+        if not isinstance(wide, StoredTensor) or not isinstance(narrow, StoredTensor):
+            continue
+        if (wide.shape[0] == 2 * narrow.shape[1]) is not bool(source.args.swiglu):
+            raise UnsupportedError(
+                f"{name}: has {wide.shape[0]} rows for the {narrow.shape[1]} columns of linear_fc2, and the"
+                f" arguments say swiglu={source.args.swiglu}; MLPs with another gate are not transformed"
+            )
+
+
 def _item(source: Source, local: str, name: str, value: Any) -> Item:
     if not isinstance(value, StoredTensor):
         return Item(name, value=value)
+    if local.endswith(".linear_fc1.weight"):
+        _require_gate_as_said(source, local)
     cut = rules.cut_of(local, bool(source.args.swiglu))
     return Item(name, whole_shape(value.shape, cut, source.sizes.tp), value.dtype, cut)

@@ -212,15 +212,27 @@ def rows_for(source: Source, sizes: Sizes, vocabulary: int | None) -> int:
     if sizes.tp == source.sizes.tp:
         return source.model.rows
     multiple = args.make_vocab_size_divisible_by
-    known = vocabulary or getattr(args, "vocab_size", None)
     stored = source.model.rows
-    if known is not None:
-        if rules.padded_rows(known, multiple, source.sizes.tp) != stored:
+    if vocabulary is not None:
+        padded = rules.padded_rows(vocabulary, multiple, source.sizes.tp)
+        if padded != stored:
             raise UnsupportedError(
-                f"--vocab-size {known}: padded for TP{source.sizes.tp} it would have"
-                f" {rules.padded_rows(known, multiple, source.sizes.tp)} rows; the checkpoint has {stored}"
+                f"--vocab-size {vocabulary}: padded for TP{source.sizes.tp} it would have {padded} rows;"
+                f" the checkpoint has {stored}"
             )
-        return rules.padded_rows(known, multiple, sizes.tp)
+        return rules.padded_rows(vocabulary, multiple, sizes.tp)
+    said = getattr(args, "vocab_size", None)
+    if said is not None:
+        # Some tokenizers have one token more than the argument says: that of the end of a document.
+        possible = [n for n in (said, said + 1) if rules.padded_rows(n, multiple, source.sizes.tp) == stored]
+        rows = {rules.padded_rows(n, multiple, sizes.tp) for n in possible}
+        if len(rows) != 1:
+            raise UnsupportedError(
+                f"{source.folder}: has {stored} rows of the vocabulary with padding, and its arguments say"
+                f" {said} without, or one more for the end of a document; give the tokenizer's"
+                " size as --vocab-size"
+            )
+        return rows.pop()
     least = rules.padded_rows(stored - multiple * source.sizes.tp + 1, multiple, sizes.tp)
     most = rules.padded_rows(stored, multiple, sizes.tp)
     if least != most:

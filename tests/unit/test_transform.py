@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,9 @@ def test_refused_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], optio
     [
         (_with("fp8", "e4m3"), "--fp8-format, which is not transformed"),
         (_with("use_torch_fsdp2", True), "--use-torch-fsdp2, which is not transformed"),
+        (_with("swiglu", False), "MLPs with another gate are not transformed"),
+        (_with("num_experts", 4), "experts with an expert-parallel size of 1"),
+        (_with("vocab_size", 20), "or one more for the end of a document; give the tokenizer's size"),
         (_with("use_distributed_optimizer", False), "without --use-distributed-optimizer"),
         (_with("optimizer", "sgd"), "--optimizer sgd; only adam"),
         (_other_step, "is of step 6, not of step 7"),
@@ -212,6 +216,25 @@ def test_classes_that_are_not_allowed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has an object of posix\.mkdir, which is not read"):
         archive.read(tmp_path / "file.pt")
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        b"\x80\x02cmegatron.core.enums\nModelType\n}X\x0a\x00\x00\x00__module__X\x02\x00\x00\x00osssb.",
+        b"\x80\x04\x8c\x13megatron.core.enums\x8c\x0eModelType\n0cos\n\x93.",
+    ],
+)
+def test_a_file_cannot_rename_what_is_written(tmp_path: Path, attack: bytes) -> None:
+    """A class of the framework that is written as another one would run when DST is loaded."""
+    torch.save({}, tmp_path / "file.pt")
+    with zipfile.ZipFile(tmp_path / "file.pt") as before:
+        members = {name: before.read(name) for name in before.namelist()}
+    with zipfile.ZipFile(tmp_path / "file.pt", "w", zipfile.ZIP_STORED) as after:
+        for name, content in members.items():
+            after.writestr(name, attack if name.endswith("data.pkl") else content)
+    with pytest.raises(CheckpointError):
+        archive.read(tmp_path / "file.pt")
 
 
 def test_a_dry_run_reads_no_tensor_and_needs_no_torch(tmp_path: Path) -> None:
