@@ -84,9 +84,6 @@ class Replacements:
         """
         assert self._starter is not None
         starter = self._starter
-        if self._spares_alone and not self._spares.is_ready:
-            # Before the process of before is ended: it may still give its shard, and its end may take long.
-            return self._no_spare(order)
         self._newcomers.add(order.rank)
 
         def start() -> subprocess.Popen[bytes] | None:

@@ -148,11 +148,6 @@ class Spares:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    @property
-    def is_ready(self) -> bool:
-        """Return whether one has imported everything."""
-        return any(spare.ready for spare in self._waiting)
-
     def take(self) -> Spare | None:
         """Return one that has imported everything; None where there is none."""
         for spare in self._waiting:

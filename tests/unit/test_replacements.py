@@ -287,20 +287,6 @@ def test_no_process_can_be_started(tmp_path: Path) -> None:
     runs(tmp_path, act)
 
 
-def test_without_a_restart_and_a_spare_nobody_is_ended_first(tmp_path: Path) -> None:
-    """The process may still give its shard, and its end may take long: the save does not wait for it."""
-
-    async def act(node: Node) -> None:
-        await node.begin(0)
-        node.replacements.begin(node, spares_alone=True)
-        answer = await node.replacements.replace(Replace(3, 1, 0), always)
-        reason = "no restart is left (--max-restarts), and no spare process waits on its node"
-        assert answer == RegroupFailed(0, 3, 1, reason)
-        assert node.workers.alive == {0}
-
-    runs(tmp_path, act)
-
-
 def test_a_spare_that_cannot_be_started_ends_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
