@@ -17,10 +17,9 @@ import msgspec
 from adaptor import config, engines, text
 from adaptor.errors import AdaptorError
 from adaptor.launchers import doctor_disk, doctor_machine
-from adaptor.launchers.finding import FAIL, Finding
+from adaptor.launchers.finding import Finding
 from adaptor.operations import cli
-
-OK, FOUND = 0, 1
+from adaptor.operations.words import FINDING, OK
 
 
 def add(add_command: cli.Add) -> None:
@@ -55,12 +54,12 @@ def _answer(parsed: argparse.Namespace) -> int:
         found.append(finding)
         if not parsed.json:
             print(_line(finding), flush=True)
-    bad = sum(finding.level == FAIL for finding in found)
+    bad = sum(finding.level == "FAIL" for finding in found)
     if parsed.json:
         print(msgspec.json.encode({"host": socket.gethostname(), "findings": found}).decode())
     else:
         print(f"{socket.gethostname()}: {len(found)} checks, {bad} failed")
-    return FOUND if bad else OK
+    return FINDING if bad else OK
 
 
 def _line(finding: Finding) -> str:
@@ -80,7 +79,7 @@ def findings(save: Path | None, size: int) -> Iterator[Finding]:
         config.refuse_misspelt(os.environ)
         engines.find(settings.engine).require(settings)
     except AdaptorError as error:
-        yield Finding("settings", FAIL, str(error))
+        yield Finding("settings", "FAIL", str(error))
         return
     yield Finding("settings", "OK", "every setting makes sense")
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
-
-FAIL: Final = "FAIL"
 
 
 class Finding(msgspec.Struct, frozen=True):

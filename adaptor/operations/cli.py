@@ -18,14 +18,13 @@ import msgspec
 
 from adaptor import config, output
 from adaptor.errors import AdaptorError
-from adaptor.operations import job_folder, records, verify
-from adaptor.operations.goodput import Goodput, goodput
+from adaptor.operations import goodput, job_folder, records, verify
+from adaptor.operations.goodput import Goodput
 from adaptor.operations.records import Incident, Phases, Status
-from adaptor.operations.words import FINDING, OK, USAGE, duration, shown
+from adaptor.operations.words import FINDING, OK, USAGE, duration, protection, shown
 
 PORT = 9470
 _WATCH_S = 1.0
-
 
 Answer = Callable[[argparse.Namespace], int]
 # Adds a command: its name, the function that answers, and what it is for.
@@ -109,24 +108,22 @@ def _where(parsed: argparse.Namespace) -> Path:
 def _status(parsed: argparse.Namespace) -> int:
     while True:
         status = job_folder.status(_where(parsed))
-        age = max(0.0, time.time() - records.unix(status.time))
-        silent = bool(job_folder.silent_s(status))
+        silent_s = job_folder.silent_s(status)
         if parsed.json:
             print(msgspec.json.encode(status).decode())
         else:
-            print("\n".join(_status_lines(status, age, silent=silent)), flush=True)
+            print("\n".join(_status_lines(status, silent_s)), flush=True)
         if not parsed.watch:
-            return FINDING if silent or status.protected is False else OK
+            return FINDING if silent_s or status.protected is False else OK
         time.sleep(_WATCH_S)
 
 
-def _status_lines(status: Status, age: float, *, silent: bool) -> list[str]:
-    state = f"silent for {duration(age)}, last {status.state}" if silent else status.state
+def _status_lines(status: Status, silent_s: float) -> list[str]:
+    state = f"silent for {duration(silent_s)}, last {status.state}" if silent_s else status.state
     step = "no step finished"
     if status.step is not None and status.step_time is not None:
         ago = records.unix(status.time) - records.unix(status.step_time)
         step = f"step {status.step}, finished {duration(max(0.0, ago))} before this"
-    protected = {True: "protected", False: f"NOT PROTECTED: {status.why_not}", None: "not yet protected"}
     away = f", {status.nodes_lost} lost" if status.nodes_lost else ""
     ended = f", {status.ranks_ended} ended" if status.ranks_ended else ""
     last = f", the last {status.last_incident}" if status.last_incident else ""
@@ -134,7 +131,7 @@ def _status_lines(status: Status, age: float, *, silent: bool) -> list[str]:
         "job": f"{shown(status.job)}: {state}",
         "at": status.time,
         "step": step,
-        "protection": protected[status.protected],
+        "protection": protection(status),
         "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {status.nodes} nodes{away}",
         "restarts": f"{status.restarts} of {status.max_restarts}",
         "incidents": f"{status.incidents}{last}",
@@ -173,12 +170,7 @@ def _parts(phases: Phases) -> dict[str, float | None]:
 def _goodput(parsed: argparse.Namespace) -> int:
     job = _where(parsed)
     status = job_folder.status(job)
-    spent = goodput(
-        job_folder.events(job),
-        job_folder.Summaries().of(job),
-        newest=status.step,
-        until=records.unix(status.time),
-    )
+    spent = goodput.of_job(job, status, job_folder.Summaries().of(job))
     if parsed.json:
         print(msgspec.json.encode(spent).decode())
     else:

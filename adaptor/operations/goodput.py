@@ -15,12 +15,13 @@ Training is then divided: what was spent on steps that were trained again is `wa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
-from adaptor.operations.records import Event, IncidentSummary, unix
+from adaptor.operations import job_folder
+from adaptor.operations.records import Event, Incident, IncidentSummary, Status, unix
 
-STATES = ("productive", "wasted", "startup", "recovery", "down")
 # By the state before an event and its type: the state after it. What is not here changes nothing.
 _NEXT = {
     ("down", "generation"): "startup",
@@ -51,8 +52,26 @@ class Goodput(msgspec.Struct, kw_only=True, frozen=True):
     ratio: float | None
 
 
+def of_job(job: Path, status: Status, incidents: Sequence[Incident | IncidentSummary]) -> Goodput:
+    """Return how a job has spent its time until its status was written.
+
+    Args:
+        job: its folder.
+        status: of the same job.
+        incidents: of the same job.
+
+    Raises:
+        JobFolderError: its events cannot be read.
+    """
+    return goodput(job_folder.events(job), incidents, newest=status.step, until=unix(status.time))
+
+
 def goodput(
-    events: Iterable[Event], incidents: Sequence[IncidentSummary], *, newest: int | None, until: float | None
+    events: Iterable[Event],
+    incidents: Sequence[Incident | IncidentSummary],
+    *,
+    newest: int | None,
+    until: float | None,
 ) -> Goodput:
     """Return how a job has spent its time.
 

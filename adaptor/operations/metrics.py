@@ -22,8 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from adaptor.operations import job_folder
-from adaptor.operations.goodput import goodput
+from adaptor.operations import goodput, job_folder
 from adaptor.operations.newest_checkpoint import Checkpoint
 from adaptor.operations.records import IncidentSummary, Phases, Status, unix
 
@@ -57,12 +56,7 @@ class _Job(Collector):
         self._newest = newest
         self._status = job_folder.status(job)
         self._incidents = summaries.of(job)
-        self._spent = goodput(
-            job_folder.events(job),
-            self._incidents,
-            newest=self._status.step,
-            until=unix(self._status.time),
-        )
+        self._spent = goodput.of_job(job, self._status, self._incidents)
 
     def collect(self) -> Iterable[Metric]:
         status, spent = self._status, self._spent

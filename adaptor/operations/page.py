@@ -8,12 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import jinja2
-import msgspec
 
-from adaptor.operations import job_folder
-from adaptor.operations.goodput import goodput
-from adaptor.operations.records import Event, Incident, IncidentSummary, Status, unix
-from adaptor.operations.words import duration
+from adaptor.operations import goodput, job_folder
+from adaptor.operations.records import Event, Incident, Status, unix
+from adaptor.operations.words import duration, protection
 
 # More events of an incident than these are left to its file: with thousands of ranks a browser would stall.
 MOST_EVENTS = 500
@@ -49,12 +47,6 @@ def page(job: Path, *, refresh_s: int = 0) -> str:
     """
     status = job_folder.status(job)
     incidents = job_folder.incidents(job)
-    spent = goodput(
-        job_folder.events(job),
-        [msgspec.convert(msgspec.to_builtins(one), IncidentSummary) for one in incidents],
-        newest=status.step,
-        until=unix(status.time),
-    )
     silent_s = job_folder.silent_s(status)
     bad = bool(silent_s) or status.protected is False or (status.state == "ended" and _ended_badly(incidents))
     environment = jinja2.Environment(
@@ -67,9 +59,9 @@ def page(job: Path, *, refresh_s: int = 0) -> str:
         status=status,
         state=f"silent for {duration(silent_s)}, last {status.state}" if silent_s else status.state,
         bad=bad,
-        protection=_protection(status),
+        protection=protection(status),
         step_age=_step_age(status),
-        spent=spent,
+        spent=goodput.of_job(job, status, incidents),
         incidents=incidents[::-1],
         refresh_s=refresh_s,
         most=MOST_EVENTS,
@@ -86,12 +78,6 @@ def page(job: Path, *, refresh_s: int = 0) -> str:
 
 def _ended_badly(incidents: list[Incident]) -> bool:
     return bool(incidents) and incidents[-1].next_action.startswith("the job ends")
-
-
-def _protection(status: Status) -> str:
-    if status.protected is None:
-        return "Not yet protected"
-    return "Protected" if status.protected else f"NOT PROTECTED: {status.why_not}"
 
 
 def _step_age(status: Status) -> str:

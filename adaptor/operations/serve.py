@@ -30,6 +30,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
+from adaptor.errors import AdaptorError
 from adaptor.operations import job_folder, metrics, page
 from adaptor.operations.job_folder import JobFolderError
 from adaptor.operations.newest_checkpoint import NewestCheckpoint
@@ -48,7 +49,7 @@ _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 
 
-class ServeError(JobFolderError):
+class ServeError(AdaptorError):
     """It cannot serve as it was asked to."""
 
 

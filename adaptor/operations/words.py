@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from adaptor import text
+from adaptor.operations.records import Status
 
 OK, FINDING, USAGE = 0, 1, 2
 
@@ -10,6 +11,13 @@ OK, FINDING, USAGE = 0, 1, 2
 def shown(words: str) -> str:
     """Return text from a file as one line that any terminal can show."""
     return text.encodable(words.replace("\n", " ").replace("\x1b", "?"))
+
+
+def protection(status: Status) -> str:
+    """Return whether a job is protected, and why it is not."""
+    if status.protected is None:
+        return "not yet protected"
+    return "protected" if status.protected else f"NOT PROTECTED: {status.why_not}"
 
 
 def duration(seconds: float) -> str:
