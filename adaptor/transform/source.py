@@ -175,7 +175,9 @@ def open_source(root: Path, step: int | None) -> Source:
     for name, option in _REFUSED.items():
         if getattr(args, name, None):
             raise UnsupportedError(f"{folder}: was saved with {option}, which is not transformed")
-    if getattr(args, "num_experts", None) and (getattr(args, "expert_model_parallel_size", None) or 1) == 1:
+    sizes = Sizes.of(args)
+    has_experts = bool(getattr(args, "num_experts", None))
+    if has_experts and sizes.ep == 1:
         raise UnsupportedError(
             f"{folder}: has experts with an expert-parallel size of 1, where one optimizer has them and all"
             " else; only sizes from 2 on are transformed"
@@ -188,9 +190,8 @@ def open_source(root: Path, step: int | None) -> Source:
         raise UnsupportedError(
             f"{folder}: was saved with --optimizer {args.optimizer}; only adam is transformed"
         )
-    sizes = Sizes.of(args)
     etp = getattr(args, "expert_tensor_parallel_size", None) or sizes.tp
-    if getattr(args, "num_experts", None) and (etp != sizes.tp or sizes.tp > 1):
+    if has_experts and (etp != sizes.tp or sizes.tp > 1):
         raise UnsupportedError(
             f"{folder}: has experts with TP{sizes.tp} and expert-tensor-parallel size {etp}; experts are"
             " transformed only where both are 1"
@@ -261,7 +262,9 @@ def _entries(
         where = source.file(Rank(0, stage, bodies.index(None)), MODEL_FILE)
         raise UnsupportedError(f"{where}: has no {chunk.key}, which {sizes} has")
     each = (getattr(source.args, "num_experts", None) or 0) // sizes.ep
-    for name, value in (bodies[0] or {}).items():
+    body = bodies[0] or {}
+    for name, value in body.items():
+        _require_gate_as_said(source.args, name, body)
         if not name.startswith("decoder.layers."):
             (behind if any(inside.values()) else before).append(_item(source, name, name, value))
             continue
@@ -271,7 +274,7 @@ def _entries(
         number = chunk.layers[local]
         expert = rules.expert_of(name)
         inside[number].append(_item(source, name, in_whole_model(name, number, expert), value))
-    if each and sizes.ep > 1:
+    if each:
         for number in inside:
             inside[number] = _with_all_experts(inside[number], each, sizes.ep)
     return before, inside, behind
@@ -293,27 +296,25 @@ def _with_all_experts(layer: list[Item], each: int, ep: int) -> list[Item]:
     return [*layer[:end], *others, *layer[end:]]
 
 
-def _require_gate_as_said(source: Source, name: str) -> None:
+def _require_gate_as_said(args: Namespace, name: str, body: Mapping[str, Any]) -> None:
     """Refuse an MLP that has a gate of which the arguments say nothing, or lacks the one that they say.
 
     Both are cut apart; a cut in one piece would have the right shapes and the wrong rows.
     """
-    bodies = [body for chunks in source.bodies.values() for body in chunks.values() if isinstance(body, dict)]
-    for body in bodies:
-        wide, narrow = body.get(name), body.get(name.replace("linear_fc1", "linear_fc2"))
-        if not isinstance(wide, StoredTensor) or not isinstance(narrow, StoredTensor):
-            continue
-        if (wide.shape[0] == 2 * narrow.shape[1]) is not bool(source.args.swiglu):
-            raise UnsupportedError(
-                f"{name}: has {wide.shape[0]} rows for the {narrow.shape[1]} columns of linear_fc2, and the"
-                f" arguments say swiglu={source.args.swiglu}; MLPs with another gate are not transformed"
-            )
+    if not name.endswith(".linear_fc1.weight"):
+        return
+    wide, narrow = body[name], body.get(name.replace("linear_fc1", "linear_fc2"))
+    if not isinstance(wide, StoredTensor) or not isinstance(narrow, StoredTensor):
+        return
+    if (wide.shape[0] == 2 * narrow.shape[1]) is not bool(args.swiglu):
+        raise UnsupportedError(
+            f"{name}: has {wide.shape[0]} rows for the {narrow.shape[1]} columns of linear_fc2, and the"
+            f" arguments say swiglu={args.swiglu}; MLPs with another gate are not transformed"
+        )
 
 
 def _item(source: Source, local: str, name: str, value: Any) -> Item:
     if not isinstance(value, StoredTensor):
         return Item(name, value=value)
-    if local.endswith(".linear_fc1.weight"):
-        _require_gate_as_said(source, local)
     cut = rules.cut_of(local, bool(source.args.swiglu))
     return Item(name, whole_shape(value.shape, cut, source.sizes.tp), value.dtype, cut)
