@@ -100,14 +100,10 @@ class Replacements:
         except OSError as error:  # no process, no descriptor, no memory
             reason = f"no process can be started in its place ({error.strerror})"
             return RegroupFailed(order.rank, order.incident, order.attempt, reason)
-        except _NoSpareError:  # it has just ended
-            return self._no_spare(order)
+        except _NoSpareError:
+            reason = "no restart is left (--max-restarts), and no spare process waits on its node"
+            return RegroupFailed(order.rank, order.incident, order.attempt, reason)
         return None
-
-    @staticmethod
-    def _no_spare(order: Replace) -> RegroupFailed:
-        reason = "no restart is left (--max-restarts), and no spare process waits on its node"
-        return RegroupFailed(order.rank, order.incident, order.attempt, reason)
 
     def end_incident(self) -> None:
         """End the incident: all ranks train again."""

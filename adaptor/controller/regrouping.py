@@ -87,7 +87,7 @@ class Newcomer:
     is_missing: bool = False
 
     @property
-    def is_as_new(self) -> bool:
+    def is_reusable(self) -> bool:
         """Return whether another attempt can go on with it."""
         return self.stage is NewcomerStage.STARTING and not self.is_missing
 
@@ -272,7 +272,7 @@ class Regrouping:
                 ended = rank in self.membership.dead
                 if self.membership.lives(rank):
                     self.ended.add(rank)
-            elif newcomer.stage is NewcomerStage.ENDING or newcomer.is_as_new:
+            elif newcomer.stage is NewcomerStage.ENDING or newcomer.is_reusable:
                 self.newcomers[rank] = Newcomer(newcomer.stage, replacement)
                 continue
             else:
