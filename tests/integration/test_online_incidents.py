@@ -6,9 +6,15 @@ import json
 import re
 from pathlib import Path
 
-from tests.faults.harness import DP2, DP4
+from tests.faults.harness import DP2, DP4, Ended
 from tests.faults.scenario import BaselineOf, restarts
 from tests.integration.test_online import online, trains_on
+
+
+def replacement(ended: Ended) -> str:
+    """Return the one line about processes that were replaced."""
+    (line,) = [line for line in ended.said if "replaced by pid" in line]
+    return line
 
 
 def test_an_exception_inside_the_update(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -34,16 +40,14 @@ def test_a_survivor_whose_work_gloo_has_forgotten_goes_on(tmp_path: Path, baseli
     """Nobody else has the shard of rank 3: it is not replaced, its wait is ended."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=3,step=6,phase=forward,kind=forgotten"]
     ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
-    (line,) = [line for line in ended.said if "replaced by pid" in line]
-    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+, ", line)
+    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+, ", replacement(ended))
 
 
 def test_a_survivor_that_nothing_wakes_is_replaced(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Rank 2 answers, but its main thread hangs in gloo; rank 0 has its shard, too."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=2,step=6,phase=forward,kind=unending"]
     ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
-    (line,) = [line for line in ended.said if "replaced by pid" in line]
-    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+ and \d+, ", line)
+    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+ and \d+, ", replacement(ended))
 
 
 def test_where_nobody_else_has_its_shard_the_step_is_saved_at_once(
@@ -61,8 +65,7 @@ def test_a_survivor_that_is_stopped_in_the_middle_of_a_recovery_is_replaced(
     """Rank 0 has its shard, too."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=2,phase=exchange,kind=sigstop"]
     ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4))
-    (line,) = [line for line in ended.said if "replaced by pid" in line]
-    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+ and \d+, ", line)
+    assert re.search(r"rank 1 was ended by SIGKILL; replaced by pid \d+ and \d+, ", replacement(ended))
 
 
 def test_a_new_process_that_is_stopped_in_its_first_step_is_noticed(
