@@ -100,20 +100,32 @@ def _judge_side(
     job: Job, report: Mapping[str, Any], planned: Planned, struck: Sequence[Fault], side: int | None
 ) -> _Side:
     saved, reason = int(report["step"] or -1), str(report["reason"])
-    survives = CUTS[planned.cut].survives(struck, side)
+    # Who is lost after it has said that its files are written has given all that it had.
+    given = {event.get("rank") for event in report["events"] if event["type"] == "written"}
+    before = [fault for fault in struck if fault.phase != "dump-written" or fault.rank not in given]
+    survives = CUTS[planned.cut].survives(before, side)
     problems: list[str] = []
     if report["verdict"] == "saved":
         finished = newest_finished(job, report, planned.fault.restart)
         behind = survives is None or (CUTS[planned.cut].local_copy and saved == finished - 1)
         if saved < finished and not (behind and BEHIND in reason):
             problems.append(f"step {finished} is finished, step {saved} is saved: {reason}")
-        if survives is False:
+        if survives is False and not _was_found(report):
             problems.append("saved, and no holder should have been left")
         published = [unix(event["time"]) for event in report["events"] if event["type"] == "published"]
         return _Side(saved, published[0] if published else None, problems)
     if report["verdict"] != "lost" or survives or not any(words in reason for words in UNHELD):
         problems.append(reason)
     return _Side(-1, None, problems)
+
+
+def _was_found(report: Mapping[str, Any]) -> bool:
+    """Return True where the step stood in the save folder already: it is looked for once no holder is left.
+
+    The other side of a cut has written it, an earlier controller, or the framework's own save.
+    """
+    types = {event["type"] for event in report["events"]}
+    return "find-ordered" in types and "publish-ordered" not in types
 
 
 def side_of(report: Mapping[str, Any]) -> int:
@@ -145,7 +157,7 @@ def checkpoint_problems(save: Path, step: int | None, unfinished: bool = False) 
     problems = []
     if tracked_step(save) != step:
         problems.append(f"the tracker says {tracked_step(save)}, step {step} was saved")
-    problems += manifest.verify(save / naming.final_name(step)) if step is not None else []
+    problems += manifest.defects(save / naming.final_name(step)) if step is not None else []
     # The agent tidies up once every worker is gone, a moment after its report; a restart takes longer.
     deadline = time.monotonic() + TIDY_S
     while (strange := _strange(save, unfinished)) and time.monotonic() < deadline:

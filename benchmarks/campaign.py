@@ -214,7 +214,9 @@ def check_records(campaign: Campaign) -> tuple[dict[str, int], list[str]]:
         jobs = [_job(campaign, cut, path, adaptor=True) for path in campaign.jobs(cut)]
         steps = [line["iteration"] for job in jobs for found in job.records().values() for line in found]
         if steps:
-            saved = [int(report["step"]) for job in jobs for report in job.incidents()]
+            saved = [
+                report["step"] for job in jobs for report in job.incidents() if report["step"] is not None
+            ]
             equal[cut], found = compare(reference(campaign, cut, max(steps)), jobs, saved)
             problems += [f"{cut}: {problem}" for problem in found]
     return equal, problems

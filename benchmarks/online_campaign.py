@@ -33,6 +33,7 @@ from _schedule import SAVE_INTERVAL
 
 from adaptor.checkpoint import manifest
 from adaptor.protocol import naming
+from tests import waiting
 from tests.faults import leftovers, same
 
 # A job of which nothing moves for so long stands still: more than 15 times TTP_HANG, the limit for the first
@@ -108,10 +109,10 @@ def fight(folder: Path, drawn: Drawn) -> dict[str, Any]:
         except JobError as error:
             problems.append(str(error))
             _stacks(place, mark)
-    deadline = time.monotonic() + leftovers.GONE_WITHIN_S
-    while (left := leftovers.processes(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    problems += [f"{len(left)} processes are left"] if left and not problems else []
+    try:
+        waiting.ended(leftovers.processes(mark))
+    except AssertionError as error:
+        problems += [] if problems else [str(error)]
     leftovers.end(mark)
     found = incidents(drawn, job)
     problems += [f"{one.why}: {'; '.join(one.struck)}" for one in found if one.outcome == FAILED]

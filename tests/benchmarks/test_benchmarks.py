@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +32,36 @@ def _run(*command: str) -> str:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_says_what_it_takes(script: str) -> None:
     assert "usage" in _run(f"benchmarks/{script}", "--help")
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Return what a script takes from modules of ours: (module, name); by an import or as an attribute."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("adaptor", "tests"):
+            for alias in node.names:
+                yield str(node.module), alias.name
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield modules[node.value.id], node.attr
+
+
+def _is_there(module: str, name: str) -> bool:
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError:  # a class or an object of the module, whose attributes are its own
+        return True
+    if hasattr(found, name) or not hasattr(found, "__path__"):
+        return hasattr(found, name)
+    return importlib.util.find_spec(f"{module}.{name}") is not None
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.name)
+def test_what_it_takes_from_the_project_is_there(path: Path) -> None:
+    """A name that is used only at the end of a campaign is missed hours later."""
+    missing = [names for names in _names(ast.parse(path.read_text())) if not _is_there(*names)]
+    assert missing == []
 
 
 def test_board_and_door_are_measured(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from adaptor.devices import accelerator
 from adaptor.devices.accelerator import Accelerator
 from adaptor.devices.cuda import Cuda
 from adaptor.devices.npu import Npu
+from tests import waiting
 from tests.device.recording import Machine
-from tests.unit.nodes import wait_until
 from tests.unit.threads import LONG_S
 
 LANDING = 64  # bytes, so that small tensors take several parts
@@ -43,7 +43,9 @@ def machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     for stream in made.made:
         stream.unblock()
     # A thread of the reserve has that name while it has something to do.
-    wait_until(lambda: all(thread.name != "ttp-device" for thread in threading.enumerate()), "they are done")
+    waiting.until(
+        lambda: all(thread.name != "ttp-device" for thread in threading.enumerate()), "they are done"
+    )
     made.close()
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests import waiting
 
 # For the faults `oom` and `disk`: the folder of the group that a process is to move to.
 MEMORY = "TTP_TEST_MEMORY_GROUP"
@@ -16,7 +17,6 @@ SLOW = "TTP_TEST_SLOW_GROUP"
 _ROOT = Path("/sys/fs/cgroup")
 _UNIFIED = (_ROOT / "cgroup.controllers").exists()
 _LIMIT = 64 << 20
-_GONE_WITHIN_S = 60.0
 # Far more than the limit: a group that does not stop it is a failure of the test.
 _HOARD = 16 * _LIMIT
 
@@ -106,11 +106,14 @@ def _group(controller: str, limits: dict[str, object]) -> Iterator[Path]:
 
 def _remove(path: Path) -> None:
     """Of a process that has just ended the kernel may not have let go yet."""
-    until = time.monotonic() + _GONE_WITHIN_S
-    while True:
+
+    def removed() -> bool:
         try:
-            return path.rmdir()
+            path.rmdir()
         except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() > until:
+            if error.errno != errno.EBUSY:
                 raise
-            time.sleep(0.05)
+            return False
+        return True
+
+    waiting.until(removed, f"{path} is empty")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor.protocol.environment import NEWCOMER
+from tests import waiting
 from tests.faults import cgroups, disks, namespaces
 
 # Where a fault strikes in the step that it names.
@@ -259,7 +260,7 @@ class Injector:
                 _spoil()
                 raise InjectedError(str(fault))
             case "pause":
-                time.sleep(PAUSE_S)
+                threading.Event().wait(PAUSE_S)
             case "deadlock":
                 threading.Event().wait()
             case "sigstop":
@@ -278,24 +279,28 @@ def _until_it_is_known() -> None:
     """That the job is to end: where the agent is slow, the training might come to its own end before."""
     from adaptor.worker import runtime
 
-    while not runtime.get().session.door.closed:
-        time.sleep(0.005)
+    session = runtime.get().session
+    waiting.until(lambda: session.door.closed, "the job is to end")
 
 
 def _until_it_is_stopped(rank: int) -> None:
     stat = Path(f"/proc/{_sibling(rank)}/stat")
-    while stat.read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.005)
+    waiting.until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", f"rank {rank} is stopped")
 
 
 def _waiting_spare() -> int:
     """Return its pid once it has imported everything: then it says by its name what it is."""
-    while True:
+    found: list[int] = []
+
+    def is_there() -> bool:
         for process in _tree(os.getppid()):
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{process}/comm").read_text() == "ttp-spare\n":
-                    return process
-        time.sleep(0.01)
+                    found.append(process)
+        return bool(found)
+
+    waiting.until(is_there, "a spare waits")
+    return found[0]
 
 
 def _hold_the_interpreter_lock() -> None:

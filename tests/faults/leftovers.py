@@ -9,28 +9,33 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import waiting
 from tests.faults.warm import MARK
 
 # What a killed process held is given back by the kernel a moment after its parent knows of its death; on a
-# machine with much other work that may be some seconds.
-GONE_WITHIN_S = 60.0
+# machine with much other work that may be some seconds. A look reads /proc of every process.
+LOOK_S = 0.1
 SHARED = Path("/dev/shm")
 
 
 def assert_nothing_left(mark: str, ports: list[int], scratch: Path, shared_before: set[str]) -> None:
     """Wait a moment for the last of it; then whatever is left fails the test, and is ended."""
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while left := _left(mark, ports, scratch, shared_before):
-        if time.monotonic() > deadline:
-            end(mark)
-            pytest.fail("the job left behind: " + "; ".join(left))
-        time.sleep(0.1)
+    left: list[str] = []
+
+    def nothing_is_left() -> bool:
+        left[:] = _left(mark, ports, scratch, shared_before)
+        return not left
+
+    try:
+        waiting.until(nothing_is_left, "nothing is left", pause_s=LOOK_S)
+    except AssertionError:
+        end(mark)
+        pytest.fail("the job left behind: " + "; ".join(left))
 
 
 def end(mark: str) -> None:

@@ -16,15 +16,16 @@ Each case prints a line; the exit code is 1 if one has failed.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from tests import waiting
 from tests.frameworks import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,12 +83,8 @@ def run(*command: str | Path) -> str:
     return done.stdout
 
 
-def wait_until(done: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not done():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not so after {LONG_S:g} s: {what}")
-        time.sleep(0.2)
+# What Slurm says of its nodes and jobs is only to be asked for.
+wait = functools.partial(waiting.until, pause_s=0.2, within_s=LONG_S)
 
 
 def start_slurm(out: Path) -> None:
@@ -112,7 +109,7 @@ def start_slurm(out: Path) -> None:
     run("slurmctld", "-c")
     for name in NODES:
         run("slurmd", "-N", name)
-    wait_until(lambda: run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", "both nodes are idle")
+    wait(lambda: run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", "both nodes are idle")
 
 
 class Job:
@@ -155,18 +152,16 @@ class Job:
         return [int(number) for number in re.findall(r"step (\d+) is saved", self.log)]
 
     def wait_for_step(self, step: int) -> None:
-        wait_until(lambda: step in self.steps(), f"step {step} of job {self.number}:\n{self.last_lines}")
+        wait(lambda: step in self.steps(), f"step {step} of job {self.number}:\n{self.last_lines}")
 
     def wait_for(self, *states: str) -> None:
-        wait_until(
-            lambda: self.state in states, f"job {self.number} is {' or '.join(states)}: {self.last_lines}"
-        )
+        wait(lambda: self.state in states, f"job {self.number} is {' or '.join(states)}: {self.last_lines}")
 
     def goes_on(self) -> None:
         """Assert that it continues after the newest step that it has saved, and end it."""
         (saved,) = set(self.saved())
         before = self.steps().count(saved + 1)
-        wait_until(
+        wait(
             lambda: self.steps().count(saved + 1) > before,
             f"it goes on after step {saved}: {self.last_lines}",
         )
@@ -199,7 +194,7 @@ def requeue(out: Path) -> None:
     job = Job(out, "requeue", 10**6)
     job.wait_for_step(2)
     run("scontrol", "requeue", job.number)
-    wait_until(job.saved, f"it saves: {job.last_lines}")
+    wait(job.saved, f"it saves: {job.last_lines}")
     job.goes_on()
 
 
@@ -215,7 +210,7 @@ def grace(out: Path) -> None:
 def _preempt(out: Path, job: Job) -> None:
     job.wait_for_step(2)
     run("sbatch", "--nodes=2", "--partition=high", f"--output={out}/first", "--wrap", "srun hostname")
-    wait_until(job.saved, f"it saves: {job.last_lines}")
+    wait(job.saved, f"it saves: {job.last_lines}")
     job.goes_on()
 
 

@@ -32,6 +32,23 @@ class Changes:
         await asyncio.wait_for(wait(), LONG_S)
 
 
+class Calls(Changes):
+    """Counts the calls of a method of an object, and tells of each when it has returned."""
+
+    def __init__(self, owner: object, method: str) -> None:
+        super().__init__()
+        self.counted = 0
+        act = getattr(owner, method)
+
+        def call(*args: object, **named: object) -> object:
+            result = act(*args, **named)
+            self.counted += 1
+            self.tell()
+            return result
+
+        setattr(owner, method, call)
+
+
 class Arrivals(list[T], Generic[T]):
     """A list of what has come."""
 

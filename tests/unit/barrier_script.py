@@ -8,13 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
-import time
 
 import torch.distributed as dist
 
 from adaptor import context
 from adaptor.replica import group
 from adaptor.waits import Waits
+from tests import waiting
 
 
 def _rank(rank: int, port: int, told: multiprocessing.Queue[str], over: multiprocessing.Event) -> None:
@@ -28,8 +28,7 @@ def _rank(rank: int, port: int, told: multiprocessing.Queue[str], over: multipro
     waits = context.part(Waits)
 
     def end() -> None:
-        while waits.current is None:
-            time.sleep(0.001)
+        waiting.until(lambda: waits.current is not None, "rank 0 waits")
         waits.current.end()
 
     threading.Thread(target=end, daemon=True).start()

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,11 @@ from adaptor.launchers.node import Node
 from adaptor.launchers.programs import SPARE, WORKER
 from adaptor.launchers.spare_pool import Spare
 from adaptor.protocol.messages import Verdict
+from tests import waiting
 from tests.unit.threads import LONG_S
 
 SCRIPT = Path(__file__).with_name("worker_script.py")
 ROOT = Path(__file__).parents[2]
-
-
-def wait_until(done: Callable[[], Any], what: str) -> None:
-    """For what another process does to itself."""
-    deadline = time.monotonic() + LONG_S
-    while not done():
-        assert time.monotonic() < deadline, f"not so after {LONG_S:g} s: {what}"
-        time.sleep(0.005)
 
 
 def is_gone(pid: int) -> bool:
@@ -53,7 +45,7 @@ def stop(pid: int) -> None:
     """Stop a process. The main thread takes the signal when it next runs; until then others still answer."""
     os.kill(pid, signal.SIGSTOP)
     threads = [path.name for path in Path(f"/proc/{pid}/task").iterdir()]
-    wait_until(lambda: all(state_of(int(thread)) in ("", "T") for thread in threads), f"{pid} is stopped")
+    waiting.until(lambda: all(state_of(int(thread)) in ("", "T") for thread in threads), f"{pid} is stopped")
 
 
 def open_descriptors(pid: int) -> dict[str, str]:
@@ -200,14 +192,14 @@ class Job:
             assert worker.hears() == "here"
         # Its hello may come later, and before it a worker is told nothing.
         heard = [node._workers._connections for node in chosen]
-        wait_until(lambda: sum(map(len, heard)) == world_size, "the agents have heard of their workers")
+        waiting.until(lambda: sum(map(len, heard)) == world_size, "the agents have heard of their workers")
 
     def train(self, *lines: str) -> None:
         """All of them."""
         for worker in self.workers.values():
             worker.does("begin", *lines)
         controller_host = controller_host_of(self.nodes[0])
-        wait_until(
+        waiting.until(
             lambda: len(controller_host.controller.membership.layouts) == len(self.workers),
             "the layouts are known",
         )

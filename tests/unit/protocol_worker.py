@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 
 from adaptor.protocol import environment, wire
@@ -106,7 +105,7 @@ def main() -> None:
                 worker.board.end()
                 os._exit(0)
         print("done", line.strip(), flush=True)
-    time.sleep(600)  # a newcomer has no stdin
+    threading.Event().wait(600)  # a newcomer has no stdin
 
 
 main()

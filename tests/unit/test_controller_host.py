@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import signal
 import socket
@@ -37,11 +38,12 @@ from adaptor.protocol.messages import (
     Verdict,
 )
 from adaptor.worker.processor import EXIT_SURVIVOR
+from tests import waiting
 from tests.certificates import Authority
 from tests.ports import free_port
 from tests.unit.agents import Agent
-from tests.unit.arrivals import Arrivals
-from tests.unit.nodes import Job, controller_host_of, job, stop, wait_until
+from tests.unit.arrivals import Arrivals, Calls
+from tests.unit.nodes import Job, controller_host_of, job, stop
 from tests.unit.threads import LONG_S, Thread
 
 __all__ = ["job"]
@@ -206,7 +208,9 @@ def test_it_is_not_over_before_the_verdict(two_nodes: Job, monkeypatch: pytest.M
     job.train("step")
     job.workers[1].send("exit 0")
     assert job.workers[1].status() == 0
-    wait_until(lambda: 1 in controller_host_of(job.nodes[0]).controller.membership.dead, "its end is known")
+    waiting.until(
+        lambda: 1 in controller_host_of(job.nodes[0]).controller.membership.dead, "its end is known"
+    )
     lose(job.nodes.pop(0))
     assert looks.wait(LONG_S)
     (node,) = job.nodes
@@ -224,8 +228,8 @@ def test_the_node_that_takes_over_is_lost_as_well(job: Job) -> None:
     job.train("step")
     stop(job.workers[1].process.pid)
     lose(job.nodes.pop(0))
-    wait_until(lambda: client_of(nodes[1]).controller_host is not None, "node 1 has taken over")
-    wait_until(
+    waiting.until(lambda: client_of(nodes[1]).controller_host is not None, "node 1 has taken over")
+    waiting.until(
         lambda: 2 in controller_host_of(nodes[1]).controller.membership.agents, "node 2 has come to it"
     )
     lose(job.nodes.pop(0))
@@ -251,7 +255,7 @@ def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
     )
     loop = nodes[0]._control.loop
     loop.call_soon_threadsafe(lambda: controller_host_of(nodes[0])._sends[2]([told]))
-    wait_until(lambda: nodes[2].verdict == told, "node 2 has been told")
+    waiting.until(lambda: nodes[2].verdict == told, "node 2 has been told")
     lose(job.nodes.pop(0))
     verdict = job.verdict()
     assert (verdict.outcome, verdict.line, verdict.exit_code) == ("saved", "as it was", 3)
@@ -270,7 +274,7 @@ def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) 
     job.train("step")
     stop(job.workers[2].process.pid)
     lose(job.nodes.pop(1))
-    wait_until(lambda: controller_host_of(nodes[0]).controller.incident is not None, "it is known")
+    waiting.until(lambda: controller_host_of(nodes[0]).controller.incident is not None, "it is known")
     lose(job.nodes.pop(0))
     verdict = job.verdict()
     assert verdict.line == "the controller's node is lost; nothing more can be saved from node 2"
@@ -306,7 +310,7 @@ def test_the_report_is_where_the_verdict_came_from(two_nodes: Job) -> None:
     assert Path(job.nodes[0].report).parents[2] == job.logs
     lose(job.nodes.pop(0))
     (node,) = job.nodes
-    wait_until(lambda: client_of(node)._succession.is_mine, "node 1 has noticed that")
+    waiting.until(lambda: client_of(node)._succession.is_mine, "node 1 has noticed that")
     assert node.report == "on node 0"
 
 
@@ -327,7 +331,7 @@ def test_a_death_that_the_controller_does_not_hear_any_more(two_nodes: Job) -> N
     job.train("step")
     controller_host_of(job.nodes[0]).receive = lambda *args: True  # type: ignore[method-assign]
     job.workers[1].process.kill()
-    wait_until(
+    waiting.until(
         lambda: any(isinstance(one, Died) for one in client_of(job.nodes[1]).said), "node 1 has told it"
     )
     job.nodes.pop(0).close()
@@ -370,7 +374,7 @@ def test_a_node_starts_no_worker_before_it_knows_the_way(job: Job) -> None:
         order.append("node 2 has met the others")
 
     with Thread(meet):
-        wait_until(
+        waiting.until(
             lambda: controller_host_of(nodes[0]).controller.membership.agents == {0, 2}, "node 2 is known"
         )
         order.append("node 1 comes")
@@ -393,7 +397,7 @@ def test_strangers_do_not_disturb_a_job(two_plain_nodes: Job, monkeypatch: pytes
     for stranger in strangers:
         stranger.close()
     counted = client_of(job.nodes[0])._rejected.counted
-    wait_until(lambda: sum(counted.values()) == len(strangers), "each of them is counted")
+    waiting.until(lambda: sum(counted.values()) == len(strangers), "each of them is counted")
     job.close()
     job.nodes = []
     (log,) = job.logs.glob("ttp-agent-*.log")
@@ -419,8 +423,8 @@ def test_one_connection_of_each_node_waits_at_a_standby(two_plain_nodes: Job) ->
         for agent in agents[20:]:
             agent.say(AgentHello(7, (0,)))
         ended = [asyncio.ensure_future(agent.is_shut_out()) for agent in agents]
-        while sum(task.done() for task in ended) < 39:
-            await asyncio.sleep(0.001)
+        for one in itertools.islice(asyncio.as_completed(ended), 39):
+            await one
         assert [task.done() for task in ended[20:]] == [True] * 20
         assert len(standby._waiting) == 1
         for task in ended:
@@ -527,9 +531,9 @@ def test_an_agent_speaks_for_itself_alone(first: AgentHello, then: Any, tmp_path
         else:
             confused.say(then)
             agent = confused
+        received = Calls(controller_host, "receive")
         agent.say(Raised(1, "the only one", 1))
-        while controller_host.controller.incident is None:
-            await asyncio.sleep(0.001)
+        await received.until(lambda: controller_host.controller.incident is not None)
         assert list(controller_host.controller._failures.raised) == [1]
         assert not controller_host.controller.membership.dead
         assert heard == []
@@ -545,9 +549,9 @@ def test_a_second_agent_of_a_node_does_not_take_the_place_of_the_first(tmp_path:
         agent, double = await Agent.connect(port), await Agent.connect(port)
         for each in (agent, double):
             await each.prove(secret)
+        received = Calls(controller_host, "receive")
         agent.say(AgentHello(1, (1,)))
-        while 1 not in controller_host._sends:
-            await asyncio.sleep(0.001)
+        await received.until(lambda: bool(received.counted))
         double.say(AgentHello(1, (1,)))
         assert await double.is_shut_out()
         agent.say(Died(1, 3, 0.0, BoardRecord(1)))
@@ -569,11 +573,11 @@ def test_a_message_that_does_not_come_to_its_end(tmp_path: Path, monkeypatch: py
         controller_host.receive(0, AgentHello(0, (0,)), heard.extend)
         agent = await Agent.connect(port)
         await agent.prove(secret)
+        received = Calls(controller_host, "receive")
         agent.say(AgentHello(1, (1,)))
-        while 1 not in controller_host._sends:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.2)
-        assert 1 in controller_host._sends
+        await received.until(lambda: bool(received.counted))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(agent.is_dropped(), 4 * wire.SLOW_S)
         agent.writer.write(wire.frame(Raised(1, "boom", 1))[:-1])
         await agent.is_dropped()
         await heard.changes.until(lambda: any(isinstance(order, Verdict) for order in heard))

@@ -15,7 +15,7 @@ import pytest
 from adaptor.controller.hang_detector import ABSENT_S, AGAIN, FACTOR, OVERLONG, HangDetector, hang
 from adaptor.protocol.messages import CALL, BoardRecord, NodeResumed, NodeStalled, Phase, Standing
 from adaptor.worker import stacks
-from tests.unit.nodes import wait_until
+from tests import waiting
 from tests.unit.threads import LONG_S, Thread
 
 IN_A_STEP = BoardRecord(0, 1, Phase.RUNNING, 4, 4, 4, inside=5, slowest=1.0)
@@ -212,7 +212,7 @@ def _standing_in(act: Callable[[threading.Event], Any], path: Path) -> Standing:
     written, told = threading.Event(), threading.Event()
 
     def ask() -> Standing | None:
-        wait_until(lambda: "waiter.acquire(True, timeout)" in _line(), "the main thread waits")
+        waiting.until(lambda: "waiter.acquire(True, timeout)" in _line(), "the main thread waits")
         try:
             return stacks.look(path, LONG_S, written.set)
         finally:

@@ -18,7 +18,8 @@ from adaptor.launchers.stack_collector import StackCollector
 from adaptor.launchers.worker_processes import Workers
 from adaptor.protocol.messages import BusyReport, Freeze, NodeStalled
 from adaptor.worker import stacks
-from tests.unit.nodes import Job, job, stop, wait_until
+from tests import waiting
+from tests.unit.nodes import Job, job, stop
 from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
@@ -112,7 +113,7 @@ def test_a_debugger_in_a_worker_takes_its_time(job: Job, monkeypatch: pytest.Mon
     for line in ("> ", "-> "):  # pdb says where it stands
         assert job.workers[0].hears().startswith(line)
     answers.clear()  # of a worker that took longer than that to come here
-    wait_until(lambda: len(answers) >= 2, "it has been asked twice")
+    waiting.until(lambda: len(answers) >= 2, "it has been asked twice")
     assert all(answers)
     assert job.nodes[0].verdict is None
     job.workers[0].send("continue")
@@ -131,7 +132,7 @@ def test_a_debugger_outside_of_a_worker_is_seen(job: Job) -> None:
         pytest.skip(f"this user may not trace processes: {os.strerror(ctypes.get_errno())}")
     assert workers.traced
     job.workers[1].process.kill()  # one that runs cannot be let go of
-    wait_until(lambda: job.nodes[0].verdict is not None, "its death is known")
+    waiting.until(lambda: job.nodes[0].verdict is not None, "its death is known")
     assert not workers.traced
 
 

@@ -20,6 +20,7 @@ from adaptor.checkpoint.lease import Lease
 from adaptor.checkpoint.lease_owner import Owner
 from adaptor.errors import ConfigError
 from adaptor.protocol import naming
+from tests import waiting
 from tests.unit.threads import LONG_S, Thread
 
 
@@ -157,8 +158,7 @@ def test_it_is_touched_while_it_is_held_and_removed_at_the_end(
     held.take()
     os.utime(tmp_path / naming.LEASE, (1, 1))
     held.keep()
-    while (tmp_path / naming.LEASE).stat().st_mtime == 1:
-        pass
+    waiting.until(lambda: (tmp_path / naming.LEASE).stat().st_mtime != 1, "it is touched")
     held.release()
     assert list(tmp_path.iterdir()) == []
 

@@ -40,6 +40,7 @@ from adaptor.protocol.messages import (
 )
 from adaptor.worker import processor as processor_module
 from adaptor.worker import runtime
+from tests import waiting
 from tests.unit.threads import LONG_S
 
 GROUP = "attention-of-rank-0"
@@ -258,8 +259,7 @@ def test_the_main_thread_is_kept_where_the_job_saves(agent: Agent) -> None:
     agent.step(4)
     newer.tft_start_updating_os()
     agent.order(Freeze(1))
-    while not agent.worker.session.door.closed:
-        pass
+    waiting.until(lambda: agent.worker.session.door.closed, "it is told that the job saves")
     with pytest.raises(Held):
         newer.tft_end_updating_os(5)
     assert agent.hears(Frozen).board.finished == 5

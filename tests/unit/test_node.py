@@ -21,7 +21,8 @@ from adaptor.protocol.lifeline import Lifeline
 from adaptor.protocol.messages import Hello, Raised, Verdict
 from adaptor.protocol.naming import temporary_name
 from adaptor.worker.processor import EXIT_SURVIVOR
-from tests.unit.nodes import Job, controller_host_of, is_gone, job, open_descriptors, stop, wait_until
+from tests import waiting
+from tests.unit.nodes import Job, controller_host_of, is_gone, job, open_descriptors, stop
 from tests.unit.threads import LONG_S
 
 __all__ = ["job"]
@@ -34,7 +35,7 @@ def content(step: int, scale: float = 1024.0) -> dict[str, str]:
 
 
 def report(job: Job) -> dict[str, Any]:
-    wait_until(lambda: list(job.logs.glob("*/incidents/*.json")), "the report is written")
+    waiting.written(job.logs, lambda: list(job.logs.glob("*/incidents/*.json")), "the report is written")
     (path,) = job.logs.glob("*/incidents/*.json")
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
@@ -85,7 +86,7 @@ def test_a_child_of_a_worker_ends_by_sigterm_as_ever(job: Job) -> None:
     child = int(job.workers[0].hears())
     assert job.workers[0].hears() == "done fork"
     os.kill(child, signal.SIGTERM)
-    wait_until(lambda: is_gone(child), "the child has ended")
+    waiting.ended([child])
     assert job.nodes[0].verdict is None
 
 
@@ -94,10 +95,10 @@ def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
     job.begin(2)
     job.workers[0].does("begin")
     held = job.nodes[0]._workers._lifelines_held
-    wait_until(lambda: 1 in held, "its lifeline is watched")
+    waiting.until(lambda: 1 in held, "its lifeline is watched")
     job.workers[1].send("replace")
     assert job.workers[1].hears() == "replaced"
-    wait_until(lambda: 1 not in held, "it is known that its lifeline is cut")
+    waiting.until(lambda: 1 not in held, "it is known that its lifeline is cut")
     job.workers[1].send("3")
     verdict = job.verdict()
     assert (verdict.outcome, verdict.exit_code) == ("nothing", 3)
@@ -222,7 +223,7 @@ def test_children_of_a_worker_go_with_it(job: Job) -> None:
     assert os.getpgid(child) == job.workers[0].process.pid
     job.workers[0].process.kill()
     job.verdict()
-    wait_until(lambda: is_gone(child), "the child of a dead worker is gone")
+    waiting.ended([child])
 
 
 def test_a_worker_that_does_not_go_is_ended(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +241,7 @@ def test_a_status_is_known_while_somebody_else_asks_for_it(job: Job) -> None:
     process = job.workers[0].process
     with process._waitpid_lock:  # type: ignore[attr-defined]
         job.workers[0].send("leave 3")
-        wait_until(lambda: not job.nodes[0]._workers._deaths, "the death is noticed")
+        waiting.until(lambda: not job.nodes[0]._workers._deaths, "the death is noticed")
     assert job.verdict().exit_code == 3
 
 
@@ -266,7 +267,7 @@ def test_strangers_on_the_workers_socket(job: Job) -> None:
         except ConnectionResetError:  # it had not read all that was sent to it
             pass
     counted = job.nodes[0]._workers._rejected.counted
-    wait_until(lambda: counted["were no worker of this node"] == 3, "they are counted")
+    waiting.until(lambda: counted["were no worker of this node"] == 3, "they are counted")
     job.workers[0].does("step")
     assert job.nodes[0].verdict is None
     job.workers[0].send("raise")
@@ -400,7 +401,7 @@ def test_nothing_is_left_behind(job: Job) -> None:
     job.close()
     job.nodes = []
     assert all(is_gone(pid) for pid in pids)
-    wait_until(lambda: set(threading.enumerate()) <= threads, "the threads have ended")
+    waiting.until(lambda: set(threading.enumerate()) <= threads, "the threads have ended")
     assert set(open_descriptors(os.getpid()).items()) - set(before.items()) == set()
     assert address not in Path("/proc/net/unix").read_text()
     assert store not in Path("/proc/net/unix").read_text()

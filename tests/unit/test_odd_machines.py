@@ -10,15 +10,16 @@ import signal
 
 import pytest
 
+from tests import waiting
 from tests.faults import cgroups
-from tests.unit.nodes import is_gone, state_of, wait_until
+from tests.unit.nodes import is_gone, state_of
 from tests.unit.test_ttprun import TWO, Ended, Launcher, launcher, zygote
 
 __all__ = ["launcher", "zygote"]
 
 # Steps 11 to 13, then it waits to be killed; started again, it ends well.
 TRAINS = """
-import os, sys, time
+import os, sys, threading
 from pathlib import Path
 from adaptor.worker import runtime
 from adaptor.protocol.messages import Share
@@ -33,7 +34,7 @@ for step in (11, 12, 13):
     loop.step(step)
 Path(f"pid{rank}").write_text(f"{os.getpid()} ")
 ATTHEEND
-time.sleep(600)
+threading.Event().wait(600)
 """
 
 # The agent says when it knows what a rank holds: before that there is nothing to save.
@@ -78,10 +79,12 @@ class Training:
     def begins(self) -> None:
         """Return once every rank trains, and the agent knows of it."""
         files = [self.folder / f"pid{rank}" for rank in (0, 1)]
-        wait_until(
-            lambda: all(file.exists() and file.read_text().endswith(" ") for file in files), "all train"
+        waiting.written(
+            self.folder,
+            lambda: all(file.exists() and file.read_text().endswith(" ") for file in files),
+            "all train",
         )
-        wait_until(lambda: all((self.folder / f"known{rank}").exists() for rank in (0, 1)), "the agent knows")
+        waiting.exist(*(self.folder / f"known{rank}" for rank in (0, 1)))
 
     def pid(self, rank: int) -> int:
         return int((self.folder / f"pid{rank}").read_text())
@@ -155,17 +158,17 @@ def test_ttprun_is_stopped_for_a_time(launcher: Launcher) -> None:
     job = Training(launcher)
     job.begins()
     os.kill(job.agent, signal.SIGSTOP)
-    wait_until(lambda: state_of(job.agent) == "T", "ttprun is stopped")
+    waiting.until(lambda: state_of(job.agent) == "T", "ttprun is stopped")
     job.kill(1)
-    wait_until(lambda: is_gone(job.pid(1)), "rank 1 is dead")
+    waiting.ended([job.pid(1)])
     os.kill(job.agent, signal.SIGCONT)
     job.restarts()
 
 
 # What waits for the test, then ends rank 1 or both.
 ON_GO = """
-while not Path("go").exists():
-    time.sleep(0.01)
+from tests import waiting
+waiting.exist(Path("go"))
 """
 RANK_1 = ON_GO + "if rank == '1':\n    "
 
@@ -275,19 +278,19 @@ def test_the_control_thread_ends(launcher: Launcher) -> None:
     ended = launcher.wait(job.agent)
     assert ended.code == 1
     assert ended.last_line.startswith("[ttp] the control thread of ttprun has failed: SystemExit: 8; ")
-    wait_until(lambda: job.gone, "the workers are gone")
+    waiting.ended(job.pid(rank) for rank in (0, 1))
 
 
 # Whoever looks into the save folder from the verdict on waits until the test says that the disk answers.
 DISK_HANGS = """
-import threading
+from pathlib import Path
+from tests import waiting
 from adaptor.checkpoint import left_overs
 from adaptor.launchers import account, save_folder_tasks
 account.TRACKER_S = save_folder_tasks.CLEAN_S = 600
 def hangs(act):
     def waits(*args, **kwargs):
-        while not Path("answers").exists():
-            threading.Event().wait(0.01)
+        waiting.exist(Path("answers").absolute())
         return act(*args, **kwargs)
     return waits
 account.tracked_step = hangs(account.tracked_step)
@@ -302,7 +305,8 @@ def test_the_last_line_on_a_save_folder_that_hangs(launcher: Launcher) -> None:
     job = Training(launcher, before=DISK_HANGS, TTP_NO_PROGRESS="1")
     job.begins()
     job.kill(1)
-    wait_until(lambda: "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, " in launcher.log, "it is told")
+    told = "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, "
+    waiting.written(job.folder, lambda: told in launcher.log, told)
     assert job.gone
     (job.folder / "answers").touch()
     ended = launcher.wait(job.agent)
@@ -344,9 +348,7 @@ def test_no_descriptors(launcher: Launcher) -> None:
     job = Training(launcher, "if rank == '0':\n    " + eats.format(pad="    ", name="'0'"), before)
     job.begins()
     (job.folder / "go").touch()
-    wait_until(
-        lambda: (job.folder / "eaten-agent").exists() and (job.folder / "eaten0").exists(), "all is eaten"
-    )
+    waiting.exist(job.folder / "eaten-agent", job.folder / "eaten0")
     job.kill(1)
     ended = launcher.wait(job.agent)
     assert "[ttp] rank 1 was ended by SIGKILL; step 13 is saved, no finished step is lost" in ended.log
@@ -387,8 +389,10 @@ def test_children_in_groups_of_their_own(launcher: Launcher) -> None:
     job = Training(launcher, "if rank == '1':\n    " + starts.replace("\n", "\n    "))
     job.begins()
     files = [job.folder / name for name in ("child", "other")]
-    wait_until(
-        lambda: all(file.exists() and file.read_text().endswith(("\n", " ")) for file in files), "they run"
+    waiting.written(
+        job.folder,
+        lambda: all(file.exists() and file.read_text().endswith(("\n", " ")) for file in files),
+        "they run",
     )
     child, other = (int(file.read_text()) for file in files)
     job.kill(1)

@@ -16,7 +16,8 @@ from adaptor.launchers.agent_listener import AgentListener, connect, read_hello,
 from adaptor.launchers.invitation import PLAIN, TLS, UNIX, Invitation
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.protocol.messages import AgentHello
-from tests.unit.nodes import Job, job, wait_until
+from tests import waiting
+from tests.unit.nodes import Job, job
 from tests.unit.other_user import other_user, said_by_other_user
 from tests.unit.test_controller_host import FIRST, client_of, of_both
 from tests.unit.threads import LONG_S
@@ -70,7 +71,7 @@ def test_another_user_comes_to_the_gate(two_here: tuple[Job, Any]) -> None:
         assert said_by_other_user(INTRUDE, name, secrets.token_bytes(200).hex()) == "0\n"
     for node in job.nodes:
         counted = client_of(node)._rejected.counted
-        wait_until(lambda counted=counted: counted["were of another user"] == 1, "it was counted")  # type: ignore[misc]
+        waiting.until(lambda counted=counted: counted["were of another user"] == 1, "it was counted")  # type: ignore[misc]
 
 
 @pytest.mark.robustness(

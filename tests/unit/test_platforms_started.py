@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import waiting
 from tests.ports import free_ports
-from tests.unit.nodes import wait_until
 from tests.unit.test_ttprun import Launcher, launcher, zygote
 
 __all__ = ["launcher", "zygote"]
@@ -80,14 +80,14 @@ def test_a_process_for_each_card(last: str, code: int, zygote: subprocess.Popen[
 
 def test_sigterm_to_all_processes_of_a_node(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
     """A platform that ends a job tells every process; those that wait end with the one that saves."""
-    script = f"{LOOK}\nimport time\nwhile True:\n    time.sleep(60)\n"
+    script = f"{LOOK}\nimport threading\nthreading.Event().wait()\n"
     processes, started = [], []
     for number, environment in enumerate(cards(tmp_path, 2)):
         (tmp_path / f"card{number}").mkdir()
         processes.append(process := Launcher(zygote, tmp_path / f"card{number}"))
         started.append(process.start(*SOON, process.script(script), **environment))
-    wait_until(lambda: all((processes[0].folder / f"seen{rank}").exists() for rank in (0, 1)), "workers run")
-    wait_until(lambda: "runs ttprun" in processes[1].log, "the other waits")
+    waiting.exist(*(processes[0].folder / f"seen{rank}" for rank in (0, 1)))
+    waiting.written(processes[1].folder, lambda: "runs ttprun" in processes[1].log, "the other waits")
     for pid in reversed(started):
         os.kill(pid, signal.SIGTERM)
     ended = [process.wait(pid) for process, pid in zip(processes, started, strict=True)]

@@ -25,6 +25,7 @@ from adaptor.protocol.messages import (
 from adaptor.worker import processor as processor_module
 from adaptor.worker.processor import Processor
 from adaptor.worker.session import Session
+from tests import waiting
 from tests.unit.threads import LONG_S, Thread, wait_for_waiter, watched
 from tests.unit.trainee import CountingTrainee, Loop
 
@@ -66,8 +67,7 @@ def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch:
         processor.start(session)
         hears(Hello)
         with Thread(loop.step, 5) as main:
-            while memory.read(0).phase != Phase.READY:
-                pass
+            waiting.until(lambda: memory.read(0).phase == Phase.READY, "it waits at the door")
             order(Freeze(1))
             frozen = hears(Frozen)
             assert isinstance(frozen, Frozen)

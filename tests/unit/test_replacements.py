@@ -33,7 +33,8 @@ from adaptor.protocol.messages import (
     RegroupFailed,
     Replace,
 )
-from tests.unit.nodes import ROOT, is_gone, state_of, wait_until
+from tests import waiting
+from tests.unit.nodes import ROOT, is_gone, state_of
 from tests.unit.threads import LONG_S
 
 SCRIPT = """
@@ -85,7 +86,7 @@ class Node:
         return found
 
     async def until(self, done: Callable[[], Any], what: str) -> None:
-        await asyncio.to_thread(wait_until, done, what)
+        await asyncio.to_thread(waiting.until, done, what)
 
     async def begin(self, *ranks: int) -> None:
         await self.workers.serve()
@@ -214,7 +215,7 @@ def test_a_new_process_takes_the_slot_of_a_dead_one(tmp_path: Path) -> None:
         # Its lifeline is a new one. The loop stands still until it has broken: what tells of it is queued
         # before the loop can see the status, with which nobody would be told of it any more.
         new.kill()
-        wait_until(lambda: not is_awaited(1), "its lifeline breaks")
+        waiting.until(lambda: not is_awaited(1), "its lifeline breaks")
         (dying,), (died,) = await node.told(Dying), await node.told(Died)
         assert (dying.rank, dying.board.pid, died.board.pid) == (1, new.pid, new.pid)
 

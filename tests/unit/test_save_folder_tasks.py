@@ -42,9 +42,10 @@ def test_nobody_waits_for_a_disk_that_hangs(disk: threading.Event, tmp_path: Pat
         assert threads
         assert all(thread.daemon for thread in threads), "none of them may keep ttprun from its end"
         disk.set()
-        while works.busy:  # until the loop has heard of it
-            await asyncio.sleep(0.001)
         works.close()
+        for thread in threads:
+            await asyncio.to_thread(thread.join, LONG_S)
+        assert not works.busy, "the loop has heard of it"
 
     asyncio.run(asyncio.wait_for(clean(), LONG_S))
 

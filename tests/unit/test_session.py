@@ -15,6 +15,7 @@ from adaptor.library import Protection
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.messages import BoardRecord, Phase
 from adaptor.worker.session import Session
+from tests import waiting
 from tests.unit.threads import LONG_S, Thread, Watched, wait_for_waiter, watched
 from tests.unit.trainee import BATCH, CountingTrainee, Loop, Record
 
@@ -446,8 +447,7 @@ def test_a_barrier_that_hangs_is_woken(worker: Worker) -> None:
     worker.loop.begin(4)
     worker.trainee.barrier = hangs
     with Thread(worker.loop.step, 5):
-        while worker.board.phase != Phase.READY:
-            pass
+        waiting.until(lambda: worker.board.phase == Phase.READY, "it is at the barrier")
         assert worker.frozen().provides(5)
         worker.bring_to(5, lambda: shut.set() or 1, LONG_S)
         assert worker.stands == ("RUNNING", 5, 5)
@@ -485,8 +485,7 @@ def test_the_next_step_stays_behind_the_door(worker: Worker) -> None:
     with Thread(lambda: [worker.loop.step(step) for step in (5, 6)]) as main:
         wait_for_waiter(worker.changed)
         worker.bring_to(5, lambda: 0, LONG_S)
-        while worker.board.phase != Phase.READY:
-            pass
+        waiting.until(lambda: worker.board.phase == Phase.READY, "it is at the barrier")
         assert worker.stands == ("READY", 5, 5)
         assert worker.trainee.weights == 5
         assert worker.session.record_of(5) == Record(5, 5 * BATCH, 1024.0)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from adaptor import config
 from adaptor.errors import ConfigError
 from adaptor.launchers import tls
 from tests.certificates import Authority
+from tests.unit.threads import LONG_S
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +166,13 @@ def test_a_file_system_that_hangs(files: dict[str, str], monkeypatch: pytest.Mon
 
     before = made.contexts
     asyncio.run(twice())
-    waiting = [thread for thread in threading.enumerate() if thread.name == "ttp-tls"]
-    assert len(waiting) == 1
-    while waiting[0].is_alive():  # it opens the file more than once
-        with contextlib.suppress(OSError):  # not at this moment
-            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-        time.sleep(0.001)
+    (waiting,) = [thread for thread in threading.enumerate() if thread.name == "ttp-tls"]
+    writer = os.open(
+        path, os.O_WRONLY
+    )  # returns when the thread opens it; where it opens it again is an empty file
+    aside = path.with_suffix(".aside")
+    aside.touch()
+    aside.replace(path)  # which it opens again
+    os.close(writer)
+    waiting.join(LONG_S)
+    assert not waiting.is_alive()

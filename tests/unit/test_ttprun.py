@@ -24,10 +24,10 @@ from adaptor.errors import ConfigError
 from adaptor.launchers import flags, ttprun
 from adaptor.launchers.invitation import Invitation
 from adaptor.mindio.client import sdk
-from tests import timing
+from tests import timing, waiting
 from tests.certificates import Authority
 from tests.ports import free_port, free_ports
-from tests.unit.nodes import ROOT, is_gone, open_descriptors, stop, wait_until
+from tests.unit.nodes import ROOT, is_gone, open_descriptors, stop
 from tests.unit.threads import LONG_S
 
 ONE = ["--standalone", "--monitor-interval", "0.05", "--nproc-per-node", "1"]
@@ -242,13 +242,15 @@ def test_the_secret_of_a_job_is_seen_nowhere(way: str, zygote: subprocess.Popen[
         nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
         where = ("--nnodes", "2", "--node-rank", str(number), "--master-port", ports[0])
         script = node.script(
-            "import os, time\nfrom pathlib import Path\nPath('here').write_text(f'{os.getpid()} ')\n"
-            "while not Path('../go').exists():\n    time.sleep(0.01)\n"
+            "import os\nfrom pathlib import Path\nfrom tests import waiting\n"
+            "Path('here').write_text(f'{os.getpid()} ')\nwaiting.exist(Path('../go'))\n"
         )
         plain = ("--ttp-tls", "plain") if way == "plain" else ()
         options = (*plain, "--ttp-port", ports[1], "--ttp-log-level", "DEBUG", "--ttp-log-stdout", "1")
         started.append(node.start(*where, "--monitor-interval", "0.05", *options, script))
-    wait_until(lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run")
+    waiting.written(
+        tmp_path, lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run"
+    )
     store = dist.TCPStore("127.0.0.1", int(ports[0]), is_master=False)
     told = Invitation.decode(store.get("none/ttp/1/ttp/controller"), way)
     secret = told.name
@@ -601,7 +603,7 @@ def test_nodes_that_are_awaited(
     options = [text.format(port=port) for text in arguments]
     pid = launcher.start(*options, launcher.script("print('started')"), before=HEARS_CTRL_C)
     waits = f"[ttp] waiting for {awaited.format(port=port)}\n"
-    wait_until(lambda: launcher.log.endswith(waits), "it says for whom it waits")
+    waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
     os.kill(pid, by)
     ended = launcher.wait(pid)
     assert ended.code == 128 + by, ended.log
@@ -628,7 +630,7 @@ def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, lau
     options = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(port))
     pid = launcher.start(*options, launcher.script("print('started')"), before=HEARS_CTRL_C + second)
     waits = f"[ttp] waiting for node 1 of 2 at 127.0.0.1:{port}\n"
-    wait_until(lambda: launcher.log.endswith(waits), "it says for whom it waits")
+    waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
     os.kill(pid, by)
     ended = launcher.wait(pid)
     assert ended.code == 128 + by, ended.log
@@ -651,7 +653,9 @@ def test_a_node_that_comes_late(zygote: subprocess.Popen[str], tmp_path: Path) -
         options = ("--ttp-port", str(gate), "--monitor-interval", "0.05")
         started.append(node.start(*where, *options, node.script("print('trained')")))
         if number == 0:
-            wait_until(lambda: "waiting for node 1 of 2 at " in nodes[0].log, "node 0 waits")
+            waiting.written(
+                nodes[0].folder, lambda: "waiting for node 1 of 2 at " in nodes[0].log, "node 0 waits"
+            )
     for node, pid in zip(nodes, started, strict=True):
         ended = node.wait(pid)
         assert (ended.code, ended.last_line) == (0, "trained"), ended.log
@@ -1032,7 +1036,7 @@ def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> Non
 # exit codes
 
 BY_RANK = "import os, signal, sys\nif os.environ['RANK'] == '{rank}':\n    {what}\n{rest}\n"
-WAIT = "import time\ntime.sleep(600)"
+WAIT = "import threading\nthreading.Event().wait(600)"
 
 
 @pytest.mark.parametrize(
@@ -1217,12 +1221,12 @@ def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
 
 # A survivor whose collective breaks, in the words of gloo, and another rank that is killed.
 ECHO = """
-import os, signal, time
+import os, signal
 from pathlib import Path
+from tests import waiting
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
-while not Path("logs").is_dir() or not list(Path("logs").glob("*.log")):
-    time.sleep(0.01)  # the agent writes its log at the first fault
+waiting.written(Path(), lambda: list(Path("logs").glob("*.log")), "the agent logs the first fault")
 raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. GLHF!")
 """
 SHOWS_TORCHS_SUMMARY = """
@@ -1280,7 +1284,7 @@ def poll(self):
     return original(self)
 SubprocessContext._poll = poll
 """
-    script = launcher.script("import time\ntime.sleep(1)\n")
+    script = launcher.script("import threading\nthreading.Event().wait(1)\n")
     ended = launcher.run(*TWO, script, before=before)
     assert ended.code == 0, ended.log
 
@@ -1296,8 +1300,8 @@ def start_and_find_workers(launcher: Launcher, before: str = "") -> tuple[int, l
     )
     pid = launcher.start(*TWO, script, before=before)
     files = [launcher.folder / f"pid{rank}" for rank in (0, 1)]
-    wait_until(lambda: all(map(_says_all, files)), "the workers run")
-    wait_until(lambda: _watches(pid) == len(files), "the agent knows that they have been started")
+    waiting.written(launcher.folder, lambda: all(map(_says_all, files)), "the workers run")
+    waiting.until(lambda: _watches(pid) == len(files), "the agent knows that they have been started")
     return pid, [int(file.read_text()) for file in files]
 
 
@@ -1342,8 +1346,9 @@ def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
     said = {"TTP_LOG_LEVEL": "DEBUG", "TTP_LOG_STDOUT": "1"}
     pid = launcher.start(*ONE, "--ttp-grace", "1", script, **said)
     file = launcher.folder / "pid"
-    wait_until(lambda: _says_all(file), "the worker runs")
-    wait_until(lambda: "rank 0: begins to train after step 10\n" in launcher.log, "the agent knows of it")
+    waiting.written(launcher.folder, lambda: _says_all(file), "the worker runs")
+    knows = "rank 0: begins to train after step 10\n"
+    waiting.written(launcher.folder, lambda: knows in launcher.log, "the agent knows of it")
     worker = int(file.read_text())
     stop(worker)
     begun = time.monotonic()
@@ -1361,7 +1366,7 @@ def test_a_killed_ttprun_takes_its_workers_along(launcher: Launcher) -> None:
     pid, workers = start_and_find_workers(launcher)
     os.kill(pid, signal.SIGKILL)
     assert launcher.wait(pid).code == -signal.SIGKILL
-    wait_until(lambda: all(is_gone(worker) for worker in workers), "the workers are gone")
+    waiting.ended(workers)
 
 
 def test_an_orphan_of_the_test_would_be_seen() -> None:
@@ -1443,7 +1448,9 @@ def test_no_node_starts_again(
 def test_a_node_whose_place_stays_empty(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
     text = "import os\nfrom pathlib import Path\nPath('here').write_text(os.environ['RANK'] + ' ')\n" + WAIT
     nodes, started = start_two(zygote, tmp_path, text)
-    wait_until(lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run")
+    waiting.written(
+        tmp_path, lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run"
+    )
     lost = int((nodes[1].folder / "here").read_text())
     os.kill(started[1], signal.SIGKILL)
     nodes[1].wait(started[1])
@@ -1456,7 +1463,8 @@ def test_a_node_whose_place_stays_empty(zygote: subprocess.Popen[str], tmp_path:
         assert verdict in nodes[0].wait(started[0]).log
         assert "waiting for" not in since_the_verdict()
         return
-    wait_until(lambda: f"[ttp] waiting for {where}" in since_the_verdict(), "it says for whom it waits")
+    waits = f"[ttp] waiting for {where}"
+    waiting.written(tmp_path, lambda: waits in since_the_verdict(), "it says for whom it waits")
     os.kill(started[0], signal.SIGINT)
     ended = nodes[0].wait(started[0])
     assert ended.code == 128 + signal.SIGINT, ended.log
@@ -1470,7 +1478,9 @@ def test_the_node_with_the_store_is_lost(host: int, zygote: subprocess.Popen[str
     """One of them has the controller as well; the other node saves, and says why nobody starts again."""
     text = "import os\nfrom pathlib import Path\nPath('here').write_text(os.environ['RANK'] + ' ')\n" + WAIT
     nodes, started = start_two(zygote, tmp_path, text, host)
-    wait_until(lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run")
+    waiting.written(
+        tmp_path, lambda: all(_says_all(node.folder / "here") for node in nodes), "the workers run"
+    )
     lost = int((nodes[host].folder / "here").read_text())
     os.kill(started[host], signal.SIGKILL)
     nodes[host].wait(started[host])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests import waiting
 from tests.faults.warm import Warm
-from tests.unit.nodes import wait_until
 from tests.unit.test_ttprun import ONE, ROOT, TWO, Launcher, launcher, zygote
 
 __all__ = ["launcher", "zygote"]
@@ -101,7 +101,7 @@ def test_the_last_line_does_not_say_that_no_step_has_finished(warm_launcher: Lau
         texts = [path.read_text() for path in logs.glob("*.log")]
         return pid.exists() and pid.read_text() != "" and any("not protected" in text for text in texts)
 
-    wait_until(is_known, "the agent knows that nothing is protected")
+    waiting.written(warm_launcher.folder, is_known, "the agent knows that nothing is protected")
     os.kill(int(pid.read_text()), signal.SIGKILL)
     ended = warm_launcher.wait(ttprun)
     assert ended.code == 137, ended.log
@@ -111,27 +111,26 @@ def test_the_last_line_does_not_say_that_no_step_has_finished(warm_launcher: Lau
 
 # Rank 0 finishes step 11. Rank 1 was ready for it, but an error of the adaptor leaves its first update.
 REFUSES = """
-import os, sys, time
+import os, sys, threading
 from pathlib import Path
 from adaptor.errors import UnsupportedError
 from adaptor.protocol.messages import Share
 from adaptor.worker import runtime
+from tests import waiting
 from tests.unit.trainee import CountingTrainee, Loop
 rank = os.environ["RANK"]
 Path("save").mkdir(exist_ok=True)
 loop = Loop(runtime.get().session, CountingTrainee(os.path.abspath("save"), (Share("g", 0, 1),)))
 loop.begin(10)
 if rank == "0":
-    while not Path("ready").exists():
-        time.sleep(0.01)
+    waiting.exist(Path("ready"))
     loop.step(11)
     Path("finished").touch()
-    time.sleep(600)
+    threading.Event().wait(600)
 loop.session.begin_step(11)
 loop.session.before_update(loop.inner[0])
 Path("ready").touch()
-while not Path("finished").exists():
-    time.sleep(0.01)
+waiting.exist(Path("finished"))
 raise UnsupportedError("this optimizer keeps what cannot be copied")
 """
 

@@ -24,11 +24,12 @@ __all__ = ["launcher", "zygote"]
 # Each node has one rank; that of node 1 becomes another user, then both begin to train as a framework does.
 # AGREE stands for a collective, after which rank 0 has the lease.
 TRAINS = """
-import os, sys, time
+import os, sys
 from pathlib import Path
 from adaptor.checkpoint import folder, lease_claim
 from adaptor.protocol.messages import Share
 from adaptor.worker import runtime
+from tests import waiting
 from tests.unit.trainee import CountingTrainee, Loop
 rank, shared, save = int(os.environ["RANK"]), Path("SHARED"), "SAVE".replace("RANK", os.environ["RANK"])
 session = runtime.get().session
@@ -38,8 +39,7 @@ folder.require_writable(save)
 if rank == 0:
     lease_claim.claim(save)
 (shared / f"ready{rank}").touch()
-while not all((shared / f"ready{other}").exists() for other in (0, 1)):
-    time.sleep(0.01)
+waiting.exist(*(shared / f"ready{other}" for other in (0, 1)))
 loop = Loop(session, CountingTrainee(save, (Share("g", 0, 1),)))
 loop.begin(10)
 (shared / f"trains{rank}").touch()

@@ -8,8 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from adaptor.worker.door import Door
-
-LONG_S = 60.0  # a test that waits this long has failed
+from tests.waiting import LONG_S as LONG_S  # tests import it from here, too
 
 
 class Watched(threading.Condition):

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from adaptor import context
 from adaptor.waits import Waits
 from adaptor.worker import abort_gloo
+from tests import waiting
 
 WORK = sys.argv[1]
 # More than the kernel takes in on its way.
@@ -54,8 +55,7 @@ def main() -> None:
     left, told = threading.Event(), []
 
     def break_it() -> None:
-        while not on_its_way(keep):
-            pass
+        waiting.until(lambda: on_its_way(keep), "a part of the work is on its way")
         peer.send_signal(signal.SIGSTOP)
         os.waitpid(peer.pid, os.WUNTRACED)
         peer.kill()

@@ -1,0 +1,128 @@
+"""Waits for what other processes do: their files, their end; and the one place of the tests that polls.
+
+A test waits for the event itself where there is one. `written` is woken by the kernel (inotify) when a folder
+changes, `ended` when a process ends (pidfd). `until` asks again and again: it is for what the kernel and the
+product tell nobody of, which are
+
+- the state of a process that is no child of the test (/proc/PID): stopped, its name, its threads, its files;
+- ports, shared memory and control groups that the kernel gives back a moment after the end of a process;
+- the state of a product's thread in the test's own process, where the product itself never waits for it.
+
+`tests/unit/test_tests.py` fails where another file of tests sleeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+# A wait that takes so long has failed: far more than what is waited for takes beside much other work.
+LONG_S = 60.0
+PAUSE_S = 0.005
+# linux/inotify.h: a file was written to or closed after that, moved in or out, made, removed.
+_MODIFY, _CLOSE_WRITE, _MOVED, _CREATE, _DELETE = 0x2, 0x8, 0xC0, 0x100, 0x200
+_CHANGES = _MODIFY | _CLOSE_WRITE | _MOVED | _CREATE | _DELETE
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def until(done: Callable[[], Any], what: str, *, pause_s: float = PAUSE_S, within_s: float = LONG_S) -> None:
+    """Ask `done` until it says yes; only for what nobody tells (see above).
+
+    Args:
+        done: cheap, and without effect.
+        what: is to be so, for the message.
+        pause_s: seconds between two questions.
+        within_s: seconds until it has failed.
+
+    Raises:
+        AssertionError: it was not so in time.
+    """
+    deadline = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < deadline, f"not so after {within_s:g} s: {what}"
+        time.sleep(pause_s)
+
+
+def written(folder: Path, done: Callable[[], Any], what: str) -> None:
+    """Wait until `done()`, which is asked after each change of `folder` and of the folders in it.
+
+    Args:
+        folder: is there; what is linked from it is not looked at.
+        done: reads files of the folder.
+        what: is to be so, for the message.
+
+    Raises:
+        AssertionError: it was not so within `LONG_S`.
+        OSError: the folder cannot be watched.
+    """
+    deadline = time.monotonic() + LONG_S
+    watch = _call(_libc.inotify_init1, os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        ready = select.poll()
+        ready.register(watch, select.POLLIN)
+        while True:
+            _add(watch, folder)  # before the question: nothing that happens after it is missed
+            if done():
+                return
+            left = deadline - time.monotonic()
+            assert left > 0, f"not so after {LONG_S:g} s: {what}"
+            if ready.poll(left * 1000):
+                os.read(watch, 1 << 16)
+    finally:
+        os.close(watch)
+
+
+def exist(*files: Path) -> None:
+    """Wait until the files, all of one folder, are there.
+
+    Raises:
+        AssertionError: they were not within `LONG_S`.
+    """
+    (folder,) = {file.parent for file in files}
+    names = ", ".join(file.name for file in files)
+    written(folder, lambda: all(file.exists() for file in files), f"{names} in {folder}")
+
+
+def ended(pids: Iterable[int]) -> None:
+    """Wait until the processes have ended, whether or not somebody has asked for their status.
+
+    Raises:
+        AssertionError: one had not within `LONG_S`.
+    """
+    deadline = time.monotonic() + LONG_S
+    for pid in pids:
+        try:
+            process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            ready = select.poll()
+            ready.register(process, select.POLLIN)
+            left = max(0.0, deadline - time.monotonic())
+            assert ready.poll(left * 1000), f"process {pid} runs after {LONG_S:g} s"
+        finally:
+            os.close(process)
+
+
+def _add(watch: int, folder: Path) -> None:
+    """Watch a folder and all folders in it; one that is watched already stays so."""
+    _call(_libc.inotify_add_watch, watch, os.fsencode(folder), _CHANGES)
+    for parent, folders, _ in os.walk(folder):
+        for name in folders:
+            try:
+                _call(_libc.inotify_add_watch, watch, os.fsencode(Path(parent, name)), _CHANGES)
+            except FileNotFoundError:  # it was removed meanwhile, of which its own folder tells
+                continue
+
+
+def _call(function: Any, *arguments: object) -> int:
+    result = int(function(*arguments))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), *(a for a in arguments if isinstance(a, bytes)))
+    return result
