@@ -351,3 +351,14 @@ def test_any_stands_where_types_end() -> None:
     assert USES_ANY.keys() - {name for found in names.values() for name in found} == set(), (
         "declared, and not needed"
     )
+
+
+def test_messages_are_imported_from_their_package(graph: dict[str, set[str]]) -> None:
+    package = "adaptor.protocol.messages"
+    past_it = [
+        f"{module} imports {other}"
+        for module, others in sorted(graph.items())
+        for other in sorted(others)
+        if other.startswith(f"{package}.") and not _belongs(module, package)
+    ]
+    assert past_it == []

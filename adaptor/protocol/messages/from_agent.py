@@ -1,0 +1,147 @@
+"""The messages of an agent to the controller."""
+
+from __future__ import annotations
+
+from adaptor.protocol.messages.from_worker import FromWorker
+from adaptor.protocol.messages.incident_end import Verdict
+from adaptor.protocol.messages.parts import BoardRecord, Endpoint, Message, Number, Status
+
+
+class AgentHello(Message, frozen=True):
+    """The first message of an agent; `endpoint`: its address, should it take the controller over.
+
+    host  the name of its machine
+    pid   its process there; 0 where it is not known
+    """
+
+    node: Number
+    ranks: tuple[Number, ...]
+    endpoint: Endpoint | None = None
+    host: str = ""
+    pid: int = 0
+
+
+class Died(Message, frozen=True):
+    """A worker process ended with `status` (negative: the signal), seen `at` (Unix seconds)."""
+
+    rank: Number
+    status: Status
+    at: float
+    board: BoardRecord
+
+
+class Dying(Message, frozen=True):
+    """A worker's main thread is gone, seen `at`; how the process ended is told by `Died`, which follows."""
+
+    rank: Number
+    at: float
+    board: BoardRecord
+
+
+class AgentTerminationRequested(Message, frozen=True):
+    """A request to end the agent of `node` (`signal`), or its own failure (`error`): save first."""
+
+    node: Number
+    signal: str
+    error: str = ""
+
+
+class NodeStalled(Message, frozen=True):
+    """The report that no worker of this node has moved for `seconds`, which is too long for a step.
+
+    inside    the first step that a worker is in the middle of, or does not reach because a phase between two
+              steps lasts too long; -1: there is none
+    between   the lowest step that a worker which may take its time between two steps has finished; -1: there
+              is none
+    overlong  it lasts so long that no rank may be waited for any more
+    """
+
+    node: Number
+    seconds: float
+    inside: int
+    between: int
+    overlong: bool = False
+
+
+class NodeResumed(Message, frozen=True):
+    """`NodeStalled` is over."""
+
+    node: Number
+
+
+class Beat(Message, frozen=True):
+    """A sign of life without content; if none arrives, the connection is silent (`wire`)."""
+
+
+class AgentLost(Message, frozen=True):
+    """The loss of the connection to an agent, and of its workers; made by the host, never by an agent."""
+
+    node: Number
+
+
+class Progress(Message, frozen=True):
+    """The progress counters of this node's workers, only while an incident is open."""
+
+    node: Number
+    total: int
+
+
+class Prepared(Message, frozen=True):
+    """The temporary folder `number` is there; an empty `reason` means success."""
+
+    node: Number
+    incident: int
+    folder: str
+    reason: str
+    number: int = 0
+
+
+class Published(Message, frozen=True):
+    """The checkpoint is under its final name and the tracker names it; `path` is its folder.
+
+    `step` is a later one than was ordered where the other side of a cut network has saved that; `number` is
+    that of the order.
+    """
+
+    node: Number
+    incident: int
+    step: int
+    path: str
+    number: int = 0
+
+
+class PublishFailed(Message, frozen=True):
+    """The checkpoint could not be published, or found; `number` is that of the order."""
+
+    node: Number
+    incident: int
+    reason: str
+    number: int = 0
+
+
+class ReplayComplete(Message, frozen=True):
+    """The agent of `node` has told a new controller again all that it had told the one that is lost.
+
+    `verdict`: the one that it had been given, which stands.
+    """
+
+    node: Number
+    verdict: Verdict | None = None
+
+
+FromAgent = (
+    FromWorker
+    | AgentHello
+    | AgentTerminationRequested
+    | NodeStalled
+    | NodeResumed
+    | Dying
+    | Died
+    | Progress
+    | Prepared
+    | Published
+    | PublishFailed
+    | ReplayComplete
+    | Beat
+)
+ToController = FromAgent | AgentLost

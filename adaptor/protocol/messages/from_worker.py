@@ -1,0 +1,194 @@
+"""The messages of a worker to its agent, which passes on those that the controller must know."""
+
+from __future__ import annotations
+
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages.parts import BoardRecord, Message, Number, Origin, Share, Standing
+
+
+class Hello(Message, frozen=True):
+    """First message of a worker."""
+
+    rank: Number
+    pid: int
+
+
+class Layout(Message, frozen=True):
+    """The shards that this rank holds, the folder of checkpoints, and the step that the job started from.
+
+    `save`: empty where handlers of the script write checkpoints, and name them (`adaptor.mindio`).
+    `has_local_copy`: it keeps a local copy of the state before an update (TTP_LOCAL_COPY).
+    `online`: why this rank cannot take part in an online recovery, in a few words for the user; "off" where
+    TTP_ONLINE is 0; empty where it can.
+    """
+
+    rank: Number
+    shares: tuple[Share, ...]
+    save: str
+    origin: int
+    fingerprint: str
+    has_local_copy: bool = False
+    online: str = "off"
+
+
+class Refused(Message, frozen=True):
+    """The refusal of a rank to train; `reason` is one line for the user."""
+
+    rank: Number
+    reason: str
+
+
+class Raised(Message, frozen=True):
+    """An exception left the training script of this rank; its state is intact.
+
+    calls  its innermost calls, in lines: the process that could show them may be replaced
+    """
+
+    rank: Number
+    error: str
+    exit_code: int
+    origin: Origin = Origin()
+    calls: str = ""
+
+
+class Unprotected(Message, frozen=True):
+    """The script of this rank trains, and nothing of it can be saved; `why` is one line for the user."""
+
+    rank: Number
+    why: str
+
+
+class TerminationRequested(Message, frozen=True):
+    """A request to end this process (`signal`: SIGTERM); its state is intact."""
+
+    rank: Number
+    signal: str
+
+
+class BusyReport(Message, frozen=True):
+    """The answer to `BusyProbe`; `busy`: a debugger or a compiler has the main thread, so this is no hang."""
+
+    rank: Number
+    busy: bool
+
+
+class Modules(Message, frozen=True):
+    """The answer to `ModulesProbe`.
+
+    path    `sys.path`
+    origins by the name of each module that has been imported, in that order: its file, or what else it is
+    """
+
+    rank: Number
+    path: tuple[str, ...]
+    origins: dict[str, str]
+
+
+class Frozen(Message, frozen=True):
+    """The answer to `Freeze`: the door is closed and no update is in flight.
+
+    `standing`: the position of the main thread, if it was asked for.
+    """
+
+    rank: Number
+    incident: int
+    board: BoardRecord
+    standing: Standing | None = None
+
+
+class Written(Message, frozen=True):
+    """The files of a group are on disk under their temporary folder; `not_finite`: what in them is not."""
+
+    rank: Number
+    incident: int
+    attempt: int
+    group: str
+    files: tuple[FileEntry, ...]
+    not_finite: str = ""
+
+
+class WriteFailed(Message, frozen=True):
+    """The failure of a rank to do its part for a group; or the shards of `doubted` ranks are not finite.
+
+    `board`: the rank's board after that; an exception may have left the update that it was let through to.
+    """
+
+    rank: Number
+    incident: int
+    attempt: int
+    group: str
+    reason: str
+    board: BoardRecord
+    doubted: tuple[int, ...] = ()
+
+
+class Renamed(Message, frozen=True):
+    """The script's handler has given the checkpoint its name; an empty `reason` means success."""
+
+    rank: Number
+    incident: int
+    reason: str
+
+
+class Joined(Message, frozen=True):
+    """The success of `Regroup`: this rank has new groups and the state of `step`, and waits for `Proceed`.
+
+    `digest`: a checksum of what must be equal on all ranks of the job (groups and their ranks, the layout of
+    parameters). What must be equal on two ranks that hold the same shard, they have compared by themselves.
+    """
+
+    rank: Number
+    incident: int
+    attempt: int
+    step: int
+    digest: str
+
+
+class RegroupFailed(Message, frozen=True):
+    """The failure of `Regroup` on this rank; its state is as it was when it answered `Frozen`.
+
+    `hangs`: its main thread waits for what will not come any more, so another process may take its place.
+    """
+
+    rank: Number
+    incident: int
+    attempt: int
+    reason: str
+    hangs: bool = False
+
+
+class Present(Message, frozen=True):
+    """The thread that answers the agent runs: its process is neither stopped nor held up."""
+
+    rank: Number
+    incident: int
+
+
+class TimelineEvent(Message, frozen=True):
+    """An event for the timeline of the incident."""
+
+    rank: Number
+    incident: int
+    at: float
+    what: str
+    detail: str = ""
+
+
+FromWorker = (
+    Hello
+    | Layout
+    | Refused
+    | Raised
+    | Unprotected
+    | TerminationRequested
+    | BusyReport
+    | Modules
+    | Frozen
+    | Written
+    | WriteFailed
+    | Renamed
+    | Joined
+    | RegroupFailed
+    | Present
+    | TimelineEvent
+)

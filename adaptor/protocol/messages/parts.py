@@ -1,0 +1,128 @@
+"""The base of all messages, and parts of several of them: the state of a rank, its shards, an address."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+import msgspec
+
+
+class Phase(IntEnum):
+    """The phase of a rank in its step; `finished` on its board is the newest step it has completed."""
+
+    STARTING = 0  # no training state is known yet: nothing can be saved from this rank
+    RUNNING = 1  # between two updates: forward, backward, reduction, or outside of a step
+    READY = 2  # at the door: gradients reduced and clipped; the update needs nobody else
+    UPDATING = 3  # inside the update window
+    BROKEN = 4  # an exception left the update window: part of the live state is old, part is new
+    ENDED = 5  # the script is at its end: that this process ends is no fault
+    UNREADABLE = 6  # its device has failed, or does not answer: nothing can be read from it
+
+
+# No job has as many ranks, nodes or shards; who says so would have the controller count for hours.
+_MANY = 1 << 20
+# The bounds are those of what comes over a connection, where a message outside of them is refused.
+Number = Annotated[int, msgspec.Meta(ge=0, lt=_MANY)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=_MANY)]
+# The status of a process that has ended: its exit code, or minus the signal.
+Status = Annotated[int, msgspec.Meta(ge=-128, le=255)]
+PhaseNumber = Annotated[int, msgspec.Meta(ge=0, le=int(max(Phase)))]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Base of all messages.
+
+    A message is a frozen tree, through which no cycle goes. So the garbage collector has nothing to look for
+    in them: a controller of 100,000 ranks would else spend half of each decision on walking through them.
+    """
+
+
+class BoardRecord(Message, frozen=True):
+    """A reading of a rank's board.
+
+    `inside` is the step that the rank is in, -1 between steps (evaluation, saves). `slowest`: seconds of the
+    slowest of its recent steps, 0 before there were enough of them. `usual`: seconds that earlier phases
+    of the kind that the loop is in (evaluation, a save) took at most; 0 for the first of its kind, -1 in no
+    phase. `turns` counts the phases that have begun or ended.
+
+    `oldest` to `finished` are the steps whose state this rank has: none while an update changes it, more than
+    one where steps were skipped (no update) since the last one. With a local copy those from before the last
+    update, or the one that it is in, are among them. `ahead` is the step of the update that it is READY for
+    or in.
+    """
+
+    rank: int
+    pid: int = 0
+    phase: PhaseNumber = Phase.STARTING
+    oldest: int = -1
+    finished: int = -1
+    ahead: int = -1
+    progress: int = 0
+    grad_norm: float = 0.0
+    error: str = ""
+    inside: int = -1
+    slowest: float = 0.0
+    usual: float = -1.0
+    turns: int = 0
+
+    @property
+    def phase_name(self) -> str:
+        return Phase(self.phase).name
+
+    def provides(self, step: int) -> bool:
+        """Return True if this rank can give the state of `step`; a READY rank can also give the next one."""
+        if self.phase in (Phase.STARTING, Phase.ENDED, Phase.UNREADABLE):
+            return False
+        if self.oldest <= step <= self.finished:
+            return True
+        return self.phase in (Phase.READY, Phase.UPDATING) and step == self.ahead
+
+
+class Share(msgspec.Struct, frozen=True, gc=False):
+    """The shard that a rank holds: number `index` of `count` of the optimizer state of `group`.
+
+    `foreign`: it can give the shard, but not write the group's files (it has other experts).
+    """
+
+    group: str
+    index: Number
+    count: Count
+    foreign: bool = False
+
+
+# Bytes of a call in `Standing.way`.
+CALL = 4
+
+
+class Standing(msgspec.Struct, frozen=True, gc=False):
+    """The position of a main thread: whether it `waits` for other ranks, and the innermost calls.
+
+    `way`: a checksum of `CALL` bytes for each call, the outermost first.
+    """
+
+    waits: bool
+    where: str
+    way: bytes = b""
+
+
+class Origin(msgspec.Struct, frozen=True, gc=False):
+    """The features by which an exception is known when it comes again.
+
+    kind      its type
+    where     file and line of the innermost call that is neither Python's, nor a package's, nor ours
+    finished  the step that the rank had finished, -1 before training
+    mistake   another start would fail alike (arguments, imports, a missing driver); the first start alone
+    """
+
+    kind: str = ""
+    where: str = ""
+    finished: int = -1
+    mistake: bool = False
+
+
+class Endpoint(msgspec.Struct, frozen=True, gc=False):
+    """The address of a listener; port 0: `address` is the name of an abstract unix socket of this machine."""
+
+    address: str
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
