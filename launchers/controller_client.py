@@ -150,17 +150,18 @@ class ControllerClient:
         """Return what was reported that a controller must know, of processes that are not replaced."""
         return self._succession.said
 
-    async def host(self, host: str, restart: bool) -> Invitation:
+    async def host(self, host: str, restart: bool, job: str) -> Invitation:
         """Run the first controller here.
 
         Args:
             host: the address at which other nodes reach this one.
             restart: True if workers ran before, in an earlier generation.
+            job: the name of the job's folder.
 
         Returns:
             The invitation, with which other nodes find the controller.
         """
-        drawn = Invitation.draw(self._kind, restart)
+        drawn = Invitation.draw(self._kind, restart, job)
         self._secret = drawn.secret
         if self._kind != UNIX:
             self._address = host

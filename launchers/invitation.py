@@ -2,7 +2,7 @@
 
 Whoever reaches that store can read it, and replace what is in it. So it is believed only as far as the
 connection proves it: an agent connects in the way that its own settings ask for, never in a weaker one, and
-both sides then prove that they know the same `secret`, which covers generation and restart.
+both sides then prove that they know the same `secret`, which covers generation, restart and job.
 
 unix   on one machine, an abstract socket; the kernel tells each side the user of the other
 tls    between machines with certificates, which both sides have to show
@@ -20,7 +20,7 @@ from adaptor.errors import StartError
 
 KEY = "ttp/controller"
 UNIX, TLS, PLAIN = "unix", "tls", "plain"
-_FORM = re.compile(r"(unix|tls|plain) ([0-9a-f]{16}) ([01]) (\d{1,5}) ([0-9a-z-]{1,100})")
+_FORM = re.compile(r"(unix|tls|plain) ([0-9a-f]{16}) ([01]) (\d{1,5}) ([0-9a-z-]{1,100}) ([\w.@+=,-]{1,255})")
 _NOTHING = "-"
 
 
@@ -37,6 +37,7 @@ class Invitation(NamedTuple):
     restart  whether workers ran before, in this job
     port    of the controller, at the address of node 0; 0 where it has an abstract socket
     name    of that socket; plain: a random number that only agents of this job know
+    job     the name of the job's folder below TTP_LOG_PATH
     """
 
     kind: str
@@ -44,21 +45,23 @@ class Invitation(NamedTuple):
     restart: bool
     port: int = 0
     name: str = _NOTHING
+    job: str = _NOTHING
 
     @classmethod
-    def draw(cls, kind: str, restart: bool) -> Invitation:
-        """Make one whose port, or socket, is not known yet."""
+    def draw(cls, kind: str, restart: bool, job: str) -> Invitation:
+        """Make one for a folder of a job; its port, or socket, is not known yet."""
         name = secrets.token_hex(32) if kind == PLAIN else _NOTHING
-        return cls(kind, secrets.token_hex(8), restart, name=name)
+        return cls(kind, secrets.token_hex(8), restart, name=name, job=job)
 
     @property
     def secret(self) -> bytes:
         """Return what both sides of a connection prove to know."""
         token = self.name if self.kind == PLAIN else ""
-        return f"{self.generation} {self.restart:d} {token}".encode()
+        return f"{self.generation} {self.restart:d} {token} {self.job}".encode()
 
     def encode(self) -> bytes:
-        return f"{self.kind} {self.generation} {self.restart:d} {self.port} {self.name}".encode()
+        words = (self.kind, self.generation, f"{self.restart:d}", str(self.port), self.name, self.job)
+        return " ".join(words).encode()
 
     @classmethod
     def decode(cls, said: bytes, kind: str) -> Invitation:
@@ -67,7 +70,7 @@ class Invitation(NamedTuple):
         Raises:
             StartError: it is of another kind, or somebody else has written it.
         """
-        found = _FORM.fullmatch(said.decode("ascii", "replace"))
+        found = _FORM.fullmatch(said.decode("utf-8", "replace"))
         if found is None:
             raise StartError(
                 "what the rendezvous store says of the controller was not written by ttprun of this version:"
@@ -78,7 +81,7 @@ class Invitation(NamedTuple):
                 f"node 0 waits for agents by {_WORDS[found[1]]}, and this node is set to {_WORDS[kind]}:"
                 " TTP_TLS, TTP_TLS_CERT and --rdzv-endpoint or --master-addr must mean the same on every node"
             )
-        return cls(found[1], found[2], found[3] == "1", int(found[4]), found[5])
+        return cls(found[1], found[2], found[3] == "1", int(found[4]), found[5], found[6])
 
 
 _WORDS = {

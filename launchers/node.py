@@ -39,6 +39,7 @@ from adaptor.launchers.replacements import Replacements, WorkerStarter
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
 from adaptor.launchers.waiting import wait_for
 from adaptor.launchers.worker_processes import Workers
+from adaptor.operations.job_folder import name_of
 from adaptor.protocol import stack_files
 from adaptor.protocol.environment import AGENT, BOARD, BOARD_RANKS, GENERATION, IS_RESTART, SCRATCH
 from adaptor.protocol.messages import (
@@ -101,9 +102,9 @@ class Node:
         self._control = ControlThread(self._on_failure, self._on_broken_off)
         self._workers = Workers(self._control.loop, self._hear)
         self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
-        files = JobFiles(config.log_path, job)
-        self._incident_report = IncidentReport(files)
-        self._status = JobStatus(files, self._incident_report, max_restarts)
+        self._files = JobFiles(config.log_path, job)
+        self._incident_report = IncidentReport(self._files)
+        self._status = JobStatus(self._files, self._incident_report, max_restarts)
         self._log = Log(config)
         self._recurrence = Recurrence(config.no_progress)
         self._node = 0
@@ -188,7 +189,8 @@ class Node:
         self._client = client
         self._reports = Reports.SENT
         if node == 0:
-            made: Invitation = self._control.wait_for(client.host(host, restart=self._begun > 1))
+            hosts = client.host(host, restart=self._begun > 1, job=self._files.job)
+            made: Invitation = self._control.wait_for(hosts)
             if nodes > 1:
                 store.set(invitation.KEY, made.encode())
             hello = AgentHello(node, tuple(ranks), host=socket.gethostname(), pid=os.getpid())
@@ -198,6 +200,7 @@ class Node:
             told: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: there)
             join = client.join(host, told, tuple(ranks))
             made = wait_for(lambda: self._control.wait_for(join), lambda: there)
+            self._files.job = name_of(made.job)  # after a take-over this node writes to the same folder
         self._generation = os.environ[GENERATION] = made.generation
         os.environ[IS_RESTART] = str(int(made.restart))
 

@@ -133,20 +133,21 @@ def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [UNIX, TLS, PLAIN])
 def test_the_secret_is_in_the_store_only_where_the_network_is_trusted(kind: str) -> None:
-    drawn = Invitation.draw(kind, restart=True)._replace(port=8000 if kind != UNIX else 0)
+    drawn = Invitation.draw(kind, restart=True, job="pretrain-7")._replace(port=8000 if kind != UNIX else 0)
     if kind == UNIX:
         drawn = drawn._replace(name="ttp-0123456789abcdef")
     assert Invitation.decode(drawn.encode(), kind) == drawn
     assert drawn.secret != drawn._replace(generation="0" * 16).secret, "the generation is proved"
     assert drawn.secret != drawn._replace(restart=False).secret, "so is the restart"
-    assert (drawn.secret.split()[-1] == drawn.name.encode()) == (kind == PLAIN)
+    assert drawn.secret != drawn._replace(job="another").secret, "and the folder of the job"
+    assert (drawn.name.encode() in drawn.secret.split()) == (kind == PLAIN)
 
 
 @pytest.mark.parametrize("settings", [UNIX, TLS])
 @pytest.mark.parametrize("said", [UNIX, TLS, PLAIN])
 def test_nobody_talks_an_agent_into_a_weaker_way(settings: str, said: str) -> None:
     """What the store says does not change what this node's settings ask for."""
-    encoded = Invitation.draw(said, restart=False).encode()
+    encoded = Invitation.draw(said, restart=False, job="pretrain-7").encode()
     if said == settings:
         assert Invitation.decode(encoded, settings).kind == settings
         return
@@ -160,10 +161,11 @@ def test_nobody_talks_an_agent_into_a_weaker_way(settings: str, said: str) -> No
         b"",
         b"\xff" * 20,
         b"unix ../../../../tmp 0 0 name",
-        b"unix 0123456789abcdef 2 0 name",
+        b"unix 0123456789abcdef 2 0 name job",
+        b"unix 0123456789abcdef 1 0 name ../job",
         b"x" * 10_000_000,
     ],
-    ids=["nothing", "noise", "a path", "a number", "too long"],
+    ids=["nothing", "noise", "a path", "a number", "another folder", "too long"],
 )
 def test_somebody_else_has_written_to_the_store(said: bytes) -> None:
     with pytest.raises(

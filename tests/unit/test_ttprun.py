@@ -1489,3 +1489,6 @@ def test_the_node_with_the_store_is_lost(host: int, zygote: subprocess.Popen[str
     assert ended.last_line.startswith(f"[ttp] node {lost} is lost; nothing to save: ")
     assert ended.last_line.endswith("; nodes cannot meet again, for their store is lost") == (lost == 1)
     assert "Traceback" not in ended.log
+    events = [path for node in nodes for path in (node.folder / "logs").glob("*/events.jsonl")]
+    assert len({path.parent.name for path in events}) == 1, "a node that takes over writes to the same folder"
+    assert ('"took-over"' in events[-1].read_text()) == (lost == 0)
