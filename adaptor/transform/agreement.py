@@ -9,8 +9,8 @@ import torch
 
 from adaptor.errors import CheckpointError
 from adaptor.protocol.naming import MODEL_FILE
-from adaptor.transform.archive import StoredTensor
 from adaptor.transform.copying import Files
+from adaptor.transform.records import StoredTensor
 from adaptor.transform.source import STATES, WEIGHT, Part, Source
 
 # What is the same on all ranks.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from adaptor.errors import CheckpointError
-from adaptor.transform.archive import SIZES, StoredTensor
 from adaptor.transform.parts import needed, one_of_each
+from adaptor.transform.records import SIZES, StoredArray, StoredTensor
 from adaptor.transform.rules import Cut
 from adaptor.transform.source import Part
 
@@ -50,9 +50,11 @@ class Files:
         return tensor
 
     def loaded(self, value: Any) -> Any:
-        """Return a value with the tensors that are stored in it."""
+        """Return a value with the tensors and arrays that are stored in it."""
         if isinstance(value, StoredTensor):
             return self.whole(value)
+        if isinstance(value, StoredArray):
+            return value.loaded()
         if isinstance(value, dict):
             return type(value)((key, self.loaded(item)) for key, item in value.items())
         if type(value) in (list, tuple):

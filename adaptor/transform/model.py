@@ -9,7 +9,7 @@ from typing import Any
 
 from adaptor.errors import UnsupportedError
 from adaptor.transform import rules
-from adaptor.transform.archive import DType
+from adaptor.transform.records import DType
 from adaptor.transform.rules import EMBEDDING, OUTPUT, WHOLE, Cut, Placed
 from adaptor.transform.sizes import Chunk, Rank, Sizes
 

@@ -14,8 +14,8 @@ from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import MODEL_FILE, OPTIMIZER_FILE
 from adaptor.transform import archive, rules
-from adaptor.transform.archive import StoredTensor
 from adaptor.transform.model import Item, Model, View, in_whole_model, whole_shape
+from adaptor.transform.records import SIZES, StoredTensor
 from adaptor.transform.rules import EMBEDDING, OUTPUT
 from adaptor.transform.sizes import Chunk, Rank, Sizes
 
@@ -128,7 +128,7 @@ class Source:
                 for kind in STATES:
                     whole = stored[kind]
                     for slot, placed in buffer.slots:
-                        offset = whole.offset + placed.begin * archive.SIZES[whole.dtype]
+                        offset = whole.offset + placed.begin * SIZES[whole.dtype]
                         one = StoredTensor(whole.path, offset, whole.dtype, slot.shape)
                         yield slot.item.name, kind, one
 

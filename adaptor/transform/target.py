@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.transform import rules
-from adaptor.transform.archive import SIZES
 from adaptor.transform.model import Group, Slot, View, resized
 from adaptor.transform.parts import needed, one_of_each
+from adaptor.transform.records import SIZES
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.source import STATES, WEIGHT, Source
 
@@ -160,7 +160,7 @@ class Target:
 
     def arguments(self, rank: Rank) -> Any:
         """Return the framework's arguments, as a run of these sizes would save them."""
-        args = copy.copy(self.source.args)
+        args = Namespace(**vars(self.source.args))
         etp = self.sizes.tp if getattr(args, "expert_tensor_parallel_size", None) is not None else None
         for name, value in resized(args, self.sizes, self.rows, etp).items():
             setattr(args, name, value)

@@ -12,6 +12,7 @@ import torch
 from adaptor.checkpoint import regular_folder, tracker
 from adaptor.protocol import naming
 from adaptor.transform import archive
+from adaptor.transform.records import StoredTensor
 
 STEP = 7
 HIDDEN, HEADS, FFN, LAYERS, VOCABULARY, MULTIPLE = 12, 6, 24, 4, 18, 4
@@ -122,7 +123,7 @@ def contents(root: Path) -> dict[str, bytes]:
     folder = root / naming.final_name(STEP)
 
     def walk(place: str, value: Any) -> None:
-        if isinstance(value, archive.StoredTensor):
+        if isinstance(value, StoredTensor):
             found[place] = value.path.read_bytes()[value.offset : value.offset + value.bytes]
         elif isinstance(value, Namespace):
             walk(place, vars(value))
