@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adaptor import endpoints
 from adaptor.diagnostics import requests
 from adaptor.errors import ConfigError
 
@@ -42,6 +43,8 @@ class Config:
     log_path: str
     log_level: str
     log_stdout: bool
+    serve: endpoints.Address | None
+    serve_token: str
     profile: requests.Profile | None
     dump: requests.Dump | None
 
@@ -278,6 +281,24 @@ SETTINGS = (
     ),
     Setting(
         "log_stdout", "TTP_LOG_STDOUT", "0", "True, 1, False or 0", _truth, "the log goes to stdout, too"
+    ),
+    Setting(
+        "serve",
+        "TTP_SERVE",
+        "",
+        "[HOST:]PORT",
+        endpoints.address,
+        "the node with the controller serves the page, metrics and files of the job at [HOST:]PORT, "
+        "read-only; without HOST on 127.0.0.1. Another HOST needs TTP_SERVE_TOKEN, TTP_TLS_CERT and "
+        "TTP_TLS_KEY",
+    ),
+    Setting(
+        "serve_token",
+        "TTP_SERVE_TOKEN",
+        "",
+        "the path of a file",
+        _path,
+        "a file with the word that clients of TTP_SERVE must send, which its owner alone can read",
     ),
     Setting(
         "profile",

@@ -24,7 +24,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_PORT",
         "TTP_PLATFORM",
     ),
-    "Logs and recordings": ("TTP_LOG_PATH", "TTP_LOG_LEVEL", "TTP_LOG_STDOUT", "TTP_PROFILE", "TTP_DUMP"),
+    "For operators": ("TTP_LOG_PATH", "TTP_SERVE", "TTP_SERVE_TOKEN"),
+    "Logs and recordings": ("TTP_LOG_LEVEL", "TTP_LOG_STDOUT", "TTP_PROFILE", "TTP_DUMP"),
     "Devices and interfaces": ("TTP_DEVICE", "TTP_ENGINE", "TTP_PROVIDE_MINDIO"),
 }
 # Of torchrun's, those that a job on one node or several needs.

@@ -20,11 +20,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from adaptor import text
+from adaptor import output, text
 from adaptor.config import Config
 from adaptor.controller.recurrence import Recurrence
 from adaptor.descriptors import Descriptors
-from adaptor.errors import CheckpointError
+from adaptor.errors import AdaptorError, CheckpointError, ConfigError
 from adaptor.launchers import after_verdict, board_watch, invitation, tls
 from adaptor.launchers.control_thread import ControlThread, ControlThreadError
 from adaptor.launchers.controller_client import ControllerClient
@@ -33,6 +33,7 @@ from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.invitation import Invitation
 from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.job_lease import JobLease
+from adaptor.launchers.job_server import JobServer
 from adaptor.launchers.job_status import JobStatus
 from adaptor.launchers.log import Log, tell_error
 from adaptor.launchers.replacements import Replacements, WorkerStarter
@@ -105,6 +106,7 @@ class Node:
         self._files = JobFiles(config.log_path, job)
         self._incident_report = IncidentReport(self._files)
         self._status = JobStatus(self._files, self._incident_report, max_restarts)
+        self._server = JobServer(config, lambda: self._files.folder)
         self._log = Log(config)
         self._recurrence = Recurrence(config.no_progress)
         self._node = 0
@@ -189,6 +191,7 @@ class Node:
         self._client = client
         self._reports = Reports.SENT
         if node == 0:
+            self._serve()
             hosts = client.host(host, restart=self._begun > 1, job=self._files.job)
             made: Invitation = self._control.wait_for(hosts)
             if nodes > 1:
@@ -203,6 +206,15 @@ class Node:
             self._files.job = name_of(made.job)  # after a take-over this node writes to the same folder
         self._generation = os.environ[GENERATION] = made.generation
         os.environ[IS_RESTART] = str(int(made.restart))
+
+    def _serve(self) -> None:
+        """Serve the files of the job from here; before workers were started what is wrong ends ttprun."""
+        try:
+            self._server.start()
+        except (AdaptorError, OSError) as error:
+            if self._begun == 1:
+                raise ConfigError(f"TTP_SERVE is {text.say(error)}") from None
+            output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(error)}")
 
     def meet(self) -> None:
         """Wait for the addresses of the nodes that stand by."""
@@ -298,6 +310,7 @@ class Node:
         self._lease.release()
         self._status.end()
         self._incident_report.close()
+        self._server.close()
         self._log.close()
         self._scratch.cleanup()
 
@@ -478,6 +491,8 @@ class Node:
         if host is None:
             return
         try:
+            if self._node:
+                self._server.take_over()
             self._status.look(boards, host.controller, self._node, host.nodes, self._begun)
             self._incident_report.record_progress(max((board.finished for board in boards), default=-1))
         except Exception as error:

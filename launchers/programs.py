@@ -9,3 +9,5 @@ from pathlib import Path
 WORKER = Path(__file__).with_name("worker_main.py").absolute()
 # What waits to become a worker.
 SPARE = Path(__file__).with_name("spare_main.py").absolute()
+# What serves the files of a job.
+SERVE = Path(__file__).with_name("serve_main.py").absolute()

@@ -22,7 +22,7 @@ from pathlib import Path
 from adaptor import _script, config, devices, distributions, engines, output, text
 from adaptor.diagnostics import requests
 from adaptor.errors import AdaptorError, ConfigError, StartError
-from adaptor.launchers import flags, invitation, tls
+from adaptor.launchers import flags, invitation, job_server, tls
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
@@ -110,6 +110,12 @@ def _run(
             flags.require_sense(parsed)
             _require_folder(settings.log_path)
             _require_safe_connections(parsed, settings)
+            if settings.serve is not None and not engine.has_own_agent:
+                raise ConfigError(
+                    f"TTP_SERVE is {str(settings.serve)!r}: with TTP_ENGINE={settings.engine} there are no"
+                    " files of a job to serve; leave out TTP_SERVE"
+                )
+            job_server.require(settings)
             if engine.has_own_agent and _trusts_the_network(parsed, settings):
                 output.tell(TRUSTED)
             require_interfaces(os.environ.get(INTERFACES, ""))

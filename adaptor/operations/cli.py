@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 
 from adaptor import config, output
+from adaptor.endpoints import Address
 from adaptor.errors import AdaptorError
-from adaptor.operations import goodput, job_folder, records, verify
+from adaptor.operations import access, goodput, job_folder, records, verify
 from adaptor.operations.goodput import Goodput
 from adaptor.operations.records import Incident, Phases, Status
 from adaptor.operations.words import FINDING, OK, USAGE, duration, protection, shown
@@ -231,13 +232,14 @@ def _serve(parsed: argparse.Namespace) -> int:
     where = parsed.where or Path(config.load().log_path)
     if not where.is_dir():
         raise job_folder.JobFolderError(f"{shown(str(where))}: there is no such folder; name a TTP_LOG_PATH")
+    address = Address(parsed.host, parsed.port)
     certificate = (parsed.tls_cert, parsed.tls_key) if parsed.tls_cert is not None else None
-    with serve.Server(
-        where, parsed.host, parsed.port, token=parsed.token_file, certificate=certificate
-    ) as server:
+    clients = access.clients(address, parsed.token_file, certificate)
+    listening = access.listen(address)
+    address = address._replace(port=listening.getsockname()[1])
+    with serve.Server(where, listening, clients) as server:
         scheme = "https" if certificate else "http"
-        host, port = server.server_address[:2]
-        print(f"[ttp] {scheme}://{host!s}:{port}/metrics serves {shown(str(where))}", flush=True)
+        print(f"[ttp] {scheme}://{address}/metrics serves {shown(str(where))}", flush=True)
         server.serve_forever()
     return OK
 

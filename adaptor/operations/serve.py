@@ -1,4 +1,4 @@
-"""`ttp serve`: metrics and files of a job over HTTP, read-only, in a process of its own.
+"""`ttp serve` and `ttprun --ttp-serve`: metrics and files of a job over HTTP, in a process of its own.
 
 It reads the files that ttprun writes, at each request, and no job asks it anything: whatever happens to it,
 training goes on.
@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import re
 import socket
-import ssl
-import stat
 import threading
 from collections import deque
 from http import HTTPStatus
@@ -30,8 +27,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from adaptor.errors import AdaptorError
 from adaptor.operations import job_folder, metrics, page
+from adaptor.operations.access import Clients
 from adaptor.operations.job_folder import JobFolderError
 from adaptor.operations.newest_checkpoint import NewestCheckpoint
 from adaptor.operations.records import Event, Incident
@@ -49,56 +46,28 @@ _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 
 
-class ServeError(AdaptorError):
-    """It cannot serve as it was asked to."""
-
-
 class Server(ThreadingHTTPServer):
     """Serves one log folder: its newest job, or the job whose folder it is.
 
     Args:
         where: the folder.
-        host: an address of this machine. One that other machines reach needs `token` and `certificate`.
-        port: 0: any that is free.
-        token: a file with the word that a client must send (`Authorization: Bearer`).
-        certificate: PEM files of the certificate and its key.
-
-    Raises:
-        ServeError: the address cannot be had or needs more than was given, or a file is not as it must be.
+        listening: the socket; it is closed with the server.
+        clients: what they must send, and see.
     """
 
     daemon_threads = True
 
-    def __init__(
-        self,
-        where: Path,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        token: Path | None = None,
-        certificate: tuple[Path, Path] | None = None,
-    ) -> None:
+    def __init__(self, where: Path, listening: socket.socket, clients: Clients) -> None:
         self.where = where
+        self.token = clients.token
         self._job: Path | None = None
         self._clients = threading.BoundedSemaphore(MOST_CLIENTS)
         self.summaries = job_folder.Summaries()
-        self.token = _token_of(token) if token is not None else ""
-        if not _is_loopback(host) and not (self.token and certificate):
-            raise ServeError(
-                f"--host {host}: other machines reach this address; name --token-file, --tls-cert and"
-                " --tls-key, or serve on 127.0.0.1"
-            )
-        context = _tls(*certificate) if certificate is not None else None
         self.newest = NewestCheckpoint(lambda: job_folder.status(self.job()).save)
-        try:
-            super().__init__((host, port), _Handler)
-        except (OSError, OverflowError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            raise ServeError(
-                f"{host}:{port}: the address cannot be had ({why}); choose another --port"
-            ) from None
-        if context is not None:
-            self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        super().__init__(listening.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()  # the base class makes one
+        self.socket = listening
+        self._certificate = clients.tls
 
     def job(self) -> Path:
         """Return the folder of the job that is served: one that goes on, until it has ended or is silent.
@@ -112,6 +81,15 @@ class Server(ThreadingHTTPServer):
         if found is None or not job_folder.goes_on(found):
             found = self._job = job_folder.find(self.where)
         return found
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        """Accept a client; its thread makes the handshake."""
+        request, address = self.socket.accept()
+        if self._certificate is None:
+            return request, address
+        self._certificate.renew()
+        context = self._certificate.context
+        return context.wrap_socket(request, server_side=True, do_handshake_on_connect=False), address
 
     def process_request(self, request: Request, client_address: object) -> None:
         """Answer in a thread, if not too many clients are answered already; no client has long."""
@@ -147,38 +125,6 @@ def _drop(request: Request) -> None:
     with contextlib.suppress(OSError):
         if isinstance(request, socket.socket):
             request.shutdown(socket.SHUT_RDWR)
-
-
-def _token_of(path: Path) -> str:
-    try:
-        mode = path.stat().st_mode
-        word = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ServeError(f"--token-file {path}: it cannot be read ({error})") from None
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise ServeError(f"--token-file {path}: others can read it; say chmod 600 {path}")
-    if not word.isascii() or len(word) < 16:
-        raise ServeError(f"--token-file {path}: it must have one word of at least 16 ASCII characters")
-    return word
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _tls(certificate: Path, key: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        raise ServeError(
-            f"--tls-cert {certificate}, --tls-key {key}: they cannot be used ({error})"
-        ) from None
-    return context
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -18,7 +18,13 @@ SOURCES = {"adaptor": "adaptor", "adaptor.patches": "patches", "adaptor.launcher
 LAYERS = (
     ("adaptor.text", "adaptor.output", "adaptor.threads", "adaptor.descriptors", "adaptor.errors"),
     (
-        *("adaptor.config", "adaptor.context", "adaptor.distributions", "adaptor._script"),
+        *(
+            "adaptor.config",
+            "adaptor.context",
+            "adaptor.distributions",
+            "adaptor.endpoints",
+            "adaptor._script",
+        ),
         *("adaptor.diagnostics.requests", "adaptor.patching"),
     ),
     ("adaptor.plug_ins", "adaptor.engines", "adaptor.waits"),

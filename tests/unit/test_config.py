@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from adaptor import config
 from adaptor.config import SETTINGS, Config, Setting
+from adaptor.endpoints import Address
 from adaptor.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -38,6 +39,8 @@ DEFAULTS = Config(
     log_path="logs",
     log_level="INFO",
     log_stdout=False,
+    serve=None,
+    serve_token="",
     profile=None,
     dump=None,
 )
@@ -79,6 +82,10 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_LOG_LEVEL", "debug", "log_level", "DEBUG"),
     ("TTP_LOG_LEVEL", "ERROR", "log_level", "ERROR"),
     ("TTP_LOG_STDOUT", "True", "log_stdout", True),
+    ("TTP_SERVE", "9470", "serve", Address("127.0.0.1", 9470)),
+    ("TTP_SERVE", "0.0.0.0:9470", "serve", Address("0.0.0.0", 9470)),
+    ("TTP_SERVE", "[::1]:9470", "serve", Address("::1", 9470)),
+    ("TTP_SERVE_TOKEN", "/etc/token", "serve_token", "/etc/token"),
 ]
 
 BAD = [
@@ -111,6 +118,13 @@ BAD = [
     ("TTP_LOG_PATH", ""),
     ("TTP_LOG_LEVEL", "LOUD"),
     ("TTP_LOG_STDOUT", "maybe"),
+    ("TTP_SERVE", "0"),
+    ("TTP_SERVE", "65536"),
+    ("TTP_SERVE", "9470/tcp"),
+    ("TTP_SERVE", "a host:9470"),
+    ("TTP_SERVE", "localhost"),
+    ("TTP_SERVE", "[::1:9470"),
+    ("TTP_SERVE", "::1:9470"),
 ]
 
 
@@ -237,6 +251,8 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_LOG_PATH": "--ttp-log-path",
         "TTP_LOG_LEVEL": "--ttp-log-level",
         "TTP_LOG_STDOUT": "--ttp-log-stdout",
+        "TTP_SERVE": "--ttp-serve",
+        "TTP_SERVE_TOKEN": "--ttp-serve-token",
         "TTP_PROFILE": "--ttp-profile",
         "TTP_DUMP": "--ttp-dump",
     }

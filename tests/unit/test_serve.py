@@ -19,7 +19,8 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from adaptor.operations import cli, job_folder, serve
+from adaptor.endpoints import Address
+from adaptor.operations import access, cli, job_folder, serve
 from adaptor.operations.goodput import Goodput, goodput
 from adaptor.operations.metrics import exposition
 from adaptor.operations.newest_checkpoint import Checkpoint
@@ -117,6 +118,19 @@ def job(tmp_path: Path) -> Path:
     return folder
 
 
+def server_of(
+    where: Path,
+    host: str = "127.0.0.1",
+    *,
+    token: Path | None = None,
+    certificate: tuple[Path, Path] | None = None,
+) -> serve.Server:
+    """Return a server at any port that is free."""
+    address = Address(host, 0)
+    clients = access.clients(address, token, certificate)
+    return serve.Server(where, access.listen(address), clients)
+
+
 @contextmanager
 def served(server: serve.Server) -> Iterator[str]:
     with server:
@@ -151,7 +165,7 @@ def metrics_of(text: str) -> dict[str, float]:
 
 
 def test_the_metrics_of_a_job(job: Path) -> None:
-    with served(serve.Server(job.parent)) as address:
+    with served(server_of(job.parent)) as address:
         code, text = get(f"http://{address}/metrics", {"Accept": OPENMETRICS})
     assert code == 200
     found = metrics_of(text)
@@ -202,7 +216,7 @@ def test_the_newest_checkpoint_is_among_the_metrics(job: Path, tmp_path: Path) -
     (folder / naming.MANIFEST).write_bytes(made.encode())
     (tmp_path / "save" / naming.TRACKER).write_text("8")
     (job / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(save=str(tmp_path / "save"))))
-    server = serve.Server(job)
+    server = server_of(job)
     with served(server) as address:
         assert server.newest.looked.wait(60)
         found = metrics_of(get(f"http://{address}/metrics", {"Accept": OPENMETRICS})[1])
@@ -210,7 +224,7 @@ def test_the_newest_checkpoint_is_among_the_metrics(job: Path, tmp_path: Path) -
 
 
 def test_the_files_of_a_job(job: Path) -> None:
-    with served(serve.Server(job.parent)) as address:
+    with served(server_of(job.parent)) as address:
         base = f"http://{address}"
         assert json.loads(get(f"{base}/api/v1/status")[1])["step"] == 18
         (one,) = json.loads(get(f"{base}/api/v1/incidents")[1])
@@ -241,7 +255,7 @@ def test_a_job_is_served_until_it_has_ended(job: Path) -> None:
     def write(folder: Path, **changes: object) -> None:
         (folder / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(job=folder.name, **changes)))
 
-    with served(serve.Server(job.parent)) as address:
+    with served(server_of(job.parent)) as address:
         assert json.loads(get(f"http://{address}/api/v1/status")[1])["job"] == "j"
         write(other)
         assert json.loads(get(f"http://{address}/api/v1/status")[1])["job"] == "j"
@@ -252,7 +266,7 @@ def test_a_job_is_served_until_it_has_ended(job: Path) -> None:
 
 def test_so_many_clients_and_no_more(job: Path) -> None:
     """Those that say nothing hold a thread each; another one is turned away, and served when one has gone."""
-    with served(serve.Server(job)) as address:
+    with served(server_of(job)) as address:
         host, _, port = address.partition(":")
         silent = [socket.create_connection((host, int(port))) for _ in range(serve.MOST_CLIENTS)]
         with socket.create_connection((host, int(port))) as one_more:
@@ -273,13 +287,13 @@ def test_so_many_clients_and_no_more(job: Path) -> None:
 )
 def test_a_job_is_not_ready(job: Path, changes: dict[str, object], words: str) -> None:
     (job / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(**changes)))
-    with served(serve.Server(job)) as address:
+    with served(server_of(job)) as address:
         code, text = get(f"http://{address}/readyz")
     assert (code, text.startswith(words)) == (503, True)
 
 
 def test_nothing_can_be_changed(job: Path) -> None:
-    with served(serve.Server(job)) as address:
+    with served(server_of(job)) as address:
         connection = http.client.HTTPConnection(address)
         connection.request("POST", "/api/v1/status", b"{}")
         assert connection.getresponse().status == 501
@@ -287,7 +301,7 @@ def test_nothing_can_be_changed(job: Path) -> None:
 
 
 def test_a_folder_that_goes_away_is_said(job: Path) -> None:
-    with served(serve.Server(job.parent)) as address:
+    with served(server_of(job.parent)) as address:
         job.rename(job.parent.parent / "gone")
         code, text = get(f"http://{address}/metrics")
         assert code == 503
@@ -297,18 +311,18 @@ def test_a_folder_that_goes_away_is_said(job: Path) -> None:
 
 
 def test_what_is_reachable_from_elsewhere_needs_a_token_and_tls(job: Path, tmp_path: Path) -> None:
-    with pytest.raises(serve.ServeError, match="other machines reach this address"):
-        serve.Server(job, "0.0.0.0")
+    with pytest.raises(access.ServeError, match="other machines reach this address"):
+        server_of(job, "0.0.0.0")
     token = tmp_path / "token"
     token.write_text("a-word-that-nobody-guesses\n")
     token.chmod(0o644)
-    with pytest.raises(serve.ServeError, match="others can read it"):
-        serve.Server(job, token=token)
+    with pytest.raises(access.ServeError, match="others can read it"):
+        server_of(job, token=token)
     token.chmod(0o600)
     signer = certificates.Authority(tmp_path / "tls")
     made = signer.settings()
     certificate = (Path(made["TTP_TLS_CERT"]), Path(made["TTP_TLS_KEY"]))
-    server = serve.Server(job, "0.0.0.0", token=token, certificate=certificate)
+    server = server_of(job, "0.0.0.0", token=token, certificate=certificate)
     trusts = ssl.create_default_context(cafile=signer.path)
     trusts.check_hostname = False
     with served(server) as address:
@@ -319,7 +333,7 @@ def test_what_is_reachable_from_elsewhere_needs_a_token_and_tls(job: Path, tmp_p
 
 
 def test_a_port_that_is_taken_is_said(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with served(serve.Server(job)) as address:
+    with served(server_of(job)) as address:
         port = address.partition(":")[2]
         assert cli.main(["serve", str(job), "--port", port]) == cli.USAGE
     assert f"127.0.0.1:{port}: the address cannot be had" in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""Where the files of a job are served, and to whom: addresses, the token of clients, certificates.
+
+An address that other machines reach needs both a token and a certificate.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from adaptor.endpoints import Address
+from adaptor.errors import AdaptorError
+
+_BACKLOG = 64
+_SHORTEST_TOKEN = 16
+
+
+class ServeError(AdaptorError):
+    """It cannot serve as it was asked to."""
+
+
+class Clients(NamedTuple):
+    """What a client must send, and the certificate that it is shown.
+
+    token  a word that each request must have (`Authorization: Bearer`); '' if none is needed
+    tls    None: without TLS
+    """
+
+    token: str
+    tls: Certificate | None
+
+
+class Certificate:
+    """A certificate of this address, which may be renewed meanwhile.
+
+    Args:
+        path, key: PEM files.
+
+    Raises:
+        ServeError: they cannot be used.
+    """
+
+    def __init__(self, path: Path, key: Path) -> None:
+        self._files = path, key
+        self._read_as = self._state()
+        try:
+            self.context = self._load()
+        except (OSError, ssl.SSLError) as error:
+            raise ServeError(
+                f"the certificate {path} and its key {key}: they cannot be used ({error})"
+            ) from None
+
+    def renew(self) -> None:
+        """Read the files again if they have changed; a pair that cannot be used changes nothing."""
+        state = self._state()
+        if state is None or state == self._read_as:
+            return
+        self._read_as = state
+        try:
+            self._load()  # first without what is in use: half a pair would stay there
+            self.context.load_cert_chain(*self._files, password="")
+        except (OSError, ssl.SSLError):
+            return
+
+    def _state(self) -> tuple[tuple[int, int, int], ...] | None:
+        try:
+            found = [file.stat() for file in self._files]
+        except OSError:
+            return None
+        return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(*self._files, password="")
+        return context
+
+
+def clients(address: Address, token: Path | None, certificate: tuple[Path, Path] | None) -> Clients:
+    """Return who is served at an address.
+
+    Args:
+        address: to serve at.
+        token: a file with the word that a client must send.
+        certificate: PEM files of the certificate and its key.
+
+    Raises:
+        ServeError: other machines reach the address and a token or a certificate is missing, or a file is not
+            as it must be.
+    """
+    word = _token_of(token) if token is not None else ""
+    if not address.is_loopback and not (word and certificate):
+        raise ServeError(
+            f"{address}: other machines reach this address; give a token file and a certificate with its key,"
+            " or serve on 127.0.0.1"
+        )
+    return Clients(word, Certificate(*certificate) if certificate is not None else None)
+
+
+def listen(address: Address) -> socket.socket:
+    """Return a socket that listens at an address; port 0: at any that is free.
+
+    Raises:
+        ServeError: the address cannot be had.
+    """
+    try:
+        (family, kind, protocol, _, found), *_ = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )
+        made = socket.socket(family, kind, protocol)
+        try:
+            # Connections of a server that has just ended are no hindrance.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(found)
+            made.listen(_BACKLOG)
+        except BaseException:
+            made.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ServeError(f"{address}: the address cannot be had ({why}); choose another port") from None
+    return made
+
+
+def _token_of(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        word = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServeError(f"the token file {path}: it cannot be read ({error})") from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ServeError(f"the token file {path}: others can read it; say chmod 600 {path}")
+    if not word.isascii() or len(word) < _SHORTEST_TOKEN:
+        raise ServeError(
+            f"the token file {path}: it must have one word of at least {_SHORTEST_TOKEN} ASCII characters"
+        )
+    return word
