@@ -32,6 +32,9 @@ MINDSPEED_LLM=$(cd "$MINDSPEED_LLM" && pwd)
 OUT=${OUT:-$PWD/flow-out}
 mkdir -p "$OUT/done" "$OUT/logs"
 OUT=$(cd "$OUT" && pwd)
+# Held by this shell and by what it starts, so it also refuses while a training outlives a flow.sh that was killed.
+exec 9> "$OUT/.lock"
+flock -n 9 || fail "OUT is '$OUT': another flow.sh, or a training that one has started, is running there"
 
 if [[ $tiny ]]; then
     MODEL=$OUT/given/model CORPUS=$OUT/given/corpus.json ALPACA=$OUT/given/alpaca.parquet MMLU=$OUT/given/mmlu
@@ -73,6 +76,21 @@ fi
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH}
 templates=$MINDSPEED_LLM/mindspeed_llm/tasks/evaluation/eval_impl/fewshot_template/mmlu_5shot_template.json
 
+# --- A signal is passed on to the step, and waited for: a training saves its newest finished step first.
+running=''
+stopped() {
+    trap '' INT TERM HUP
+    if [[ $running ]]; then
+        echo "flow.sh: SIG$1: $step is told to end" >&2
+        kill -TERM -- "-$running" 2> /dev/null || true
+        while kill -0 -- "-$running" 2> /dev/null; do sleep 0.2; done
+    fi
+    exit $((128 + $2))
+}
+trap 'stopped INT 2' INT
+trap 'stopped TERM 15' TERM
+trap 'stopped HUP 1' HUP
+
 # --- One step: its commands' output goes to a log, a line says how long it took.
 log() { echo "$OUT/logs/$step.log"; }
 quiet() {
@@ -92,7 +110,13 @@ do_step() {
     local began=$SECONDS
     echo "$step ..."
     : > "$(log)"
-    "$step"
+    # In the background and in a process group of its own: a shell that waits for a foreground command handles no signal.
+    set -m
+    "$step" &
+    running=$!
+    set +m
+    wait "$running" || exit $?
+    running=''
     touch "$OUT/done/$step"
     echo "$step: $((SECONDS - began)) s"
 }
@@ -209,18 +233,18 @@ verify() {
     KILL=''
     pretrain undisturbed-pretrain
     tune undisturbed-tune
-    say python "$here/verify.py" checkpoints "$OUT/pretrain" "$OUT/undisturbed-pretrain"
-    say python "$here/verify.py" checkpoints "$OUT/tune" "$OUT/undisturbed-tune"
+    say python -W ignore "$here/verify.py" checkpoints "$OUT/pretrain" "$OUT/undisturbed-pretrain"
+    say python -W ignore "$here/verify.py" checkpoints "$OUT/tune" "$OUT/undisturbed-tune"
     to_hugging_face converted hf-again
-    say python "$here/verify.py" models "$MODEL" "$OUT/hf-again"
+    say python -W ignore "$here/verify.py" models "$MODEL" "$OUT/hf-again"
     local name
     for name in converted tune; do
         precision=fp32 arguments
         LOGITS=$OUT/$name-logits.pt generation "$here/logits.py" --load "$OUT/$name"
     done
-    say python "$here/verify.py" logits "$MODEL" "$OUT/converted-logits.pt"
-    say python "$here/verify.py" logits "$OUT/hf-tuned" "$OUT/tune-logits.pt"
-    say python "$here/verify.py" merged "$OUT/hf-tuned" "$OUT/lora" "$OUT/hf-lora"
+    say python -W ignore "$here/verify.py" logits "$MODEL" "$OUT/converted-logits.pt"
+    say python -W ignore "$here/verify.py" logits "$OUT/hf-tuned" "$OUT/tune-logits.pt"
+    say python -W ignore "$here/verify.py" merged "$OUT/hf-tuned" "$OUT/lora" "$OUT/hf-lora"
 }
 
 if [[ $from ]]; then

@@ -76,11 +76,17 @@ def same_models(one: Path, other: Path) -> str:
     return f"{one} and {other}: {len(left)} tensors, bit for bit"
 
 
-def logits(model: Path, file: Path) -> str:
+def _pretrained(model: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    written = torch.load(file)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(model, **options)
+
+
+def logits(model: Path, file: Path) -> str:
+    written = torch.load(file, weights_only=True)
+    loaded = _pretrained(model, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         expected = loaded.eval()(written["tokens"]).logits
     most = float((expected - written["logits"]).abs().max())
@@ -93,7 +99,6 @@ def logits(model: Path, file: Path) -> str:
 def merged(base: Path, lora: Path, result: Path) -> str:
     """Give peft the adapters of a checkpoint, cut as Hugging Face's modules are, and merge."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     config = json.loads((base / "config.json").read_text())
     adapters = checkpoints.model_of(lora)
@@ -110,7 +115,7 @@ def merged(base: Path, lora: Path, result: Path) -> str:
                 cut[f"base_model.model.{target}.lora_A.default.weight"] = tensor
                 cut[f"base_model.model.{target}.lora_B.default.weight"] = rows
     targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in cut})
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model = _pretrained(base, dtype=torch.bfloat16)
     tuned = get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets))
     missing = set(cut) - set(tuned.state_dict())
     if missing:
