@@ -143,8 +143,9 @@ USES_ANY = {
     "adaptor.replica": "the state of optimizers of torch",
     "adaptor.transform": "state dicts and arguments of Megatron",
     "adaptor.worker.dump_store": "what torch hands to a store",
-    "adaptor.worker.session": "records, and marks of a device, which only their owners read",
+    "adaptor.worker.session": "records, which only their owner reads",
     "adaptor.worker.step_history": "records, and marks of a device, which only their owners read",
+    "adaptor.worker.update_window": "marks of a device, which only it reads",
 }
 # The decisions depend on messages alone.
 PURE = {"adaptor.controller": ("adaptor.controller", "adaptor.protocol")}
