@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ResumeError,
         StartError,
         StepError,
+        StoreError,
         UnsupportedError,
     )
     from adaptor.library import Protection
@@ -38,6 +39,7 @@ __all__ = [
     "ResumeError",
     "StartError",
     "StepError",
+    "StoreError",
     "UnsupportedError",
     "disable",
     "enable",

@@ -1,6 +1,8 @@
 """`python -m adaptor report [-- script.py ARGUMENTS]`: what of a job would be protected, without training.
 
 `python -m adaptor transform SRC DST`: a checkpoint in other parallel sizes (`adaptor/transform/command.py`).
+
+`python -m adaptor store list|pull|push|verify|prune URL`: object storage (`adaptor/store/command.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from adaptor import _script, config, context, devices, distributions, engines
 from adaptor.errors import AdaptorError, DriftError, StartError
+from adaptor.store import command as store
 from adaptor.transform import command as transform
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     if parsed.command == "transform":
         return transform.main(parsed)
+    if parsed.command == "store":
+        return store.main(parsed)
     script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
     if script:
         if not Path(script[0]).is_file():
@@ -91,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
     transform.add_to(commands)
+    store.add_to(commands)
     return parser
 
 

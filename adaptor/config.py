@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ class Config:
     require_protection: str
     provide_mindio: bool
     platform: str
+    store_endpoint: str
     log_path: str
     log_level: str
     log_stdout: bool
@@ -102,6 +104,15 @@ def _path(text: str) -> str:
     if "\n" in text or "-----" in text:
         raise _NotShownError
     return text
+
+
+def _endpoint(text: str) -> str:
+    """Refuse credentials in the URL: it is shown in messages."""
+    if "@" in text:
+        raise _NotShownError
+    if text and not re.fullmatch(r"https?://[^\s/?#]+/?", text):
+        raise ValueError
+    return text.rstrip("/")
 
 
 class _NotShownError(ValueError):
@@ -262,6 +273,14 @@ SETTINGS = (
         _one_of("auto", "none", "modelarts", "ascend", "volcano", "ranktable", "slurm", "openmpi"),
         "where ttprun reads the number of nodes, the rank of this node, the processes per node and the "
         "rendezvous address, unless flags give them; auto: from the platform that started it; none: nowhere",
+    ),
+    Setting(
+        "store_endpoint",
+        "TTP_STORE_ENDPOINT",
+        "",
+        "a URL like https://storage.example.com, without a user",
+        _endpoint,
+        "where an object store (s3://, obs://, gs://, az://) answers, unless it is that of its provider",
     ),
     Setting(
         "log_path",

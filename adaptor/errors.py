@@ -9,7 +9,8 @@ AdaptorError
 ├── DriftError       a patched function of the framework no longer matches its declaration
 ├── UnsupportedError the parallel layout, or a mode, cannot be protected
 ├── ResumeError      a checkpoint is damaged, and there is none to go on from in its place
-└── CheckpointError  a checkpoint cannot be written, published or trusted
+├── CheckpointError  a checkpoint cannot be written, published or trusted
+└── StoreError       an object store is not named well, refuses, or does not answer
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ class ResumeError(AdaptorError):
 
 class CheckpointError(AdaptorError):
     """A checkpoint cannot be written, published or trusted."""
+
+
+class StoreError(AdaptorError):
+    """An object store is not named well, refuses, does not answer, or has nothing that can be used."""
 
 
 def say_in_one_line() -> None:

@@ -1,4 +1,4 @@
-"""The command `ttp`: what reads the files of jobs (`adaptor.operations.cli`), and `ttp doctor`."""
+"""The command `ttp`: the files of jobs (`adaptor.operations.cli`), `ttp doctor` and `ttp store`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from collections.abc import Sequence
 
 from adaptor.launchers import doctor
 from adaptor.operations import cli
+from adaptor.store import command as store
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answer one question; return the exit code."""
-    return cli.main(arguments, doctor.add)
+    return cli.main(arguments, _add)
+
+
+def _add(add_command: cli.Add) -> None:
+    doctor.add(add_command)
+    store.add(add_command)
 
 
 if __name__ == "__main__":

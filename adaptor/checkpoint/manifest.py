@@ -103,15 +103,28 @@ def read(folder: Path) -> Manifest:
     path = folder / naming.MANIFEST
     try:
         text = disk.read(path, LARGEST)
+    except OSError as error:
+        kind = CheckpointError if disk.is_wrong(error) else UnreadableError
+        raise kind(f"{path}: cannot be read ({error.strerror})") from error
+    return decode(text, str(path))
+
+
+def decode(text: bytes, path: str) -> Manifest:
+    """Return the manifest whose file has this content.
+
+    Args:
+        path: where it was read, for the message.
+
+    Raises:
+        CheckpointError: it cannot be understood, or names a file outside of its folder.
+    """
+    try:
         given = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
         if isinstance(given, dict) and given.get("format", FORMAT) != FORMAT:
             raise CheckpointError(f"{path}: format {given['format']!r}; this version reads format {FORMAT}")
         body = msgspec.convert(given, _Body)
         files = tuple(FileEntry(name, one.bytes, one.xxh3_128) for name, one in body.files.items())
         require_inside(files)
-    except OSError as error:
-        kind = CheckpointError if disk.is_wrong(error) else UnreadableError
-        raise kind(f"{path}: cannot be read ({error.strerror})") from error
     # RecursionError: thousands of brackets.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not a manifest ({error})") from error

@@ -74,10 +74,6 @@ class Rejoin:
         self._worker.online = why_not
         context.part(Waits).acts = not why_not
 
-    def stand_down(self) -> None:
-        """See `processor.Rejoin`."""
-        self._groups.forget()
-
     # processor's threads
 
     def regroup(self, order: Regroup, wake: Callable[[frozenset[int]], int]) -> None:
@@ -133,7 +129,7 @@ class Rejoin:
 
     def _brought_to(self, order: Regroup, wake: Callable[[], int], timeout_s: float) -> bool:
         try:
-            self._session.freezer.bring_to(order.step, wake, timeout_s)
+            self._session.bring_to(order.step, wake, timeout_s)
         except TimeoutError:
             return self._is_old(order)
         return True
@@ -155,9 +151,7 @@ class Rejoin:
         past = self._session.from_local_copy(order.step)
         record = self._session.record_of(order.step)
         loop = self._loop
-        given = state.Given(
-            trainee, record, past, lambda: loop.answers(order.step), self._session.pace.measures()
-        )
+        given = state.Given(trainee, record, past, lambda: loop.answers(order.step), self._session.measures())
         line = self._meeting.to_newcomer(order, one.rank)
         transfer.answer(line, given, cancelled=lambda: self._is_old(order))
 
@@ -300,6 +294,7 @@ def prepare(worker: Runtime, newcomer: bool) -> None:
     made = context.part(Groups)
     made.remember(lone=newcomer)
     context.part(OnlineRecovery).rejoin = Rejoin(worker, made, newcomer)
+    worker.stand_down = made.forget
 
 
 def of_this_process() -> Rejoin | None:

@@ -88,9 +88,6 @@ class Rejoin(Protocol):
     def proceed(self, order: Proceed) -> None:
         """Let the main thread go on; at once."""
 
-    def stand_down(self) -> None:
-        """Keep nothing for an online recovery any more: this job has none."""
-
 
 class Processor:
     """Connects to the agent at `address` (an abstract unix socket) and serves it until the process ends."""
@@ -114,7 +111,7 @@ class Processor:
         # Set by a script whose own handlers save.
         self.rename: Callable[[int], None] | None = None
         self.before_exit: Callable[[], None] = lambda: None
-        self.rejoin: Rejoin | None = None
+        self._rejoin: Rejoin | None = None
         self._rejoin_is_known = threading.Event()
         self.exit_code = EXIT_SURVIVOR
         self._descriptors = Descriptors(DESCRIPTORS)
@@ -172,23 +169,23 @@ class Processor:
                 if not again:  # else it is asked whether it is there
                     self._current = (order.incident, 0)
                     # A lost controller may have let the main thread through: the answer must stay true.
-                    self._session.door.let_through(None)
+                    self._session.let_through(None)
                 self._in_thread("freeze", functools.partial(self._freeze, again=again), order)
             case Dump():
                 self._current = (order.incident, order.attempt)
                 assert self._session is not None
                 # Here, not in a thread: in the order of the attempts, so that no older one opens the door.
-                self._session.door.let_through(order.step)
+                self._session.let_through(order.step)
                 self._in_thread("dump", self._dump, order)
             case Regroup():
                 self._current = (order.incident, order.attempt)
                 assert self._session is not None
-                self._session.door.let_through(order.step)
+                self._session.let_through(order.step)
                 self._in_thread("regroup", self._regroup, order)
             case Proceed():
-                assert self.rejoin is not None
+                assert self._rejoin is not None
                 self.exit_code, self.held = EXIT_SURVIVOR, ""
-                self.rejoin.proceed(order)
+                self._rejoin.proceed(order)
             case Rename():
                 self._in_thread("rename", self._rename, order)
             case BusyProbe():
@@ -222,7 +219,7 @@ class Processor:
     def _freeze(self, order: Freeze, again: bool) -> None:
         assert self._session is not None
         standing = self._look() if order.stacks else None
-        board = self._session.freezer.freeze(self._timeout_s / 2, again)
+        board = self._session.freeze(self._timeout_s / 2, again)
         if board is not None:  # else this rank is no holder: the controller does not wait longer than that
             if board.phase == Phase.UNREADABLE:
                 self._note("unreadable", board.error)
@@ -247,16 +244,16 @@ class Processor:
 
     def go_round_by(self, rejoin: Rejoin | None) -> None:
         """Set how the training loop is called again, at the start of a worker; None: not at all."""
-        self.rejoin = rejoin
+        self._rejoin = rejoin
         self._rejoin_is_known.set()
 
     def _regroup(self, order: Regroup) -> None:
         keep = frozenset({self._store_port, order.store_port})
         try:
             self._rejoin_is_known.wait(order.timeout_s)  # a new process is told at once
-            if self.rejoin is None:
+            if self._rejoin is None:
                 raise CannotRejoinError("its training loop cannot be called again")
-            self.rejoin.regroup(order, abort_gloo.Waker(keep))
+            self._rejoin.regroup(order, abort_gloo.Waker(keep))
         except Exception as error:
             if self._current == (order.incident, order.attempt):
                 hangs = isinstance(error, MainThreadHangsError)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from adaptor import context, engines, output, text
@@ -70,6 +70,7 @@ class Runtime:
         )
         # Why this rank is not recovered online, for the user; empty: it is.
         self.online = "its training loop cannot be called again" if settings.online_s else OFF
+        self.stand_down: Callable[[], None] = lambda: None  # nothing of an online recovery is needed
         self.processor.start(self.session)
 
     def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
@@ -79,7 +80,7 @@ class Runtime:
             by: the exception, by which it is known when it comes again.
         """
         starting = self.session.trainee is None and not context.part(Generation).is_restart
-        self.session.window.give_up()
+        self.session.give_up()
         self.session.board.fail(error)
         self.processor.exit_code = exit_code
         origin, calls = Origin(), ""
@@ -176,8 +177,7 @@ class Runtime:
         from adaptor import patching
 
         patching.disarm("online")
-        if self.processor.rejoin is not None:
-            self.processor.rejoin.stand_down()
+        self.stand_down()
         if self.rank == 0 and not context.part(Generation).is_restart:
             output.tell(not_online(self.online))
 

@@ -33,6 +33,7 @@ LAYERS = (
     ("adaptor.controller", "adaptor.replica"),
     ("adaptor.checkpoint", "adaptor.diagnostics"),
     ("adaptor.operations", "adaptor.transform"),
+    ("adaptor.store",),
     ("adaptor.worker",),
     ("adaptor.online",),
     ("adaptor.mindio",),
@@ -62,6 +63,7 @@ READS_SETTINGS = {
     "adaptor.launchers.doctor",
     "adaptor.launchers.ttprun",
     "adaptor.operations.cli",
+    "adaptor.store.command",
 }
 # What else is read from the environment of a process, and where. What torch elastic and ttprun tell a worker
 # is read in `adaptor.protocol.environment`.
@@ -82,6 +84,7 @@ READS_ENVIRONMENT = {
     "adaptor.mindio.client.saving": "the store of torch elastic: MASTER_ADDR, MASTER_PORT",
     "adaptor.mindio.job": "a variable of MindIO; WORLD_SIZE",
     "adaptor.protocol.environment": "what torch elastic and ttprun tell",
+    "adaptor.store.credentials": "credentials, and what leads to them",
     "adaptor.worker.runtime": "where the agent is; passed on to the engine",
     "adaptor.worker.watchdogs": "torch's own variables",
 }
@@ -143,9 +146,8 @@ USES_ANY = {
     "adaptor.replica": "the state of optimizers of torch",
     "adaptor.transform": "state dicts and arguments of Megatron",
     "adaptor.worker.dump_store": "what torch hands to a store",
-    "adaptor.worker.session": "records, which only their owner reads",
+    "adaptor.worker.session": "records, and marks of a device, which only their owners read",
     "adaptor.worker.step_history": "records, and marks of a device, which only their owners read",
-    "adaptor.worker.update_window": "marks of a device, which only it reads",
 }
 # The decisions depend on messages alone.
 PURE = {"adaptor.controller": ("adaptor.controller", "adaptor.protocol")}

@@ -1,0 +1,84 @@
+"""The address of checkpoints in an object store: `s3://bucket/run7`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptor.errors import StoreError
+
+SCHEMES = ("s3", "obs", "gs", "az", "file")
+_PROVIDERS = {
+    "s3": "S3",
+    "obs": "Huawei OBS",
+    "gs": "Google Cloud Storage",
+    "az": "Azure Blob Storage",
+    "file": "a folder",
+}
+# The strictest names of all providers have these characters; Azure allows fewer.
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,62}")
+
+
+@dataclass(frozen=True)
+class Address:
+    """A place in an object store.
+
+    bucket  of Azure: the container; of file://: empty
+    prefix  with `/` between its parts; of file://: the absolute path of the folder
+    """
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix.lstrip('/')}" if self.prefix else "")
+
+    @property
+    def provider(self) -> str:
+        """The kind of store, for a message."""
+        return _PROVIDERS[self.scheme]
+
+
+def parse(url: str) -> Address:
+    """Return what `url` names.
+
+    Raises:
+        StoreError: it is no URL of a store.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        raise StoreError(f"{_shown(url)}: is no URL of a store; it must be like s3://bucket/run7")
+    if scheme not in SCHEMES:
+        raise StoreError(f"{_shown(url)}: {scheme}:// is no store that is known; {_known()} are")
+    host, _, path = rest.partition("/")
+    if "@" in host or ("?" in rest and scheme != "file"):
+        raise StoreError(
+            f"{_shown(url)}: holds credentials or options; leave them out, they are read from the environment"
+        )
+    if scheme == "file":
+        if host:
+            raise StoreError(f"{_shown(url)}: a folder is named with three slashes, file:///folder")
+        if not path.strip("/"):
+            raise StoreError(f"{_shown(url)}: names no folder; it must be like file:///folder/run7")
+        return Address(scheme, "", str(Path("/", path)))
+    if not _BUCKET.fullmatch(host):
+        raise StoreError(
+            f"{_shown(url)}: {host!r} is no name of a bucket; it has 2 to 63 of the characters a-z 0-9 . _ -"
+        )
+    parts = [part for part in path.split("/") if part]
+    if any(part in (".", "..") or not part.isprintable() for part in parts):
+        raise StoreError(f"{_shown(url)}: a part of the path is . or .., or cannot be printed")
+    return Address(scheme, host, "/".join(parts))
+
+
+def _known() -> str:
+    *most, last = (f"{scheme}://" for scheme in SCHEMES)
+    return f"{', '.join(most)} and {last}"
+
+
+def _shown(url: str) -> str:
+    """Return a URL without what may be a secret, as one printable line."""
+    plain = "".join(character if character.isprintable() else "?" for character in url)
+    return re.sub(r"://[^/]*@", "://...@", plain.partition("?")[0])

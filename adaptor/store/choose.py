@@ -1,0 +1,157 @@
+"""Which checkpoints a store has, and which of them are complete.
+
+The newest is the one of the highest step whose manifest can be read and whose objects are all there in their
+sizes. An etag that is not the one of the upload tells that an object was written again: then its content
+decides. Nothing else is read, so the choice among thousands costs a few requests; the content is hashed while
+it is pulled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from adaptor.checkpoint import manifest
+from adaptor.checkpoint.manifest import Manifest
+from adaptor.errors import CheckpointError, StoreError
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.store import layout
+from adaptor.store.client import PIECE, Store, Stored
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: the prefix of its objects, and its manifest, which has all checksums."""
+
+    where: str
+    known: Manifest
+
+    @property
+    def bytes(self) -> int:
+        """The size of all its files."""
+        return sum(file.bytes for file in self.known.files)
+
+
+class DamagedError(StoreError):
+    """An object of a checkpoint is missing, or is not what was written."""
+
+
+def steps(store: Store) -> list[int]:
+    """Return the steps of which a store has objects, complete or not, in order."""
+    return sorted(step for name in store.folders() if (step := naming.step_of(name)) is not None)
+
+
+def places(store: Store, step: int) -> tuple[list[str], list[str]]:
+    """Return the prefixes of the checkpoints of a step: with a manifest, the newest first, and others."""
+    root = naming.final_name(step)
+    complete, others = {}, []
+    for name in store.folders(root):
+        where = f"{root}/{name}"
+        committed = store.stat(layout.manifest_name(where))
+        if committed is None:
+            others.append(where)
+        else:
+            complete[where] = committed.modified
+    return sorted(complete, key=lambda where: (complete[where], where), reverse=True), others
+
+
+def read_manifest(store: Store, where: str) -> Manifest:
+    """Return the manifest at a prefix.
+
+    Raises:
+        DamagedError: it is no manifest of a complete checkpoint of this step.
+    """
+    name = layout.manifest_name(where)
+    try:
+        known = manifest.decode(store.get(name, manifest.LARGEST), f"{store}/{name}")
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from None
+    if naming.final_name(known.step) != where.partition("/")[0]:
+        raise DamagedError(f"{store}/{name}: is that of step {known.step}")
+    if not known.files or any(file.xxh3_128 is None for file in known.files):
+        raise DamagedError(f"{store}/{name}: names no file, or one without a checksum")
+    return known
+
+
+def examine(store: Store, where: str) -> Checkpoint:
+    """Return the checkpoint at a prefix, if its objects are all there.
+
+    Raises:
+        DamagedError: they are not; the message names the first.
+    """
+    known = read_manifest(store, where)
+    there = store.objects(where)
+    parts = read_parts(store, where, there)
+    for file in known.files:
+        name = f"{where}/{file.path}"
+        found = there.get(name)
+        if found is None:
+            raise DamagedError(f"{store}/{name}: missing")
+        if found.bytes != file.bytes:
+            raise DamagedError(f"{store}/{name}: {found.bytes} bytes, the manifest says {file.bytes}")
+        part = parts.get(file.path)
+        if _is_new(store, found, part) and hash_object(store, name, file.bytes) != file.xxh3_128:
+            raise DamagedError(f"{store}/{name}: was changed after the upload")
+    return Checkpoint(where, known)
+
+
+def read_parts(store: Store, where: str, there: dict[str, Stored]) -> dict[str, layout.Part]:
+    """Return what the nodes have written, by path, from the lists among the objects that are `there`."""
+    found = {}
+    for name in there:
+        if layout.is_parts_name(where, name):
+            content = store.get(name, layout.LARGEST_LIST)
+            found.update({part.path: part for part in layout.decode_parts(content, f"{store}/{name}")})
+    return found
+
+
+def _is_new(store: Store, found: Stored, part: layout.Part | None) -> bool:
+    """Return whether an object may have been written again; that of a folder has the etag of an inode."""
+    return store.address.scheme != "file" and (part is None or part.etag != found.etag)
+
+
+def hash_object(store: Store, name: str, size: int) -> str:
+    """Return the xxh3-128 of an object, of which all is read."""
+    digest = xxhash.xxh3_128()
+    for piece in ranges(store, name, size):
+        digest.update(piece)
+    return str(digest.hexdigest())
+
+
+def ranges(store: Store, name: str, size: int) -> Iterator[bytes]:
+    """Yield the content of an object of `size` bytes, in pieces, one request after the other."""
+    for start in range(0, size, PIECE):
+        yield store.get_range(name, start, min(PIECE, size - start))
+
+
+def wrong_files(store: Store, found: Checkpoint) -> Iterator[str]:
+    """Read all objects of a checkpoint; yield a line for each that is not what was written."""
+    for file in found.known.files:
+        if hash_object(store, f"{found.where}/{file.path}", file.bytes) != file.xxh3_128:
+            yield f"{store}/{found.where}/{file.path}: checksum differs from the manifest"
+
+
+def newest_first(store: Store, step: int | None, problems: list[str]) -> Iterator[Checkpoint]:
+    """Yield the complete checkpoints, the newest first.
+
+    Args:
+        step: of this one alone; None: of all.
+        problems: gets a line for each that is damaged, before an older one is yielded.
+    """
+    for one in reversed(steps(store)) if step is None else [step]:
+        for where in places(store, one)[0]:
+            try:
+                found = examine(store, where)
+            except DamagedError as error:
+                problems.append(str(error))
+                continue
+            yield found
+
+
+def is_same(one: FileEntry, other: FileEntry) -> bool:
+    """Return whether two entries may be of the same content: checksums count where both have one."""
+    hashes = {one.xxh3_128, other.xxh3_128} - {None}
+    return one.path == other.path and one.bytes == other.bytes and len(hashes) < 2

@@ -1,0 +1,190 @@
+"""One object store, opened by its URL: the few requests that checkpoints need, with errors of one line.
+
+The client is obstore. It tries a request again where the store is busy (5xx) or the connection breaks, for a
+minute. An object is there as a whole or not at all. No request relies on conditions, which not every store
+that speaks the interface of S3 honours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from adaptor.errors import StoreError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+    from adaptor.store.address import Address
+
+# Bytes of a part of an upload, and of a request when reading: small enough for a slow line to take one within
+# the time limit, large enough that requests cost nothing.
+PIECE = 16 << 20
+# The parts of one object that are on their way at the same time. With PIECE it bounds the memory.
+AT_ONCE = 4
+# S3 takes 10,000 parts of an object.
+_MOST_PARTS = 9000
+_LINE = 300
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object as a listing has it.
+
+    etag  of the store for this content; a copy of the object may have another one. Empty where there is none
+    """
+
+    bytes: int
+    etag: str
+    modified: datetime
+
+
+class MissingError(StoreError):
+    """There is no object of this name."""
+
+
+class Store:
+    """An object store that is open. Every method raises StoreError where the store refuses or is silent."""
+
+    def __init__(self, place: Address, client: ObjectStore, endpoint: str) -> None:
+        self.address = place
+        self._client = client
+        self._endpoint = endpoint
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+    def put(self, name: str, content: bytes) -> str:
+        """Write a small object; return its etag."""
+        import obstore
+
+        with self._errors(f"write {name}"):
+            done = obstore.put(self._client, name, content, use_multipart=False)
+        return str(done["e_tag"] or "")
+
+    def put_pieces(self, name: str, pieces: Iterator[bytes], size: int) -> str:
+        """Write an object of `size` bytes from its pieces; return its etag.
+
+        What `pieces` raises ends the upload, and is raised here; then there is no object.
+        """
+        import obstore
+
+        part = max(PIECE, -(-size // _MOST_PARTS))
+        with self._errors(f"write {name}"):
+            done = obstore.put(
+                self._client,
+                name,
+                pieces,
+                use_multipart=True,
+                chunk_size=part,
+                max_concurrency=AT_ONCE,
+            )
+        return str(done["e_tag"] or "")
+
+    def get(self, name: str, limit: int) -> bytes:
+        """Return the content of an object of at most `limit` bytes.
+
+        Raises:
+            MissingError: there is none.
+        """
+        import obstore
+
+        with self._errors(f"read {name}"):
+            found = obstore.get(self._client, name)
+            size = int(found.meta["size"])
+            if size > limit:
+                raise StoreError(f"{self}/{name}: has {size} bytes; {limit} are the most it may have")
+            return bytes(found.bytes())
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        """Return `length` bytes of an object from `start`, which must be there."""
+        import obstore
+
+        with self._errors(f"read {name}"):
+            content = bytes(obstore.get_range(self._client, name, start=start, length=length))
+        if len(content) != length:
+            raise StoreError(f"{self}/{name}: {len(content)} bytes came where {length} were asked for")
+        return content
+
+    def stat(self, name: str) -> Stored | None:
+        """Return what is known of an object, None where there is none."""
+        import obstore
+
+        with contextlib.suppress(MissingError), self._errors(f"look at {name}"):
+            one = obstore.head(self._client, name)
+            return Stored(int(one["size"]), str(one["e_tag"] or ""), one["last_modified"])
+        return None
+
+    def objects(self, prefix: str) -> dict[str, Stored]:
+        """Return all objects below `prefix`, by their names, which begin with it."""
+        import obstore
+
+        with self._errors(f"list {prefix or 'it'}"):
+            return {
+                str(one["path"]): Stored(int(one["size"]), str(one["e_tag"] or ""), one["last_modified"])
+                for batch in obstore.list(self._client, prefix or None)
+                for one in batch
+            }
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return what follows `prefix` in the names of objects, up to the next `/`, without repetitions."""
+        import obstore
+
+        with self._errors(f"list {prefix or 'it'}"):
+            found = obstore.list_with_delimiter(self._client, prefix or None)
+            return sorted(str(one).rpartition("/")[2] for one in found["common_prefixes"])
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects; one that is not there is none to remove."""
+        import obstore
+
+        if names:
+            with self._errors(f"remove {names[0]}"), contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._client, list(names))
+
+    @contextlib.contextmanager
+    def _errors(self, doing: str) -> Iterator[None]:
+        from obstore import exceptions
+
+        try:
+            yield
+        except (exceptions.BaseError, FileNotFoundError) as error:
+            raise self._said(error, doing) from None
+
+    def _said(self, error: Exception, doing: str) -> StoreError:
+        """Return the error in one line; what the client quotes of a URL or a body is left out."""
+        from obstore import exceptions
+
+        text = str(error).partition("Debug source:")[0]
+        code = re.search(r"<Code>(\w{1,80})</Code>", text)
+        status = re.search(r"status code: (\d{3}[ \w]{0,40})", text)
+        told = ", ".join(part for part in (status and status[1].strip(), code and code[1]) if part)
+        if code and code[1] in ("NoSuchBucket", "ContainerNotFound"):
+            kind = "container" if self.address.scheme == "az" else "bucket"
+            return StoreError(f"{self}: there is no {kind} {self.address.bucket} in {self._where()}")
+        if isinstance(error, FileNotFoundError):
+            return MissingError(f"{self}: cannot {doing}: there is no such object")
+        refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+        if refused or (status and status[1].startswith(("401", "403"))):
+            return StoreError(
+                f"{self}: {self._where()} does not allow these credentials to {doing} ({told or 'refused'})"
+            )
+        if told:
+            return StoreError(f"{self}: cannot {doing}: {self._where()} answers {told}")
+        if "HTTP error" in text or "error sending request" in text:
+            return StoreError(f"{self}: cannot {doing}: no answer from {self._where()}; is it right, and up?")
+        return StoreError(f"{self}: cannot {doing}: {plain(text)}")
+
+    def _where(self) -> str:
+        return self._endpoint or self.address.provider
+
+
+def plain(text: str) -> str:
+    """Return the first line of an error of the client, without the queries of URLs."""
+    line = text.strip().splitlines()[0] if text.strip() else "no reason is given"
+    line = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", line)  # signatures are in queries
+    return line if len(line) <= _LINE else f"{line[:_LINE]}..."

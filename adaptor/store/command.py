@@ -1,0 +1,222 @@
+"""`ttp store list|pull|push|verify|prune URL`, which is also `python -m adaptor store`.
+
+Exit codes: 0, all is well; 1, a checkpoint is damaged, or there is none; 2, bad usage, or the store refuses
+or does not answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from adaptor import config
+from adaptor.checkpoint import tracker
+from adaptor.errors import AdaptorError, StoreError
+from adaptor.operations.cli import Add
+from adaptor.operations.words import FINDING, OK, USAGE, shown, size
+from adaptor.store import choose
+from adaptor.store.client import Store
+from adaptor.store.opening import open_store
+
+_HELP = "checkpoints in an object store: list, pull, push, verify or prune them"
+_AT_ONCE = 8  # checkpoints whose state is asked for at the same time
+
+
+class Row(msgspec.Struct):
+    """A checkpoint in a store; a line for each problem."""
+
+    step: int
+    where: str
+    state: str
+    files: int
+    bytes: int
+    created: str
+    problems: list[str]
+
+
+def add(add_command: Add) -> None:
+    """Add the command to those of `ttp`."""
+    _fill(add_command("store", _answer, _HELP))
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of `python -m adaptor`."""
+    _fill(commands.add_parser("store", allow_abbrev=False, help=_HELP, description=_HELP))
+
+
+def main(parsed: argparse.Namespace) -> int:
+    """Run the command; return the exit code."""
+    try:
+        return _answer(parsed)
+    except AdaptorError as error:
+        print(f"python -m adaptor store: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("python -m adaptor store: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+
+
+def _fill(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, run: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, allow_abbrev=False, help=words, description=words)
+        made.set_defaults(run=run)
+        made.add_argument("url", metavar="URL", help="like s3://bucket/run7, obs://, gs://, az:// or file://")
+        return made
+
+    action("list", _list, "the checkpoints that a store has, and whether they are complete")
+    pull = action("pull", _pull, "bring the newest checkpoint that is intact into a save folder")
+    push = action("push", _push, "write a checkpoint of a save folder to a store")
+    for one in (pull, push):
+        one.add_argument("folder", metavar="DIR", type=Path, help="the save folder (--save, --load)")
+    pull.add_argument("--step", type=int, metavar="N", help="this step alone")
+    push.add_argument("--step", type=int, metavar="N", help="the step; default: what the tracker names")
+    verify = action("verify", _verify, "read the checkpoints of a store, and compare their checksums")
+    verify.add_argument("--step", type=int, metavar="N", help="of this step alone")
+    prune = action("prune", _prune, "remove all checkpoints but the newest ones")
+    prune.add_argument("--keep", type=int, required=True, metavar="K", help="how many steps stay, from 1 on")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    for one in actions.choices.values():
+        one.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _answer(parsed: argparse.Namespace) -> int:
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    step = getattr(parsed, "step", None)
+    if step is not None and step < 0:
+        raise StoreError(f"--step is {step}: it must be a number from 0 on")
+    return run(parsed)
+
+
+def _open(parsed: argparse.Namespace, *, make: bool = False) -> Store:
+    return open_store(parsed.url, config.load().store_endpoint, make=make)
+
+
+def _list(parsed: argparse.Namespace) -> int:
+    store = _open(parsed)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = [
+            row for rows in pool.map(lambda step: _rows(store, step), choose.steps(store)) for row in rows
+        ]
+    return _tell(parsed, store, found)
+
+
+def _rows(store: Store, step: int) -> list[Row]:
+    complete, others = choose.places(store, step)
+    words = "not complete: it has no manifest, so an upload is at work or was cut short"
+    return [_row(store, step, where) for where in complete] + [
+        Row(step, where, "incomplete", 0, 0, "", [words]) for where in others
+    ]
+
+
+def _row(store: Store, step: int, where: str) -> Row:
+    try:
+        found = choose.examine(store, where)
+    except choose.DamagedError as error:
+        return Row(step, where, "damaged", 0, 0, "", [shown(str(error))])
+    known = found.known
+    return Row(step, where, "complete", len(known.files), found.bytes, known.created, [])
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    store = _open(parsed)
+    asked = choose.steps(store)
+    if parsed.step is not None:
+        if parsed.step not in asked:
+            raise StoreError(f"{store}: there is no checkpoint of step {parsed.step} in it")
+        asked = [parsed.step]
+    return _tell(parsed, store, list(_verified(store, asked)))
+
+
+def _verified(store: Store, steps: list[int]) -> Iterator[Row]:
+    for row in (row for step in steps for row in _rows(store, step)):
+        if row.state == "complete":
+            row.problems = [
+                shown(line) for line in choose.wrong_files(store, choose.examine(store, row.where))
+            ]
+            row.state = "damaged" if row.problems else "intact"
+        yield row
+
+
+def _tell(parsed: argparse.Namespace, store: Store, rows: list[Row]) -> int:
+    if parsed.json:
+        print(msgspec.json.encode({"store": str(store), "checkpoints": rows}).decode())
+    else:
+        for row in rows:
+            what = f", {row.files} files, {size(row.bytes)}, {row.created}" if row.files else ""
+            print(f"step {row.step}: {row.state}{what}  {row.where}")
+            for problem in row.problems:
+                print(f"  {problem}")
+        print(f"{len(rows)} checkpoint{'' if len(rows) == 1 else 's'} in {store}")
+    return FINDING if any(row.state == "damaged" for row in rows) else OK
+
+
+def _push(parsed: argparse.Namespace) -> int:
+    from adaptor.store.push import push
+
+    root: Path = parsed.folder
+    if not root.is_dir():
+        raise StoreError(f"{shown(str(root))}: there is no such folder; name a --save folder")
+    step = tracker.tracked_step(root) if parsed.step is None else parsed.step
+    if step is None:
+        raise StoreError(f"{shown(str(root))}: no tracker names a step in it; choose one with --step")
+    store = _open(parsed, make=True)
+    done = push(store, root, step)
+    if parsed.json:
+        print(msgspec.json.encode({"store": str(store), "step": step, **_fields(done)}).decode())
+    elif done.there:
+        print(f"step {step} is in {store} already: {done.where}")
+    else:
+        rest = f", of which {size(done.sent)} were sent now" if done.sent < done.bytes else ""
+        what = f"{done.files} files, {size(done.bytes)}{rest}"
+        print(f"step {step} is in {store}: {done.where}, {what}")
+    return OK
+
+
+def _pull(parsed: argparse.Namespace) -> int:
+    from adaptor.store.pull import pull
+
+    root: Path = parsed.folder
+    if root.exists() and not root.is_dir():
+        raise StoreError(f"{shown(str(root))}: is not a folder")
+    store = _open(parsed)
+    done = pull(store, root, parsed.step)
+    for problem in done.problems:
+        print(f"ttp store: damaged, so an older one is taken: {shown(problem)}", file=sys.stderr)
+    if parsed.json:
+        print(msgspec.json.encode({"store": str(store), **_fields(done)}).decode())
+    elif done.there:
+        print(f"step {done.step} is in {shown(str(root))} already")
+    else:
+        print(f"step {done.step} is in {shown(str(root))}: {size(done.bytes)} from {store}/{done.where}")
+    return OK
+
+
+def _prune(parsed: argparse.Namespace) -> int:
+    from adaptor.store.prune import prune
+
+    store = _open(parsed)
+    done = prune(store, parsed.keep, dry_run=parsed.dry_run)
+    if parsed.json:
+        print(msgspec.json.encode({"store": str(store), "dry_run": parsed.dry_run, **_fields(done)}).decode())
+    else:
+        would = "would be" if parsed.dry_run else "are"
+        print(
+            f"{store}: steps {_numbers(done.removed)} {would} removed ({size(done.bytes)}),"
+            f" complete and kept: {_numbers(done.kept)}"
+        )
+    return OK
+
+
+def _numbers(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"
+
+
+def _fields(done: object) -> dict[str, object]:
+    return dict(vars(done))

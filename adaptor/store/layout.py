@@ -1,0 +1,102 @@
+"""Names and records of a checkpoint in a store.
+
+iter_0000012/0f3a5c21-9be1.../mp_rank_00/model_optim_rng.pt   a file, as it is in the folder iter_0000012
+iter_0000012/0f3a5c21-9be1.../ttp_parts/0.json                what node 0 wrote: checksums and etags
+iter_0000012/0f3a5c21-9be1.../ttp_manifest.json               written last: with it, and not before, the
+                                                              checkpoint is there
+
+The second part names the generation of workers and, by its checksum, the manifest that the checkpoint has in
+its save folder. So two checkpoints of one step share no object, whoever writes them at the same time, and an
+object that is there already in its full size, from a push that was cut short, is the one that belongs there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+import xxhash
+
+from adaptor.checkpoint.manifest import Manifest
+from adaptor.errors import StoreError
+from adaptor.protocol import naming
+
+# The largest list of parts that is read, in bytes; that of 100,000 files has 20 MB.
+LARGEST_LIST = 64 << 20
+_FORMAT = 1
+_PARTS = "ttp_parts"
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A file that was written to the store.
+
+    path      below the folder of the checkpoint
+    xxh3_128  of what was sent, in hexadecimal
+    etag      that the store gave it
+    """
+
+    path: str
+    bytes: int
+    xxh3_128: str
+    etag: str
+
+
+class _PartList(msgspec.Struct):
+    format: int
+    node: str
+    files: tuple[Part, ...]
+
+
+def place(known: Manifest) -> str:
+    """Return the prefix of the objects of a checkpoint.
+
+    Args:
+        known: its manifest, as it is in the save folder.
+    """
+    mark = xxhash.xxh3_64(known.encode()).hexdigest()
+    return f"{naming.final_name(known.step)}/{generation(known)}-{mark}"
+
+
+def generation(known: Manifest) -> str:
+    """Return the beginning of the last part of `place`: the generation of workers, `none` where unknown."""
+    return re.sub("[^0-9A-Za-z]", "", known.generation)[:8] or "none"
+
+
+def manifest_name(where: str) -> str:
+    """Return the name of the manifest of the checkpoint at the prefix `where`."""
+    return f"{where}/{naming.MANIFEST}"
+
+
+def parts_name(where: str, node: str) -> str:
+    """Return the name of the list of what a node has written."""
+    return f"{where}/{_PARTS}/{node}.json"
+
+
+def is_parts_name(where: str, name: str) -> bool:
+    """Return whether an object is such a list."""
+    return name.startswith(f"{where}/{_PARTS}/")
+
+
+def encode_parts(node: str, files: Iterable[Part]) -> bytes:
+    """Return the content of the list of what a node has written."""
+    ordered = tuple(sorted(files, key=lambda part: part.path))
+    return msgspec.json.format(msgspec.json.encode(_PartList(_FORMAT, node, ordered)), indent=1)
+
+
+def decode_parts(content: bytes, name: str) -> tuple[Part, ...]:
+    """Return the files of such a list.
+
+    Args:
+        name: of the object, for the message.
+
+    Raises:
+        StoreError: it is none.
+    """
+    try:
+        found = msgspec.json.decode(content, type=_PartList)
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"{name}: is no list of parts ({error})") from None
+    if found.format != _FORMAT:
+        raise StoreError(f"{name}: format {found.format}; this version reads format {_FORMAT}")
+    return found.files

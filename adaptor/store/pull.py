@@ -1,0 +1,155 @@
+"""Brings a checkpoint from a store into a save folder, hashed while it comes, and publishes it there."""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from adaptor.checkpoint import disk, publish, saved_steps, tracker
+from adaptor.checkpoint.hashing import HashingFile
+from adaptor.errors import StoreError
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.store import choose
+from adaptor.store.choose import Checkpoint, DamagedError
+from adaptor.store.client import AT_ONCE, PIECE, Store
+
+# What is called with the bytes that have come, and with all of them.
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Pulled:
+    """What a pull has done.
+
+    there     whether the checkpoint was in the folder already
+    problems  of newer checkpoints, which are damaged: a line for each
+    """
+
+    step: int
+    where: str
+    bytes: int
+    there: bool
+    problems: list[str] = field(default_factory=list)
+
+
+def pull(store: Store, root: Path, step: int | None = None, progress: Progress | None = None) -> Pulled:
+    """Bring the newest checkpoint that is intact, and let the tracker name it.
+
+    Args:
+        root: the save folder; it is made if it is missing.
+        step: of this one alone.
+
+    Raises:
+        StoreError: there is none, or the store does not answer.
+        CheckpointError: the disk refuses, or is too small.
+    """
+    problems: list[str] = []
+    for found in choose.newest_first(store, step, problems):
+        _require_later(root, found.known.step)
+        if saved_steps.is_of_this_run(root, found.known.step, found.known.generation):
+            there = True
+        else:
+            there = False
+            try:
+                _bring(store, found, root, progress or (lambda count, total: None))
+            except DamagedError as error:
+                problems.append(str(error))
+                continue
+        return Pulled(found.known.step, found.where, found.bytes, there, problems)
+    which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+    raise StoreError("; ".join([f"{store}: there is {which} in it", *problems]))
+
+
+def _require_later(root: Path, step: int) -> None:
+    named = tracker.tracked_step(root)
+    if named is not None and named > step:
+        raise StoreError(
+            f"{root}: holds step {named}, which is later than step {step} of the store; name another folder"
+        )
+
+
+@disk.one_line
+def _room(root: Path, needed: int) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise StoreError(
+            f"{root}: {free / 1e9:.3f} GB are free, the checkpoint has {needed / 1e9:.3f} GB: make room, or"
+            " name another folder"
+        )
+
+
+def _bring(store: Store, found: Checkpoint, root: Path, progress: Progress) -> None:
+    known = found.known
+    _room(root, found.bytes)
+    folder = publish.prepare(root, known.step, generation=known.generation)
+    try:
+        _write(store, found, folder, progress)
+        publish.publish(root, known.step, known.files, known.groups, known.world_size, known.generation)
+    except BaseException:
+        # A folder that was cut short is of no use: the next pull begins anew.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@disk.one_line
+def _write_file(folder: Path, file: FileEntry, pieces: Iterator[bytes]) -> str | None:
+    with HashingFile(folder / file.path, below=folder) as out:
+        for piece in pieces:
+            out.write(piece)
+    return out.entry(file.path).xxh3_128
+
+
+def _write(store: Store, found: Checkpoint, folder: Path, progress: Progress) -> None:
+    """Write the files; a few requests are ahead of the disk. Raises DamagedError for wrong content."""
+    come = 0
+
+    def counted(pieces: Iterator[bytes]) -> Iterator[bytes]:
+        nonlocal come
+        for piece in pieces:
+            come += len(piece)
+            progress(come, found.bytes)
+            yield piece
+
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ttp-pull") as pool:
+        for file, pieces in _files(store, found, pool):
+            digest = _write_file(folder, file, counted(pieces))
+            if digest != file.xxh3_128:
+                # A byte may have changed on its way: what is in the store decides.
+                name = f"{found.where}/{file.path}"
+                again = choose.ranges(store, name, file.bytes)
+                come -= file.bytes
+                if _write_file(folder, file, counted(again)) != file.xxh3_128:
+                    raise DamagedError(f"{store}/{name}: checksum differs from the manifest")
+
+
+def _files(
+    store: Store, found: Checkpoint, pool: ThreadPoolExecutor
+) -> Iterator[tuple[FileEntry, Iterator[bytes]]]:
+    """Yield each file with its pieces, which must be taken before the next file."""
+    pieces = (
+        (f"{found.where}/{file.path}", start, min(PIECE, file.bytes - start))
+        for file in found.known.files
+        for start in range(0, file.bytes, PIECE)
+    )
+    ahead: deque[Future[bytes]] = deque()
+
+    def fill() -> None:
+        while len(ahead) < AT_ONCE and (piece := next(pieces, None)) is not None:
+            ahead.append(pool.submit(store.get_range, *piece))
+
+    def of(file: FileEntry) -> Iterator[bytes]:
+        for _ in range(0, file.bytes, PIECE):
+            fill()
+            yield ahead.popleft().result()
+
+    try:
+        for file in found.known.files:
+            yield file, of(file)
+    finally:
+        for piece in ahead:
+            piece.cancel()

@@ -1,0 +1,204 @@
+"""Writes a complete checkpoint of a save folder into a store.
+
+Files first, then the list of this node's parts, and the manifest last. Who dies in between leaves objects
+that nobody takes for a checkpoint; the next push of the same checkpoint goes on after them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from adaptor.checkpoint import disk, manifest
+from adaptor.checkpoint.manifest import Manifest
+from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.store import choose, layout
+from adaptor.store.client import PIECE, Store, Stored
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push has done.
+
+    sent   bytes that were written now; the others were there already
+    there  whether the whole checkpoint was
+    """
+
+    where: str
+    files: int
+    bytes: int
+    sent: int
+    there: bool
+
+
+def read_folder(root: Path, step: int) -> Manifest:
+    """Return the manifest of a checkpoint in a save folder.
+
+    Raises:
+        CheckpointError: there is none, or it names another step or no file.
+    """
+    folder = root / naming.final_name(step)
+    known = manifest.read(folder)
+    if known.step != step or not known.files:
+        raise CheckpointError(f"{folder / naming.MANIFEST}: is not that of a checkpoint of step {step}")
+    return known
+
+
+def push(store: Store, root: Path, step: int, pace: Callable[[int], None] = lambda count: None) -> Pushed:
+    """Write the checkpoint of `step` in the save folder `root` to the store, and commit it.
+
+    Args:
+        pace: is called with the bytes of each piece before it is sent.
+
+    Raises:
+        CheckpointError: the checkpoint is not complete, or not what its manifest says; nothing is committed.
+        StoreError: the store refuses, or does not answer.
+    """
+    known = read_folder(root, step)
+    total = sum(file.bytes for file in known.files)
+    there = find(store, known)
+    if there is not None:
+        return Pushed(there, len(known.files), total, 0, True)
+    where = layout.place(known)
+    sent = push_files(store, root, known, known.files, "0", pace)
+    commit(store, known, 1)
+    return Pushed(where, len(known.files), total, sent, False)
+
+
+def find(store: Store, known: Manifest) -> str | None:
+    """Return the prefix of a complete copy of a checkpoint, None where there is none.
+
+    One that was pulled has another manifest than the one that was pushed, and the same files of the same
+    generation.
+    """
+    for where in choose.places(store, known.step)[0]:
+        if where != layout.place(known):
+            if not known.generation or not where.rpartition("/")[2].startswith(layout.generation(known)):
+                continue
+            files = {file.path: file for file in choose.read_manifest(store, where).files}
+            if len(files) != len(known.files) or not all(
+                file.path in files and choose.is_same(file, files[file.path]) for file in known.files
+            ):
+                continue
+        try:
+            return choose.examine(store, where).where
+        except choose.DamagedError:
+            continue  # it is written anew
+    return None
+
+
+def push_files(
+    store: Store,
+    root: Path,
+    known: Manifest,
+    files: tuple[FileEntry, ...],
+    node: str,
+    pace: Callable[[int], None] = lambda count: None,
+) -> int:
+    """Write files of a checkpoint, and the list of them; return the bytes that were sent.
+
+    What is there already, from a push that was cut short, is not sent again; it is read from the disk for its
+    checksum.
+
+    Args:
+        files: those that this node writes.
+        node: its name.
+
+    Raises:
+        CheckpointError: a file is not what the manifest says.
+        StoreError: the store refuses, or does not answer.
+    """
+    where, folder = layout.place(known), root / naming.final_name(known.step)
+    before = choose.read_parts(store, where, there := store.objects(where))
+    parts, sent = [], 0
+    for file in files:
+        name = f"{where}/{file.path}"
+        found, part = there.get(name), before.get(file.path)
+        if found is None or found.bytes != file.bytes or (part is not None and part.etag != found.etag):
+            parts.append(_send(store, folder / file.path, name, file, pace))
+            sent += file.bytes
+        else:
+            parts.append(_hashed(folder / file.path, file, found))
+    store.put(layout.parts_name(where, node), layout.encode_parts(node, parts))
+    return sent
+
+
+def commit(store: Store, known: Manifest, nodes: int) -> None:
+    """Write the manifest, if the lists of all nodes are there and name all files.
+
+    Raises:
+        StoreError: something is missing.
+    """
+    where = layout.place(known)
+    there = store.objects(where)
+    parts = choose.read_parts(store, where, there)
+    entries = []
+    for file in known.files:
+        part, found = parts.get(file.path), there.get(f"{where}/{file.path}")
+        if part is None or found is None or found.bytes != file.bytes:
+            raise choose.DamagedError(
+                f"{store}/{where}/{file.path}: is missing after the upload from {nodes} nodes,"
+                " so the checkpoint is not completed"
+            )
+        entries.append(FileEntry(file.path, file.bytes, part.xxh3_128))
+    store.put(layout.manifest_name(where), replace(known, files=tuple(entries)).encode())
+
+
+def _send(store: Store, path: Path, name: str, file: FileEntry, pace: Callable[[int], None]) -> layout.Part:
+    digest = xxhash.xxh3_128()
+
+    def pieces() -> Iterator[bytes]:
+        for piece in _read(path, file):
+            digest.update(piece)
+            pace(len(piece))
+            yield piece
+        # Before the last request of the upload, so that no object has wrong content.
+        _require_same(path, file, digest.hexdigest())
+
+    if file.bytes > PIECE:
+        etag = store.put_pieces(name, pieces(), file.bytes)
+    else:
+        etag = store.put(name, b"".join(pieces()))
+    return layout.Part(file.path, file.bytes, digest.hexdigest(), etag)
+
+
+def _hashed(path: Path, file: FileEntry, found: Stored) -> layout.Part:
+    digest = xxhash.xxh3_128()
+    for piece in _read(path, file):
+        digest.update(piece)
+    _require_same(path, file, digest.hexdigest())
+    return layout.Part(file.path, file.bytes, digest.hexdigest(), found.etag)
+
+
+def _read(path: Path, file: FileEntry) -> Iterator[bytes]:
+    """Yield the pieces of a file, which has the size that the manifest says."""
+    left = file.bytes
+    try:
+        with os.fdopen(disk.open_regular(path), "rb", buffering=0) as opened:
+            while piece := _filled(opened.read, min(PIECE, left)):
+                left -= len(piece)
+                yield piece
+            more = bool(opened.read(1))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if left or more:
+        raise CheckpointError(f"{path}: has another size than the {file.bytes} bytes of the manifest")
+
+
+def _filled(read: Callable[[int], bytes | None], count: int) -> bytes:
+    """Return `count` bytes, fewer at the end of the file."""
+    piece = read(count) or b""
+    while piece and len(piece) < count and (more := read(count - len(piece))):
+        piece += more
+    return piece
+
+
+def _require_same(path: Path, file: FileEntry, digest: str) -> None:
+    if file.xxh3_128 not in (None, digest):
+        raise CheckpointError(f"{path}: checksum differs from the manifest, so it is not sent")

@@ -1,0 +1,126 @@
+"""An HTTP proxy before an object store that lets chosen requests fail, or holds them until it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
+
+Fault = Literal["", "hold before", "hold after", "cut before", "cut after", "403", "503", "corrupt"]
+# What is told of a request: its number from 0, its method, its path.
+Chooses = Callable[[int, str, str], Fault]
+_HOP = {"connection", "transfer-encoding", "content-length", "date", "server"}
+
+
+@dataclass
+class FaultProxy:
+    """The state of the proxy: `fault` is asked at each request; `held` is set while one is held."""
+
+    url: str = ""
+    fault: Chooses = lambda number, method, path: ""
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    held: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, fault: Chooses = lambda number, method, path: "") -> None:
+        """Count requests from 0 again, with this fault."""
+        with self.lock:
+            self.requests.clear()
+            self.held.clear()
+            self.release = threading.Event()
+            self.fault = fault
+
+
+@contextmanager
+def proxy(server: str) -> Iterator[FaultProxy]:
+    """Run a proxy before `server`, a URL."""
+    state = FaultProxy()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _serve(self) -> None:
+            with contextlib.suppress(OSError):
+                _forward(self, state, server)
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            pass
+
+    assert issubclass(Server, socketserver.TCPServer)
+    with Server(("127.0.0.1", 0), Handler) as listening:
+        state.url = f"http://127.0.0.1:{listening.server_port}"
+        thread = threading.Thread(target=listening.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield state
+        finally:
+            state.release.set()
+            listening.shutdown()
+            thread.join()
+
+
+def _forward(handler: BaseHTTPRequestHandler, state: FaultProxy, server: str) -> None:
+    body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+    with state.lock:
+        fault = state.fault(len(state.requests), handler.command, handler.path)
+        state.requests.append((handler.command, handler.path))
+        release = state.release
+    if fault == "hold before":
+        state.held.set()
+        release.wait()
+        handler.close_connection = True
+        return
+    if fault == "cut before":
+        handler.close_connection = True
+        return
+    if fault in ("403", "503"):
+        code = "AccessDenied" if fault == "403" else "SlowDown"
+        _answer(handler, int(fault), {}, f"<Error><Code>{code}</Code></Error>".encode())
+        return
+    connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=60)
+    connection.request(handler.command, handler.path, body, dict(handler.headers))
+    answer = connection.getresponse()
+    content = answer.read()
+    headers = {name: value for name, value in answer.getheaders() if name.lower() not in _HOP}
+    length = answer.getheader("Content-Length") or "0"
+    connection.close()
+    if fault == "hold after":
+        state.held.set()
+        release.wait()
+    if fault in ("hold after", "cut after"):
+        handler.close_connection = True
+        return
+    if fault == "corrupt":
+        content = bytes([content[0] ^ 1]) + content[1:]
+    _answer(handler, answer.status, headers, content, length if handler.command == "HEAD" else None)
+
+
+def _answer(
+    handler: BaseHTTPRequestHandler,
+    status: int,
+    headers: dict[str, str],
+    content: bytes,
+    length: str | None = None,
+) -> None:
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    handler.send_header("Content-Length", length or str(len(content)))
+    handler.end_headers()
+    if handler.command != "HEAD":
+        handler.wfile.write(content)

@@ -1,0 +1,77 @@
+"""An S3 server on this machine, and small checkpoints for it."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from adaptor.checkpoint import regular_folder, tracker
+from adaptor.protocol import naming
+from tests.ports import free_port
+from tests.waiting import until
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIAOFTHETESTS", "AWS_SECRET_ACCESS_KEY": "keep-this-secret"}
+FILES = 4
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """Run moto; yield its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            until(lambda: _answers(process, port), "moto answers")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
+    assert process.poll() is None, "moto has ended"
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def request(server: str, method: str, path: str, body: bytes = b"") -> bytes:
+    """Send a request without credentials, which moto does not ask for; return the body of the answer."""
+    connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=60)
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        content = answer.read()
+        assert answer.status in (200, 204), (method, path, answer.status, content)
+        return content
+    finally:
+        connection.close()
+
+
+def save(root: Path, step: int, generation: str = "0f3a5c21", first: int = 1000) -> Path:
+    """Save a checkpoint of FILES random files, as a regular save does; return its folder.
+
+    Args:
+        first: bytes of the first file; the others are small.
+    """
+    saving = root / naming.regular_name(step, generation)
+    for number in range(FILES):
+        file = saving / f"mp_rank_{number:02d}" / naming.MODEL_FILE
+        file.parent.mkdir(parents=True)
+        file.write_bytes(os.urandom(1000 + number if number else first))
+    regular_folder.publish_regular(root, step, generation)
+    tracker.advance(root, step)
+    return root / naming.final_name(step)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a checkpoint's folder, by name, without its manifest."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*.pt")
+        if path.is_file()
+    }

@@ -1,0 +1,309 @@
+"""Checkpoints in object storage: a folder (`file://`), and an S3 server on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+
+from adaptor.__main__ import main
+from adaptor.checkpoint import manifest, tracker
+from adaptor.errors import StoreError
+from adaptor.launchers import ttp
+from adaptor.protocol import naming
+from adaptor.store import address, choose
+from adaptor.store.client import PIECE
+from adaptor.store.opening import open_store
+from adaptor.store.pull import pull
+from adaptor.store.push import push
+from tests.unit import object_store
+from tests.unit.object_store import contents, save
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with object_store.server() as url:
+        yield url
+
+
+@pytest.fixture
+def s3(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty bucket; the environment leads to it."""
+    bucket = f"b{abs(hash(request.node.nodeid))}"
+    object_store.request(server, "PUT", f"/{bucket}")
+    for name, value in {**object_store.CREDENTIALS, "TTP_STORE_ENDPOINT": server}.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{bucket}/run 7"
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path}/the store"
+    return str(request.getfixturevalue("s3"))
+
+
+def _store(*arguments: object) -> int:
+    return main(["store", *map(str, arguments)])
+
+
+def _rows(url: str, capsys: pytest.CaptureFixture[str], action: str = "list") -> list[tuple[int, str]]:
+    capsys.readouterr()
+    assert _store(action, url, "--json") in (0, 1)
+    return [(row["step"], row["state"]) for row in json.loads(capsys.readouterr().out)["checkpoints"]]
+
+
+def _change(url: str, name: str, content: bytes) -> None:
+    """Write an object past the adaptor."""
+    import obstore
+
+    obstore.put(open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""))._client, name, content)
+
+
+def test_what_is_pulled_is_what_was_pushed(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "one", 12, first=2 * PIECE + 1)  # in several parts
+    newest = save(tmp_path / "one", 24)
+    assert _store("push", url, tmp_path / "one", "--step", "12") == 0
+    assert _store("push", url, tmp_path / "one") == 0
+    assert _rows(url, capsys) == [(12, "complete"), (24, "complete")]
+    assert _store("pull", url, tmp_path / "two") == 0
+    assert contents(tmp_path / "two" / newest.name) == contents(newest)
+    assert tracker.tracked_step(tmp_path / "two") == 24
+    assert _store("pull", url, tmp_path / "three", "--step", "12") == 0
+    older = naming.final_name(12)
+    assert contents(tmp_path / "three" / older) == contents(tmp_path / "one" / older)
+    # A regular save has no checksums; what has been in a store has.
+    assert all(file.xxh3_128 for file in manifest.read(tmp_path / "three" / older).files)
+    assert manifest.defects(tmp_path / "three" / older, step=12) == []
+    assert not list((tmp_path / "three").glob("*_tmp*"))
+    assert _rows(url, capsys, "verify") == [(12, "intact"), (24, "intact")]
+
+
+def test_what_is_there_is_not_sent_again(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "one", 12)
+    store = open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""), make=True)
+    first = push(store, tmp_path / "one", 12)
+    assert (first.sent, first.there) == (first.bytes, False)
+    assert push(store, tmp_path / "one", 12).there
+    pull(store, tmp_path / "two")
+    assert push(store, tmp_path / "two", 12).there, "it has the same files as what was pulled"
+    assert pull(store, tmp_path / "two").there
+    # Another run has the same step.
+    save(tmp_path / "other", 12, generation="other")
+    assert not push(store, tmp_path / "other", 12).there
+    assert _rows(url, capsys) == [(12, "complete"), (12, "complete")]
+    pull(store, tmp_path / "three")
+    name = naming.final_name(12)
+    assert contents(tmp_path / "three" / name) == contents(tmp_path / "other" / name), "the newer one"
+
+
+def test_a_changed_object_gives_way_to_the_next_older_checkpoint(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (12, 24, 36):
+        save(tmp_path / "one", step)
+        assert _store("push", url, tmp_path / "one") == 0
+    store = open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""))
+    newest, older = (choose.places(store, step)[0][0] for step in (36, 24))
+    file = f"mp_rank_01/{naming.MODEL_FILE}"
+    _change(url, f"{newest}/{file}", os.urandom(1001))  # in its size
+    _change(url, f"{older}/{naming.MANIFEST}", b"{}")
+    capsys.readouterr()
+    assert _store("pull", url, tmp_path / "two") == 0
+    told = capsys.readouterr()
+    assert f"{newest}/{file}" in told.err
+    assert f"{older}/{naming.MANIFEST}" in told.err
+    assert "step 12 is in" in told.out
+    assert contents(tmp_path / "two" / "iter_0000012") == contents(tmp_path / "one" / "iter_0000012")
+    assert [path.name for path in (tmp_path / "two").glob("iter_*")] == ["iter_0000012"]
+    assert _rows(url, capsys, "verify") == [(12, "intact"), (24, "damaged"), (36, "damaged")]
+    assert _store("verify", url) == 1
+    assert _store("pull", url, tmp_path / "three", "--step", "36") == 2
+    assert "no complete checkpoint of step 36" in capsys.readouterr().err
+
+
+def test_a_copy_in_another_place_is_as_good(
+    s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy by other tools has other etags: the content counts."""
+    save(tmp_path / "one", 12)
+    assert _store("push", s3, tmp_path / "one") == 0
+    store = open_store(s3, os.environ["TTP_STORE_ENDPOINT"])
+    (where,) = choose.places(store, 12)[0]
+    file = f"{where}/mp_rank_00/{naming.MODEL_FILE}"
+    before = store.objects(where)[file].etag
+    content = store.get(file, 10_000)
+    assert store.put_pieces(file, iter([content]), 6 << 20) != before
+    assert _rows(s3, capsys) == [(12, "complete")]
+
+
+def test_thousands_of_objects_are_listed(s3: str, server: str, tmp_path: Path) -> None:
+    """S3 answers with 1,000 names at a time; the newest one is found among the steps."""
+    bucket = urlparse(s3).netloc
+    for step in range(1, 1101):
+        object_store.request(server, "PUT", f"/{bucket}/run%207/iter_{step:07d}/gone/x", b"x")
+    store = open_store(s3, server)
+    assert len(choose.steps(store)) == 1100
+    assert len(store.objects("")) == 1100
+    save(tmp_path / "one", 500)
+    push(store, tmp_path / "one", 500)
+    assert next(choose.newest_first(store, None, [])).known.step == 500
+
+
+def test_old_checkpoints_are_removed(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (12, 24, 36):
+        save(tmp_path / "one", step)
+        assert _store("push", url, tmp_path / "one") == 0
+    _change(url, f"{naming.final_name(6)}/gone/x", b"x")  # of an upload that was cut short
+    _change(url, f"{naming.final_name(48)}/gone/x", b"x")  # of one that may be at work
+    assert _store("prune", url, "--keep", "2", "--dry-run") == 0
+    assert len(_rows(url, capsys)) == 5
+    assert _store("prune", url, "--keep", "2") == 0
+    assert "steps 6, 12 are removed" in capsys.readouterr().out
+    assert _rows(url, capsys) == [(24, "complete"), (36, "complete"), (48, "incomplete")]
+    assert _store("prune", url, "--keep", "9") == 0
+    assert len(_rows(url, capsys)) == 3, "there are fewer, so all stay"
+    assert _store("prune", url, "--keep", "0") == 2
+    assert "--keep is 0: it must be a number from 1 on" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_not_pushed(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "one", 12, first=PIECE + 1)  # in two parts
+    assert _store("push", url, tmp_path / "one") == 0
+    assert _store("pull", url, tmp_path / "two") == 0  # its manifest has checksums
+    for number in (0, 3):
+        shutil.rmtree(tmp_path / "three", ignore_errors=True)
+        shutil.copytree(tmp_path / "two", tmp_path / "three")
+        folder = tmp_path / "three" / naming.final_name(12)
+        text = (folder / naming.MANIFEST).read_text()
+        (folder / naming.MANIFEST).write_text(text.replace("0f3a5c21", "another1"))
+        file = folder / f"mp_rank_{number:02d}" / naming.MODEL_FILE
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        assert _store("push", url, tmp_path / "three") == 2
+        assert f"{file}: checksum differs from the manifest" in capsys.readouterr().err
+        file.write_bytes(content[:-1])
+        assert _store("push", url, tmp_path / "three") == 2
+        assert f"{file}: has another size" in capsys.readouterr().err
+        store = open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""))
+        left = [name for name in store.objects(naming.final_name(12)) if "/another1" in name]
+        assert [name for name in left if f"mp_rank_{number:02d}" in name] == []
+        store.delete(left)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("run7", "is no URL of a store"),
+        ("ftp://bucket/run7", "ftp:// is no store that is known"),
+        ("s3://user:word@bucket/run7", "holds credentials"),
+        ("s3://bucket/run7?key=word", "holds credentials or options"),
+        ("s3:///run7", "'' is no name of a bucket"),
+        ("s3://Bucket/run7", "'Bucket' is no name of a bucket"),
+        ("s3://bucket/../run7", "a part of the path is . or .."),
+        ("file://run7", "three slashes"),
+        ("file:///", "names no folder"),
+        ("file:///not/there", "there is no such folder"),
+    ],
+)
+def test_a_url_that_names_no_store_is_one_line(
+    url: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _store("list", url) == 2
+    told = capsys.readouterr().err
+    assert why in told
+    assert len(told.splitlines()) == 1
+    assert "word" not in told
+
+
+def test_a_store_that_refuses_is_one_line(
+    s3: str, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "one", 12)
+
+    def told(*arguments: object) -> str:
+        assert _store(*arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert object_store.CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in line
+        return str(line)
+
+    for action in (("list",), ("push", tmp_path / "one"), ("pull", tmp_path / "two")):
+        line = told(action[0], "s3://is-not-there/run7", *action[1:])
+        assert f"there is no bucket is-not-there in {server}" in line
+    assert "there is no complete checkpoint in it" in told("pull", s3, tmp_path / "two")
+    assert "no tracker names a step" in told("push", s3, tmp_path)
+    assert "there is no such folder" in told("push", s3, tmp_path / "nothing")
+    assert "--step is -1" in told("pull", s3, tmp_path / "two", "--step", "-1")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert "AWS_ACCESS_KEY_ID is set, but AWS_SECRET_ACCESS_KEY is not" in told("list", s3)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "needs credentials, and there are none" in told("list", s3)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
+    assert "there is no such file" in told("list", s3)
+    (tmp_path / "keys").write_text("keep-this-secret\n")
+    assert "is no file of credentials" in told("list", s3)
+    (tmp_path / "keys").write_text("[other]\naws_access_key_id = a\naws_secret_access_key = %b\n")
+    assert "has no profile [default]" in told("list", s3)
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    assert _store("list", s3) == 0
+    monkeypatch.setenv("TTP_STORE_ENDPOINT", "https://user:word@host")
+    assert "TTP_STORE_ENDPOINT holds a text (not shown)" in told("list", s3)
+    monkeypatch.delenv("TTP_STORE_ENDPOINT")
+    assert "TTP_STORE_ENDPOINT is not set" in told("list", "obs://bucket/run7")
+
+
+def test_later_steps_of_a_folder_stay(s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "one", 12)
+    assert _store("push", s3, tmp_path / "one") == 0
+    later = save(tmp_path / "two", 24)
+    before = contents(later)
+    assert _store("pull", s3, tmp_path / "two") == 2
+    assert "holds step 24, which is later than step 12" in capsys.readouterr().err
+    assert (contents(later), tracker.tracked_step(tmp_path / "two")) == (before, 24)
+
+
+def test_a_store_without_its_package_is_one_line() -> None:
+    script = (
+        "import sys; sys.modules['obstore'] = None\n"
+        "from adaptor.__main__ import main; sys.exit(main(['store', 'list', 's3://bucket/run7']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'ttp-adaptor[store]'" in done.stderr
+
+
+def test_ttp_has_the_same_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "one", 12)
+    assert ttp.main(["store", "push", f"file://{tmp_path}/store", str(tmp_path / "one")]) == 0
+    assert ttp.main(["store", "list", f"file://{tmp_path}/nothing"]) == 2
+    assert "ttp: error: file://" in capsys.readouterr().err
+
+
+def test_obs_has_the_bucket_in_the_name_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("OBS_ACCESS_KEY_ID", "a"), ("OBS_SECRET_ACCESS_KEY", "b")):
+        monkeypatch.setenv(name, value)
+    store = open_store("obs://bucket/run7", "https://obs.example.invalid")
+    assert "bucket.obs.example.invalid" in json.dumps(store._client.config)  # type: ignore[attr-defined]
+
+
+def test_a_url_is_shown_as_it_was_given() -> None:
+    for url in ("s3://bucket/run7/a", "file:///folder/run7", "gs://bucket"):
+        assert str(address.parse(url)) == url
+    with pytest.raises(StoreError, match="cannot be printed"):
+        address.parse("s3://bucket/a\nb")
