@@ -47,6 +47,8 @@ class Config:
     log_stdout: bool
     serve: endpoints.Address | None
     serve_token: str
+    notify: endpoints.Target | None
+    notify_secret: str
     profile: requests.Profile | None
     dump: requests.Dump | None
 
@@ -117,6 +119,14 @@ def _endpoint(text: str) -> str:
 
 class _NotShownError(ValueError):
     """A value makes no sense, and may be a secret."""
+
+
+def _target(text: str) -> endpoints.Target | None:
+    """Do not show what is no target: an URL of Slack is a secret."""
+    try:
+        return endpoints.target(text)
+    except ValueError:
+        raise (_NotShownError if "/" in text else ValueError) from None
 
 
 def _folder(text: str) -> str:
@@ -318,6 +328,23 @@ SETTINGS = (
         "the path of a file",
         _path,
         "a file with the word that clients of TTP_SERVE must send, which its owner alone can read",
+    ),
+    Setting(
+        "notify",
+        "TTP_NOTIFY",
+        "",
+        endpoints.TARGETS,
+        _target,
+        "where notices of incidents, of training that goes on, and of the end are sent: JSON to an URL, a"
+        " message to Slack, JSON on the stdin of a command, or several of these, one in each line of a file",
+    ),
+    Setting(
+        "notify_secret",
+        "TTP_NOTIFY_SECRET",
+        "",
+        "the path of a file",
+        _path,
+        "a file with a word, which its owner alone can read: it signs notices of JSON (HMAC-SHA256)",
     ),
     Setting(
         "profile",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import shlex
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 _HOST = re.compile(r"[\w.-]{1,253}")
 
@@ -45,3 +47,51 @@ def address(text: str) -> Address | None:
     elif not _HOST.fullmatch(host):
         raise ValueError
     return Address(host, int(port))
+
+
+TARGETS = "https://..., slack:https://..., exec:COMMAND or file:PATH"
+
+
+class Target(NamedTuple):
+    """Where notices of incidents go.
+
+    kind   json, slack: an URL; exec: a command line; file: a file with targets, one in each line
+    """
+
+    kind: str
+    where: str
+
+    def __str__(self) -> str:
+        """Return what may be shown: of an URL no path, which may be a secret."""
+        if self.kind not in ("json", "slack"):
+            return f"{self.kind}:{self.where}"
+        parts = urlsplit(self.where)
+        return f"{parts.scheme}://{parts.netloc}"
+
+
+def target(text: str) -> Target | None:
+    """Return the target that a text names; None for ''.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if not text:
+        return None
+    kind, _, where = text.partition(":")
+    if kind == "exec":
+        if not shlex.split(where):
+            raise ValueError
+        return Target(kind, where)
+    if kind == "file":
+        if not where:
+            raise ValueError
+        return Target(kind, where)
+    if kind != "slack":
+        kind, where = "json", text
+    parts = urlsplit(where)
+    parts.port  # noqa: B018  # raises where it is none
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise ValueError
+    if not where.isascii() or not where.isprintable() or " " in where:
+        raise ValueError
+    return Target(kind, where)

@@ -75,6 +75,11 @@ class Writer:
         self._jobs.put(job)
         return True
 
+    @property
+    def waiting(self) -> int:
+        """Return how many jobs wait for the one that is run."""
+        return self._jobs.qsize()
+
     def drain(self, seconds: float = DRAIN_S) -> bool:
         """Wait until all that is queued by now has been run, `seconds` at most; returns whether it has."""
         if self._thread is None or self._thread is threading.current_thread():

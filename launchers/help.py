@@ -24,7 +24,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_PORT",
         "TTP_PLATFORM",
     ),
-    "For operators": ("TTP_LOG_PATH", "TTP_SERVE", "TTP_SERVE_TOKEN"),
+    "For operators": ("TTP_LOG_PATH", "TTP_SERVE", "TTP_SERVE_TOKEN", "TTP_NOTIFY", "TTP_NOTIFY_SECRET"),
     "Logs and recordings": ("TTP_LOG_LEVEL", "TTP_LOG_STDOUT", "TTP_PROFILE", "TTP_DUMP"),
     "Devices and interfaces": ("TTP_DEVICE", "TTP_ENGINE", "TTP_PROVIDE_MINDIO"),
 }

@@ -10,6 +10,8 @@ from functools import partial
 
 from adaptor.launchers.incident_file import GoneOn, Happened, Timeline, incident_of, with_going_on
 from adaptor.launchers.job_files import JobFiles
+from adaptor.launchers.notifier import Notifier
+from adaptor.operations import notices, records
 from adaptor.operations.records import Incident
 from adaptor.protocol.messages import (
     AgentHello,
@@ -71,10 +73,12 @@ class IncidentReport:
 
     Args:
         files: the files of the job.
+        notifier: sends notices of incidents; None: there is nobody to send them to.
     """
 
-    def __init__(self, files: JobFiles) -> None:
+    def __init__(self, files: JobFiles, notifier: Notifier | None = None) -> None:
         self._files = files
+        self._notifier = notifier or Notifier()
         self._generation = 0
         self._records = False  # whether the controller is, or was last, on this node
         self._happened: list[Happened] = []
@@ -216,6 +220,7 @@ class IncidentReport:
             now = time.time()
             last.gone_on = GoneOn(last.ended, self._started, self._trained, now, self._origin)
             self._files.write_incident(last.again)
+            self._notifier.submit(partial(last.notice, now, last.gone_on))
             self._tell("gone-on", now, step=finished)
 
     def record_training(self) -> None:
@@ -237,8 +242,11 @@ class IncidentReport:
     def close(self) -> None:
         """Record that ttprun ends; wait for what is being written, for a bounded time."""
         if self._records:
-            self._tell("ended", time.time())
+            now = time.time()
+            self._tell("ended", now)
+            self._notifier.submit(partial(notices.of_end, self._files.job, self.incidents, records.utc(now)))
         self._files.close()
+        self._notifier.close()
 
     def _reset(self) -> None:
         self._happened, self._ended, self._noticed = [], False, set()
@@ -295,6 +303,7 @@ class IncidentReport:
         make = partial(incident_of, end, timeline, self.last_id, now)
         self._last = _Written(make, now, self._generation, online=isinstance(end, Recovered))
         self._files.write_incident(self._last.again)
+        self._notifier.submit(partial(self._last.notice, now, None))
 
 
 class _Written:
@@ -322,6 +331,20 @@ class _Written:
     def is_over(self, generation: int) -> bool:
         """Return whether workers of `generation` train after the incident."""
         return self._online or generation > self._generation
+
+    def notice(self, at: float, gone_on: GoneOn | None) -> records.Notice:
+        """Return the notice of what is known; it is made in the threads of targets, and changes nothing here.
+
+        Args:
+            at: when that was, in Unix seconds.
+            gone_on: how the job went on, if that was known then.
+        """
+        made = self._make()
+        if self.actions:
+            made.next_action = self.actions[-1]
+        if gone_on is not None:
+            made = with_going_on(made, gone_on)
+        return notices.of_incident(made, records.utc(at), "incident" if gone_on is None else "resumed")
 
     def again(self) -> Incident:
         """Return what the file has now."""

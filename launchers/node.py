@@ -25,7 +25,7 @@ from adaptor.config import Config
 from adaptor.controller.recurrence import Recurrence
 from adaptor.descriptors import Descriptors
 from adaptor.errors import AdaptorError, CheckpointError, ConfigError
-from adaptor.launchers import after_verdict, board_watch, invitation, tls
+from adaptor.launchers import after_verdict, board_watch, invitation, notifier, tls
 from adaptor.launchers.control_thread import ControlThread, ControlThreadError
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
@@ -104,7 +104,7 @@ class Node:
         self._workers = Workers(self._control.loop, self._hear)
         self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
         self._files = JobFiles(config.log_path, job)
-        self._incident_report = IncidentReport(self._files)
+        self._incident_report = IncidentReport(self._files, notifier.of_job(config))
         self._status = JobStatus(self._files, self._incident_report, max_restarts)
         self._server = JobServer(config, lambda: self._files.folder)
         self._log = Log(config)

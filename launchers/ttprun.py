@@ -22,7 +22,7 @@ from pathlib import Path
 from adaptor import _script, config, devices, distributions, engines, output, text
 from adaptor.diagnostics import requests
 from adaptor.errors import AdaptorError, ConfigError, StartError
-from adaptor.launchers import flags, invitation, job_server, tls
+from adaptor.launchers import flags, invitation, job_server, notifier, tls
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
@@ -110,12 +110,16 @@ def _run(
             flags.require_sense(parsed)
             _require_folder(settings.log_path)
             _require_safe_connections(parsed, settings)
-            if settings.serve is not None and not engine.has_own_agent:
+            if engine.has_own_agent:
+                job_server.require(settings)
+                notifier.targets(settings)
+                notifier.secret(settings)
+            elif settings.serve is not None or settings.notify is not None:
+                name = "TTP_SERVE" if settings.serve is not None else "TTP_NOTIFY"
                 raise ConfigError(
-                    f"TTP_SERVE is {str(settings.serve)!r}: with TTP_ENGINE={settings.engine} there are no"
-                    " files of a job to serve; leave out TTP_SERVE"
+                    f"{name} is set: with TTP_ENGINE={settings.engine} the adaptor's controller does not run;"
+                    f" leave out {name}"
                 )
-            job_server.require(settings)
             if engine.has_own_agent and _trusts_the_network(parsed, settings):
                 output.tell(TRUSTED)
             require_interfaces(os.environ.get(INTERFACES, ""))

@@ -28,6 +28,11 @@ def assert_valid(logs: Path) -> None:
         _validator("event").validate(event)
 
 
+def assert_notice(notice: object) -> None:
+    """A notice is as its schema says."""
+    _validator("notice").validate(notice)
+
+
 def events(path: Path) -> list[dict[str, Any]]:
     """Return the lines of an events.jsonl; all of them are whole, for the job has ended."""
     return [json.loads(line) for line in path.read_text().splitlines()]

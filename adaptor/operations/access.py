@@ -15,11 +15,11 @@ from adaptor.endpoints import Address
 from adaptor.errors import AdaptorError
 
 _BACKLOG = 64
-_SHORTEST_TOKEN = 16
+_SHORTEST_WORD = 16
 
 
 class ServeError(AdaptorError):
-    """It cannot serve as it was asked to."""
+    """An address, a secret or a certificate cannot be used as it was asked."""
 
 
 class Clients(NamedTuple):
@@ -91,7 +91,7 @@ def clients(address: Address, token: Path | None, certificate: tuple[Path, Path]
         ServeError: other machines reach the address and a token or a certificate is missing, or a file is not
             as it must be.
     """
-    word = _token_of(token) if token is not None else ""
+    word = read_word(token, "the token file") if token is not None else ""
     if not address.is_loopback and not (word and certificate):
         raise ServeError(
             f"{address}: other machines reach this address; give a token file and a certificate with its key,"
@@ -125,16 +125,31 @@ def listen(address: Address) -> socket.socket:
     return made
 
 
-def _token_of(path: Path) -> str:
-    try:
-        mode = path.stat().st_mode
-        word = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ServeError(f"the token file {path}: it cannot be read ({error})") from None
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise ServeError(f"the token file {path}: others can read it; say chmod 600 {path}")
-    if not word.isascii() or len(word) < _SHORTEST_TOKEN:
+def read_word(path: Path, what: str) -> str:
+    """Return the secret word in a file.
+
+    Args:
+        path: the file.
+        what: it is, for messages.
+
+    Raises:
+        ServeError: it cannot be read, others can read it, or it is no word that is long enough.
+    """
+    word = read_private(path, what).strip()
+    if not word.isascii() or len(word) < _SHORTEST_WORD or len(word.split()) > 1:
         raise ServeError(
-            f"the token file {path}: it must have one word of at least {_SHORTEST_TOKEN} ASCII characters"
+            f"{what} {path}: it must have one word of at least {_SHORTEST_WORD} ASCII characters"
         )
     return word
+
+
+def read_private(path: Path, what: str) -> str:
+    """Return the text of a file that only its owner can read. Raises ServeError."""
+    try:
+        mode = path.stat().st_mode
+        found = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServeError(f"{what} {path}: it cannot be read ({error})") from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ServeError(f"{what} {path}: others can read it; say chmod 600 {path}")
+    return found

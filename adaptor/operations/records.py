@@ -210,7 +210,30 @@ class Status(msgspec.Struct, kw_only=True):
     save: str
 
 
-SCHEMAS: dict[str, type[msgspec.Struct]] = {"incident": Incident, "status": Status, "event": Event}
+class Notice(msgspec.Struct, kw_only=True, frozen=True):
+    """What a target of TTP_NOTIFY gets.
+
+    type      incident: with the verdict; resumed: the first step after it is finished; ended: ttprun has
+    time      when
+    job       the name of the job's folder
+    text      one line for people
+    incident  as its file has it, without `events` and `ranks`; None for `ended`
+    """
+
+    schema: Literal["ttp.notice/1"] = "ttp.notice/1"
+    type: Literal["incident", "resumed", "ended"]
+    time: str
+    job: str
+    text: str
+    incident: Incident | None
+
+
+SCHEMAS: dict[str, type[msgspec.Struct]] = {
+    "incident": Incident,
+    "status": Status,
+    "event": Event,
+    "notice": Notice,
+}
 
 
 def schema(name: str) -> dict[str, object]:

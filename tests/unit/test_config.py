@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adaptor import config
 from adaptor.config import SETTINGS, Config, Setting
-from adaptor.endpoints import Address
+from adaptor.endpoints import Address, Target
 from adaptor.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -42,6 +42,8 @@ DEFAULTS = Config(
     log_stdout=False,
     serve=None,
     serve_token="",
+    notify=None,
+    notify_secret="",
     profile=None,
     dump=None,
 )
@@ -87,6 +89,11 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_SERVE", "9470", "serve", Address("127.0.0.1", 9470)),
     ("TTP_SERVE", "0.0.0.0:9470", "serve", Address("0.0.0.0", 9470)),
     ("TTP_SERVE", "[::1]:9470", "serve", Address("::1", 9470)),
+    ("TTP_NOTIFY", "https://a.b/c?d", "notify", Target("json", "https://a.b/c?d")),
+    ("TTP_NOTIFY", "slack:https://a.b/c", "notify", Target("slack", "https://a.b/c")),
+    ("TTP_NOTIFY", "exec:mail -s 'a job' me", "notify", Target("exec", "mail -s 'a job' me")),
+    ("TTP_NOTIFY", "file:/etc/targets", "notify", Target("file", "/etc/targets")),
+    ("TTP_NOTIFY_SECRET", "/etc/secret", "notify_secret", "/etc/secret"),
     ("TTP_SERVE_TOKEN", "/etc/token", "serve_token", "/etc/token"),
 ]
 
@@ -121,6 +128,10 @@ BAD = [
     ("TTP_LOG_PATH", ""),
     ("TTP_LOG_LEVEL", "LOUD"),
     ("TTP_LOG_STDOUT", "maybe"),
+    ("TTP_NOTIFY", "exec:"),
+    ("TTP_NOTIFY", "exec:say 'it"),
+    ("TTP_NOTIFY", "file:"),
+    ("TTP_NOTIFY", "slack"),
     ("TTP_SERVE", "0"),
     ("TTP_SERVE", "65536"),
     ("TTP_SERVE", "9470/tcp"),
@@ -257,6 +268,8 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_LOG_STDOUT": "--ttp-log-stdout",
         "TTP_SERVE": "--ttp-serve",
         "TTP_SERVE_TOKEN": "--ttp-serve-token",
+        "TTP_NOTIFY": "--ttp-notify",
+        "TTP_NOTIFY_SECRET": "--ttp-notify-secret",
         "TTP_PROFILE": "--ttp-profile",
         "TTP_DUMP": "--ttp-dump",
     }

@@ -18,6 +18,7 @@ from adaptor.controller.failures import Failures
 from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.job_status import JobStatus
+from adaptor.launchers.notifier import Notifier
 from adaptor.operations import cli, records
 from adaptor.operations.records import Status
 from adaptor.protocol import naming
@@ -64,10 +65,10 @@ SAVED = Verdict(
 class Recorded:
     """The files of a job of two nodes with one rank each, as its messages and orders make them."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, notifier: Notifier | None = None) -> None:
         self.logs = logs
         files = JobFiles(str(logs), "job 7")
-        self.report = IncidentReport(files)
+        self.report = IncidentReport(files, notifier)
         self.report.begin(1)
         self.report.record_start()
         self.starts(0.0)

@@ -1,0 +1,138 @@
+"""Sends notices of incidents to the targets of TTP_NOTIFY, from the node with the controller.
+
+Each target has a queue and a thread of its own, behind the verdict: one that hangs or fails costs its
+notices, and a line for each.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from adaptor import endpoints, output, text
+from adaptor.config import Config
+from adaptor.endpoints import Target
+from adaptor.errors import AdaptorError, ConfigError
+from adaptor.operations import access, notices
+from adaptor.operations.records import Notice
+
+# A notice takes at most LIMIT_S, so these are an hour of a target that hangs.
+_MOST_WAITING = 64
+
+
+def targets(config: Config) -> list[Target]:
+    """Return where notices go; what TTP_NOTIFY names in a file is read now.
+
+    Raises:
+        ConfigError: the file, its content, the secret or the program makes no sense.
+    """
+    target = config.notify
+    if target is None:
+        return []
+    found = [target] if target.kind != "file" else _read(Path(target.where))
+    for each in found:
+        if each.kind == "exec" and shutil.which(program := shlex.split(each.where)[0]) is None:
+            raise ConfigError(f"TTP_NOTIFY is exec:{program}: there is no such program on this node")
+    return found
+
+
+def secret(config: Config) -> str:
+    """Return the secret that signs notices; '' without one. Raises ConfigError."""
+    if not config.notify_secret:
+        return ""
+    try:
+        return access.read_word(Path(config.notify_secret), "TTP_NOTIFY_SECRET")
+    except AdaptorError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _read(path: Path) -> list[Target]:
+    try:
+        lines = access.read_private(path, "TTP_NOTIFY").splitlines()
+    except AdaptorError as error:
+        raise ConfigError(str(error)) from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            target = endpoints.target(line.strip())
+        except ValueError:
+            target = None
+        if target is None or target.kind == "file":  # without the line: it may be a secret
+            raise ConfigError(
+                f"TTP_NOTIFY {path}, line {number}: it must be {endpoints.TARGETS}, and no other file"
+            )
+        found.append(target)
+    return found
+
+
+def of_job(config: Config) -> Notifier:
+    """Return the notifier that the settings ask for. Raises ConfigError."""
+    return Notifier(targets(config), secret(config))
+
+
+class Notifier:
+    """Sends what it is given to each target.
+
+    Args:
+        to: the targets.
+        secret: signs what goes to a target of JSON; '' for none.
+    """
+
+    def __init__(self, to: Sequence[Target] = (), secret: str = "") -> None:
+        self._secret = secret
+        self._closed = False
+        self._writers = [(target, output.Writer("ttp-notify")) for target in to]
+        for _, writer in self._writers:
+            writer.start()
+
+    def submit(self, make: Callable[[], Notice]) -> None:
+        """Send what `make` returns, which is called in the thread of each target; never waits."""
+        for target, writer in self._writers:
+            if writer.waiting < _MOST_WAITING:
+                writer.submit(partial(self._send, target, make))
+            else:
+                writer.dropped += 1
+
+    @property
+    def dropped(self) -> int:
+        """Return how many notices were not queued, because too many were waiting."""
+        return sum(writer.dropped for _, writer in self._writers)
+
+    def close(self) -> None:
+        """Wait for what is being sent, `output.DRAIN_S` seconds at most; the rest is not sent."""
+        until = time.monotonic() + output.DRAIN_S
+        for _, writer in self._writers:
+            writer.close(max(0.0, until - time.monotonic()))
+        self._closed = True
+
+    def _send(self, target: Target, make: Callable[[], Notice]) -> None:
+        if self._closed:
+            return
+        why: list[str] = [f"no answer within {notices.LIMIT_S:g} s"]
+        notice = make()
+        sends = threading.Thread(target=_try, args=(target, notice, self._secret, why), daemon=True)
+        try:
+            sends.start()
+        except RuntimeError as error:  # this process may have no more threads
+            why = [str(error)]
+        else:
+            sends.join(notices.LIMIT_S)
+        if why and not self._closed:
+            output.tell(f"[ttp] TTP_NOTIFY {target}: the notice {notice.type!r} was not delivered: {why[0]}")
+
+
+def _try(target: Target, notice: Notice, secret: str, why: list[str]) -> None:
+    """Deliver a notice, and leave the reason in `why` if that fails; nothing if it does not."""
+    try:
+        notices.deliver(target, notice, secret)
+    except Exception as error:
+        why[:] = [text.describe(error) if not isinstance(error, notices.NotDeliveredError) else str(error)]
+    else:
+        why.clear()
