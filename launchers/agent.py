@@ -179,7 +179,7 @@ class SurvivorsAgent(LocalElasticAgent):
         verdict = self._control.verdict
         if verdict is not None:
             # Not HEALTHY meanwhile: torch would take agents that are ahead of this one for new nodes.
-            self._control.reaped.wait()
+            self._control.wait_until_reaped()
             return self._conclude(worker_group, verdict)
         handlers = self._handlers.values()
         if any(handler.proc.poll() != 0 for handler in handlers):

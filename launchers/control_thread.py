@@ -1,6 +1,6 @@
 """The thread of an agent that runs its event loop.
 
-Nobody else decides anything on this node. So an error that nobody has caught is handed to `Node._on_failure`,
+Nobody else decides anything on this node. So an error that nobody has caught is handed to `AgentControl`,
 which has the job saved, and a loop that has broken off is run once more for what is still at work in it.
 """
 

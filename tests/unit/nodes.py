@@ -61,9 +61,8 @@ def open_descriptors(pid: int) -> dict[str, str]:
 
 def controller_host_of(node: Node) -> ControllerHost:
     """Where a node has the controller."""
-    assert node._client is not None
-    assert node._client.controller_host is not None
-    return node._client.controller_host
+    assert node.control.controller_host is not None
+    return node.control.controller_host
 
 
 class Worker:
@@ -191,7 +190,7 @@ class Job:
         for worker in self.workers.values():
             assert worker.hears() == "here"
         # Its hello may come later, and before it a worker is told nothing.
-        heard = [node._workers._connections for node in chosen]
+        heard = [node.control.workers._connections for node in chosen]
         waiting.until(lambda: sum(map(len, heard)) == world_size, "the agents have heard of their workers")
 
     def train(self, *lines: str) -> None:
@@ -206,7 +205,7 @@ class Job:
 
     def verdict(self, node: int = 0) -> Verdict:
         """Once it is out and every worker has been seen off."""
-        assert self.nodes[node].settled.wait(LONG_S), "there is no verdict"
+        assert self.nodes[node].control.settled.wait(LONG_S), "there is no verdict"
         verdict = self.nodes[node].verdict
         assert verdict is not None
         return verdict

@@ -80,8 +80,8 @@ def addresses_of(port: int) -> list[str]:
 
 
 def client_of(node: Node) -> ControllerClient:
-    assert node._client is not None
-    return node._client
+    assert node.control.client is not None
+    return node.control.client
 
 
 def port_of(node: Node) -> int:
@@ -95,7 +95,7 @@ def lose(node: Node) -> None:
     """A node that is lost takes no leave."""
     controller_host = client_of(node).controller_host
     if controller_host is not None:
-        node._control.loop.call_soon_threadsafe(controller_host._sends.clear)
+        node.control.thread.loop.call_soon_threadsafe(controller_host._sends.clear)
     node.close()
 
 
@@ -152,8 +152,7 @@ def test_nothing_of_one_machine_can_be_reached_from_another(two_nodes: Job) -> N
 def test_the_secret_is_seen_nowhere(two_plain_nodes: Job) -> None:
     """Not in the environment of a worker, on a command line or in the log."""
     job = two_plain_nodes
-    secret = client_of(job.nodes[0])._secret.split()[-1]
-    assert len(secret) == 64
+    (secret,) = (word for word in client_of(job.nodes[0])._secret.split() if len(word) == 64)
     job.train("step")
     worker = Path(f"/proc/{job.workers[0].process.pid}")
     seen = [(worker / name).read_bytes() for name in ("environ", "cmdline")]
@@ -253,7 +252,7 @@ def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
         exit_code=3,
         save=str(job.save),
     )
-    loop = nodes[0]._control.loop
+    loop = nodes[0].control.thread.loop
     loop.call_soon_threadsafe(lambda: controller_host_of(nodes[0])._sends[2]([told]))
     waiting.until(lambda: nodes[2].verdict == told, "node 2 has been told")
     lose(job.nodes.pop(0))
@@ -289,7 +288,7 @@ def test_a_node_loses_the_controller_and_others_do_not(job: Job, monkeypatch: py
     job.begin(3, nodes)
     job.train("step", "step")
     refused = TimelineEvent(-1, 0, 0.0, "of no rank")  # no message: nothing more is read after it
-    nodes[2]._control.loop.call_soon_threadsafe(lambda: client_of(nodes[2]).send(refused))
+    nodes[2].control.thread.loop.call_soon_threadsafe(lambda: client_of(nodes[2]).send(refused))
     lines = [job.verdict(node).line for node in range(3)]
     kept = f"step {FIRST + 1} is saved, no finished step is lost"
     assert lines == [f"node 2 is lost; {kept}"] * 2 + [f"node 0 is lost, node 1 is lost; {kept}"]

@@ -52,7 +52,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     assert job.workers[1].hears() == "holding"
     stop(job.workers[2].process.pid)
     node = job.nodes[0]
-    node._control.loop.call_soon_threadsafe(node._report, NodeStalled(0, 60.0, FIRST, -1))
+    node.control.thread.wait_for(node.control.say(NodeStalled(0, 60.0, FIRST, -1)))
     verdict = job.verdict()
     assert (verdict.outcome, verdict.step, verdict.cause_rank) == ("saved", FIRST + 1, 1)
     assert verdict.line.startswith("nothing has moved for 60 s: rank 1, 2 does not answer; ")
@@ -125,7 +125,7 @@ def test_a_debugger_in_a_worker_takes_its_time(job: Job, monkeypatch: pytest.Mon
 
 def test_a_debugger_outside_of_a_worker_is_seen(job: Job) -> None:
     job.begin(2)
-    workers, pid = job.nodes[0]._workers, job.workers[1].process.pid
+    workers, pid = job.nodes[0].control.workers, job.workers[1].process.pid
     libc = ctypes.CDLL(None, use_errno=True)
     assert not workers.traced
     if libc.ptrace(_PTRACE_SEIZE, pid, None, None):

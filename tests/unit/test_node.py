@@ -94,7 +94,7 @@ def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
     """Its lifeline is cut all the same; when the new program ends, that is seen by the operating system."""
     job.begin(2)
     job.workers[0].does("begin")
-    held = job.nodes[0]._workers._lifelines_held
+    held = job.nodes[0].control.workers._lifelines_held
     waiting.until(lambda: 1 in held, "its lifeline is watched")
     job.workers[1].send("replace")
     assert job.workers[1].hears() == "replaced"
@@ -211,7 +211,7 @@ def test_workers_that_end_well_are_no_incident(job: Job) -> None:
     assert job.statuses() == {0: 0, 1: 0}
     job.end()
     assert job.nodes[0].verdict is None
-    assert not job.nodes[0].settled.is_set()
+    assert not job.nodes[0].control.settled.is_set()
     assert list(job.logs.glob("*/incidents/*")) == []
 
 
@@ -241,7 +241,7 @@ def test_a_status_is_known_while_somebody_else_asks_for_it(job: Job) -> None:
     process = job.workers[0].process
     with process._waitpid_lock:  # type: ignore[attr-defined]
         job.workers[0].send("leave 3")
-        waiting.until(lambda: not job.nodes[0]._workers._deaths, "the death is noticed")
+        waiting.until(lambda: not job.nodes[0].control.workers._deaths, "the death is noticed")
     assert job.verdict().exit_code == 3
 
 
@@ -266,7 +266,7 @@ def test_strangers_on_the_workers_socket(job: Job) -> None:
             assert stranger.recv(1) == b"", "it is not listened to"
         except ConnectionResetError:  # it had not read all that was sent to it
             pass
-    counted = job.nodes[0]._workers._rejected.counted
+    counted = job.nodes[0].control.workers._rejected.counted
     waiting.until(lambda: counted["were no worker of this node"] == 3, "they are counted")
     job.workers[0].does("step")
     assert job.nodes[0].verdict is None
@@ -289,7 +289,7 @@ def test_another_user_is_not_heard(job: Job) -> None:
         finally:
             os.seteuid(0)
         assert stranger.recv(1) == b""
-    counted = job.nodes[0]._workers._rejected.counted
+    counted = job.nodes[0].control.workers._rejected.counted
     assert counted == {"were of another user": 1}
 
 
@@ -354,7 +354,7 @@ def test_nothing_is_removed_under_a_publisher_at_work(job: Job, monkeypatch: pyt
     late = Verdict(
         incident=1, outcome="lost", step=-1, line=line, cause_rank=0, exit_code=137, save=str(job.save)
     )
-    node._control.loop.call_soon_threadsafe(node._obey, late)
+    node.control.thread.loop.call_soon_threadsafe(node.control.obey, late)
     job.workers[1].process.kill()
     assert job.verdict() == late
     folder = temporary_name(FIRST, generation=os.environ[GENERATION])

@@ -1,0 +1,351 @@
+"""What an agent does on its control thread: it connects the workers of a node with the controller.
+
+One event loop in one thread per `ttprun`; the methods of this file run on it, but for `begin`, `connect` and
+`close`, which torch's thread calls while no worker runs. `Node` is what torch's thread sees of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import queue
+import subprocess
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+
+from adaptor import text
+from adaptor.config import Config
+from adaptor.descriptors import Descriptors
+from adaptor.errors import CheckpointError
+from adaptor.launchers import after_verdict, board_watch, notifier
+from adaptor.launchers.control_thread import ControlThread
+from adaptor.launchers.controller_client import ControllerClient
+from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.incident_report import IncidentReport
+from adaptor.launchers.job_files import JobFiles
+from adaptor.launchers.job_lease import JobLease
+from adaptor.launchers.job_server import JobServer
+from adaptor.launchers.job_status import JobStatus
+from adaptor.launchers.log import tell_error
+from adaptor.launchers.replacements import Replacements, WorkerStarter
+from adaptor.launchers.save_folder_tasks import SaveFolderTasks
+from adaptor.launchers.worker_news import WorkerNews
+from adaptor.launchers.worker_processes import Workers
+from adaptor.protocol import stack_files
+from adaptor.protocol.messages import (
+    Addressed,
+    AgentTerminationRequested,
+    BoardRecord,
+    ControllerToAgent,
+    Dismissed,
+    Exit,
+    Find,
+    Freeze,
+    FromAgent,
+    Layout,
+    Modules,
+    Prepare,
+    Publish,
+    Raised,
+    Recovered,
+    Replace,
+    TerminationRequested,
+    Verdict,
+)
+
+# Descriptors that are kept for an incident: folders and files of a checkpoint, the log, the report.
+DESCRIPTORS = 16
+
+
+class Reports(enum.Enum):
+    """What the agent does with a message of a worker of this node, or with the report of its death."""
+
+    IGNORED = "no generation is open: nobody waits for it"
+    SENT = "it goes to the controller"
+    RELEASES = "the agent ends its workers itself: one that waits to be a holder is told to exit"
+    JUDGED_HERE = "the controller has left after the end of the job: a failure gets its verdict here"
+
+
+class AgentControl:
+    """The control of one agent, generation after generation.
+
+    Args:
+        config: the settings.
+        job: the id that the user gave to the job; '' where there is none.
+        max_restarts: how many restarts the job may make.
+        scratch: a folder of this agent.
+
+    Attributes:
+        thread: the control thread.
+        files: those of the job that operators read.
+        server: serves them (TTP_SERVE).
+        workers: of this node.
+        client: the connection to the controller; None while no generation is open.
+        news: what the workers of this generation have told.
+        verdict: on this generation; None: there is none yet.
+        dismissed: every worker of the job has ended, or this node has left it.
+        recovered: incidents after which training goes on, with the paths of their reports.
+        reaped: after a verdict: every worker has gone, or was ended.
+        settled: and nothing is at work in the save folder, as far as that is known.
+    """
+
+    def __init__(self, config: Config, job: str, max_restarts: int, scratch: Path) -> None:
+        self._config = config
+        self._scratch = scratch
+        self.thread = ControlThread(self._on_failure, self._on_broken_off)
+        self.workers = Workers(self.thread.loop, self._hear)
+        self.files = JobFiles(config.log_path, job)
+        self.incident_report = IncidentReport(self.files, notifier.of_job(config))
+        self._status = JobStatus(self.files, self.incident_report, max_restarts)
+        self.server = JobServer(config, lambda: self.files.folder)
+        self.node = 0
+        self.begun = 0  # generations
+        self.generation = ""
+        self.client: ControllerClient | None = None
+        self._folder_tasks = SaveFolderTasks()
+        self._replacements = Replacements(self.workers, config.spares if config.online_s else 0)
+        self._descriptors = Descriptors(0)
+        self.lease = JobLease(scratch, config.timeout_s)
+        self._reports = Reports.IGNORED
+        self.verdict: Verdict | None = None
+        self.dismissed = False
+        self._may_restart = True
+        self.news = WorkerNews()
+        self.recovered: queue.SimpleQueue[tuple[Recovered, str]] = queue.SimpleQueue()
+        self.reaped = threading.Event()
+        self.settled = threading.Event()
+
+    def begin(self, ranks: Sequence[int], node: int, *, may_restart: bool) -> None:
+        """Open a generation; `connect` follows. The arguments are those of `Node.begin`."""
+        self.node = node
+        self._may_restart = may_restart
+        if node != 0:
+            self.lease.release()  # rank 0, which takes the lease, is on another node from now on
+        self.begun += 1
+        self._descriptors.release()
+        self._descriptors = Descriptors(DESCRIPTORS)
+        self._folder_tasks.saves.clear()
+        self.verdict = None
+        self.dismissed = False
+        self.news = WorkerNews(ranks)
+        self.reaped.clear()
+        self.settled.clear()
+        self.incident_report.begin(self.begun)
+
+    def connect(self, client: ControllerClient) -> None:
+        """From now on messages go to the controller by way of `client`."""
+        self.client = client
+        self._reports = Reports.SENT
+
+    def close(self) -> None:
+        """Close what outlives a generation, once the thread has ended."""
+        self._folder_tasks.close()
+        self._descriptors.release()
+        self.lease.release()
+        self._status.end()
+        self.incident_report.close()
+        self.server.close()
+
+    @property
+    def controller_host(self) -> ControllerHost | None:
+        """Return the host of the controller, None if it runs on another node."""
+        return self.client.controller_host if self.client is not None else None
+
+    @property
+    def report(self) -> str:
+        """Return the path of the last report, or the node that writes it; '' if no controller has.
+
+        A verdict that this agent gave by itself has none: the last one is of an earlier incident.
+        """
+        reporter = self.client.reporter if self.client is not None else None
+        if reporter is None or (self.verdict is not None and not self.verdict.incident):
+            return ""
+        return self.incident_report.path if reporter == self.node else f"on node {reporter}"
+
+    def _on_broken_off(self, reason: str) -> None:
+        """End what is left: nothing runs on the control thread any more."""
+        self.workers.end_the_living()
+        if self.verdict is None:
+            line = f"the control thread of ttprun has failed: {reason}; nothing more can be saved here"
+            self.verdict = after_verdict.verdict_here(line, stop="its control thread has failed")
+        self.reaped.set()
+        self.settled.set()
+
+    def _on_failure(self, error: BaseException) -> None:
+        """Have the job saved and ended after an error on the control thread, on which it may depend."""
+        what = text.describe(error)
+        try:
+            if self.verdict is not None:
+                self.reaped.set()
+                self.settled.set()
+            else:
+                self._report(AgentTerminationRequested(self.node, "", what))
+        except Exception as another:
+            what = f"{what}, then {text.describe(another)}"
+            self.judge(f"ttprun has failed: {what}", stop="its control thread has failed")
+
+    def _report(self, message: FromAgent) -> None:
+        """Do with `message` what the state says."""
+        match self._reports:
+            case Reports.SENT:
+                assert self.client is not None
+                self.client.send(message)
+            case Reports.RELEASES:
+                self._release_worker(message)
+            case Reports.JUDGED_HERE:
+                if failure := after_verdict.failure_in(message):
+                    self.judge(failure)
+
+    def judge(self, what: str, stop: str = "") -> None:
+        """The verdict where no controller gives one; `stop`: why the job is not started again."""
+        if self.verdict is None:
+            line = f"{what}; nothing more can be saved from node {self.node}"
+            self.obey(after_verdict.verdict_here(line, stop))
+            for rank in sorted(self.workers.alive):  # else they would be ended, and show nothing
+                self.workers.order(rank, Exit(0, blamed=rank == self.news.first_raised))
+
+    def _hear(self, message: FromAgent) -> None:
+        """Pass on a message of a worker of this node, or the report of its death."""
+        self.news.note(message)
+        match message:
+            case Layout(save=save):
+                self._replacements.hear_layout(message)
+                if save:
+                    self._folder_tasks.saves.add(save)
+                    if self.node == 0:
+                        self.lease.keep(Path(save))
+            case Modules():
+                self._replacements.hear(message)
+                return  # it stays here
+        self._report(message)
+
+    async def stop_reporting(self) -> None:
+        self._rest(Reports.RELEASES)
+
+    def _rest(self, reports: Reports) -> None:
+        """Send nothing more to the controller, and ignore its loss."""
+        self._reports = reports
+        if self.client is not None:
+            self.client.rest()
+
+    def _release_worker(self, message: FromAgent) -> None:
+        """Tell a worker to exit that waits to be a holder: its state is not needed."""
+        if isinstance(message, Raised | TerminationRequested):
+            self.obey(Addressed(message.rank, Exit(0)))
+
+    async def say(self, message: FromAgent) -> None:
+        self._report(message)
+
+    async def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: WorkerStarter) -> None:
+        self._replacements.begin(starter, spares_alone=not self._may_restart)
+        folder = stack_files.folder(self._config.log_path, self.generation)
+        self.workers.watch(processes, folder, self._scratch)
+        self.thread.spawn(
+            board_watch.watch(
+                self.node,
+                self._config.hang_s,
+                self.workers,
+                look=self._look,
+                moved=lambda: self._folder_tasks.moved,
+                report=self._report,
+            )
+        )
+
+    def _job_is_over(self) -> bool:
+        controller_host = self.controller_host
+        return not self.workers.alive and (
+            controller_host is None or controller_host.controller.membership.everyone_is_dead
+        )
+
+    def obey(self, order: ControllerToAgent) -> None:
+        match order:
+            case Addressed(rank=rank, message=message):
+                if isinstance(message, Freeze):
+                    self.news.note_incident()
+                self.workers.order(rank, message)
+            case Prepare() | Publish() | Find():
+                self._descriptors.release()
+                self.thread.spawn(self._answer(self._folder_tasks.do(order, self.node, self.generation)))
+            case Replace():
+                self.thread.spawn(self._replace(order))
+            case Recovered():
+                self._end_incident(order)
+            case Dismissed():
+                self.dismissed = True
+                self._rest(Reports.JUDGED_HERE)
+                assert self.client is not None
+                for told in self.client.said:  # while the controller left: no verdict of it comes any more
+                    if failure := after_verdict.failure_in(told):
+                        self.judge(failure)
+            case Verdict():
+                self.verdict = order
+                self.thread.spawn(self._reap_workers())
+
+    async def _answer(self, work: Coroutine[object, None, FromAgent]) -> None:
+        self._report(await work)
+
+    async def _replace(self, order: Replace) -> None:
+        self._descriptors.release()
+        failed = await self._replacements.replace(order, self._wants_replacements)
+        if failed is not None:
+            self._report(failed)
+
+    def _wants_replacements(self) -> bool:
+        return self._reports is Reports.SENT and self.verdict is None
+
+    def _end_incident(self, order: Recovered) -> None:
+        """Close an incident after which all ranks go on: pass it to the main thread, and reset."""
+        self.recovered.put((order, self.report))
+        self.news.end_incident()
+        self._descriptors.release()
+        self._descriptors = Descriptors(DESCRIPTORS)
+        self._replacements.end_incident()
+
+    async def _reap_workers(self) -> None:
+        """Have the workers of this node end after a verdict."""
+        self._replacements.end_newcomers()
+        await after_verdict.reap(self.workers, self._job_is_over)
+        self.reaped.set()
+        try:
+            await after_verdict.clean_up(
+                self._folder_tasks, self.controller_host, self.verdict, self.generation
+            )
+        finally:
+            self.settled.set()  # whatever happened: torch's thread waits for it
+
+    def _look(self, boards: Sequence[BoardRecord]) -> None:
+        self._report_status(boards)
+        if self.news.training_began is not None and not self.news.noticed:
+            self._replacements.look(boards, self.news.training_began[0])
+
+    def _report_status(self, boards: Sequence[BoardRecord]) -> None:
+        """Write what operators read; it is for people, so an error in it ends nothing."""
+        host = self.controller_host
+        if host is None:
+            return
+        try:
+            if self.node:
+                self.server.take_over()
+            self._status.look(boards, host.controller, self.node, host.nodes, self.begun)
+            self.incident_report.record_progress(max((board.finished for board in boards), default=-1))
+        except Exception as error:
+            tell_error("the status of the job is not written", error)
+
+    async def end(self) -> None:
+        self._reports = Reports.IGNORED
+        await self.thread.cancel_tasks()
+        await self._replacements.end()
+        await self.workers.end()
+        client, self.client = self.client, None
+        if client is not None:
+            # Other nodes may still be at work in the folder; the next job's first rank cleans it, too.
+            if (
+                client.controller_host is not None
+                and client.alone
+                and client.controller_host.controller.membership.save
+                and not self._folder_tasks.busy
+            ):
+                with contextlib.suppress(CheckpointError):
+                    await self._folder_tasks.clean(Path(client.controller_host.controller.membership.save))
+            await client.close()
