@@ -14,13 +14,14 @@ import msgspec
 
 from adaptor.controller.failover import TakeOver
 from adaptor.controller.failures import Failures
+from adaptor.controller.feasibility import MAX_RECOVERED, Recoveries
 from adaptor.controller.hang_detector import hang
 from adaptor.controller.incident import Incident
 from adaptor.controller.incident_messages import dispatch
 from adaptor.controller.membership import Membership
+from adaptor.controller.newcomers import FromNewcomer
 from adaptor.controller.outcome import Orders
 from adaptor.controller.recurrence import Recurrence
-from adaptor.controller.regrouping import MAX_RECOVERED, FromNewcomer, Recoveries
 from adaptor.controller.verdict import recovered_of, verdict_of
 from adaptor.protocol.messages import (
     Addressed,
@@ -111,10 +112,11 @@ class Controller:
         """Take one message of an agent, or of a worker by way of its agent."""
         if self.incident is not None:
             self.incident.state.now = now
-        if self.incident is not None and self.verdict is None and isinstance(message, FromNewcomer):
-            newcomer = self.incident.regrouping.is_of_newcomer(message.rank)
-            if newcomer:
-                return self._route(self.incident.on_newcomer(message))
+        incident = self.incident if self.verdict is None else None
+        if incident is not None and isinstance(message, FromNewcomer):
+            newcomers = incident.regrouping.newcomers
+            if newcomers.speak_for(message.rank):
+                return self._route(incident.on_newcomer(message))
         match message:
             case AgentHello(node=node):
                 if node in self.membership.lost:
@@ -241,7 +243,7 @@ class Controller:
 
     def _is_ended_by_order(self, rank: int) -> bool:
         """Return whether its process is ended because another is to take its place: that is no failure."""
-        return self.incident is not None and rank in self.incident.regrouping.ended
+        return self.incident is not None and rank in self.incident.regrouping.newcomers.ended
 
     def _record_deaths(self, ranks: Set[int], now: float) -> Orders:
         if self.incident is None:
@@ -249,6 +251,8 @@ class Controller:
         return self._route(self.incident.on_deaths(ranks) if ranks else [])
 
     def _on_agent_lost(self, node: int, now: float) -> Orders:
+        if node in self.membership.lost:
+            return []
         self.membership.agents.discard(node)
         self.membership.lost.add(node)
         self._take_over.lose(node)
@@ -311,8 +315,8 @@ class Controller:
     def _proceed(self, incident: Incident) -> Orders:
         """End the incident, because all ranks have joined; the next fault opens another one."""
         recovered = recovered_of(incident, self._failures, self.membership)
-        self._recoveries.note(recovered.fault.key, recovered.step)
-        for rank, newcomer in incident.regrouping.newcomers.items():
+        self._recoveries.note(recovered.fault.key, recovered.step, incident.target.number + 1)
+        for rank, newcomer in incident.regrouping.newcomers.by_rank.items():
             self.membership.replace(rank, newcomer.pid)
         self.incident, self._failures = None, Failures()
         self._stalled.clear()

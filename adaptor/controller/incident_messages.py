@@ -24,7 +24,7 @@ def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
     """Tell `incident`; what it orders then."""
     match message:
         case Progress(node=node):
-            incident.on_progress(node, now)
+            incident.saving.on_progress(node, now)
         case Frozen(rank=rank, incident=incident.number, board=board):
             return incident.on_frozen(rank, board)
         case (
@@ -34,24 +34,24 @@ def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
         ) if incident.target.was_asked(message):
             return _on_folder_answer(incident, message)
         case Written(incident=incident.number):
-            return incident.on_written(message, now)
+            return incident.go_on(incident.saving.on_written(message, now))
         case WriteFailed(incident=incident.number):
-            return incident.on_write_failed(message)
+            return incident.go_on(incident.saving.on_write_failed(message))
         case Joined(incident=incident.number):
             return incident.on_joined(message)
         case RegroupFailed(incident=incident.number):
             return incident.on_regroup_failed(message)
         case Present(rank=rank, incident=incident.number):
-            incident.on_present(rank)
+            incident.regrouping.roll_call.answer(rank)
         case Renamed(rank=rank, incident=incident.number, reason=reason):
-            return incident.on_renamed(rank, reason)
+            return incident.go_on(incident.saving.on_renamed(rank, reason))
     return []
 
 
 def _on_folder_answer(incident: Incident, answer: Prepared | Published | PublishFailed) -> Orders:
     match answer:
         case Prepared(folder=folder, reason=reason, number=number):
-            return incident.on_prepared(folder, reason, number)
+            return incident.go_on(incident.saving.on_prepared(folder, reason, number))
         case Published(step=step):
             return incident.on_published(step)
         case PublishFailed(reason=reason, number=number):

@@ -13,23 +13,25 @@ class Stage(Enum):
     """The stages of an incident, in their order; see `Incident`."""
 
     FREEZING = auto()
-    REGROUPING = auto()
     PREPARING = auto()
     DUMPING = auto()
     PUBLISHING = auto()
+    REGROUPING = auto()
     FINDING = auto()
     RECOVERED = auto()
     ENDED = auto()
 
 
 # Handlers of the script save without a folder that is prepared. A dump that finds no holder any more begins
-# anew, with another step.
+# anew, with another step. An online recovery goes on whether the save has ended well or not.
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
-    Stage.FREEZING: frozenset({Stage.REGROUPING, Stage.PREPARING, Stage.DUMPING, Stage.FINDING, Stage.ENDED}),
-    Stage.REGROUPING: frozenset({Stage.RECOVERED, Stage.PREPARING, Stage.ENDED}),
-    Stage.PREPARING: frozenset({Stage.DUMPING, Stage.FINDING, Stage.ENDED}),
-    Stage.DUMPING: frozenset({Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING, Stage.FINDING, Stage.ENDED}),
-    Stage.PUBLISHING: frozenset({Stage.FINDING, Stage.ENDED}),
+    Stage.FREEZING: frozenset({Stage.PREPARING, Stage.DUMPING, Stage.FINDING, Stage.ENDED}),
+    Stage.PREPARING: frozenset({Stage.DUMPING, Stage.REGROUPING, Stage.FINDING, Stage.ENDED}),
+    Stage.DUMPING: frozenset(
+        {Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING, Stage.REGROUPING, Stage.FINDING, Stage.ENDED}
+    ),
+    Stage.PUBLISHING: frozenset({Stage.REGROUPING, Stage.FINDING, Stage.ENDED}),
+    Stage.REGROUPING: frozenset({Stage.RECOVERED, Stage.ENDED}),
     Stage.FINDING: frozenset({Stage.ENDED}),
     Stage.RECOVERED: frozenset(),
     Stage.ENDED: frozenset(),

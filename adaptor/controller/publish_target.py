@@ -24,6 +24,7 @@ class PublishTarget:
 
     Args:
         agents: the nodes with an agent; the owner takes out what is gone.
+        first: the number of the first order; those below are of incidents that were recovered online.
 
     number   of the newest order
     path     of the folder, once it is there, which was made by the order `written`
@@ -31,12 +32,12 @@ class PublishTarget:
     hung     for too long, while it was published
     """
 
-    def __init__(self, agents: Collection[int]) -> None:
+    def __init__(self, agents: Collection[int], first: int = 0) -> None:
         self._agents = agents
         self._refusals: dict[int, str] = {}
         self._asked: dict[tuple[type[Order], int], tuple[int, Order]] = {}  # by the number of the order
         self.publisher = -1
-        self.number = 0
+        self.number = first
         self.written = 0
         self.path = ""
         self.blocked: set[int] = set()

@@ -55,7 +55,7 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
     """Return the message about `incident`, which was recovered online."""
     assert incident.state.outcome is not None
     cause, step = failures.first(incident.state.silent), incident.state.outcome.step
-    newcomers = incident.regrouping.newcomers
+    newcomers = incident.regrouping.newcomers.by_rank
     pids = " and ".join(str(newcomer.pid) for newcomer in newcomers.values())
     seconds = incident.state.now - incident.state.opened_at
     words = [
@@ -64,10 +64,12 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
         incident.freeze_state.further(step) or "0 steps lost",
         f"{seconds:.1f} s",
     ]
+    unsaved = incident.regrouping.unsaved
+    remark = f"; step {step} could not be saved meanwhile: {unsaved}" if unsaved else ""
     return Recovered(
         incident=incident.number,
         step=step,
-        line=f"{cause.words}; {', '.join(words)}",
+        line=f"{cause.words}; {', '.join(words)}{remark}",
         fault=_fault(cause, failures, membership, incident.state.boards),
         replaced=tuple(newcomers),
         retried=tuple(rank for rank in failures.raised if rank not in newcomers),

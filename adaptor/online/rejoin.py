@@ -6,8 +6,9 @@ thread exchanges the process groups, puts back what belongs to the step, says `J
 Then it calls the framework's loop again. A newcomer's main thread runs the framework's start alone, asks its
 twin for the record of the step before it reads data, and joins at the same place.
 
-Until `Proceed` a survivor's shards, copies and records stay those of the step, so that a dump of it can be
-made at any moment. What fails is told (`RegroupFailed`), and the controller falls back to such a dump.
+The step is on disk before this begins, and until `Proceed` a survivor's shards, copies and records stay those
+of it. What fails is told (`RegroupFailed`): then all are started again from the step, or the controller tries
+once more.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Rejoin:
             Exception: this rank cannot take part; its state is what it was.
         """
         with self._changed:
+            if order.incident <= self._recovered:
+                return  # its thread begins late: all go on already
             known = self._order
             if known is not None and (known.incident, known.attempt) > (order.incident, order.attempt):
                 return  # each order has a thread, and that of a newer one was faster
@@ -143,6 +146,10 @@ class Rejoin:
             self._session.door.open()
             self._recovered = order.incident
             self._changed.notify_all()
+
+    def sockets(self) -> frozenset[int] | None:
+        """See `processor.Rejoin`."""
+        return None if self._worker.online else self._groups.sockets()
 
     def _answer(self, order: Regroup, one: Replacement) -> None:
         assert self._loop is not None

@@ -11,8 +11,9 @@ from adaptor.worker.processor import CannotRejoinError, MainThreadHangsError
 
 # When the connections of all groups are shut, what waits for them raises within milliseconds, and a wait for
 # work that gloo has forgotten is ended within half a second (`abort_gloo.Waker`). A main thread that stands
-# still for so long waits for others in a way that nothing here can end.
-UNWIND_S = 3.0
+# still for so long waits for others in a way that nothing here can end. On a machine with ten times more work
+# than cores each of these takes seconds; and the step is on disk, so a longer wait costs only time.
+UNWIND_S = 10.0
 
 
 def until_it_comes(

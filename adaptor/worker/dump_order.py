@@ -29,6 +29,7 @@ def follow(
     *,
     store_port: int,
     is_current: Callable[[], bool],
+    sockets: Callable[[], frozenset[int] | None],
     say: Callable[[FromWorker], None],
     note: Callable[[str, str], None],
 ) -> None:
@@ -39,6 +40,7 @@ def follow(
         session: of this process, in which training has begun.
         store_port: of the framework's own store, whose connections are left alone.
         is_current: returns False once a newer order has come.
+        sockets: returns the inodes of the connections that may be shut; None: all.
         say: queues a message for the agent.
         note: adds to the timeline of the incident: what, and a detail.
     """
@@ -47,7 +49,11 @@ def follow(
     stores: list[DumpStore] = []
     try:
         behind = session.board.finished < order.step
-        wake = abort_gloo.Waker(frozenset({store_port, order.store_port}))
+        shut = abort_gloo.Waker(frozenset({store_port, order.store_port}))
+
+        def wake() -> int:  # an online recovery may have begun: its connections are new ones
+            return shut(sockets()) if is_current() else 0
+
         _bring_to(session, order, wake)
         past = session.from_local_copy(order.step)
         if behind or past:

@@ -88,6 +88,10 @@ class Rejoin(Protocol):
     def proceed(self, order: Proceed) -> None:
         """Let the main thread go on; at once."""
 
+    def sockets(self) -> frozenset[int] | None:
+        """Return the inodes of the connections that may be shut for a dump; None: all, because this process
+        ends behind it."""
+
 
 class Processor:
     """Connects to the agent at `address` (an abstract unix socket) and serves it until the process ends."""
@@ -238,6 +242,7 @@ class Processor:
             self._session,
             store_port=self._store_port,
             is_current=lambda: self._current == (order.incident, order.attempt),
+            sockets=self._rejoin.sockets if self._rejoin is not None else lambda: None,
             say=self.say,
             note=self._note,
         )

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator
-from adaptor.controller.incident_state import Stage
 from adaptor.controller.outcome import Orders
 from adaptor.launchers.controller_host import TICK_S
 from adaptor.protocol.messages import (
@@ -104,7 +103,7 @@ class ControllerHost:
         incident = self.controller.incident
         if incident is not None:
             self.world.faults.on_state(incident.state.stage.name)
-            if incident.state.stage is Stage.REGROUPING:
+            if incident.regrouping.is_pending:
                 self.world.faults.on_regrouping()
 
     def say(self, node: int, order: ControllerToAgent) -> None:

@@ -64,7 +64,7 @@ class Faults:
         else:
             state = draw.choice(_STATES)
             if state == "REGROUPING":
-                self._after = sorted([*self._after, draw.randrange(4 * len(self._world.job.nodes) + 4)])
+                self._after = sorted([*self._after, draw.randrange(6 * len(self._world.job.nodes) + 8)])
                 return
             self._at_state[state] = self._at_state.get(state, 0) + 1
 

@@ -21,6 +21,7 @@ from adaptor.protocol.messages import (
     Progress,
     Publish,
     Recovered,
+    Regroup,
     ToController,
     Verdict,
     Written,
@@ -50,6 +51,7 @@ class Invariants:
         self.begun = world.job.origin
         self._come = dict.fromkeys(world.job.ranks, world.job.origin)
         self.saved: list[int] = []  # last words, in the order in which they got their final names
+        self._saved_before = 0  # so many of them before the last online recovery
         self._tracker = -1 if world.disk.tracker is None else world.disk.tracker
         self.latest_fault = world.clock.now
         self._verdicts: dict[int, Verdict] = {}
@@ -105,6 +107,7 @@ class Invariants:
         if self.has_sound_holders(0):  # else an exception may have left the update of a later one
             assert order.step >= self.begun, f"step {self.begun} is lost by going on from step {order.step}"
         self.begun = order.step
+        self._saved_before = len(self.saved)
         self._come = dict.fromkeys(self._come, order.step)
         for worker in self._world.workers.values():
             if worker.alive:
@@ -115,6 +118,9 @@ class Invariants:
 
     def recovered(self, agent: Agent, order: Recovered) -> None:
         assert agent.node not in self._verdicts, "an incident is recovered after the verdict"
+        is_there = order.step in self.saved or self.regular(order.step)
+        said = f"step {order.step} could not be saved meanwhile" in order.line
+        assert is_there or said, "the step that all go on from is not on disk, and nobody says so"
         self.recoveries.add(order.incident)
 
     def fault(self, rank: int, what: str) -> None:
@@ -178,10 +184,10 @@ class Invariants:
 
     def always(self) -> None:
         tracker = self._world.disk.tracker
-        for controller_host in self._world.hubs.values():
-            incident = controller_host.controller.incident
-            if incident is not None and incident.state.stage is Stage.REGROUPING and not controller_host.left:
-                self.can_be_saved(incident)
+        controller_host = self._world.newest  # an earlier one that is cut off knows nothing of what it orders
+        incident = controller_host.controller.incident
+        if incident is not None and incident.state.stage is Stage.REGROUPING and not controller_host.left:
+            self.can_be_saved(incident)
         if tracker is not None and tracker != self._tracker:
             assert tracker > self._tracker, "the tracker goes backwards"
             assert f"iter_{tracker:07d}" in self._world.disk.folders, "the tracker names what is not there"
@@ -219,7 +225,7 @@ class Invariants:
             ends = [controller_host.controller.verdict for controller_host in able]
             newest = max(a.boards.read(rank).finished for a in world.agents.values() for rank in a.ranks)
             kept = (
-                self.saved
+                self.saved[self._saved_before :]
                 and not world.faults.disk_fails
                 and not world.disk.is_ahead(newest, world.generation)
             )
@@ -280,11 +286,20 @@ class Watch:
                 self._world.invariants.proceed(order.message)
             if isinstance(order.message, Dump):
                 self._dump(order.rank, order.message)
+            if isinstance(order.message, Regroup):
+                self._regroup(order.message)
         elif not isinstance(order, Verdict):
             assert self._verdict is None, "an order after the verdict"
             if isinstance(order, Publish):
                 written = {group for group, step in self._reported.items() if step == order.step}
                 assert written == set(self._world.job.groups), "a publish without every group written"
+
+    def _regroup(self, order: Regroup) -> None:
+        """Nobody leaves its loop before the step is on disk, or could not be saved."""
+        known, incident = self._world.invariants, self._controller_host.controller.incident
+        assert incident is not None
+        is_there = order.step in known.saved or known.regular(order.step)
+        assert is_there or incident.regrouping.unsaved, f"step {order.step} is not on disk yet"
 
     def _dump(self, rank: int, order: Dump) -> None:
         job = self._world.job
@@ -307,6 +322,8 @@ class Watch:
             raise AssertionError("an incident without a fault")
         if incident is not None and verdict is None:
             latest = max(incident.state.opened_at, self._moved_at) + self._world.timeout_s
+            if incident.state.stage is Stage.REGROUPING:  # behind a save for which the time was too short
+                latest += incident.regrouping.timeout_s
             assert now < latest + 1.0, "an incident that lasts too long"
         if verdict is not None and self._verdict is None:
             self._verdict = verdict

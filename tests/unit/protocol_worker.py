@@ -4,7 +4,8 @@
 
 It reads from stdin as `worker_script.py` does: `begin`, `step`, `raise`, `exit`; it prints `recovered STEP`
 when all go on. TTP_TEST_NEWCOMER says what becomes of a process that takes the place of another one: `ends`
-at its start, `fails` to join, or `ends-once`, which leaves a file in SAVE.
+at its start, `fails` to join, or `ends-once`, which leaves a file in SAVE. With TTP_TEST_DUMP=fails nobody
+can write.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from adaptor.protocol import environment, wire
 from adaptor.protocol.board import Board
+from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Dump,
     Exit,
@@ -33,6 +35,7 @@ from adaptor.protocol.messages import (
     Share,
     ToWorker,
     WriteFailed,
+    Written,
 )
 
 ORIGIN = 10
@@ -66,8 +69,12 @@ class Worker:
         match order:
             case Freeze(incident=incident):
                 self.say(Frozen(RANK, incident, self.board.record()))
-            case Dump(incident=incident, attempt=attempt):
+            case Dump(incident=incident, attempt=attempt) if os.environ.get("TTP_TEST_DUMP") == "fails":
                 self.say(WriteFailed(RANK, incident, attempt, "g", "it is a test", self.board.record()))
+            case Dump(groups=(group,), attempt=attempt) if group.writer == RANK:
+                entry = FileEntry("g.txt", len("state"), None, attempt)
+                Path(order.folder, entry.draft).write_text("state")
+                self.say(Written(RANK, order.incident, attempt, "g", (entry,)))
             case Regroup(incident=incident, attempt=attempt, step=step):
                 if FATE == "fails":
                     self.say(RegroupFailed(RANK, incident, attempt, "it is a test"))

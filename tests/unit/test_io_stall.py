@@ -49,11 +49,11 @@ def test_who_has_written_all_of_its_part_is_not_overdue() -> None:
 
     incident.open(by_death=True)
     all_answer()
-    orders = incident.on_prepared("/save/iter_0000005_tmp", "", 0)
+    orders = incident.saving.on_prepared("/save/iter_0000005_tmp", "", 0)
     assert {order.rank for _, order in orders} == {1, 2}
     incident.on_tick(0.0)
-    incident.on_written(Written(2, 1, 1, "g0", ()), 0.0)
-    incident.on_progress(0, 0.0)
+    incident.saving.on_written(Written(2, 1, 1, "g0", ()), 0.0)
+    incident.saving.on_progress(0, 0.0)
     again = []
     for at in (1.0, 7.0, 20.0, 39.0, 40.0, 41.5, 42.0):
         again += incident.on_tick(at)

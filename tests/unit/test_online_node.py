@@ -57,7 +57,9 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
         assert f"replaced by pid {new.process.pid}, {after}" in told.line
         written = report(path)
         assert (written["verdict"], written["blamed"], written["pid"]) == ("recovered", 1, old.process.pid)
-        order = ["fault-noticed", "freeze", "replace", "regroup-ordered", "joined", "recovered"]
+        assert written["checkpoint"] is not None
+        order = ["fault-noticed", "freeze", "replace", "prepare", "published", "regroup-ordered"]
+        order += ["joined", "recovered"]
         happened = [event["type"] for event in written["events"]]
         assert "started" in happened
         assert [what for what in dict.fromkeys(happened) if what in order] == order
@@ -92,6 +94,19 @@ def test_a_newcomer_that_ends_is_replaced_once_more(online: Job, monkeypatch: py
     online.workers[1].process.kill()
     told, _ = recovered(online)
     assert told.replaced == (1,)
+    assert online.workers[0].hears() == f"recovered {FIRST}"
+
+
+def test_a_save_that_fails_is_said_and_all_go_on(online: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTP_TEST_DUMP", "fails")
+    train(online)
+    online.workers[1].process.kill()
+    told, path = recovered(online)
+    assert told.line.endswith(
+        f"; step {FIRST} could not be saved meanwhile: g could not be written: it is a test"
+    )
+    written = report(path)
+    assert (written["verdict"], written["checkpoint"], written["reason"]) == ("recovered", None, told.line)
     assert online.workers[0].hears() == f"recovered {FIRST}"
 
 

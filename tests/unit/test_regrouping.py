@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 
 from adaptor.controller.controller import Controller
+from adaptor.controller.feasibility import MAX_RECOVERED
 from adaptor.controller.incident_state import TRANSITIONS, IncidentState, Stage
 from adaptor.controller.outcome import Orders
-from adaptor.controller.regrouping import MAX_RECOVERED
 from adaptor.controller.roll_call import ROUND_S, ROUNDS
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
     BoardRecord,
     Died,
+    Dump,
     Freeze,
     Frozen,
     Hello,
@@ -23,14 +26,18 @@ from adaptor.protocol.messages import (
     Layout,
     Phase,
     Prepare,
+    Prepared,
     PresenceProbe,
     Present,
     Proceed,
+    Publish,
+    Published,
     Raised,
     Recovered,
     Regroup,
     Replace,
     Share,
+    Written,
 )
 
 RANKS = range(4)
@@ -60,9 +67,27 @@ def _kill(job: Controller, rank: int, step: int) -> Orders:
     return orders
 
 
+def _save(job: Controller) -> Orders:
+    """Answer all that is ordered for the save; return what is ordered when the step is on disk."""
+    incident = job.incident
+    assert incident is not None
+    target, step = incident.target, incident.step
+    folder = f"/save/{naming.temporary_name(step, job.term, target.number, '0f3a')}"
+    (_, dump), *_ = job.handle(Prepared(0, incident.number, folder, "", target.number), 1.0)
+    assert isinstance(dump, Addressed)
+    assert isinstance(dump.message, Dump)
+    (group,) = dump.message.groups
+    files = (FileEntry("g.pt", 1, "00", incident.writing.attempt),)
+    written = Written(group.writer, incident.number, incident.writing.attempt, "g", files)
+    ((_, publish),) = job.handle(written, 1.0)
+    assert isinstance(publish, Publish)
+    return job.handle(Published(0, incident.number, step, "/save", target.number), 1.0)
+
+
 def _join(job: Controller, pid: int, step: int) -> Orders:
     assert job.incident is not None
-    (rank,) = job.incident.regrouping.newcomers
+    (rank,) = job.incident.regrouping.newcomers.by_rank
+    _save(job)
     job.handle(Hello(rank, pid), 1.0)
     number, attempt = job.incident.number, job.incident.writing.attempt
     orders: Orders = []
@@ -133,10 +158,13 @@ def test_a_rank_that_has_raised_while_others_made_the_update_is_replaced() -> No
         orders = job.handle(Frozen(rank, number.message.incident, board), 1.0)
     (started,) = [order for _, order in orders if isinstance(order, Replace)]
     assert started.rank == 1
+    job.handle(Died(1, -9, 0.0, BoardRecord(1)), 1.0)
+    job.handle(Hello(1, 100), 1.0)
+    orders = _save(job)
     told = [order for _, order in orders if isinstance(order, Addressed)]
     assert {
         order.rank: order.message.step for order in told if isinstance(order.message, Regroup)
-    } == dict.fromkeys((0, 2, 3), 6)
+    } == dict.fromkeys(RANKS, 6)
 
 
 def _asked(orders: Orders) -> set[int]:
@@ -163,22 +191,27 @@ def _live_on(job: Controller, silent: int, seconds: float) -> Orders:
 def test_a_survivor_that_is_stopped_in_a_recovery_is_replaced_as_well() -> None:
     job = _job()
     _kill(job, 1, step=5)
+    _save(job)
     assert job.incident is not None
     job.handle(Hello(1, 100), 1.5)
     assert _live_on(job, 2, ROUND_S * ROUNDS) == []
     orders = _live_on(job, 2, ROUND_S * (ROUNDS + 1))
     assert {order.rank for _, order in orders if isinstance(order, Replace)} == {1, 2}
+    for rank, pid in ((2, 200), (1, 101)):
+        job.handle(Died(rank, -9, 0.0, BoardRecord(rank)), 20.0)
+        orders = job.handle(Hello(rank, pid), 20.0)
     told = [order for _, order in orders if isinstance(order, Addressed)]
-    assert {order.rank for order in told if isinstance(order.message, Regroup)} == {0, 3}
-    assert job.incident.writing.attempt == 2
+    assert {order.rank for order in told if isinstance(order.message, Regroup)} == set(RANKS)
 
 
-def test_where_nobody_else_has_its_shard_the_step_is_saved_when_it_does_not_answer() -> None:
+def test_where_nobody_else_has_its_shard_all_start_again_when_it_does_not_answer() -> None:
     job = _job()
     _kill(job, 1, step=5)
+    _save(job)
     assert job.incident is not None
-    orders = _live_on(job, 3, ROUND_S * (ROUNDS + 1) + 1)
-    assert [type(order) for _, order in orders] == [Prepare]
+    _live_on(job, 3, ROUND_S * (ROUNDS + 1) + 1)
+    assert job.verdict is not None
+    assert (job.verdict.outcome, job.verdict.step) == ("saved", 5)
     assert job.incident.regrouping.why_not.startswith("rank 3 does not answer any more; ")
 
 
@@ -186,20 +219,22 @@ def test_where_nobody_else_has_its_shard_the_step_is_saved_when_it_does_not_answ
 def test_a_new_process_that_is_stopped_is_replaced_in_half_the_time(says_hello: bool) -> None:
     job = _job()
     _kill(job, 1, step=5)
+    _save(job)
     if says_hello:
         job.handle(Hello(1, 100), 1.5)
     assert _live_on(job, 1, 29.0) == []
     orders = _live_on(job, 1, 40.0)
     (order,) = [order for _, order in orders if isinstance(order, Replace)]
-    assert (order.rank, order.cold, order.attempt) == (1, True, 2)
+    assert (order.rank, order.cold) == (1, True)
 
 
 def test_a_controller_that_was_put_off_itself_misses_nobody() -> None:
     job = _job()
     _kill(job, 1, step=5)
+    _save(job)
     asked = _asked(job.tick(7.0))
     assert asked == {0, 2, 3}
     assert job.incident is not None
     for now in (20.0, 20.1, 20.2):  # the answers are still unread
         assert not [order for _, order in job.tick(now) if not isinstance(order, Addressed)]
-    assert job.incident.writing.attempt == 1
+    assert job.incident.writing.attempt == 2

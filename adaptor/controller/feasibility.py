@@ -1,0 +1,167 @@
+"""Decides whether a fault can be recovered online, from which step, and who gives what to whom; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from adaptor.controller.dump import Writing
+from adaptor.controller.failures import Failures
+from adaptor.controller.incident_state import IncidentState
+from adaptor.controller.membership import Membership
+from adaptor.protocol.messages import Phase, Replacement, ShardSource
+
+# In one generation: each keeps the threads and descriptors of the groups of before in every survivor.
+MAX_RECOVERED = 10
+
+
+class CannotRegroupError(Exception):
+    """An incident cannot be recovered online; the text says why, for the user."""
+
+
+@dataclass
+class Recoveries:
+    """The online recoveries of one generation of workers.
+
+    seconds  how long one may take (TTP_ONLINE); 0: there are none
+    count    so many there were
+    last     the fault of the last one (`Fault.key`), and the step that was gone on from
+    folders  the temporary folders that saves beside them have used are numbered below this
+    """
+
+    seconds: float
+    count: int = 0
+    last: tuple[str, int] = ("", -1)
+    folders: int = 0
+
+    def note(self, key: str, step: int, folders: int) -> None:
+        self.count += 1
+        self.last = (key, step)
+        self.folders = folders
+
+
+@dataclass
+class Feasibility:
+    """The conditions of the online recovery of one incident.
+
+    hanging  ranks that answer, and whose main threads will not come any more
+    """
+
+    state: IncidentState
+    membership: Membership
+    writing: Writing
+    failures: Failures
+    recoveries: Recoveries
+    term: int
+    hanging: set[int] = field(default_factory=set)
+
+    @property
+    def is_armed(self) -> bool:
+        """Return whether there is online recovery at all."""
+        return self.recoveries.seconds > 0
+
+    def require_possible(self, step: int) -> None:
+        """Raise where the incident cannot be recovered online from `step`.
+
+        Raises:
+            CannotRegroupError: says why.
+        """
+        membership, failures = self.membership, self.failures
+        if failures.told_to_end or failures.leaving:
+            raise CannotRegroupError(failures.told_to_end or "a node leaves the job")
+        if self.term:
+            raise CannotRegroupError("the controller was lost")
+        if membership.lost:
+            raise CannotRegroupError(f"node {min(membership.lost)} is lost")
+        if failures.ended:
+            raise CannotRegroupError(f"the script of rank {min(failures.ended)} had come to its end")
+        if self.recoveries.count >= MAX_RECOVERED:
+            raise CannotRegroupError(f"{MAX_RECOVERED} faults were recovered online since the last start")
+        for rank, layout in membership.layouts.items():
+            if layout.online:
+                # What is the same on rank 0 was said at the start.
+                told = membership.layouts[0].online if 0 in membership.layouts else ""
+                raise CannotRegroupError("" if told else f"rank {rank}: {layout.online}")
+        if self.writing.uses_script_handlers:
+            raise CannotRegroupError("the script saves by handlers of its own")
+        if failures.is_known:
+            cause = failures.first(self.state.silent)
+            if failures.hang_s and cause.rank < 0:
+                raise CannotRegroupError("no rank stands out as the cause of the hang")
+            if failures.hang_s and cause.rank in self.state.nodes:
+                # To end it would leave its shards with one holder fewer, for as long as this takes.
+                raise CannotRegroupError(f"rank {cause.rank} hangs, and still gives its state")
+            if (cause.key, step) == self.recoveries.last:
+                raise CannotRegroupError(f"{cause.key or 'the same fault'} came again at the same step")
+        for rank in self._behind(step, self.unfit(step)):
+            raise CannotRegroupError(f"rank {rank} lives and cannot go on from step {step}")
+
+    def common_step(self, newest: int) -> int:
+        """Return the step to go on from, where `newest` is the newest one that could be saved.
+
+        With local copies some ranks may not have come to `newest`, which then no one needs to keep: all of
+        them give the one before.
+        """
+        before = newest - 1
+        if not self._behind(newest, self._torn(newest)) or before <= self.writing.origin:
+            return newest
+        return newest if self._behind(before, self._torn(before)) else before
+
+    def _behind(self, step: int, replaced: Collection[int]) -> list[int]:
+        """The survivors but for `replaced` that cannot come to `step`."""
+        boards = self.state.boards
+        return sorted(
+            rank
+            for rank in self.state.nodes.keys() - set(replaced)
+            if boards[rank].phase == Phase.UNREADABLE or not boards[rank].provides(step)
+        )
+
+    def _torn(self, step: int) -> set[int]:
+        """Return the ranks that answer and hold nothing of `step`, nor of any other step, or whose main
+        threads hang."""
+        return {
+            rank
+            for rank, board in self.state.boards.items()
+            if rank in self.hanging
+            or (board.phase in (Phase.BROKEN, Phase.UNREADABLE) and not board.provides(step))
+        }
+
+    def unfit(self, step: int) -> set[int]:
+        """Return the ranks that answer and have to be replaced all the same: they hold nothing of `step`,
+        or cannot go on from it.
+
+        An exception has left their update, or came before it while others made theirs; their device has
+        failed; or their main thread hangs.
+        """
+        boards = self.state.boards
+        raised = self.failures.raised.keys() & boards.keys()
+        return self._torn(step) | {rank for rank in raised if not boards[rank].provides(step)}
+
+    def plan(self, step: int) -> tuple[Replacement, ...]:
+        """Return who has failed, and where their state comes from.
+
+        Raises:
+            CannotRegroupError: nobody else has it.
+        """
+        survivors = self.state.nodes.keys() - self.unfit(step)
+        failed = [rank for rank in range(self.membership.world_size) if rank not in survivors]
+        return tuple(self._replacement(rank, survivors) for rank in failed)
+
+    def _replacement(self, rank: int, living: set[int]) -> Replacement:
+        groups = self.writing.groups
+        layout = self.membership.layouts[rank]
+        own = [share.group for share in layout.shares if not share.foreign]
+        twins = set(living)
+        for name in own:
+            twins &= groups[name].writers
+        sources = []
+        for share in layout.shares:
+            owners = [one for one in groups[share.group].owners[share.index, share.count] if one in living]
+            if not owners:
+                raise CannotRegroupError(f"nobody else holds shard {share.index} of group {share.group}")
+            preferred = [one for one in owners if one in twins] or owners
+            sources.append(ShardSource(share.group, share.index, preferred[0]))
+        if not own or not twins:
+            raise CannotRegroupError(f"nobody else has the part of the model that rank {rank} had")
+        given = {source.source for source in sources}
+        return Replacement(rank, min(twins & given or twins), tuple(sources))

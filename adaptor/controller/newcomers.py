@@ -1,0 +1,177 @@
+"""The new processes of failed ranks, from the order to start them until all go on; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from adaptor.controller.failures import ending
+from adaptor.controller.membership import Membership
+from adaptor.protocol.messages import (
+    Died,
+    Dying,
+    Hello,
+    Layout,
+    Raised,
+    Refused,
+    RegroupFailed,
+    Replacement,
+    Unprotected,
+)
+
+
+class NewcomerStage(Enum):
+    """The stages of a rank's new process."""
+
+    ENDING = auto()  # the process of before has not been seen to end
+    STARTING = auto()  # it has said nothing yet
+    READY = auto()  # it has said hello
+    JOINING = auto()  # it has been told what to do
+    ENDED = auto()
+
+
+@dataclass
+class Newcomer:
+    """The new process of a rank.
+
+    ordered     the attempt in which its agent was told to start it
+    has_failed  it has said so, or does not answer
+    """
+
+    stage: NewcomerStage
+    replacement: Replacement
+    ordered: int
+    pid: int = 0
+    has_failed: bool = False
+
+    @property
+    def is_reusable(self) -> bool:
+        """Return whether another attempt can go on with it: it knows nothing of this one."""
+        return self.stage in (NewcomerStage.STARTING, NewcomerStage.READY) and not self.has_failed
+
+
+# What a new process says, or its agent of it, before all go on.
+FromNewcomer = Hello | Layout | Refused | Unprotected | Raised | RegroupFailed | Dying | Died
+
+
+@dataclass
+class Newcomers:
+    """The new processes of one incident.
+
+    by_rank  the ranks that have failed, in order
+    ended    ranks whose processes are ended for it: they hang, or hold nothing
+    """
+
+    membership: Membership
+    by_rank: dict[int, Newcomer] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+
+    def begin_attempt(self, replaced: Iterable[Replacement], attempt: int) -> list[int]:
+        """Return the ranks that are to get a new process; one whose process of before has not been seen to
+        end has it ended. A process that was not told anything yet in the attempt before is as good as new.
+        """
+        before, self.by_rank = self.by_rank, {}
+        started: list[int] = []
+        for replacement in replaced:
+            rank = replacement.rank
+            newcomer = before.get(rank)
+            if newcomer is None:
+                ended = rank in self.membership.dead
+                if self.membership.lives(rank):
+                    self.ended.add(rank)
+            elif newcomer.stage is NewcomerStage.ENDING or newcomer.is_reusable:
+                newcomer.replacement = replacement
+                self.by_rank[rank] = newcomer
+                continue
+            else:
+                ended = newcomer.stage is NewcomerStage.ENDED
+            stage = NewcomerStage.STARTING if ended else NewcomerStage.ENDING
+            self.by_rank[rank] = Newcomer(stage, replacement, attempt)
+            started.append(rank)
+        return started
+
+    @property
+    def are_ready(self) -> bool:
+        """Return whether all have said hello."""
+        return all(one.stage is NewcomerStage.READY for one in self.by_rank.values())
+
+    @property
+    def listening(self) -> list[int]:
+        """Return the ranks whose new processes hear what they are told."""
+        hear = (NewcomerStage.READY, NewcomerStage.JOINING)
+        return [rank for rank, newcomer in self.by_rank.items() if newcomer.stage in hear]
+
+    @property
+    def replaced(self) -> tuple[Replacement, ...]:
+        return tuple(newcomer.replacement for newcomer in self.by_rank.values())
+
+    def tell(self) -> None:
+        """Note that all are told what to do."""
+        for newcomer in self.by_rank.values():
+            newcomer.stage = NewcomerStage.JOINING
+
+    def fail(self, ranks: Iterable[int]) -> None:
+        """Note that no attempt can go on with these."""
+        for rank in ranks:
+            self.by_rank[rank].has_failed = True
+
+    def is_told(self, rank: int) -> bool:
+        return self.by_rank[rank].stage is NewcomerStage.JOINING
+
+    def speak_for(self, rank: int) -> bool:
+        """Return whether what is said of `rank` is of a new process: the one that failed has ended."""
+        return rank in self.by_rank and rank in self.membership.dead
+
+    def has_ended(self, rank: int) -> None:
+        """The process of before has."""
+        newcomer = self.by_rank.get(rank)
+        if newcomer is not None and newcomer.stage is NewcomerStage.ENDING:
+            newcomer.stage = NewcomerStage.STARTING
+
+    def failure_in(self, message: FromNewcomer, attempt: int) -> str:
+        """Take what one says; return the predicate of a sentence where it has failed by that, else ''.
+
+        Args:
+            attempt: the newest one; what is said of another one does not count.
+        """
+        newcomer = self.by_rank[message.rank]
+        if newcomer.stage is NewcomerStage.ENDING:  # of the attempt before
+            if isinstance(message, Died):
+                newcomer.stage = NewcomerStage.STARTING
+            return ""
+        reason = self._reason(newcomer, message, attempt)
+        newcomer.has_failed = bool(reason)
+        return reason
+
+    def _reason(self, newcomer: Newcomer, message: FromNewcomer, attempt: int) -> str:
+        match message:
+            case Hello(pid=pid):
+                if newcomer.stage is NewcomerStage.STARTING:
+                    newcomer.stage, newcomer.pid = NewcomerStage.READY, pid
+            case Died(status=status):
+                newcomer.stage = NewcomerStage.ENDED
+                return ending(status)
+            case Dying():
+                return "has died"
+            case Raised(error=error):
+                return f"raised {error}"
+            case RegroupFailed(reason=reason, attempt=number):
+                if newcomer.stage is NewcomerStage.STARTING and number == newcomer.ordered:
+                    newcomer.stage = NewcomerStage.ENDED  # its agent cannot start it
+                elif newcomer.stage is not NewcomerStage.JOINING or number != attempt:
+                    return ""
+                return f"could not join: {reason}"
+            case Refused(reason=reason) | Unprotected(why=reason):
+                return f"refused: {reason}"
+            case Layout():
+                return self._unlike(message)
+        return ""
+
+    def _unlike(self, layout: Layout) -> str:
+        known = self.membership.layouts[layout.rank]
+        if layout.fingerprint != known.fingerprint:
+            return "does not run the same framework or patches"
+        if layout.shares != known.shares:
+            return "does not hold the same shards"
+        return f"cannot join: {layout.online}" if layout.online else ""

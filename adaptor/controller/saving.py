@@ -1,0 +1,185 @@
+"""Drives the save of an incident's step: the folder, the dump, its publication; pure.
+
+Invariants: a group that is on disk is not written again at the same step; the publish is ordered only when
+every group is on disk. Who makes and publishes the folder: `PublishTarget`; who is given up: `Reassignment`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from adaptor.controller.dump import Writing
+from adaptor.controller.freeze import FreezeState
+from adaptor.controller.incident_orders import IncidentOrders
+from adaptor.controller.incident_state import IncidentState, Stage
+from adaptor.controller.outcome import Orders, Outcome
+from adaptor.controller.plan import NoPlan, Plan
+from adaptor.controller.publish_target import PublishTarget
+from adaptor.controller.reassignment import Reassignment
+from adaptor.controller.step_choice import choose
+from adaptor.protocol.messages import WriteFailed, Written
+
+STAGES = (Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING)
+
+
+class Saving:
+    """The save of one incident.
+
+    outcome  how it has ended; None until then
+    """
+
+    def __init__(
+        self,
+        *,
+        state: IncidentState,
+        freeze_state: FreezeState,
+        writing: Writing,
+        target: PublishTarget,
+        reassignment: Reassignment,
+        orders: IncidentOrders,
+    ) -> None:
+        self._state = state
+        self._freeze_state = freeze_state
+        self._writing = writing
+        self._target = target
+        self._reassignment = reassignment
+        self._orders = orders
+        self._rename_rank = -1
+        self.outcome: Outcome | None = None
+
+    @property
+    def _stage(self) -> Stage:
+        return self._state.stage
+
+    def begin(self, decision: Plan) -> Orders:
+        """Save the step of `decision`."""
+        self._writing.begin(decision)
+        if self._writing.uses_script_handlers:
+            self._state.move(Stage.DUMPING)
+            return self._dump_again()
+        self._state.move(Stage.PREPARING)
+        self._target.choose(self._state.nodes[min(order.writer for order in decision.groups)])
+        return [self._orders.prepare()]
+
+    def on_deaths(self, ranks: Collection[int]) -> Orders:
+        """Survivors have died, or have been taken out."""
+        if self._stage is Stage.DUMPING and not self._writing.taking_part.isdisjoint(ranks):
+            self._writing.failures = 0
+            return self._dump_again()
+        if self._stage is Stage.PUBLISHING and self._rename_rank in ranks:
+            return self._lose(
+                f"rank {self._rename_rank} has died while its handler gave step {self._writing.step} its name"
+            )
+        return []
+
+    def on_agent_lost(self, node: int) -> Orders:
+        """The agent of `node` is gone; the deaths of its ranks were told before."""
+        if node != self._target.publisher:
+            return []
+        self._target.hand_over()
+        if self._stage is Stage.PREPARING:
+            return [self._orders.prepare()]
+        return [self._orders.publish()] if self._stage is Stage.PUBLISHING else []
+
+    def on_prepared(self, folder: str, reason: str, number: int) -> Orders:
+        if self._stage is not Stage.PREPARING or number != self._target.number:
+            return []
+        if reason:
+            return [self._orders.prepare()] if self._target.refuse(reason) else self._lose(reason)
+        self._target.path, self._target.written = folder, number
+        self._state.move(Stage.DUMPING)
+        return self._dump_again()
+
+    def on_written(self, message: Written, now: float) -> Orders:
+        if self._stage is not Stage.DUMPING or not self._writing.awaits(message):
+            return []
+        self._writing.take(message)
+        self.on_progress(self._state.nodes.get(message.rank, -1), now)  # who takes no part may say so, too
+        if self._writing.pending:
+            return []
+        self._state.move(Stage.PUBLISHING)
+        if not self._writing.uses_script_handlers:
+            return [self._orders.publish()]
+        self._rename_rank = self._writing.rename_rank(self._state.nodes)
+        return [self._orders.rename(self._rename_rank)]
+
+    def on_write_failed(self, message: WriteFailed) -> Orders:
+        self._writing.doubt(message)
+        if message.rank in self._state.boards and not message.board.provides(self._writing.step):
+            # It will not come to that step any more; with a local copy it still gives the one before.
+            self._freeze_state.record_answer(message.rank, message.board)
+        if self._stage is not Stage.DUMPING or not self._writing.awaits(message):
+            return []
+        if self._writing.fails_for_good(message):
+            return self._lose(f"{message.group} could not be written: {message.reason}")
+        return self._dump_again()
+
+    def on_published(self, step: int) -> Orders:
+        if self._stage is Stage.PUBLISHING:
+            step = max(self._writing.step, step)
+            self.outcome = Outcome("saved", step, self._freeze_state.further(step))
+        return []
+
+    def on_renamed(self, rank: int, reason: str) -> Orders:
+        if self._stage is not Stage.PUBLISHING or rank != self._rename_rank:
+            return []
+        return self._lose(reason) if reason else self.on_published(self._writing.step)
+
+    def on_publish_failed(self, reason: str) -> Orders:
+        if self._stage is not Stage.PUBLISHING:
+            return []
+        return [self._orders.publish()] if self._target.refuse(reason) else self._lose(reason)
+
+    def on_progress(self, node: int, now: float) -> None:
+        """The save moves: what it takes is not counted against the time of the incident."""
+        if self._stage in (Stage.DUMPING, Stage.PUBLISHING):
+            self._state.deadline = max(self._state.deadline, now + self._state.timeout_s)
+            self._reassignment.moved(node)
+
+    def on_tick(self, now: float) -> Orders:
+        """Let time pass, while the time of the incident is not over."""
+        is_dumping = self._stage is Stage.DUMPING
+        if is_dumping and self._reassignment.liveness.is_due(now):
+            if self._reassignment.leave_the_stuck():
+                return self._dump_again()
+            # Nothing moves: an order that they have followed already costs nothing, and is answered.
+            return self._orders.freeze(self._reassignment.liveness.call(self._writing.taking_part))
+        overdue = self._reassignment.overdue(now, dumping=is_dumping)
+        return self._go_on_elsewhere(overdue) if overdue else []
+
+    def run_out_of_time(self) -> Orders:
+        """End it: the time of the incident is over."""
+        if self._stage is Stage.DUMPING and (reason := self._reassignment.only_the_stuck):
+            return self._lose(reason, unheld=True)
+        stage = self._stage.name.lower()
+        return self._lose(f"not done after {self._state.timeout_s:g} s (TTP_OT) in state {stage}")
+
+    def _go_on_elsewhere(self, overdue: set[int]) -> Orders:
+        """Have other nodes do what `overdue` ones were to do with the save folder, where they can."""
+        if self._stage is Stage.PUBLISHING:
+            return [self._orders.publish()] if self._reassignment.publish(overdue) else []
+        if self._stage is Stage.PREPARING:
+            return [self._orders.prepare()] if self._reassignment.prepare(overdue) else []
+        if (again := self._reassignment.dump(overdue)) is None:
+            return []
+        return self._order_dump(again) if again.step == self._writing.step else self.begin(again)
+
+    def _dump_again(self) -> Orders:
+        """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
+        again = self._writing.rest(self._state.boards)
+        if not isinstance(again, NoPlan):
+            return self._order_dump(again)
+        decision = choose(self._state, self._freeze_state, self._writing)
+        if isinstance(decision, Plan):
+            return self.begin(decision)
+        self.outcome = decision
+        return []
+
+    def _order_dump(self, again: Plan) -> Orders:
+        self._writing.begin_attempt(again)
+        self._freeze_state.let_through(self._writing.taking_part, self._writing.step)
+        return self._orders.dump()
+
+    def _lose(self, reason: str, *, unheld: bool = False) -> Orders:
+        self.outcome = Outcome("lost", -1, reason, unheld)
+        return []
