@@ -9,9 +9,10 @@ import torch
 
 from adaptor.errors import CheckpointError
 from adaptor.protocol.naming import MODEL_FILE
+from adaptor.transform.contents import STATES
 from adaptor.transform.copying import Files
 from adaptor.transform.records import StoredTensor
-from adaptor.transform.source import STATES, WEIGHT, Part, Source
+from adaptor.transform.source import WEIGHT, Part, Source
 
 # What is the same on all ranks.
 _COMMON = ("iteration", "opt_param_scheduler", "checkpoint_version")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from adaptor.errors import AdaptorError, CheckpointError, UnsupportedError
 from adaptor.protocol import naming
@@ -65,20 +67,44 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
 def main(parsed: argparse.Namespace) -> int:
-    """Run the command; return the exit code."""
+    """Run the command.
+
+    Returns:
+        The exit code: 0, 2 for what is refused or fails, 128 + N after signal N.
+    """
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         _run(parsed)
     except AdaptorError as error:
-        print(f"python -m adaptor transform: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(
-            "python -m adaptor transform: interrupted; the same command with --resume goes on",
-            file=sys.stderr,
+        return _failed(str(error))
+    except OSError as error:
+        where = error.filename or "a file or folder that it does not name"
+        return _failed(f"{where}: {error.strerror or error}")
+    except MemoryError as error:
+        more = f" ({error})" if str(error) else ""
+        return _failed(
+            f"there is not enough memory{more}; fewer --workers, or one --rank at a time, need less"
         )
-        return 130
+    except KeyboardInterrupt as error:
+        number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+        return _failed("interrupted; the same command with --resume goes on", 128 + number)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise _Terminated
+
+
+def _failed(why: str, code: int = 2) -> int:
+    print(f"python -m adaptor transform: {why}", file=sys.stderr)
+    return code
 
 
 def _run(parsed: argparse.Namespace) -> None:
@@ -154,10 +180,7 @@ def _write(parsed: argparse.Namespace, target: Target, ranks: list[Rank]) -> Non
     _require_free(root, folder, go_on=parsed.resume or bool(parsed.rank))
     if not folder.exists():
         run.require_room(root.resolve(), sum(target.bytes(rank) for rank in ranks))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror or error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
     order = run.Order(parsed.source, source.step, target.sizes, target.rows, folder)
     done = run.run(target, order, ranks, parsed.workers, run.say)
     if parsed.rank:
@@ -166,12 +189,8 @@ def _write(parsed: argparse.Namespace, target: Target, ranks: list[Rank]) -> Non
             " --resume and without --rank gives the checkpoint its name"
         )
         return
-    run.finish(target, order, root, done)
+    run.finish(target, order, root, done, verify=parsed.verify)
     final = root / naming.final_name(source.step)
-    if parsed.verify:
-        problems = run.defects(final, checksums=True)
-        if problems:
-            raise CheckpointError(problems[0])
     line = random_states.line(source, target.sizes)
     if line:
         print(line)
@@ -181,6 +200,7 @@ def _write(parsed: argparse.Namespace, target: Target, ranks: list[Rank]) -> Non
 def _require_places(source: Path, target: Path) -> None:
     if not source.is_dir():
         raise CheckpointError(f"SRC {source}: there is no such folder")
+    next(source.iterdir(), None)  # tells of a folder that may not be read
     ours, theirs = target.resolve(), source.resolve()
     if ours == theirs or theirs in ours.parents:
         raise CheckpointError(f"DST {target}: is inside SRC {source}; give a folder outside of it")

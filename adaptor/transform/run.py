@@ -6,8 +6,10 @@ by which `--resume` goes on. The folder gets its name as that of last words does
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import multiprocessing
+import os
 import shutil
 import signal
 import sys
@@ -37,6 +39,7 @@ from adaptor.transform.target import Target
 
 _GENERATION = "transform"
 _NOTE = ".done.json"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _EVERY_S = 1.0  # between two lines of progress
 
 
@@ -69,14 +72,19 @@ class _Note(msgspec.Struct):
 _worker: list[Any] = []  # of a worker process: its target, its order, the counter of bytes
 
 
-def _begin(order: Order, counter: Any) -> None:
+def _begin(order: Order, counter: Any, parent: int) -> None:
+    """Prepare a worker process; it ends with its parent, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
     torch.set_num_threads(1)
-    target = Target(open_source(order.source, order.step), order.sizes, order.rows)
-    _worker[:] = [target, order, counter]
+    _worker[:] = [order, counter, None]
 
 
 def _work(rank: Rank) -> list[tuple[str, int, str]]:
-    target, order, counter = _worker
+    order, counter, target = _worker
+    if target is None:
+        target = _worker[2] = Target(open_source(order.source, order.step), order.sizes, order.rows)
 
     def advanced(count: int) -> None:
         with counter.get_lock():
@@ -209,11 +217,14 @@ def run(
         return done
     with (
         ProcessPoolExecutor(
-            min(workers, len(left)), mp_context=context, initializer=_begin, initargs=(order, counter)
+            min(workers, len(left)),
+            mp_context=context,
+            initializer=_begin,
+            initargs=(order, counter, os.getpid()),
         ) as pool,
         _cancelling(pool),
     ):
-        with _unheard_by_children():
+        with _undisturbed():
             running: dict[Future[list[tuple[str, int, str]]], Rank] = {
                 pool.submit(_work, rank): rank for rank in left
             }
@@ -237,7 +248,7 @@ def _cancelling(pool: ProcessPoolExecutor) -> Iterator[None]:
         ) from error
     except KeyboardInterrupt:
         for child in multiprocessing.active_children():
-            child.terminate()
+            child.kill()
         pool.shutdown(wait=True, cancel_futures=True)
         raise
     except BaseException:
@@ -246,13 +257,20 @@ def _cancelling(pool: ProcessPoolExecutor) -> Iterator[None]:
 
 
 @contextmanager
-def _unheard_by_children() -> Iterator[None]:
-    """Let processes that begin now ignore Ctrl-C, which goes to all of a terminal: this process ends them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _undisturbed() -> Iterator[None]:
+    """Put off SIGINT and SIGTERM; processes that begin now never hear them: this process ends them."""
+    numbers = signal.SIGINT, signal.SIGTERM
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # is inherited
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for each in came:
+        signal.raise_signal(each)
 
 
 class Progress:
@@ -287,9 +305,21 @@ class Progress:
         self._say(f"{self._done / 1e9:.2f} GB written in {took:.1f} s, {rate:.0f} MB/s")
 
 
-def finish(target: Target, order: Order, root: Path, done: dict[Rank, list[tuple[str, int, str]]]) -> None:
-    """Publish what was written: manifest, name, tracker. Raises CheckpointError."""
+def finish(
+    target: Target, order: Order, root: Path, done: dict[Rank, list[tuple[str, int, str]]], *, verify: bool
+) -> None:
+    """Publish what was written: manifest, name, tracker.
+
+    Args:
+        verify: read all of it again first, and compare the checksums.
+
+    Raises:
+        CheckpointError: what was read is not what was written; it gets no name.
+    """
     entries = [FileEntry(*file) for rank in target.sizes.ranks for file in done[rank]]
+    problems = manifest.compare(order.folder, entries) if verify else []
+    if problems:
+        raise CheckpointError(problems[0])
     world = target.arguments(target.sizes.ranks[0]).world_size
     publish.publish(root, order.step, entries, {}, world, _GENERATION)
 

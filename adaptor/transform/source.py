@@ -13,36 +13,14 @@ from adaptor.checkpoint import tracker
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import MODEL_FILE, OPTIMIZER_FILE
-from adaptor.transform import archive, rules
+from adaptor.transform import archive, arguments, contents, rules
+from adaptor.transform.contents import STATES
 from adaptor.transform.model import Item, Model, View, in_whole_model, whole_shape
 from adaptor.transform.records import SIZES, StoredTensor
 from adaptor.transform.rules import EMBEDDING, OUTPUT
 from adaptor.transform.sizes import Chunk, Rank, Sizes
 
-STATES = ("param", "exp_avg", "exp_avg_sq")
 WEIGHT = "weight"
-
-# Arguments with which a checkpoint has another content, and how they are called; what is set is refused.
-_REFUSED = {
-    "use_megatron_fsdp": "--use-megatron-fsdp",
-    "use_custom_fsdp": "--use-custom-fsdp",
-    "use_torch_fsdp2": "--use-torch-fsdp2",
-    "fp8": "--fp8-format",
-    "fp4": "--fp4-format",
-    "optimizer_cpu_offload": "--optimizer-cpu-offload",
-    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
-    "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
-    "multi_latent_attention": "--multi-latent-attention",
-    "mtp_num_layers": "--mtp-num-layers",
-    "moe_grouped_gemm": "--moe-grouped-gemm",
-    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
-    "is_hybrid_model": "--is-hybrid-model",
-    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
-    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
-    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
-    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
-    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
-}
 
 
 @dataclass(frozen=True)
@@ -112,19 +90,11 @@ class Source:
             for slot in slots:
                 if slot.item.dtype:
                     yield slot.item.name, WEIGHT, self.bodies[rank][key][slot.name]
-        for buffers, state in zip(view.optimizers, self.states[rank], strict=True):
+        path = self.file(rank, OPTIMIZER_FILE)
+        for expected, state in zip(view.optimizers, self.states[rank], strict=True):
             if state is None:
                 continue
-            for number, buffer in enumerate(buffers):
-                stored = state.get(number, {}).get(buffer.dtypes)
-                path = self.file(rank, OPTIMIZER_FILE)
-                if stored is None:
-                    raise UnsupportedError(f"{path}: has no buffer {number} of {buffer.dtypes[0].name}")
-                if stored["numel_unpadded"] != buffer.numel:
-                    raise UnsupportedError(
-                        f"{path}: buffer {number} has {stored['numel_unpadded']} elements; by the rules of"
-                        f" Megatron-core 0.15, which alone are known, it would have {buffer.numel}"
-                    )
+            for buffer, stored in zip(expected, contents.buffers(state, expected, path), strict=True):
                 for kind in STATES:
                     whole = stored[kind]
                     for slot, placed in buffer.slots:
@@ -166,36 +136,16 @@ def open_source(root: Path, step: int | None) -> Source:
             f"{folder}: has the format torch_dist; only torch is read (Megatron's own resume"
             " with other sizes reads torch_dist)"
         )
-    first = sorted(folder.glob(f"mp_rank_*/{MODEL_FILE}"))
+    ranks = sorted(path / MODEL_FILE for path in folder.iterdir() if path.name.startswith("mp_rank_"))
+    first = [path for path in ranks if path.is_file()]
     if not first:
         raise CheckpointError(
             f"{folder}: has no mp_rank_*/{MODEL_FILE}, so it is no checkpoint of the format torch"
         )
-    args = _args(archive.read(first[0]), first[0])
-    for name, option in _REFUSED.items():
-        if getattr(args, name, None):
-            raise UnsupportedError(f"{folder}: was saved with {option}, which is not transformed")
+    args = arguments.of(archive.read(first[0]), first[0])
+    arguments.require_supported(args, folder)
     sizes = Sizes.of(args)
-    has_experts = bool(getattr(args, "num_experts", None))
-    if has_experts and sizes.ep == 1:
-        raise UnsupportedError(
-            f"{folder}: has experts with an expert-parallel size of 1, where one optimizer has them and all"
-            " else; only sizes from 2 on are transformed"
-        )
-    if not args.use_distributed_optimizer:
-        raise UnsupportedError(
-            f"{folder}: was saved without --use-distributed-optimizer, which is not transformed"
-        )
-    if args.optimizer != "adam":
-        raise UnsupportedError(
-            f"{folder}: was saved with --optimizer {args.optimizer}; only adam is transformed"
-        )
-    etp = getattr(args, "expert_tensor_parallel_size", None) or sizes.tp
-    if has_experts and (etp != sizes.tp or sizes.tp > 1):
-        raise UnsupportedError(
-            f"{folder}: has experts with TP{sizes.tp} and expert-tensor-parallel size {etp}; experts are"
-            " transformed only where both are 1"
-        )
+    optimizers = 2 if getattr(args, "num_experts", None) else 1
     bodies: dict[Rank, dict[str, Any]] = {}
     states: dict[Rank, Sequence[dict[Any, Any] | None]] = {}
     for rank in sizes.ranks:
@@ -205,26 +155,23 @@ def open_source(root: Path, step: int | None) -> Source:
                 f"{path / MODEL_FILE}: missing; the arguments say {sizes}, {len(sizes.ranks)} ranks"
             )
         body = archive.read(path / MODEL_FILE)
-        if body.get("iteration") != number:
-            raise CheckpointError(
-                f"{path / MODEL_FILE}: is of step {body.get('iteration')}, not of step {number}"
-            )
-        said = Sizes.of(_args(body, path / MODEL_FILE))
+        if not isinstance(body, dict) or body.get("iteration") != number:
+            raise CheckpointError(f"{path / MODEL_FILE}: is not of step {number}{_other_step(body)}")
+        said = Sizes.of(arguments.of(body, path / MODEL_FILE))
         if said != sizes:
             raise CheckpointError(f"{path / MODEL_FILE}: was saved with {said}, {first[0]} with {sizes}")
+        contents.require_model_file(body, path / MODEL_FILE, optimizers)
         bodies[rank] = body
         if not (path / OPTIMIZER_FILE).is_file():
             raise CheckpointError(f"{path / OPTIMIZER_FILE}: missing")
-        state = archive.read(path / OPTIMIZER_FILE)
-        states[rank] = state if isinstance(state, list) else [state]
+        content = archive.read(path / OPTIMIZER_FILE)
+        states[rank] = contents.optimizer_states(content, path / OPTIMIZER_FILE, optimizers)
     return Source(folder, number, sizes, args, bodies, states)
 
 
-def _args(body: Any, path: Path) -> Namespace:
-    args = body.get("args") if isinstance(body, dict) else None
-    if not isinstance(args, Namespace):
-        raise UnsupportedError(f"{path}: has no arguments of the framework, from which its sizes are read")
-    return args
+def _other_step(body: Any) -> str:
+    step = body.get("iteration") if isinstance(body, dict) else None
+    return f", but of step {step}" if isinstance(step, int) else ""
 
 
 def _describe(source: Source) -> Model:
@@ -244,7 +191,7 @@ def _describe(source: Source) -> Model:
     tied = not args.untie_embeddings_and_output_weights
     if tied:
         last = [item for item in last if item.name != OUTPUT]
-    rows = next((item.shape[0] for item in first if item.name == EMBEDDING), 0)
+    rows = next((item.shape[0] for item in first if item.name == EMBEDDING and item.shape), 0)
     if not rows:
         raise UnsupportedError(f"{source.folder}: has no {EMBEDDING}, so it is no GPT model")
     return Model(args, tuple(first), tuple(map(tuple, layers)), tuple(last), rows)
@@ -306,6 +253,8 @@ def _require_gate_as_said(args: Namespace, name: str, body: Mapping[str, Any]) -
     wide, narrow = body[name], body.get(name.replace("linear_fc1", "linear_fc2"))
     if not isinstance(wide, StoredTensor) or not isinstance(narrow, StoredTensor):
         return
+    if len(wide.shape) != 2 or len(narrow.shape) != 2:
+        raise CheckpointError(f"{name}: has the shape {wide.shape}, and linear_fc2 {narrow.shape}")
     if (wide.shape[0] == 2 * narrow.shape[1]) is not bool(args.swiglu):
         raise UnsupportedError(
             f"{name}: has {wide.shape[0]} rows for the {narrow.shape[1]} columns of linear_fc2, and the"
@@ -317,4 +266,6 @@ def _item(source: Source, local: str, name: str, value: Any) -> Item:
     if not isinstance(value, StoredTensor):
         return Item(name, value=value)
     cut = rules.cut_of(local, bool(source.args.swiglu))
+    if cut.axis is not None and cut.axis >= len(value.shape):
+        raise CheckpointError(f"{local}: has the shape {value.shape}, with no axis {cut.axis} to cut")
     return Item(name, whole_shape(value.shape, cut, source.sizes.tp), value.dtype, cut)

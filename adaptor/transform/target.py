@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.transform import rules
+from adaptor.transform.contents import STATES
 from adaptor.transform.model import Group, Slot, View, resized
 from adaptor.transform.parts import needed, one_of_each
 from adaptor.transform.records import SIZES
 from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.source import STATES, WEIGHT, Source
+from adaptor.transform.source import WEIGHT, Source
 
 if TYPE_CHECKING:
     import torch

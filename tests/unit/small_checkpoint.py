@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from argparse import Namespace
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from adaptor.checkpoint import regular_folder, tracker
@@ -18,18 +21,33 @@ STEP = 7
 HIDDEN, HEADS, FFN, LAYERS, VOCABULARY, MULTIPLE = 12, 6, 24, 4, 18, 4
 
 
-def arguments(**more: Any) -> Namespace:
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model; `rows` of its vocabulary with padding."""
+
+    hidden: int = HIDDEN
+    heads: int = HEADS
+    ffn: int = FFN
+    layers: int = LAYERS
+    vocabulary: int = VOCABULARY
+    rows: int = 20
+
+
+SMALL = Shape()
+
+
+def arguments(shape: Shape = SMALL, **more: Any) -> Namespace:
     """The arguments that are stored, as far as a transform reads them."""
     said: dict[str, Any] = {
-        "num_layers": LAYERS,
-        "num_attention_heads": HEADS,
+        "num_layers": shape.layers,
+        "num_attention_heads": shape.heads,
         "group_query_attention": False,
         "num_query_groups": 1,
         "swiglu": True,
         "untie_embeddings_and_output_weights": False,
         "make_vocab_size_divisible_by": MULTIPLE,
-        "vocab_size": VOCABULARY,
-        "padded_vocab_size": 20,
+        "vocab_size": shape.vocabulary,
+        "padded_vocab_size": shape.rows,
         "accumulate_allreduce_grads_in_fp32": True,
         "use_distributed_optimizer": True,
         "optimizer": "adam",
@@ -44,36 +62,55 @@ def arguments(**more: Any) -> Namespace:
     return Namespace(**(said | more))
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (20, HIDDEN)}
-    for layer in range(LAYERS):
+def _shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    hidden, ffn = shape.hidden, shape.ffn
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (shape.rows, hidden)}
+    for layer in range(shape.layers):
         shapes |= {
-            f"decoder.layers.{layer}.{name}": shape
-            for name, shape in {
-                "input_layernorm.weight": (HIDDEN,),
-                "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
-                "self_attention.linear_qkv.weight": (3 * HIDDEN, HIDDEN),
-                "self_attention.linear_qkv.bias": (3 * HIDDEN,),
-                "mlp.linear_fc1.weight": (2 * FFN, HIDDEN),
-                "mlp.linear_fc2.weight": (HIDDEN, FFN),
+            f"decoder.layers.{layer}.{name}": each
+            for name, each in {
+                "input_layernorm.weight": (hidden,),
+                "self_attention.linear_proj.weight": (hidden, hidden),
+                "self_attention.linear_qkv.weight": (3 * hidden, hidden),
+                "self_attention.linear_qkv.bias": (3 * hidden,),
+                "mlp.linear_fc1.weight": (2 * ffn, hidden),
+                "mlp.linear_fc2.weight": (hidden, ffn),
             }.items()
         }
-    return {**shapes, "decoder.final_layernorm.weight": (HIDDEN,)}
+    return {**shapes, "decoder.final_layernorm.weight": (hidden,)}
 
 
-def write(root: Path, **more: Any) -> dict[str, torch.Tensor]:
+def random_states() -> dict[str, Any]:
+    """Random states of one rank, as the framework saves them."""
+    return {
+        "random_rng_state": random.Random(1).getstate(),
+        "np_rng_state": numpy.random.RandomState(1).get_state(),
+        "torch_rng_state": torch.Generator().manual_seed(1).get_state(),
+        "cuda_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "rng_tracker_states": {
+            "model-parallel-rng": torch.ones(16, dtype=torch.uint8),
+            "data-parallel-rng": torch.Generator().manual_seed(2).get_state(),
+        },
+    }
+
+
+def write(
+    root: Path, shape: Shape = SMALL, *, rng_state: bool = False, **more: Any
+) -> dict[str, torch.Tensor]:
     """Write the checkpoint of STEP below `root`, with a manifest; return the weights.
 
     Args:
+        shape: the sizes of its model.
+        rng_state: with random states.
         more: arguments that are stored.
     """
     draw = torch.Generator().manual_seed(1)
     model: OrderedDict[str, Any] = OrderedDict()
     starts, at = {}, 0
-    for name, shape in _shapes().items():
-        model[name] = torch.randn(shape, generator=draw).bfloat16()
+    for name, size in _shapes(shape).items():
+        model[name] = torch.randn(size, generator=draw).bfloat16()
     model["output_layer._extra_state"] = None
-    for name in reversed(_shapes()):
+    for name in reversed(_shapes(shape)):
         at = -(-at // 64) * 64
         starts[name] = at
         at += model[name].numel()
@@ -85,7 +122,7 @@ def write(root: Path, **more: Any) -> dict[str, torch.Tensor]:
             whole[start : start + count] = model[name].float().flatten() if kind == "param" else drawn
     group = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "step": STEP}
     body = {
-        "args": arguments(**more),
+        "args": arguments(shape, **more),
         "checkpoint_version": 3.0,
         "iteration": STEP,
         "model": model,
@@ -94,7 +131,7 @@ def write(root: Path, **more: Any) -> dict[str, torch.Tensor]:
             "grad_scaler": {"scale": torch.tensor([4096.0]), "growth_tracker": 3},
         },
         "opt_param_scheduler": {"num_steps": 8},
-        "rng_state": [],
+        "rng_state": [random_states()] if rng_state else [],
     }
     folder = root / naming.regular_name(STEP) / "mp_rank_00"
     folder.mkdir(parents=True)

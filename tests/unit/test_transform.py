@@ -129,7 +129,7 @@ def _other_group(body: Any) -> None:
 )
 def test_refused_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, words: str) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "b", *options.split()) == 1
+    assert _transform(tmp_path / "a", tmp_path / "b", *options.split()) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
 
@@ -144,7 +144,7 @@ def test_refused_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], optio
         (_with("vocab_size", 20), "or one more for the end of a document; give the tokenizer's size"),
         (_with("use_distributed_optimizer", False), "without --use-distributed-optimizer"),
         (_with("optimizer", "sgd"), "--optimizer sgd; only adam"),
-        (_other_step, "is of step 6, not of step 7"),
+        (_other_step, "is not of step 7, but of step 6"),
         (
             _other_norm,
             "input_layernorm.weight: its weight differs on rank tp=0,pp=0,ep=0 and rank tp=1",
@@ -162,7 +162,7 @@ def test_refused_content(
     )
     for rank in ranks:
         small_checkpoint.change(tmp_path / "b" / STEP_FOLDER / rank / naming.MODEL_FILE, edit)
-    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1") == 1
+    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1") == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "c" / STEP_FOLDER).exists()
 
@@ -171,7 +171,7 @@ def test_a_rank_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     small_checkpoint.write(tmp_path / "a")
     assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 0
     (tmp_path / "b" / STEP_FOLDER / "mp_rank_01" / naming.MODEL_FILE).unlink()
-    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1") == 1
+    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1") == 2
     assert "mp_rank_01/model_optim_rng.pt: missing" in capsys.readouterr().err
 
 
@@ -184,24 +184,24 @@ def test_a_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     content = bytearray(file.read_bytes())
     content[stored.offset] ^= 1
     file.write_bytes(content)
-    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--verify") == 1
+    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--verify") == 2
     assert "checksum differs from the manifest" in capsys.readouterr().err
-    assert _transform(tmp_path / "b", tmp_path / "d", "--tp", "1") == 1
+    assert _transform(tmp_path / "b", tmp_path / "d", "--tp", "1") == 2
     assert "decoder.layers.2.mlp.linear_fc2.weight: the main params" in capsys.readouterr().err
     os.truncate(file, len(content) - 8)
-    assert _transform(tmp_path / "b", tmp_path / "e", "--tp", "1") == 1
+    assert _transform(tmp_path / "b", tmp_path / "e", "--tp", "1") == 2
     assert str(file) in capsys.readouterr().err
 
 
 def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_checkpoint.write(tmp_path / "a")
-    assert _transform(tmp_path / "a", tmp_path / "a" / "b", "--tp", "2") == 1
+    assert _transform(tmp_path / "a", tmp_path / "a" / "b", "--tp", "2") == 2
     assert "is inside SRC" in capsys.readouterr().err
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.pdf").touch()
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 1
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 2
     assert "is not empty, it has thesis.pdf" in capsys.readouterr().err
-    assert _transform(tmp_path / "nowhere", tmp_path / "c", "--tp", "2") == 1
+    assert _transform(tmp_path / "nowhere", tmp_path / "c", "--tp", "2") == 2
     assert "there is no such folder" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=r"the transform needs 1152921504\.607 GB"):
         run.require_room(tmp_path, 1 << 60)
@@ -269,7 +269,7 @@ def test_one_rank_then_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[
     folder = run.temporary_folder(tmp_path / "b", STEP)
     (written,) = folder.rglob(naming.MODEL_FILE)
     number = written.stat().st_ino
-    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 1
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 2
     assert "go on with --resume" in capsys.readouterr().err
     assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--resume") == 0
     final = tmp_path / "b" / STEP_FOLDER
@@ -278,14 +278,14 @@ def test_one_rank_then_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {path.name for path in final.iterdir()} == {"mp_rank_00", "mp_rank_01", naming.MANIFEST}
 
 
-def test_a_worker_that_ends(tmp_path: Path) -> None:
+def test_a_source_that_goes_away(tmp_path: Path) -> None:
     """The source is gone when the workers open it: one line, and no wait."""
     small_checkpoint.write(tmp_path / "a")
     target = Target(open_source(tmp_path / "a", None), Sizes(tp=2), 24)
     folder = run.temporary_folder(tmp_path / "b", STEP)
     folder.mkdir(parents=True)
     order = run.Order(tmp_path / "gone", STEP, target.sizes, target.rows, folder)
-    with pytest.raises(CheckpointError, match="a process that wrote a rank has ended; go on with --resume"):
+    with pytest.raises(CheckpointError, match=r"gone/iter_0000007: there is no such checkpoint"):
         run.run(target, order, target.sizes.ranks, 2, lambda line: None)
 
 
@@ -295,7 +295,7 @@ def test_a_disk_that_is_too_small_leaves_nothing(
     small_checkpoint.write(tmp_path / "a")
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    assert _transform(tmp_path / "a", tmp_path / "b" / "c", "--tp", "2") == 1
+    assert _transform(tmp_path / "a", tmp_path / "b" / "c", "--tp", "2") == 2
     assert "0.000 GB are free, the transform needs 0.00" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
 

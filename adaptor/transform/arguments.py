@@ -1,0 +1,121 @@
+"""The framework's arguments in a checkpoint: those that are read, what they may be, and what is refused."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from adaptor.errors import CheckpointError, UnsupportedError
+from adaptor.transform.sizes import Sizes
+
+# What is read of the arguments. Larger numbers are of no model; they would only take memory.
+_NUMBERS = {
+    "num_layers": 1 << 16,
+    "num_attention_heads": 1 << 20,
+    "make_vocab_size_divisible_by": 1 << 30,
+    "tensor_model_parallel_size": 1 << 16,
+    "pipeline_model_parallel_size": 1 << 16,
+    "data_parallel_size": 1 << 20,
+}
+_OPTIONAL_NUMBERS = {
+    "num_query_groups": 1 << 20,
+    "num_experts": 1 << 20,
+    "vocab_size": 1 << 32,
+    "virtual_pipeline_model_parallel_size": 1 << 16,
+    "expert_model_parallel_size": 1 << 16,
+    "expert_tensor_parallel_size": 1 << 16,
+    "context_parallel_size": 1 << 16,
+    "ddp_num_buckets": 1 << 32,
+    "ddp_bucket_size": 1 << 50,
+}
+_FLAGS = (
+    "use_distributed_optimizer",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "accumulate_allreduce_grads_in_fp32",
+    "group_query_attention",
+)
+_MOST_RANKS = 1 << 20
+
+# Arguments with which a checkpoint has another content, and how they are called; what is set is refused.
+_REFUSED = {
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_custom_fsdp": "--use-custom-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+    "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
+    "multi_latent_attention": "--multi-latent-attention",
+    "mtp_num_layers": "--mtp-num-layers",
+    "moe_grouped_gemm": "--moe-grouped-gemm",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "is_hybrid_model": "--is-hybrid-model",
+    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
+    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
+    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
+    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
+    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
+}
+
+
+def of(body: Any, path: Path) -> Namespace:
+    """Return the arguments in the content of a model's file, checked.
+
+    Raises:
+        CheckpointError: one is missing, or cannot be.
+        UnsupportedError: there are none.
+    """
+    args = body.get("args") if isinstance(body, dict) else None
+    if not isinstance(args, Namespace):
+        raise UnsupportedError(f"{path}: has no arguments of the framework, from which its sizes are read")
+    for name, largest in (_NUMBERS | _OPTIONAL_NUMBERS).items():
+        value = getattr(args, name, None)
+        least = 1 if name in _NUMBERS else 0
+        if value is None and name in _OPTIONAL_NUMBERS:
+            continue
+        if type(value) is not int or not least <= value <= largest:
+            raise _cannot_be(path, name, value, f"a number from {least} to {largest}")
+    for name in _FLAGS:
+        if type(value := getattr(args, name, None)) is not bool:
+            raise _cannot_be(path, name, value, "True or False")
+    sizes = Sizes.of(args)
+    if sizes.tp * sizes.pp * sizes.ep > _MOST_RANKS:
+        raise CheckpointError(f"{path}: its arguments say {sizes}; no checkpoint has so many ranks")
+    return args
+
+
+def _cannot_be(path: Path, name: str, value: Any, right: str) -> CheckpointError:
+    shown = ascii(value) if type(value) in (int, float, str, bool) else f"a {type(value).__name__}"
+    given = "lack" if value is None else "say"
+    what = name if value is None else f"{name}={shown[:40]}"
+    return CheckpointError(f"{path}: its arguments {given} {what}; it must be {right}")
+
+
+def require_supported(args: Namespace, folder: Path) -> None:
+    """Refuse a checkpoint that was saved in a way that is not transformed. Raises UnsupportedError."""
+    for name, option in _REFUSED.items():
+        if getattr(args, name, None):
+            raise UnsupportedError(f"{folder}: was saved with {option}, which is not transformed")
+    sizes = Sizes.of(args)
+    has_experts = bool(getattr(args, "num_experts", None))
+    if has_experts and sizes.ep == 1:
+        raise UnsupportedError(
+            f"{folder}: has experts with an expert-parallel size of 1, where one optimizer has them and all"
+            " else; only sizes from 2 on are transformed"
+        )
+    if not args.use_distributed_optimizer:
+        raise UnsupportedError(
+            f"{folder}: was saved without --use-distributed-optimizer, which is not transformed"
+        )
+    optimizer = getattr(args, "optimizer", None)
+    if optimizer != "adam":
+        raise UnsupportedError(f"{folder}: was saved with --optimizer {optimizer}; only adam is transformed")
+    etp = getattr(args, "expert_tensor_parallel_size", None) or sizes.tp
+    if has_experts and (etp != sizes.tp or sizes.tp > 1):
+        raise UnsupportedError(
+            f"{folder}: has experts with TP{sizes.tp} and expert-tensor-parallel size {etp}; experts are"
+            " transformed only where both are 1"
+        )

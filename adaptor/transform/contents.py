@@ -1,0 +1,132 @@
+"""Checks that the files of a rank have what Megatron-LM writes, before anything is read from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adaptor.errors import CheckpointError
+from adaptor.transform.model import Buffer
+from adaptor.transform.records import StoredTensor
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+_LAYER = "decoder.layers."
+_GENERATORS = ("torch_rng_state", "cuda_rng_state")  # as tensors; the other two are tuples
+
+
+def require_model_file(body: Any, path: Path, optimizers: int) -> None:
+    """Refuse the content of a model's file that is not laid out as the framework does it.
+
+    Args:
+        optimizers: how many it has: two where there are experts.
+
+    Raises:
+        CheckpointError: names the file and what is wrong.
+    """
+    for key, value in body.items():
+        if not isinstance(key, str):
+            raise _wrong(path, f"key {key!a}", "a name")
+        if re.fullmatch(r"model\d*", key):
+            _require_chunk(value, f"{path}: {key}")
+    saved = body.get("optimizer")
+    each = saved if isinstance(saved, list) else [saved]
+    if len(each) != optimizers:
+        raise _wrong(path, "optimizer", f"a list of {optimizers}")
+    for one in each:
+        _require_groups(one, path)
+    states = body.get("rng_state")
+    if states is not None:
+        if not isinstance(states, list):
+            raise _wrong(path, "rng_state", "a list")
+        for state in states:
+            _require_random_states(state, path)
+
+
+def _require_chunk(chunk: Any, path: str) -> None:
+    if not isinstance(chunk, dict):
+        raise CheckpointError(f"{path}: is not a dict of tensors")
+    for name in chunk:
+        if not isinstance(name, str):
+            raise CheckpointError(f"{path}: {name!a} is not a name")
+        if name.startswith(_LAYER) and not re.fullmatch(r"\d{1,9}\..+", name.removeprefix(_LAYER)):
+            raise CheckpointError(f"{path}: {name[:100]!a} has no number of a layer")
+
+
+def _require_groups(optimizer: Any, path: Path) -> None:
+    inner = optimizer.get("optimizer") if isinstance(optimizer, dict) else None
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(groups, list):
+        raise _wrong(path, "optimizer", "there with its groups of params, as --no-save-optim leaves it")
+    for group in groups:
+        if not isinstance(group, dict):
+            raise _wrong(path, "a group of params", "a dict")
+        for name in ("wd_mult", "lr_mult"):
+            if not isinstance(group.get(name), int | float):
+                raise _wrong(path, f"{name} of a group of params", "a number")
+        for name in ("step", "is_expert_parallel", "is_decoupled_lr"):
+            if not isinstance(group.get(name, 0), int | float | StoredTensor | None):
+                raise _wrong(path, f"{name} of a group of params", "a number or a flag")
+
+
+def _require_random_states(states: Any, path: Path) -> None:
+    if not isinstance(states, dict):
+        raise _wrong(path, "rng_state", "a list of dicts")
+    trackers = states.get("rng_tracker_states") or {}
+    if not isinstance(trackers, dict):
+        raise _wrong(path, "rng_tracker_states", "a dict")
+    for name, value in [*((name, states.get(name)) for name in _GENERATORS), *trackers.items()]:
+        if not isinstance(value, StoredTensor) or value.dtype != "uint8":
+            raise _wrong(path, f"the random state {name}", "a tensor of bytes")
+
+
+def optimizer_states(content: Any, path: Path, optimizers: int) -> list[dict[Any, Any] | None]:
+    """Return the content of an optimizer's file: a state for each optimizer, None where another rank has it.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    states = content if isinstance(content, list) else [content]
+    if len(states) != optimizers or not all(isinstance(one, dict | None) for one in states):
+        raise CheckpointError(f"{path}: is not the state of {optimizers} optimizers, as its arguments say")
+    return states
+
+
+def buffers(state: Mapping[Any, Any], expected: Sequence[Buffer], path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the tensors of each buffer of a state, by their kind (STATES).
+
+    Raises:
+        CheckpointError: one is missing, cut short, of another precision, or laid out by other rules.
+    """
+    for number, buffer in enumerate(expected):
+        kinds = state.get(number)
+        stored = kinds.get(buffer.dtypes) if isinstance(kinds, dict) else None
+        if not isinstance(stored, dict):
+            raise CheckpointError(f"{path}: has no buffer {number} of {buffer.dtypes[0].name}")
+        numel = stored.get("numel_unpadded")
+        if numel != buffer.numel:
+            raise CheckpointError(
+                f"{path}: buffer {number} has {_shown(numel)} elements; by the rules of"
+                f" Megatron-core 0.15, which alone are known, it would have {buffer.numel}"
+            )
+        for kind in STATES:
+            _require_whole(stored.get(kind), kind, buffer.numel, f"{path}: buffer {number}")
+        yield stored
+
+
+def _require_whole(tensor: Any, kind: str, numel: int, where: str) -> None:
+    if not isinstance(tensor, StoredTensor):
+        raise CheckpointError(f"{where}: has no {kind}")
+    if tensor.dtype != "float32":
+        raise CheckpointError(f"{where}: {kind} is {tensor.dtype}; only float32 is transformed")
+    if tensor.shape != (numel,):
+        raise CheckpointError(f"{where}: {kind} has {tensor.numel} elements, not {numel}")
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, int) else f"a {type(value).__name__} as number of"
+
+
+def _wrong(path: Path, what: str, right: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what[:100]} is not {right}")

@@ -1,0 +1,261 @@
+"""`python -m adaptor transform`: wrong data, refusing disks and signals are one line, and nothing goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaptor.__main__ import main
+from adaptor.checkpoint import manifest
+from adaptor.protocol import naming
+from tests import waiting
+from tests.unit import small_checkpoint
+from tests.unit.small_checkpoint import STEP
+
+STEP_FOLDER = naming.final_name(STEP)
+NOBODY = 65534
+
+
+def _transform(source: Path, target: Path, *options: str) -> int:
+    return main(["transform", str(source), str(target), "--workers", "1", *options])
+
+
+def _line(capsys: pytest.CaptureFixture[str]) -> str:
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("transform: ")]
+    (line,) = lines
+    assert line.startswith("python -m adaptor transform: ")
+    return line
+
+
+def _buffer(content: Any) -> dict[str, Any]:
+    (buffer,) = content[0].values()
+    return buffer  # type: ignore[no-any-return]
+
+
+def _cut_short(content: Any) -> None:
+    _buffer(content)["exp_avg"] = _buffer(content)["exp_avg"][:-1].clone()
+
+
+def _of_two_axes(content: Any) -> None:
+    _buffer(content)["exp_avg"] = _buffer(content)["exp_avg"][None].clone()
+
+
+def _missing(content: Any) -> None:
+    del _buffer(content)["exp_avg_sq"]
+
+
+def _of_less_precision(content: Any) -> None:
+    _buffer(content)["param"] = _buffer(content)["param"].bfloat16()
+
+
+def _no_tensor(content: Any) -> None:
+    _buffer(content)["exp_avg"] = [1.0]
+
+
+def _other_size(content: Any) -> None:
+    _buffer(content)["numel_unpadded"] -= 1
+
+
+def _no_buffer(content: Any) -> None:
+    del content[0]
+
+
+def _other_dtypes(content: Any) -> None:
+    content[0] = {(torch.float16, torch.float32): _buffer(content)}
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (_cut_short, "buffer 0: exp_avg has 6959 elements, not 6960"),
+        (_of_two_axes, "buffer 0: exp_avg has"),
+        (_missing, "buffer 0: has no exp_avg_sq"),
+        (_of_less_precision, "buffer 0: param is bfloat16; only float32 is transformed"),
+        (_no_tensor, "buffer 0: has no exp_avg"),
+        (_other_size, "buffer 0 has 6959 elements; by the rules of"),
+        (_no_buffer, "has no buffer 0 of bfloat16"),
+        (_other_dtypes, "has no buffer 0 of bfloat16"),
+    ],
+)
+def test_an_optimizer_that_is_not_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Any], None], words: str
+) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    file = tmp_path / "a" / STEP_FOLDER / "mp_rank_00" / naming.OPTIMIZER_FILE
+    small_checkpoint.change(file, edit)
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2") == 2
+    assert f"{file}: {words}" in _line(capsys)
+    assert not (tmp_path / "b").exists()
+
+
+def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Yield every dict and key, or list and place, down to what describes tensors."""
+    if isinstance(value, torch.Tensor) or depth > 6:
+        return
+    held = vars(value) if hasattr(value, "__dict__") and not isinstance(value, dict) else value
+    if isinstance(held, dict):
+        for key in held:
+            yield held, key
+            yield from _places(held[key], depth + 1)
+    elif isinstance(held, list):
+        for place, one in enumerate(held):
+            yield held, place
+            yield from _places(one, depth + 1)
+
+
+@pytest.mark.parametrize("name", [naming.MODEL_FILE, naming.OPTIMIZER_FILE])
+@pytest.mark.parametrize("wrong", [None, -1, 0, "x", [], {}, 1 << 40, torch.zeros(1)], ids=repr)
+def test_any_value_that_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, wrong: Any
+) -> None:
+    """Each value of the file in turn: the transform is made, or refused in one line."""
+    small_checkpoint.write(tmp_path / "a", rng_state=True)
+    file = tmp_path / "a" / STEP_FOLDER / "mp_rank_00" / name
+    before = torch.load(file, weights_only=False)
+    (file.parent.parent / naming.MANIFEST).unlink()
+    for place, key in list(_places(before)):
+        if isinstance(key, str) and key.startswith("decoder.layers.") and ".0." not in key:
+            continue
+        right, place[key] = place[key], wrong
+        torch.save(before, file)
+        place[key] = right
+        code = _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2", "--rank", "tp=1,pp=1")
+        said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("transform: ")]
+        assert (code, len(said)) in ((0, 0), (2, 1)), f"{key}: {code} {said}"
+        shutil.rmtree(tmp_path / "b", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _as_nobody() -> Iterator[None]:
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that another user may write to."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+@pytest.mark.parametrize(
+    ("below", "mode"),
+    [
+        ("a", 0),
+        (f"a/{STEP_FOLDER}", 0),
+        (f"a/{STEP_FOLDER}/mp_rank_00", 0),
+        (f"a/{STEP_FOLDER}/mp_rank_00/{naming.MODEL_FILE}", 0),
+        (f"a/{STEP_FOLDER}/{naming.MANIFEST}", 0),
+        ("b", 0),
+        ("b", 0o555),
+    ],
+)
+def test_what_this_user_may_not(
+    place: Path, capsys: pytest.CaptureFixture[str], below: str, mode: int
+) -> None:
+    small_checkpoint.write(place / "a")
+    (place / "b").mkdir()
+    (place / "b").chmod(0o777)
+    for path in (place / "a", *(place / "a").rglob("*")):
+        path.chmod(0o755)
+    assert _transform(place / "a", place / "c", "--tp", "2") == 0  # imports what the other user may not
+    capsys.readouterr()
+    (place / below).chmod(mode)
+    with _as_nobody():
+        assert _transform(place / "a", place / "b", "--tp", "2") == 2
+    (place / below).chmod(0o755)
+    line = _line(capsys)
+    assert str(place / below) in line
+    assert "ermission denied" in line
+
+
+def _command(*arguments: object) -> list[str]:
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        " from adaptor.__main__ import main; sys.exit(main())"
+    )
+    return [sys.executable, "-u", "-c", code, "transform", *map(str, arguments)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_takes_no_more(tmp_path: Path, workers: int) -> None:
+    """Here a limit for the size of a file: each write beyond it fails, as on a full disk."""
+    small_checkpoint.write(tmp_path / "a")
+    ended = subprocess.run(
+        _command(tmp_path / "a", tmp_path / "b", "--tp", "2", "--workers", workers),
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)),
+    )
+    (line,) = (line for line in ended.stderr.splitlines() if not line.startswith("transform: "))
+    assert line.endswith(f"/{naming.OPTIMIZER_FILE}: File too large")
+    assert ended.returncode == 2
+    assert not (tmp_path / "b" / STEP_FOLDER).exists()
+
+
+def test_a_byte_that_the_disk_changes_gets_no_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--verify` reads what was written before the folder gets its name; here one rank is there already."""
+    small_checkpoint.write(tmp_path / "a")
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--rank", "tp=1") == 0
+    (file,) = (tmp_path / "b").rglob(f"mp_rank_01/{naming.MODEL_FILE}")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    capsys.readouterr()
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--resume", "--verify") == 2
+    assert f"{file}: checksum differs from the manifest" in _line(capsys)
+    assert not (tmp_path / "b" / STEP_FOLDER).exists()
+    assert not (tmp_path / "b" / naming.TRACKER).exists()
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    small_checkpoint.write(tmp_path / "a")
+    with subprocess.Popen(
+        _command(tmp_path / "a", tmp_path / "b", "--tp", "6", "--workers", "2"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    ) as running:
+        # Two workers, and the process by which multiprocessing cleans up.
+        waiting.until(lambda: len(_children(running.pid)) == 3, "the workers have been started")
+        others = _children(running.pid)
+        running.send_signal(number)
+        _, said = running.communicate()
+    waiting.ended(others)
+    if number == signal.SIGTERM:
+        assert running.returncode == 143
+        assert said.splitlines()[-1].endswith("interrupted; the same command with --resume goes on")
+        assert "Traceback" not in said
+    subprocess.run(
+        _command(tmp_path / "a", tmp_path / "b", "--tp", "6", "--resume"), check=True, capture_output=True
+    )
+    assert manifest.defects(tmp_path / "b" / STEP_FOLDER) == []
