@@ -19,8 +19,9 @@ import msgspec
 from adaptor import config, output
 from adaptor.endpoints import Address
 from adaptor.errors import AdaptorError
-from adaptor.operations import access, goodput, job_folder, records, verify
+from adaptor.operations import access, job_folder, records, verify
 from adaptor.operations.goodput import Goodput
+from adaptor.operations.job_reader import JobReader
 from adaptor.operations.records import Incident, Phases, Status
 from adaptor.operations.words import FINDING, OK, USAGE, duration, protection, shown
 
@@ -169,9 +170,7 @@ def _parts(phases: Phases) -> dict[str, float | None]:
 
 
 def _goodput(parsed: argparse.Namespace) -> int:
-    job = _where(parsed)
-    status = job_folder.status(job)
-    spent = goodput.of_job(job, status, job_folder.Summaries().of(job))
+    spent = JobReader(_where(parsed)).spent()
     if parsed.json:
         print(msgspec.json.encode(spent).decode())
     else:
@@ -195,11 +194,11 @@ def _goodput_lines(spent: Goodput) -> list[str]:
 def _report(parsed: argparse.Namespace) -> int:
     job, out = _where(parsed), parsed.out
     try:
-        from adaptor.operations.page import page
+        from adaptor.operations.page import Pages
     except ModuleNotFoundError as error:
         raise _missing(error, "jinja2", "ttp report") from None
     try:
-        out.write_text(page(job), encoding="utf-8")
+        out.write_text(Pages().page(JobReader(job)), encoding="utf-8")
     except OSError as error:
         raise job_folder.JobFolderError(
             f"{shown(str(out))}: the page cannot be written ({error.strerror}); name another --out"

@@ -14,13 +14,11 @@ Training is then divided: what was spent on steps that were trained again is `wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
 
-from adaptor.operations import job_folder
-from adaptor.operations.records import Event, Incident, IncidentSummary, Status, unix
+from adaptor.operations.records import Event, Incident, IncidentSummary, unix
 
 # By the state before an event and its type: the state after it. What is not here changes nothing.
 _NEXT = {
@@ -52,70 +50,65 @@ class Goodput(msgspec.Struct, kw_only=True, frozen=True):
     ratio: float | None
 
 
-def of_job(job: Path, status: Status, incidents: Sequence[Incident | IncidentSummary]) -> Goodput:
-    """Return how a job has spent its time until its status was written.
+class TimeSpent:
+    """Adds up how a job spends its time, event by event."""
 
-    Args:
-        job: its folder.
-        status: of the same job.
-        incidents: of the same job.
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(("training", "startup", "recovery", "down"), 0.0)
+        self._state = ""
+        self._since = 0.0  # when the state began, in Unix seconds
+        self._last = 0.0  # when the last event was
+        self._first: int | None = None  # the step from which training began
+        self._newest: int | None = None  # the newest step of an event
 
-    Raises:
-        JobFolderError: its events cannot be read.
-    """
-    return goodput(job_folder.events(job), incidents, newest=status.step, until=unix(status.time))
-
-
-def goodput(
-    events: Iterable[Event],
-    incidents: Sequence[Incident | IncidentSummary],
-    *,
-    newest: int | None,
-    until: float | None,
-) -> Goodput:
-    """Return how a job has spent its time.
-
-    A step that was lost is taken to have cost what a step of this job costs on average.
-
-    Args:
-        events: of the job, in the order of its file.
-        incidents: of the same job.
-        newest: the newest finished step, None if it is not known: then that of the events.
-        until: the time to which the last state lasts, in Unix seconds; None: to the last event.
-    """
-    seconds = dict.fromkeys(("training", "startup", "recovery", "down"), 0.0)
-    state, since, first, last = "", 0.0, None, 0.0
-    for event in events:
+    def add(self, event: Event) -> None:
+        """Take the next event of the job, in the order of its file."""
         at = unix(event.time)
-        if event.type == "generation" and event.generation == 1 and state not in ("", "down"):
+        if event.type == "generation" and event.generation == 1 and self._state not in ("", "down"):
             # A new ttprun, though the one before it has told of no end.
-            seconds[state] += max(0.0, last - since)
-            state, since = "down", max(last, since)
-        last = max(last, at)
-        after = _NEXT.get((state or "down", event.type), state)
+            self._enter("down", self._last)
+        self._last = max(self._last, at)
         if event.step is not None:
-            newest = max(event.step, newest if newest is not None else event.step)
-        if event.type == "training" and event.step is not None and first is None:
-            first = event.step
-        if after == state:
-            continue
-        if state:
+            self._newest = max(event.step, self._newest if self._newest is not None else event.step)
+        if event.type == "training" and event.step is not None and self._first is None:
+            self._first = event.step
+        after = _NEXT.get((self._state or "down", event.type), self._state)
+        if after != self._state:
+            self._enter(after, at)
+
+    def _enter(self, state: str, at: float) -> None:
+        if self._state:
             # Two nodes may have written, whose clocks disagree: no state lasts less than nothing.
-            seconds[state] += max(0.0, at - since)
-        state, since = after, max(at, since)
-    if state and state != "down" and until is not None:
-        seconds[state] += max(0.0, until - since)
-    lost = sum(incident.steps_lost or 0 for incident in incidents)
-    steps = max(0, newest - max(first, 0)) if newest is not None and first is not None else 0
-    wasted = seconds["training"] * lost / (steps + lost) if lost else 0.0
-    spent = {
-        "productive": seconds["training"] - wasted,
-        "wasted": wasted,
-        "startup": seconds["startup"],
-        "recovery": seconds["recovery"],
-        "down": seconds["down"],
-    }
-    total = sum(spent.values())
-    return Goodput(
-        seconds=spent, steps=steps, lost=lost, ratio=spent["productive"] / total if total else None
-    )
+            self._seconds[self._state] += max(0.0, at - self._since)
+        self._state, self._since = state, max(at, self._since)
+
+    def until(
+        self, until: float | None, *, newest: int | None, incidents: Sequence[Incident | IncidentSummary]
+    ) -> Goodput:
+        """Return how the job has spent its time.
+
+        A step that was lost is taken to have cost what a step of this job costs on average.
+
+        Args:
+            until: the time to which the last state lasts, in Unix seconds; None: to the last event.
+            newest: the newest finished step, None if it is not known: then that of the events.
+            incidents: of the same job.
+        """
+        seconds = dict(self._seconds)
+        if self._state and self._state != "down" and until is not None:
+            seconds[self._state] += max(0.0, until - self._since)
+        known = [step for step in (newest, self._newest) if step is not None]
+        lost = sum(incident.steps_lost or 0 for incident in incidents)
+        steps = max(0, max(known) - max(self._first, 0)) if known and self._first is not None else 0
+        wasted = seconds["training"] * lost / (steps + lost) if lost else 0.0
+        spent = {
+            "productive": seconds["training"] - wasted,
+            "wasted": wasted,
+            "startup": seconds["startup"],
+            "recovery": seconds["recovery"],
+            "down": seconds["down"],
+        }
+        total = sum(spent.values())
+        return Goodput(
+            seconds=spent, steps=steps, lost=lost, ratio=spent["productive"] / total if total else None
+        )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from adaptor.errors import AdaptorError
-from adaptor.operations.records import Event, Incident, IncidentSummary, Status, unix
+from adaptor.operations.records import Incident, IncidentSummary, Status, unix
 
 STATUS_FILE = "status.json"
 EVENTS_FILE = "events.jsonl"
@@ -91,26 +90,6 @@ def incidents(job: Path) -> list[Incident]:
     return sorted(found, key=lambda incident: (incident.began, incident.incident))
 
 
-def events(job: Path) -> Iterator[Event]:
-    """Read the lines of events.jsonl, in their order. A line that is cut, or none of ours, is left out.
-
-    Raises:
-        JobFolderError: the file cannot be read.
-    """
-    path = job / EVENTS_FILE
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    yield msgspec.json.decode(line, type=Event)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    continue  # of a full disk, or being written
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise JobFolderError(f"{path}: it cannot be read ({error.strerror})") from None
-
-
 class Summaries:
     """The summaries of a job's incidents; a file is read again only when it has changed."""
 
@@ -121,18 +100,24 @@ class Summaries:
         """Return the summaries of the incidents of a job, in their order. Raises JobFolderError."""
         there: dict[Path, tuple[tuple[int, int], IncidentSummary]] = {}
         for path in (job / INCIDENTS).glob("*.json"):
-            try:
-                stat = path.stat()
-            except FileNotFoundError:
-                continue  # removed meanwhile
-            except OSError as error:
-                raise JobFolderError(f"{path}: it cannot be read ({error.strerror})") from None
-            mark = (stat.st_mtime_ns, stat.st_size)
-            known = self._read.get(path)
-            there[path] = known if known and known[0] == mark else (mark, read(path, IncidentSummary))
+            mark = mark_of(path)
+            if mark is not None:
+                known = self._read.get(path)
+                there[path] = known if known and known[0] == mark else (mark, read(path, IncidentSummary))
         self._read = there
         found = [summary for _, summary in there.values()]
         return sorted(found, key=lambda summary: (summary.began, summary.incident))
+
+
+def mark_of(path: Path) -> tuple[int, int] | None:
+    """Return what differs when a file has changed; None if it is not there. Raises JobFolderError."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise JobFolderError(f"{path}: it cannot be read ({error.strerror})") from None
+    return stat.st_mtime_ns, stat.st_size
 
 
 def read(path: Path, kind: type[T]) -> T:

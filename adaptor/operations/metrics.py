@@ -1,4 +1,4 @@
-"""The metrics of a job, made from its files at each scrape, for Prometheus.
+"""The metrics of a job, made from what is new in its files at each scrape, for Prometheus.
 
 docs/operations.md has the table.
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
-from pathlib import Path
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -22,7 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from adaptor.operations import goodput, job_folder
+from adaptor.operations.job_reader import JobReader
 from adaptor.operations.newest_checkpoint import Checkpoint
 from adaptor.operations.records import IncidentSummary, Phases, Status, unix
 
@@ -31,14 +30,11 @@ BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _RANKS = ("starting", "training", "ended")
 
 
-def exposition(
-    job: Path, summaries: job_folder.Summaries, newest: Checkpoint | None, accept: str
-) -> tuple[bytes, str]:
+def exposition(reader: JobReader, newest: Checkpoint | None, accept: str) -> tuple[bytes, str]:
     """Return the metrics of a job, and their content type.
 
     Args:
-        job: its folder.
-        summaries: of its incidents, kept from one scrape to the next.
+        reader: reads it, and is kept from one scrape to the next.
         newest: the newest checkpoint in its save folder, if that is known.
         accept: the header `Accept` of the scrape: it chooses OpenMetrics or the older text format.
 
@@ -46,17 +42,17 @@ def exposition(
         JobFolderError: the files of the job cannot be read.
     """
     registry = CollectorRegistry()
-    registry.register(_Job(job, summaries, newest))
+    registry.register(_Job(reader, newest))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
 
 class _Job(Collector):
-    def __init__(self, job: Path, summaries: job_folder.Summaries, newest: Checkpoint | None) -> None:
+    def __init__(self, reader: JobReader, newest: Checkpoint | None) -> None:
         self._newest = newest
-        self._status = job_folder.status(job)
-        self._incidents = summaries.of(job)
-        self._spent = goodput.of_job(job, self._status, self._incidents)
+        self._status = reader.status()
+        self._incidents = reader.summaries()
+        self._spent = reader.spent()
 
     def collect(self) -> Iterable[Metric]:
         status, spent = self._status, self._spent

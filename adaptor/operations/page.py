@@ -5,16 +5,22 @@ It has no script and asks nothing of any other place, so a file of it can be sen
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
+from markupsafe import Markup
 
-from adaptor.operations import goodput, job_folder
+from adaptor.operations import job_folder
+from adaptor.operations.job_reader import JobReader
 from adaptor.operations.records import Event, Incident, Status, unix
 from adaptor.operations.words import duration, protection
 
 # More events of an incident than these are left to its file: with thousands of ranks a browser would stall.
 MOST_EVENTS = 500
+# So are more incidents than these, the newest ones.
+MOST_INCIDENTS = 20
 # By the part of an incident or the state of a job: the name of its colour in the template.
 _COLOURS = {
     "detect": "detect",
@@ -35,49 +41,93 @@ _COLOURS = {
 }
 
 
-def page(job: Path, *, refresh_s: int = 0) -> str:
-    """Return the page of a job, as HTML.
+class _Section(NamedTuple):
+    """The part of the page about one incident, as HTML.
 
-    Args:
-        job: its folder.
-        refresh_s: after so many seconds a browser loads it again; 0: never.
-
-    Raises:
-        JobFolderError: the files of the job cannot be read.
+    order   of incidents: when it began, and its number
+    action  what was done after it
     """
-    status = job_folder.status(job)
-    incidents = job_folder.incidents(job)
-    silent_s = job_folder.silent_s(status)
-    bad = bool(silent_s) or status.protected is False or (status.state == "ended" and _ended_badly(incidents))
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("adaptor.operations", ""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-    )
-    return environment.get_template("page.html.j2").render(
-        status=status,
-        state=f"silent for {duration(silent_s)}, last {status.state}" if silent_s else status.state,
-        bad=bad,
-        protection=protection(status),
-        step_age=_step_age(status),
-        spent=goodput.of_job(job, status, incidents),
-        incidents=incidents[::-1],
-        refresh_s=refresh_s,
-        most=MOST_EVENTS,
-        colours=_COLOURS,
-        duration=duration,
-        figure=lambda seconds: "not known" if seconds is None else duration(seconds),
-        after=_after,
-        saving=_saving,
-        recovering=_recovering,
-        until_verdict=_until_verdict,
-        until_step=_until_step,
-    )
+
+    order: tuple[str, int]
+    action: str
+    html: Markup
 
 
-def _ended_badly(incidents: list[Incident]) -> bool:
-    return bool(incidents) and incidents[-1].next_action.startswith("the job ends")
+class Pages:
+    """Makes pages; what they say of an incident is made again only when its file has changed."""
+
+    def __init__(self) -> None:
+        environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("adaptor.operations", ""),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+        )
+        environment.globals.update(duration=duration, figure=_figure)
+        self._page = environment.get_template("page.html.j2")
+        self._incident = environment.get_template("incident.html.j2")
+        self._sections: dict[str, tuple[tuple[int, int], _Section]] = {}
+        self._lock = threading.Lock()
+
+    def page(self, reader: JobReader, *, refresh_s: int = 0) -> str:
+        """Return the page of a job, as HTML.
+
+        Args:
+            reader: of the job.
+            refresh_s: after so many seconds a browser loads it again; 0: never.
+
+        Raises:
+            JobFolderError: the files of the job cannot be read.
+        """
+        status = reader.status()
+        with self._lock:
+            newest = self._newest_sections(reader.job)
+        incidents = reader.summaries()
+        silent_s = job_folder.silent_s(status)
+        ended_badly = bool(newest) and newest[0].action.startswith("the job ends")
+        bad = bool(silent_s) or status.protected is False or (status.state == "ended" and ended_badly)
+        return self._page.render(
+            status=status,
+            state=f"silent for {duration(silent_s)}, last {status.state}" if silent_s else status.state,
+            bad=bad,
+            protection=protection(status),
+            step_age=_step_age(status),
+            spent=reader.spent(),
+            incidents=len(incidents),
+            sections=[section.html for section in newest],
+            refresh_s=refresh_s,
+            colours=_COLOURS,
+        )
+
+    def _newest_sections(self, job: Path) -> list[_Section]:
+        """Return the sections of the newest incidents, the newest first."""
+        there: dict[str, tuple[tuple[int, int], _Section]] = {}
+        # By their names, which begin with the time and have no order among those of one second.
+        for path in sorted((job / job_folder.INCIDENTS).glob("*.json"))[-2 * MOST_INCIDENTS :]:
+            mark = job_folder.mark_of(path)
+            if mark is not None:
+                known = self._sections.get(str(path))
+                there[str(path)] = known if known and known[0] == mark else (mark, self._section(path))
+        self._sections = there
+        found = sorted((section for _, section in there.values()), key=lambda one: one.order, reverse=True)
+        return found[:MOST_INCIDENTS]
+
+    def _section(self, path: Path) -> _Section:
+        one = job_folder.read(path, Incident)
+        html = self._incident.render(
+            one=one,
+            most=MOST_EVENTS,
+            after=_after,
+            saving=_saving,
+            recovering=_recovering,
+            until_verdict=_until_verdict,
+            until_step=_until_step,
+        )
+        return _Section((one.began, one.incident), one.next_action, Markup(html))
+
+
+def _figure(seconds: float | None) -> str:
+    return "not known" if seconds is None else duration(seconds)
 
 
 def _step_age(status: Status) -> str:

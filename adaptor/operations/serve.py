@@ -1,7 +1,7 @@
 """`ttp serve` and `ttprun --ttp-serve`: metrics and files of a job over HTTP, in a process of its own.
 
-It reads the files that ttprun writes, at each request, and no job asks it anything: whatever happens to it,
-training goes on.
+At each request it reads what is new in the files that ttprun writes, and no job asks it anything: whatever
+happens to it, training goes on.
 
 /                   one page for people
 /metrics            for Prometheus
@@ -19,7 +19,6 @@ import hmac
 import re
 import socket
 import threading
-from collections import deque
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,8 +29,9 @@ import msgspec
 from adaptor.operations import job_folder, metrics, page
 from adaptor.operations.access import Clients
 from adaptor.operations.job_folder import JobFolderError
+from adaptor.operations.job_reader import JobReader, newest_events
 from adaptor.operations.newest_checkpoint import NewestCheckpoint
-from adaptor.operations.records import Event, Incident
+from adaptor.operations.records import Incident
 
 # A client is dropped after so long: a scrape takes 10 s at most.
 _CLIENT_S = 10.0
@@ -62,7 +62,8 @@ class Server(ThreadingHTTPServer):
         self.token = clients.token
         self._job: Path | None = None
         self._clients = threading.BoundedSemaphore(MOST_CLIENTS)
-        self.summaries = job_folder.Summaries()
+        self._reader: JobReader | None = None
+        self.pages = page.Pages()
         self.newest = NewestCheckpoint(lambda: job_folder.status(self.job()).save)
         super().__init__(listening.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()  # the base class makes one
@@ -81,6 +82,13 @@ class Server(ThreadingHTTPServer):
         if found is None or not job_folder.goes_on(found):
             found = self._job = job_folder.find(self.where)
         return found
+
+    def reader(self) -> JobReader:
+        """Return what reads the job that is served. Raises JobFolderError."""
+        job, reader = self.job(), self._reader
+        if reader is None or reader.job != job:
+            reader = self._reader = JobReader(job)
+        return reader
 
     def get_request(self) -> tuple[socket.socket, object]:
         """Accept a client; its thread makes the handshake."""
@@ -157,14 +165,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _made(self, path: str, query: dict[str, list[str]]) -> tuple[HTTPStatus, str, bytes]:
         server = self.server
         if path == "/":
-            html = page.page(server.job(), refresh_s=_REFRESH_S)
+            html = server.pages.page(server.reader(), refresh_s=_REFRESH_S)
             return HTTPStatus.OK, "text/html; charset=utf-8", html.encode(errors="replace")
         if path == "/healthz":
             return HTTPStatus.OK, _TEXT, b"ok\n"
         if path == "/metrics":
-            body, kind = metrics.exposition(
-                server.job(), server.summaries, server.newest.found, self.headers.get("Accept", "")
-            )
+            accept = self.headers.get("Accept", "")
+            body, kind = metrics.exposition(server.reader(), server.newest.found, accept)
             return HTTPStatus.OK, kind, body
         if path == "/readyz":
             why = _not_ready(server.job())
@@ -173,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/v1/status":
             return _json(job_folder.status(server.job()))
         if path == "/api/v1/incidents":
-            return _json(server.summaries.of(server.job()))
+            return _json(server.reader().summaries())
         if path.startswith("/api/v1/incidents/"):
             return _incident(server.job(), path.removeprefix("/api/v1/incidents/"))
         if path == "/api/v1/events":
@@ -213,8 +220,7 @@ def _events(job: Path, limit: str) -> tuple[HTTPStatus, str, bytes]:
     if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= _MOST_EVENTS:
         words = f"limit is {limit[:20]!r}: it must be a number from 1 to {_MOST_EVENTS}\n"
         return HTTPStatus.BAD_REQUEST, _TEXT, words.encode(errors="replace")
-    newest: deque[Event] = deque(job_folder.events(job), maxlen=int(limit))
-    return _json(list(newest))
+    return _json(newest_events(job, int(limit)))
 
 
 def _not_ready(job: Path) -> str:

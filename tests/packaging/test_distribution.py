@@ -66,7 +66,7 @@ def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     inside = {name for name in names_in(wheel) if ".dist-info/" not in name}
     schemas = {f"adaptor/operations/schema/{name}.json" for name in ("event", "incident", "notice", "status")}
-    page = {"adaptor/operations/page.html.j2"}
+    page = {f"adaptor/operations/{name}.html.j2" for name in ("bar", "incident", "page")}
     assert inside == {name for name, _ in modules()} | {"adaptor/py.typed"} | schemas | page
 
 

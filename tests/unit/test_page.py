@@ -11,6 +11,7 @@ import pytest
 
 from adaptor.launchers import ttp
 from adaptor.operations import job_folder, page
+from adaptor.operations.job_reader import JobReader
 from adaptor.operations.records import Phases, utc
 from tests.unit.test_serve import BEGAN, EVENTS, incident, status
 
@@ -53,12 +54,16 @@ def write(folder: Path, one: object, *, state: object = None) -> Path:
     return folder / JOB
 
 
+def html_of(job: Path) -> str:
+    return page.Pages().page(JobReader(job))
+
+
 def test_an_incident_in_figures(tmp_path: Path) -> None:
     one = incident()
     one.phases = Phases(
         detect=0.02, freeze=0.03, write=0.4, publish=0.1, restart=2.0, load=5.0, first_step=1.5
     )
-    text = str(Text(page.page(write(tmp_path, one))))
+    text = str(Text(html_of(write(tmp_path, one))))
     assert "rank 1 was ended by SIGKILL" in text
     assert "Noticed after 20 ms" in text
     assert "Verdict after 1.0 s" in text
@@ -70,14 +75,14 @@ def test_an_incident_in_figures(tmp_path: Path) -> None:
 
 def test_a_job_without_an_incident_and_without_a_step(tmp_path: Path) -> None:
     state = status(step=None, step_time=None, protected=False, why_not="no replica", incidents=0)
-    text = str(Text(page.page(write(tmp_path, None, state=state))))
+    text = str(Text(html_of(write(tmp_path, None, state=state))))
     assert "Newest finished step none" in text
     assert "NOT PROTECTED: no replica" in text
     assert "None." in text
 
 
 def test_a_job_that_writes_nothing_any_more(tmp_path: Path) -> None:
-    html = page.page(write(tmp_path, None, state=status(time=utc(BEGAN))))
+    html = html_of(write(tmp_path, None, state=status(time=utc(BEGAN))))
     assert re.search(r'class="bad">silent for [\d.]+ h, last training', html)
 
 
@@ -86,7 +91,7 @@ def test_what_a_job_says_is_text(tmp_path: Path) -> None:
     one = incident()
     one.reason = one.next_action = "<script>alert(1)</script><img src=x>"
     one.events[0].data["detail"] = "<b onclick=x>"
-    made = Text(page.page(write(tmp_path, one, state=status(job="<i>", why_not="<u>", protected=False))))
+    made = Text(html_of(write(tmp_path, one, state=status(job="<i>", why_not="<u>", protected=False))))
     assert made.loads == []
     assert "<script>alert(1)</script><img src=x>" in str(made)
 
@@ -94,9 +99,34 @@ def test_what_a_job_says_is_text(tmp_path: Path) -> None:
 def test_an_incident_with_more_events_than_a_browser_takes(tmp_path: Path) -> None:
     one = incident()
     one.events *= page.MOST_EVENTS + 7
-    html = page.page(write(tmp_path, one))
+    html = html_of(write(tmp_path, one))
     assert html.count("fault noticed") == page.MOST_EVENTS
     assert "The other 7 are in incidents/" in html
+
+
+def test_a_page_is_made_again_of_what_has_changed(tmp_path: Path) -> None:
+    job = write(tmp_path, incident())
+    pages, reader = page.Pages(), JobReader(job)
+    assert "Steps lost 2" in str(Text(pages.page(reader)))
+    changed = incident(lost=12)
+    changed.reason = "another reason"
+    (job / "incidents" / "1.json").write_bytes(msgspec.json.encode(changed))
+    text = str(Text(pages.page(reader)))
+    assert ("another reason" in text, "SIGKILL" in text, "Steps lost 12" in text) == (True, False, True)
+
+
+def test_a_job_with_more_incidents_than_a_browser_takes(tmp_path: Path) -> None:
+    job = write(tmp_path, None)
+    for number in range(page.MOST_INCIDENTS + 7):
+        one = incident(number)
+        one.began = utc(BEGAN + number)
+        one.reason = f"fault number {number}."
+        (job / "incidents" / f"20260101T0000{number:02}Z-1.json").write_bytes(msgspec.json.encode(one))
+    text = str(Text(html_of(job)))
+    assert text.count("fault number") == page.MOST_INCIDENTS
+    assert text.index("fault number 26.") < text.index("fault number 7.")
+    assert "fault number 6." not in text
+    assert "7 older ones:" in text
 
 
 def test_ttp_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

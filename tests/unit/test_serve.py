@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from adaptor.endpoints import Address
 from adaptor.operations import access, cli, job_folder, serve
-from adaptor.operations.goodput import Goodput, goodput
+from adaptor.operations.goodput import Goodput, TimeSpent
+from adaptor.operations.job_reader import JobReader
 from adaptor.operations.metrics import exposition
 from adaptor.operations.newest_checkpoint import Checkpoint
 from adaptor.operations.records import Cause, Event, Incident, IncidentSummary, Phases, Status, Versions, utc
@@ -195,7 +196,7 @@ def test_the_metrics_of_a_job(job: Path) -> None:
 
 def test_the_page_names_each_metric(job: Path) -> None:
     """docs/operations.md, against what is served."""
-    text = exposition(job, job_folder.Summaries(), Checkpoint(1, 1.0, 1), OPENMETRICS)[0].decode()
+    text = exposition(JobReader(job), Checkpoint(1, 1.0, 1), OPENMETRICS)[0].decode()
     served = {family.name for family in text_string_to_metric_families(text)}
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     named = {
@@ -344,6 +345,15 @@ def test_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         cli.main(["serve", "--port", port])
     assert "it must be a number from 0 to 65535" in capsys.readouterr().err
+
+
+def goodput(
+    events: Iterable[Event], incidents: Sequence[IncidentSummary], *, newest: int | None, until: float | None
+) -> Goodput:
+    spent = TimeSpent()
+    for event in events:
+        spent.add(event)
+    return spent.until(until, newest=newest, incidents=incidents)
 
 
 def summary(number: int = 1, *, lost: int = 2) -> IncidentSummary:

@@ -1,0 +1,143 @@
+"""Reads the files of a job again and again, and of those that have not changed nothing.
+
+A job of months has hundreds of thousands of events, and its metrics are asked for every some seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from adaptor.operations import job_folder
+from adaptor.operations.goodput import Goodput, TimeSpent
+from adaptor.operations.job_folder import EVENTS_FILE, JobFolderError, Summaries
+from adaptor.operations.records import Event, IncidentSummary, Status, unix
+
+_BLOCK = 1 << 16
+
+
+class JobReader:
+    """Reads one job, for any number of threads.
+
+    Args:
+        job: its folder.
+    """
+
+    def __init__(self, job: Path) -> None:
+        self.job = job
+        self._lock = threading.Lock()
+        self._summaries = Summaries()
+        self._events = _NewEvents(job / EVENTS_FILE)
+        self._spent = TimeSpent()
+
+    def status(self) -> Status:
+        """Read status.json. Raises JobFolderError."""
+        return job_folder.status(self.job)
+
+    def summaries(self) -> list[IncidentSummary]:
+        """Return the summaries of the incidents that have ended, in their order. Raises JobFolderError."""
+        with self._lock:
+            return self._summaries.of(self.job)
+
+    def spent(self) -> Goodput:
+        """Return how the job has spent its time until its status was written. Raises JobFolderError."""
+        status = self.status()
+        with self._lock:
+            if self._events.is_replaced():
+                self._spent = TimeSpent()
+            for event in self._events:
+                self._spent.add(event)
+            incidents = self._summaries.of(self.job)
+            return self._spent.until(unix(status.time), newest=status.step, incidents=incidents)
+
+
+class _NewEvents:
+    """Yields the events that are new since the last time, in the order of their file.
+
+    A line that is cut, or none of ours, is left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None
+        self._read = 0  # bytes
+
+    def is_replaced(self) -> bool:
+        """Return whether the file is another one than before, which is read from its beginning."""
+        try:
+            stat = self._path.stat()
+            found, size = (stat.st_dev, stat.st_ino), stat.st_size
+        except FileNotFoundError:
+            found, size = None, 0
+        except OSError as error:
+            raise _unreadable(self._path, error) from None
+        if found == self._file and size >= self._read:
+            return False
+        self._file, self._read = found, 0
+        return True
+
+    def __iter__(self) -> Iterator[Event]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return  # it is being written
+                    self._read += len(line)
+                    event = _decoded(line)
+                    if event is not None:
+                        yield event
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _unreadable(self._path, error) from None
+
+
+def newest_events(job: Path, count: int) -> list[Event]:
+    """Return the newest events of a job, at most `count`, in the order of their file.
+
+    Raises:
+        JobFolderError: the file cannot be read.
+    """
+    path = job / EVENTS_FILE
+    found: list[Event] = []
+    try:
+        with path.open("rb") as file:
+            for line in _backwards(file.fileno()):
+                event = _decoded(line)
+                if event is not None:
+                    found.append(event)
+                if len(found) == count:
+                    break
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return found[::-1]
+
+
+def _backwards(descriptor: int) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first."""
+    place = os.fstat(descriptor).st_size
+    rest = b""
+    while place > 0:
+        begin = max(0, place - _BLOCK)
+        rest, *lines = (os.pread(descriptor, place - begin, begin) + rest).split(b"\n")
+        place = begin
+        yield from reversed(lines)
+    yield rest
+
+
+def _decoded(line: bytes) -> Event | None:
+    try:
+        return msgspec.json.decode(line, type=Event)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # of a full disk
+
+
+def _unreadable(path: Path, error: OSError) -> JobFolderError:
+    return JobFolderError(f"{path}: it cannot be read ({error.strerror})")

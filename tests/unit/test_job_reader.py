@@ -1,0 +1,101 @@
+"""Reading the files of a job that goes on: what is new is added, and nothing twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from adaptor.operations import job_folder, job_reader
+from adaptor.operations.goodput import Goodput
+from adaptor.operations.job_folder import EVENTS_FILE, JobFolderError
+from adaptor.operations.job_reader import JobReader, newest_events
+from tests.unit.test_serve import EVENTS, event, incident, job  # noqa: F401
+
+LINES = [msgspec.json.encode(one) + b"\n" for one in EVENTS]
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def spent_of(folder: Path) -> Goodput:
+    """What one reads who comes now."""
+    return JobReader(folder).spent()
+
+
+@pytest.mark.parametrize("bytes_at_once", [7, 64, 1 << 20])
+def test_events_that_come_bit_by_bit(bytes_at_once: int, job: Path) -> None:  # noqa: F811
+    path = job / EVENTS_FILE
+    path.write_bytes(b"")
+    fixed = msgspec.json.decode((job / job_folder.STATUS_FILE).read_bytes())
+    reader, data = JobReader(job), b"".join(LINES)
+    for place in range(0, len(data), bytes_at_once):
+        append(path, data[place : place + bytes_at_once])
+        assert reader.spent() == spent_of(job)
+    assert reader.spent().steps == fixed["step"]
+    assert reader.spent().seconds["recovery"] == 8
+
+
+def test_a_line_that_is_cut_costs_itself(job: Path) -> None:  # noqa: F811
+    """A full disk cuts a line; the next one comes behind it, or after it."""
+    path = job / EVENTS_FILE
+    path.write_bytes(LINES[0] + LINES[1][:20] + LINES[2] + b'"\xff"\n' + LINES[1] + b"[" * 100_000 + b"\n")
+    reader = JobReader(job)
+    assert reader.spent().seconds["startup"] == 10
+    append(path, b"".join(LINES[2:]))
+    assert reader.spent() == spent_of(job)
+    assert reader.spent().seconds["recovery"] == 8
+
+
+@pytest.mark.parametrize("how", ["truncated", "replaced", "removed"])
+def test_a_file_that_is_another_one_is_read_from_its_beginning(how: str, job: Path) -> None:  # noqa: F811
+    path = job / EVENTS_FILE
+    reader = JobReader(job)
+    assert reader.spent().seconds["recovery"] == 8
+    if how == "truncated":
+        path.write_bytes(b"".join(LINES[:2]))
+    elif how == "replaced":
+        other = path.with_name("other")
+        other.write_bytes(b"".join([*LINES[:2], *LINES]))
+        other.replace(path)
+    else:
+        path.unlink()
+    assert reader.spent() == spent_of(job)
+    assert reader.spent().seconds["recovery"] == (8 if how == "replaced" else 0)
+
+
+def test_the_newest_events_are_read_from_the_end(job: Path) -> None:  # noqa: F811
+    path = job / EVENTS_FILE
+    made = [event(number, "written" * (number % 50), step=number) for number in range(3000)]
+    data = b"".join(msgspec.json.encode(one) + b"\n" for one in made)
+    assert len(data) > 3 * job_reader._BLOCK
+    path.write_bytes(data + b'{"cut')
+    for count in (1, 2, 700, 2999, 3000, 4000):
+        assert newest_events(job, count) == made[-count:]
+    path.write_bytes(b"")
+    assert newest_events(job, 1) == []
+    path.unlink()
+    assert newest_events(job, 1) == []
+
+
+def test_an_incident_is_read_again_when_its_file_has_changed(job: Path) -> None:  # noqa: F811
+    reader = JobReader(job)
+    assert [one.steps_lost for one in reader.summaries()] == [2]
+    path = job / "incidents" / f"{incident().id}.json"
+    path.write_bytes(msgspec.json.encode(incident(lost=12)))
+    assert [one.steps_lost for one in reader.summaries()] == [12]
+    (job / "incidents" / "2.json").write_bytes(msgspec.json.encode(incident(2)))
+    path.unlink()
+    assert [one.incident for one in reader.summaries()] == [2]
+
+
+def test_what_cannot_be_read_is_said(job: Path) -> None:  # noqa: F811
+    (job / EVENTS_FILE).unlink()
+    (job / EVENTS_FILE).mkdir()
+    with pytest.raises(JobFolderError, match=r"events\.jsonl: it cannot be read"):
+        JobReader(job).spent()
+    with pytest.raises(JobFolderError, match=r"events\.jsonl: it cannot be read"):
+        newest_events(job, 1)
