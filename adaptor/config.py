@@ -41,6 +41,10 @@ class Config:
     require_protection: str
     provide_mindio: bool
     platform: str
+    store: str
+    store_every: int
+    store_keep: int
+    store_rate: int
     store_endpoint: str
     log_path: str
     log_level: str
@@ -106,6 +110,20 @@ def _path(text: str) -> str:
     if "\n" in text or "-----" in text:
         raise _NotShownError
     return text
+
+
+def _store(text: str) -> str:
+    """Refuse credentials in the URL: it is shown in messages. The rest is checked where it is opened."""
+    if "@" in text:
+        raise _NotShownError
+    return text
+
+
+def _rate(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,12})([kKMG]?)", text.strip())
+    if match is None:
+        raise ValueError
+    return int(match[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]
 
 
 def _endpoint(text: str) -> str:
@@ -283,6 +301,40 @@ SETTINGS = (
         _one_of("auto", "none", "modelarts", "ascend", "volcano", "ranktable", "slurm", "openmpi"),
         "where ttprun reads the number of nodes, the rank of this node, the processes per node and the "
         "rendezvous address, unless flags give them; auto: from the platform that started it; none: nowhere",
+    ),
+    Setting(
+        "store",
+        "TTP_STORE",
+        "",
+        "the URL of an object store, like s3://bucket/run7",
+        _store,
+        "the checkpoints that are saved are also sent to this object store (s3://bucket/run7, obs://, gs://, "
+        "az://, file://), beside the training",
+    ),
+    Setting(
+        "store_every",
+        "TTP_STORE_EVERY",
+        "1",
+        "a number of steps from 1 to 1000000000",
+        _number(1, 10**9, int),
+        "how many steps lie at least between two checkpoints that are sent to TTP_STORE; last words, and the "
+        "newest one at the end of the job, are always sent",
+    ),
+    Setting(
+        "store_keep",
+        "TTP_STORE_KEEP",
+        "0",
+        "a number from 0 to 1000000",
+        _number(0, 10**6, int),
+        "how many checkpoints stay in TTP_STORE: older ones are removed; 0: all",
+    ),
+    Setting(
+        "store_rate",
+        "TTP_STORE_RATE",
+        "0",
+        "0, or bytes in a second, like 200M",
+        _rate,
+        "how many bytes in a second are sent to TTP_STORE while the job trains, like 200M; 0: no limit",
     ),
     Setting(
         "store_endpoint",

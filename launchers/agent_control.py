@@ -27,6 +27,7 @@ from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.job_lease import JobLease
 from adaptor.launchers.job_server import JobServer
 from adaptor.launchers.job_status import JobStatus
+from adaptor.launchers.job_uploads import JobUploads
 from adaptor.launchers.log import tell_error
 from adaptor.launchers.replacements import Replacements, WorkerStarter
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
@@ -107,6 +108,7 @@ class AgentControl:
         self._replacements = Replacements(self.workers, config.spares if config.online_s else 0)
         self._descriptors = Descriptors(0)
         self.lease = JobLease(scratch, config.timeout_s)
+        self.uploads = JobUploads(config)
         self._reports = Reports.IGNORED
         self.verdict: Verdict | None = None
         self.dismissed = False
@@ -121,6 +123,7 @@ class AgentControl:
         self.node = node
         self._may_restart = may_restart
         if node != 0:
+            self.uploads.stop()
             self.lease.release()  # rank 0, which takes the lease, is on another node from now on
         self.begun += 1
         self._descriptors.release()
@@ -146,6 +149,7 @@ class AgentControl:
         self._status.end()
         self.incident_report.close()
         self.server.close()
+        self.uploads.close()
 
     @property
     def controller_host(self) -> ControllerHost | None:
@@ -215,6 +219,7 @@ class AgentControl:
                     self._folder_tasks.saves.add(save)
                     if self.node == 0:
                         self.lease.keep(Path(save))
+                        self.uploads.begin(Path(save))
             case Modules():
                 self._replacements.hear(message)
                 return  # it stays here

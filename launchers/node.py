@@ -200,6 +200,7 @@ class Node:
             signal: the name of the signal.
             grace_s: seconds to wait for the verdict.
         """
+        self.control.uploads.leave(grace_s)
         if self.running:
             with contextlib.suppress(ControlThreadError):
                 request = AgentTerminationRequested(self.control.node, signal)

@@ -22,7 +22,7 @@ from pathlib import Path
 from adaptor import _script, config, devices, distributions, engines, output, text
 from adaptor.diagnostics import requests
 from adaptor.errors import AdaptorError, ConfigError, StartError
-from adaptor.launchers import flags, invitation, job_server, notifier, tls
+from adaptor.launchers import flags, invitation, job_server, job_uploads, notifier, tls
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
@@ -114,8 +114,7 @@ def _run(
                 job_server.require(settings)
                 notifier.targets(settings)
                 notifier.secret(settings)
-            elif settings.serve is not None or settings.notify is not None:
-                name = "TTP_SERVE" if settings.serve is not None else "TTP_NOTIFY"
+            elif name := _needs_own_agent(settings):
                 raise ConfigError(
                     f"{name} is set: with TTP_ENGINE={settings.engine} the adaptor's controller does not run;"
                     f" leave out {name}"
@@ -127,12 +126,19 @@ def _run(
                 os.environ["TTP_DUMP"] = requests.inline(os.environ["TTP_DUMP"])
             if not engine.has_own_agent:
                 os.environ.update(engine.prepare(settings))
+            job_uploads.require(settings)
     except (ConfigError, StartError) as error:
         output.tell(f"ttprun: error: {error}")
         return USAGE_EXIT_CODE
     if engine is not None:
         return _run_with_survivors(parsed, engine, settings, ends)
     return _run_plain(parsed, settings.device)
+
+
+def _needs_own_agent(settings: config.Config) -> str:
+    """Return a setting for which this package's own agent and controller must run; '' where none is set."""
+    given = {"TTP_SERVE": settings.serve, "TTP_NOTIFY": settings.notify, "TTP_STORE": settings.store or None}
+    return next((name for name, value in given.items() if value is not None), "")
 
 
 def _require_script(parsed: argparse.Namespace, settings: config.Config) -> None:

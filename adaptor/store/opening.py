@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from adaptor.store.address import Address
 
 
-def open_store(url: str, endpoint: str = "", *, make: bool = False) -> Store:
+def open_store(url: str, endpoint: str = "", *, make: bool = False, patience_s: float = 60) -> Store:
     """Open the store that a URL names; nothing is asked of it.
 
     Args:
         url: like `s3://bucket/run7`.
         endpoint: the URL at which it answers; empty for that of its provider.
         make: a folder (file://) that is not there is made, in one that is.
+        patience_s: for how many seconds a request that fails is made again.
 
     Raises:
         StoreError: the URL, the credentials or the installation are not as they must be.
@@ -44,13 +45,13 @@ def open_store(url: str, endpoint: str = "", *, make: bool = False) -> Store:
         # Folders that are left empty would look like checkpoints.
         return Store(place, kinds.LocalStore(place.prefix, automatic_cleanup=True), "")
     try:
-        client = _remote(place, endpoint)
+        client = _remote(place, endpoint, patience_s)
     except (exceptions.BaseError, OSError, ValueError) as error:
         raise StoreError(f"{place}: cannot be opened: {plain(str(error))}") from None
     return Store(place, client, endpoint)
 
 
-def _remote(place: Address, endpoint: str) -> ObjectStore:
+def _remote(place: Address, endpoint: str, patience_s: float) -> ObjectStore:
     from obstore import store as kinds
 
     prefix = place.prefix or None
@@ -59,7 +60,7 @@ def _remote(place: Address, endpoint: str) -> ObjectStore:
         "connect_timeout": timedelta(seconds=10),
         "timeout": timedelta(seconds=120),
     }
-    retry: RetryConfig = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
+    retry: RetryConfig = {"max_retries": 10, "retry_timeout": timedelta(seconds=patience_s)}
     if place.scheme == "gs":
         google: GCSConfig = {"base_url": endpoint} if endpoint else {}
         return kinds.GCSStore(

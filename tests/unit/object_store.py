@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from adaptor.checkpoint import regular_folder, tracker
+from adaptor.checkpoint import publish, regular_folder, tracker
+from adaptor.checkpoint.hashing import HashingFile
 from adaptor.protocol import naming
 from tests.ports import free_port
 from tests.waiting import until
@@ -52,12 +53,23 @@ def request(server: str, method: str, path: str, body: bytes = b"") -> bytes:
         connection.close()
 
 
-def save(root: Path, step: int, generation: str = "0f3a5c21", first: int = 1000) -> Path:
-    """Save a checkpoint of FILES random files, as a regular save does; return its folder.
+def save(
+    root: Path, step: int, generation: str = "0f3a5c21", first: int = 1000, *, last_words: bool = False
+) -> Path:
+    """Save a checkpoint of FILES random files, as a regular save or as last words; return its folder.
 
     Args:
         first: bytes of the first file; the others are small.
     """
+    if last_words:
+        folder = publish.prepare(root, step, generation=generation)
+        entries = []
+        for number in range(FILES):
+            with HashingFile(folder / f"mp_rank_{number:02d}" / naming.MODEL_FILE, below=folder) as file:
+                file.write(os.urandom(1000 + number if number else first))
+            entries.append(file.entry(file.path.relative_to(folder).as_posix()))
+        publish.publish(root, step, entries, {"g": {"writer": 0}}, 1, generation)
+        return root / naming.final_name(step)
     saving = root / naming.regular_name(step, generation)
     for number in range(FILES):
         file = saving / f"mp_rank_{number:02d}" / naming.MODEL_FILE

@@ -36,6 +36,10 @@ DEFAULTS = Config(
     require_protection="auto",
     provide_mindio=False,
     platform="auto",
+    store="",
+    store_every=1,
+    store_keep=0,
+    store_rate=0,
     store_endpoint="",
     log_path="logs",
     log_level="INFO",
@@ -81,6 +85,9 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_SPARES", "64", "spares", 64),
     ("TTP_PROVIDE_MINDIO", "1", "provide_mindio", True),
     ("TTP_PROVIDE_MINDIO", "False", "provide_mindio", False),
+    ("TTP_STORE", "s3://bucket/run7", "store", "s3://bucket/run7"),
+    ("TTP_STORE_RATE", "200M", "store_rate", 200_000_000),
+    ("TTP_STORE_EVERY", "2000", "store_every", 2000),
     ("TTP_STORE_ENDPOINT", "https://host:9000/", "store_endpoint", "https://host:9000"),
     ("TTP_LOG_PATH", "/var/log/job", "log_path", "/var/log/job"),
     ("TTP_LOG_LEVEL", "debug", "log_level", "DEBUG"),
@@ -125,6 +132,8 @@ BAD = [
     ("TTP_HANG", "never"),
     ("TTP_PLATFORM", "kubernetes"),
     ("TTP_STORE_ENDPOINT", "host:9000"),
+    ("TTP_STORE_RATE", "fast"),
+    ("TTP_STORE_EVERY", "0"),
     ("TTP_LOG_PATH", ""),
     ("TTP_LOG_LEVEL", "LOUD"),
     ("TTP_LOG_STDOUT", "maybe"),
@@ -209,6 +218,12 @@ def test_no_secret_is_shown(name: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["TTP_STORE", "TTP_STORE_ENDPOINT"])
+def test_credentials_in_a_url_are_not_shown(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} holds a text \(not shown\)"):
+        config.load({name: "https://user:word@host"})
+
+
 def test_other_variables_are_not_ours() -> None:
     """Of ours inside of a job, of MindIO's SDK, of Kubernetes for a service named ttp, of anybody."""
     others = """TTP_AGENT TTP_BOARD TTP_BOARD_RANKS TTP_SCRATCH TTP_GENERATION TTP_IS_RESTART TTP_TEST_COLD
@@ -262,6 +277,10 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_REQUIRE_PROTECTION": "--ttp-require-protection",
         "TTP_PROVIDE_MINDIO": "--ttp-provide-mindio",
         "TTP_PLATFORM": "--ttp-platform",
+        "TTP_STORE": "--ttp-store",
+        "TTP_STORE_EVERY": "--ttp-store-every",
+        "TTP_STORE_KEEP": "--ttp-store-keep",
+        "TTP_STORE_RATE": "--ttp-store-rate",
         "TTP_STORE_ENDPOINT": "--ttp-store-endpoint",
         "TTP_LOG_PATH": "--ttp-log-path",
         "TTP_LOG_LEVEL": "--ttp-log-level",

@@ -1,0 +1,157 @@
+"""Starts and ends the process that sends the checkpoints of a job to a store (TTP_STORE), on node 0.
+
+That process looks at the save folder alone, so nothing of it reaches the job: if it ends, one line says so,
+and it is started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from adaptor import output, text
+from adaptor.config import Config
+from adaptor.errors import ConfigError
+from adaptor.launchers.programs import UPLOAD
+from adaptor.store.uploader import End, Order
+
+# Before it is started again: longer each time.
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+# A process that was told when to end needs no longer for its last line.
+_LAST_LINE_S = 5.0
+
+
+def require(config: Config) -> None:
+    """Refuse a store to which nothing can be written.
+
+    Raises:
+        ConfigError: the URL, the credentials, the bucket or the installation are not as they must be.
+    """
+    if not config.store:
+        return
+    command = [sys.executable, str(UPLOAD), "probe", config.store, config.store_endpoint]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        why = done.stdout.strip() or f"the process that tried it has ended with status {done.returncode}"
+        raise ConfigError(f"TTP_STORE: {why}")
+
+
+class JobUploads:
+    """The process, while this node is node 0.
+
+    Args:
+        config: the settings.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._lock = threading.Lock()  # of all below
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._until: float | None = None  # on the monotonic clock
+        self._ends = threading.Event()
+
+    def begin(self, save: Path) -> None:
+        """Send what is saved in `save` from now on; the process is started in a thread."""
+        with self._lock:
+            if self._config.store and self._thread is None and not self._ends.is_set():
+                self._thread = threading.Thread(
+                    target=self._keep, args=(save,), name="ttp-upload", daemon=True
+                )
+                self._thread.start()
+
+    def leave(self, grace_s: float) -> None:
+        """The job was told to end: what is not sent in so many seconds from now is said."""
+        self._until = time.monotonic() + grace_s
+
+    def close(self) -> None:
+        """Have the newest checkpoint sent, and wait for it."""
+        with self._lock:
+            self._ends.set()
+            self._tell_the_end()
+            thread = self._thread
+        if thread is not None:
+            left = None if self._until is None else max(0.0, self._until - time.monotonic()) + _LAST_LINE_S
+            thread.join(left)
+
+    def stop(self) -> None:
+        """End it at once: another node is node 0 now."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is None:
+                return
+            process, self._process = self._process, None
+            if process is not None:
+                process.kill()
+        thread.join(_LAST_LINE_S)
+
+    def _tell_the_end(self) -> None:
+        if self._process is not None:
+            within_s = None if self._until is None else max(0.0, self._until - time.monotonic())
+            self._write(self._process, End(within_s))
+
+    def _write(self, process: subprocess.Popen[bytes], message: Order | End) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, which its watcher says
+            process.stdin.write(msgspec.json.encode(message) + b"\n")
+            process.stdin.flush()
+
+    def _keep(self, save: Path) -> None:
+        """Run the process, again and again, until the job or this node's part in it ends."""
+        config, wait_s = self._config, FIRST_WAIT_S
+        order = Order(
+            config.store,
+            config.store_endpoint,
+            str(save),
+            config.store_every,
+            config.store_keep,
+            config.store_rate,
+        )
+        while True:
+            how = self._run_once(order)
+            if not how:
+                return
+            again = not self._ends.is_set()
+            output.tell(
+                f"[ttp] the process that sends checkpoints to {config.store} has ended {how}; "
+                + ("it is started again" if again else "the newest one may be on this machine only")
+            )
+            if not again or self._ends.wait(wait_s):
+                return
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _run_once(self, order: Order) -> str:
+        """Run the process to its end; return how it ended, '' where it was to end."""
+        with self._lock:
+            if threading.current_thread() is not self._thread:
+                return ""
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, str(UPLOAD), "send"],
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is for ttprun
+                )
+            except OSError as error:
+                return f"before it began ({text.say(error)})"
+            self._process = process
+            self._write(process, order)
+            if self._ends.is_set():
+                self._tell_the_end()
+        status = process.wait()
+        with self._lock:
+            expected = self._process is not process or (status == 0 and self._ends.is_set())
+            if self._process is process:
+                self._process = None
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        if expected:
+            return ""
+        return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"

@@ -1,0 +1,88 @@
+"""A job whose checkpoints go to an object store while it trains, and that is resumed from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adaptor.store import choose, pull
+from adaptor.store.opening import open_store
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2, Job
+from tests.faults.scenario import BaselineOf, assert_last_words, goes_on
+from tests.unit import object_store
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name, value in object_store.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with object_store.server() as url:
+        object_store.request(url, "PUT", "/bucket")
+        yield url
+
+
+def test_last_words_are_resumed_from_the_store(server: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """All of the machine's files are gone: the unmodified framework trains on from what is pulled."""
+    baseline = baseline_of(DP2)
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        save_interval=3,
+        faults=["rank=1,step=6,phase=forward,kind=sigkill"],
+        options=["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", server],
+        environment=object_store.CREDENTIALS,
+    )
+    ended = harness.run(job)
+    assert ended.code == 137, ended.log[-3000:]
+    assert "[ttp] step 5 is in s3://bucket/run7" in ended.log
+    store = open_store("s3://bucket/run7", server)
+    pulled = tmp_path / "pulled"
+    assert pull.pull(store, pulled).step == 5
+    assert_last_words(pulled, 5, baseline)
+    job.save = pulled
+    goes_on(job, baseline, 5)
+
+
+def test_a_job_that_ends_well_leaves_its_last_checkpoint_in_the_store(
+    server: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """It starts again once on its way, and has one uploader throughout."""
+    baseline = baseline_of(DP2)
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        restarts=1,
+        faults=["rank=1,step=6,phase=forward,kind=sigkill"],
+        options=["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", server],
+        environment=object_store.CREDENTIALS,
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    (newest, *_) = choose.newest_first(open_store("s3://bucket/run7", server), None, [])
+    assert newest.known.step == harness.ITERATIONS
+    assert job.save is not None
+    outcome.assert_same_training(ended, baseline.records)
+    assert "has ended" not in "".join(line for line in ended.said if "sends checkpoints" in line)
+
+
+def test_a_store_that_is_not_there_starts_nothing(server: str, tmp_path: Path) -> None:
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        options=["--ttp-store", "s3://nowhere/run7", "--ttp-store-endpoint", server],
+        environment=object_store.CREDENTIALS,
+    )
+    ended = harness.run(job)
+    assert ended.code == 2
+    assert ended.log.splitlines() == [
+        f"ttprun: error: TTP_STORE: s3://nowhere/run7: there is no bucket nowhere in {server}"
+    ]
+    assert not (tmp_path / "save").exists()

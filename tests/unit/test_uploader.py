@@ -1,0 +1,295 @@
+"""The process beside `ttprun` that sends checkpoints to a store, with a real store and without a job."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptor.config import load
+from adaptor.errors import ConfigError
+from adaptor.launchers import job_uploads
+from adaptor.launchers.job_uploads import JobUploads
+from adaptor.launchers.programs import UPLOAD
+from adaptor.store import choose
+from adaptor.store.cadence import Choice, Saved
+from adaptor.store.cadence import choose as due
+from adaptor.store.client import PIECE
+from adaptor.store.opening import open_store
+from tests import waiting
+from tests.unit import object_store
+from tests.unit.fault_proxy import FaultProxy, proxy
+from tests.unit.object_store import save
+
+BUCKET = "uploads"
+
+
+@pytest.mark.parametrize(
+    ("steps", "last", "every", "at_end", "expected"),
+    [
+        ([], None, 1, True, None),
+        ([10], None, 100, False, Choice(10, [])),
+        ([10, 20], 10, 1, False, Choice(20, [])),
+        ([10, 20], 10, 100, False, None),
+        ([10, 20], 10, 100, True, Choice(20, [])),
+        ([10, 20, 30], 10, 20, False, Choice(30, [])),
+        ([10, 20, 30, 40], 10, 10, False, Choice(40, [20, 30])),
+        ([10, 20], 20, 1, True, None),
+        ([10, 20], 30, 1, True, None),
+        ([10, -12, 13], 10, 100, False, Choice(12, [])),
+    ],
+)
+def test_what_is_due(
+    steps: list[int], last: int | None, every: int, at_end: bool, expected: Choice | None
+) -> None:
+    """A negative number stands for last words."""
+    saved = [Saved(abs(step), step < 0) for step in steps]
+    assert due(saved, last, every, at_end=at_end) == expected
+
+
+class Sender:
+    """The process, and what it has said."""
+
+    def __init__(self, url: str, endpoint: str, save: Path, **more: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(UPLOAD), "send"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **object_store.CREDENTIALS},
+        )
+        self.tell(
+            {"url": url, "endpoint": endpoint, "save": str(save), "every": 1, "keep": 0, "rate": 0, **more}
+        )
+
+    def tell(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip()
+
+    def ends(self) -> str:
+        """Wait for its end; return what it had not said before."""
+        assert self.process.stdout is not None
+        rest = self.process.stdout.read()
+        assert self.process.wait() == 0
+        return rest
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with object_store.server() as url:
+        object_store.request(url, "PUT", f"/{BUCKET}")
+        yield url
+
+
+@pytest.fixture
+def faults(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    for name, value in object_store.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with proxy(server) as state:
+        yield state
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    return f"s3://{BUCKET}/{request.node.name.partition('[')[0]}"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Sender]]:
+    """Start processes, as `Sender` does, that do not outlive the test."""
+    with contextlib.ExitStack() as stack:
+
+        def started(*arguments: Any, **more: int) -> Sender:
+            sender = Sender(*arguments, **more)
+            stack.enter_context(sender.process)
+            stack.callback(sender.process.kill)
+            return sender
+
+        yield started
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "save"
+
+
+def test_what_is_saved_is_sent_and_old_ones_are_removed(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    store = open_store(url, server)
+    sender = start(url, server, root, keep=2)
+    for step in (10, 20, 30):
+        save(root, step)
+        assert f"step {step} is in {url}" in sender.line()
+    sender.tell({"within_s": None})
+    assert sender.ends() == ""
+    assert choose.steps(store) == [20, 30]
+    # The next start of the job goes on after them.
+    sender = start(url, server, root, keep=2, every=15)
+    save(root, 40)
+    save(root, 45)
+    assert "step 45 is in" in sender.line()
+    save(root, 50)
+    sender.tell({"within_s": None})
+    assert "step 50 is in" in sender.line(), "the newest one at the end"
+    assert sender.ends() == ""
+
+
+def test_a_slow_store_gets_the_newest(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
+    save(root, 10)
+    sender = start(url, faults.url, root)
+    assert faults.held.wait(60)
+    for step in (20, 30, 40):
+        save(root, step)
+    faults.fault = lambda number, method, path: ""
+    faults.release.set()
+    assert "step 10 is in" in sender.line()
+    assert "steps 20, 30, because step 40 was saved before their turn came" in sender.line()
+    assert "step 40 is in" in sender.line()
+    sender.tell({"within_s": None})
+    assert sender.ends() == ""
+    assert choose.steps(open_store(url, server)) == [10, 40]
+
+
+def test_last_words_go_first(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    """They come while an older checkpoint is sent, of which one piece has ten minutes to wait."""
+    save(root, 10, first=3 * PIECE)
+    faults.begin(lambda number, method, path: "hold before" if "partNumber=1" in path else "")
+    sender = start(url, faults.url, root, rate=PIECE // 600)
+    assert faults.held.wait(60)
+    save(root, 12, last_words=True)
+    faults.fault = lambda number, method, path: ""
+    faults.release.set()
+    assert "step 10 is left out: the last words of step 12 go first" in sender.line()
+    sender.tell({"within_s": None})
+    assert "step 12 is in" in sender.line()
+    assert sender.ends() == ""
+    assert [one.known.step for one in choose.newest_first(open_store(url, server), None, [])] == [12]
+
+
+def test_a_store_that_is_down_is_said_once_and_tried_again(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    faults.begin(lambda number, method, path: "403" if method == "PUT" else "")
+    save(root, 10)
+    sender = start(url, faults.url, root)
+    assert "no step of this job is in" in (line := sender.line())
+    assert "does not allow these credentials to write" in line
+    seen = len(faults.requests)
+    waiting.until(lambda: len(faults.requests) > seen + 4, "it is tried again")
+    faults.fault = lambda number, method, path: ""
+    assert "step 10 is in" in sender.line()
+    faults.fault = lambda number, method, path: "403" if method == "PUT" else ""
+    save(root, 20)
+    assert "only step 10 of this job is in" in sender.line()
+    sender.tell({"within_s": None})
+    rest = sender.ends()
+    assert rest.startswith(f"[ttp] step 20 is only in {root}, not in {url}: ")
+    assert "does not allow these credentials" in rest
+
+
+@pytest.mark.parametrize("how", ["grace", "killed"])
+def test_what_cannot_be_sent_in_time_is_said(
+    how: str, url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
+    save(root, 10)
+    sender = start(url, faults.url, root)
+    assert faults.held.wait(60)
+    if how == "grace":
+        sender.tell({"within_s": 0.1})
+    else:
+        assert sender.process.stdin is not None
+        sender.process.stdin.close()
+    why = "TTP_GRACE is over" if how == "grace" else "ttprun has ended"
+    assert sender.ends() == f"[ttp] step 10 is only in {root}, not in {url}: {why}; ttp store push sends it\n"
+    assert choose.places(open_store(url, server), 10)[0] == []
+
+
+def test_a_store_with_later_steps_is_named(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    sender = start(url, server, root.with_name("other"))
+    save(root.with_name("other"), 90)
+    assert "step 90 is in" in sender.line()
+    sender.process.kill()
+    save(root, 10)
+    sender = start(url, server, root)
+    assert "holds step 90, later than step 10" in sender.line()
+    assert "step 10 is in" in sender.line()
+    sender.tell({"within_s": None})
+    assert sender.ends() == ""
+
+
+def test_an_uploader_that_is_killed_is_started_again(
+    url: str, server: str, faults: FaultProxy, root: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
+    save(root, 10)
+    settings = dataclasses.replace(load({}), store=url, store_endpoint=faults.url)
+    uploads = JobUploads(settings)
+    uploads.begin(root)
+    assert faults.held.wait(60)
+    process = uploads._process
+    assert process is not None
+    faults.fault = lambda number, method, path: ""
+    process.kill()
+    faults.release.set()
+    waiting.until(lambda: uploads._process not in (process, None), "it is started again")
+    uploads.close()
+    store = open_store(url, server)
+    assert [one.known.step for one in choose.newest_first(store, None, [])] == [10]
+    told = capfd.readouterr()
+    assert f"the process that sends checkpoints to {url} has ended by SIGKILL; it is started again" in (
+        told.out + told.err
+    )
+
+
+def test_it_ends_where_another_node_takes_over(url: str, server: str, faults: FaultProxy, root: Path) -> None:
+    faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
+    save(root, 10)
+    settings = dataclasses.replace(load({}), store=url, store_endpoint=faults.url)
+    uploads = JobUploads(settings)
+    uploads.begin(root)
+    assert faults.held.wait(60)
+    process = uploads._process
+    assert process is not None
+    uploads.stop()
+    waiting.ended([process.pid])
+    assert "ttp-upload" not in {thread.name for thread in threading.enumerate()}
+    uploads.close()
+
+
+def test_a_store_that_refuses_starts_nothing(
+    url: str, server: str, faults: FaultProxy, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dataclasses.replace(load({}), store=url, store_endpoint=faults.url)
+    job_uploads.require(settings)
+    assert open_store(url, server).objects("") == {}, "the probe is removed"
+    faults.begin(lambda number, method, path: "403")
+    with pytest.raises(ConfigError, match=r"TTP_STORE: s3://.*does not allow these credentials to write"):
+        job_uploads.require(settings)
+    with pytest.raises(ConfigError, match="there is no bucket nowhere"):
+        job_uploads.require(dataclasses.replace(settings, store="s3://nowhere/run7", store_endpoint=server))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY is set, but AWS_ACCESS_KEY_ID is not"):
+        job_uploads.require(settings)
