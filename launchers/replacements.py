@@ -84,6 +84,9 @@ class Replacements:
         """
         assert self._starter is not None
         starter = self._starter
+        if self._spares_alone and not self._spares.are_ready:
+            # Now, not when the process of before has ended: nobody waits for what cannot be.
+            return self._without_a_spare(order)
         self._newcomers.add(order.rank)
 
         def start() -> subprocess.Popen[bytes] | None:
@@ -101,9 +104,13 @@ class Replacements:
             reason = f"no process can be started in its place ({error.strerror})"
             return RegroupFailed(order.rank, order.incident, order.attempt, reason)
         except _NoSpareError:
-            reason = "no restart is left (--max-restarts), and no spare process waits on its node"
-            return RegroupFailed(order.rank, order.incident, order.attempt, reason)
+            return self._without_a_spare(order)
         return None
+
+    @staticmethod
+    def _without_a_spare(order: Replace) -> RegroupFailed:
+        reason = "no restart is left (--max-restarts), and no spare process waits on its node"
+        return RegroupFailed(order.rank, order.incident, order.attempt, reason)
 
     def end_incident(self) -> None:
         """End the incident: all ranks train again."""

@@ -124,6 +124,12 @@ class Spares:
         self._waiting: list[Spare] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = 0
+        self._told = ""
+
+    @property
+    def are_ready(self) -> bool:
+        """Return whether one waits that has imported everything."""
+        return any(spare.ready for spare in self._waiting)
 
     @property
     def wanted(self) -> bool:
@@ -140,8 +146,8 @@ class Spares:
         while self._start is not None and len(self._waiting) < self._count:
             try:
                 spare = self._start()
-            except OSError as error:  # no process, no descriptor, no memory
-                self._stop(f"none can be started ({error.strerror})")
+            except OSError as error:  # no process, no descriptor, no memory: tried again after an incident
+                self._tell(f"no more can be started ({error.strerror})")
                 return
             self._waiting.append(spare)
             task = asyncio.get_running_loop().create_task(self._keep(spare))
@@ -159,7 +165,7 @@ class Spares:
     async def end(self) -> None:
         """The generation is over."""
         self._start = self._imports = None
-        self._deaths = 0
+        self._deaths, self._told = 0, ""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -192,4 +198,13 @@ class Spares:
         """Make no more of them."""
         if self._start is not None:
             self._start = None
-            output.tell(f"[ttp] no spare process on this node: {why}; a rank is replaced by a new process")
+            self._tell(why)
+
+    def _tell(self, why: str) -> None:
+        """Say how many there are, once for each reason."""
+        there = (
+            f"{len(self._waiting)} of {self._count} spare processes" if self._waiting else "no spare process"
+        )
+        if self._told != why:
+            self._told = why
+            output.tell(f"[ttp] {there} on this node: {why}; other ranks are replaced by new processes")

@@ -48,7 +48,8 @@ class Newcomer:
     @property
     def is_reusable(self) -> bool:
         """Return whether another attempt can go on with it: it knows nothing of this one."""
-        return self.stage in (NewcomerStage.STARTING, NewcomerStage.READY) and not self.has_failed
+        untold = (NewcomerStage.ENDING, NewcomerStage.STARTING, NewcomerStage.READY)
+        return self.stage in untold and not self.has_failed
 
 
 # What a new process says, or its agent of it, before all go on.
@@ -80,7 +81,7 @@ class Newcomers:
                 ended = rank in self.membership.dead
                 if self.membership.lives(rank):
                     self.ended.add(rank)
-            elif newcomer.stage is NewcomerStage.ENDING or newcomer.is_reusable:
+            elif newcomer.is_reusable:
                 newcomer.replacement = replacement
                 self.by_rank[rank] = newcomer
                 continue
@@ -136,15 +137,18 @@ class Newcomers:
             attempt: the newest one; what is said of another one does not count.
         """
         newcomer = self.by_rank[message.rank]
-        if newcomer.stage is NewcomerStage.ENDING:  # of the attempt before
-            if isinstance(message, Died):
-                newcomer.stage = NewcomerStage.STARTING
+        if newcomer.stage is NewcomerStage.ENDING and isinstance(message, Died):  # of the attempt before
+            newcomer.stage = NewcomerStage.STARTING
             return ""
         reason = self._reason(newcomer, message, attempt)
-        newcomer.has_failed = bool(reason)
+        newcomer.has_failed = newcomer.has_failed or bool(reason)
         return reason
 
     def _reason(self, newcomer: Newcomer, message: FromNewcomer, attempt: int) -> str:
+        if isinstance(message, RegroupFailed):
+            return self._why_not(newcomer, message, attempt)
+        if newcomer.stage is NewcomerStage.ENDING:
+            return ""
         match message:
             case Hello(pid=pid):
                 if newcomer.stage is NewcomerStage.STARTING:
@@ -156,17 +160,23 @@ class Newcomers:
                 return "has died"
             case Raised(error=error):
                 return f"raised {error}"
-            case RegroupFailed(reason=reason, attempt=number):
-                if newcomer.stage is NewcomerStage.STARTING and number == newcomer.ordered:
-                    newcomer.stage = NewcomerStage.ENDED  # its agent cannot start it
-                elif newcomer.stage is not NewcomerStage.JOINING or number != attempt:
-                    return ""
-                return f"could not join: {reason}"
             case Refused(reason=reason) | Unprotected(why=reason):
                 return f"refused: {reason}"
             case Layout():
                 return self._unlike(message)
         return ""
+
+    def _why_not(self, newcomer: Newcomer, message: RegroupFailed, attempt: int) -> str:
+        """Its agent cannot start it, which may be known before the process of before has ended; or it was
+        told to join."""
+        if newcomer.stage in (NewcomerStage.ENDING, NewcomerStage.STARTING):
+            if message.attempt != newcomer.ordered:
+                return ""
+            if newcomer.stage is NewcomerStage.STARTING:
+                newcomer.stage = NewcomerStage.ENDED
+        elif newcomer.stage is not NewcomerStage.JOINING or message.attempt != attempt:
+            return ""
+        return f"could not join: {message.reason}"
 
     def _unlike(self, layout: Layout) -> str:
         known = self.membership.layouts[layout.rank]

@@ -200,6 +200,8 @@ class Regrouping:
         return []
 
     def on_regroup_failed(self, message: RegroupFailed) -> Orders:
+        if message.rank in self.newcomers.by_rank:
+            return self.on_newcomer(message)
         if not self._awaits(message):
             return []
         reason = f"rank {message.rank}: {message.reason}"

@@ -173,8 +173,8 @@ def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(
     assert ended.code == 0, ended.log[-5000:]
     assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
     assert job.save is not None
-    assert outcome.steps_in(job.save) == [*DP2_RAMPUP.saves, ITERATIONS]
-    for step in (4, ITERATIONS):
+    assert outcome.steps_in(job.save) == [*DP2_RAMPUP.saves, 5, ITERATIONS]
+    for step in (4, 5, ITERATIONS):
         name = f"iter_{step:07d}"
         found = differences(job.save / name, baseline.checkpoints / name)
         # Where its loop begins, as after a restart: the framework reads none of it from a checkpoint.

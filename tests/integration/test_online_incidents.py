@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.faults.harness import DP2, DP4, Ended
 from tests.faults.scenario import BaselineOf, restarts
 from tests.integration.test_online import online, trains_on
@@ -57,6 +59,18 @@ def test_where_nobody_else_has_its_shard_the_step_is_saved_at_once(
     ended = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
     assert "not recovered online: rank 3: its main thread hangs in " in ended.log
     assert "TTP_ONLINE" not in ended.log
+
+
+@pytest.mark.parametrize("phase", ["regroup", "exchange", "joined"])
+def test_the_only_other_holder_dies_while_the_new_process_joins(
+    phase: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Nobody has the shard of ranks 1 and 3 any more; the step was saved before, and nothing is lost."""
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill", f"rank=3,phase={phase},kind=sigkill"]
+    ended = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
+    why = "not recovered online: rank 3 has died, too; nobody else holds shard 1 of group "
+    assert f"step 5 is saved, no finished step is lost; {why}" in ended.log
+    assert "restart 1 of 1: from step 5, 0 steps lost" in ended.log
 
 
 def test_a_survivor_that_is_stopped_in_the_middle_of_a_recovery_is_replaced(

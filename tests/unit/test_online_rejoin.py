@@ -120,6 +120,17 @@ def test_an_order_that_is_late_is_not_obeyed(memory: BoardMemory) -> None:
     assert woken == []
 
 
+def test_a_thread_that_begins_when_all_go_on_does_nothing(memory: BoardMemory) -> None:
+    """It would take the order for one of the next incident, and turn the main thread away."""
+    worker = Worker(memory)
+    worker.board.finish(5)
+    worker.rejoin.proceed(Proceed(1, 5))
+    woken: list[int] = []
+    worker.rejoin.regroup(order(1), lambda inodes: woken.append(1) or 0)
+    assert woken == []
+    assert worker.may_update(6)
+
+
 def test_who_has_joined_is_a_survivor_of_the_next_fault(memory: BoardMemory) -> None:
     """Its order may come before the main thread has seen that all go on."""
     worker = Worker(memory, comes_new=True)

@@ -70,6 +70,7 @@ class Node:
         self.of_a_rank: tuple[str, ...] = ("RANK",)
         self.may_spare = True
         self.broken = False
+        self.room = 100  # for so many spares
         self.spares: list[Spare] = []
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -137,7 +138,7 @@ class Node:
         return self.processes[rank]
 
     def spare(self) -> Spare:
-        if self.broken:
+        if self.broken or len(self.spares) >= self.room:
             raise OSError(11, "Resource temporarily unavailable")
         environment = self._environment(0, {})
         del environment["RANK"]
@@ -302,6 +303,46 @@ def test_a_spare_that_cannot_be_started_ends_nothing(
         assert (node.workers.alive, node.spares) == ({0}, [])
 
     runs(tmp_path, act, spares=1)
+
+
+def test_one_spare_waits_and_a_second_cannot_be_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one is used; where there is room again, another one comes."""
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        node.room = 1
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        said = "[ttp] 1 of 2 spare processes on this node: no more can be started (Resource temporarily"
+        await node.until(lambda: said in capsys.readouterr().err, "it is said")
+        spare = await node.waits()
+        node.processes[0].kill()
+        await node.told(Died)
+        assert await node.replacements.replace(Replace(1, 1, 0), always) is None
+        assert node.processes[0] is spare.process
+        node.room = 3
+        node.replacements.end_incident()
+        assert len(node.spares) == 3
+
+    runs(tmp_path, act, spares=2)
+
+
+def test_without_a_spare_where_no_restart_is_left_it_is_said_at_once(tmp_path: Path) -> None:
+    """The process of before may take long to end; the job is saved, and ends."""
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        node.replacements.begin(node, spares_alone=True)
+        answer = await node.replacements.replace(Replace(3, 2, 0), always)
+        assert isinstance(answer, RegroupFailed)
+        assert (answer.rank, answer.incident, answer.attempt) == (0, 3, 2)
+        assert answer.reason.startswith("no restart is left (--max-restarts), and no spare process waits")
+        assert node.workers.alive == {0}
+
+    runs(tmp_path, act)
 
 
 def test_nothing_is_started_where_it_is_not_wanted_any_more(tmp_path: Path) -> None:
