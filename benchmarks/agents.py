@@ -24,7 +24,8 @@ from typing import Any
 
 from _bench import Benchmark, table
 
-from adaptor.launchers.agent_listener import LOOPBACK, AgentListener, connect, read_hello
+from adaptor.launchers.agent_connection import connect
+from adaptor.launchers.agent_listener import LOOPBACK, AgentListener, read_hello
 from adaptor.launchers.controller_host import ControllerHost
 from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.job_files import JobFiles

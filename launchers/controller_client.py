@@ -4,9 +4,6 @@ The agent of node 0 has the first controller. Those of the next nodes (`failover
 listens from the start, and keeps the state that the controller passes on. `Succession` decides to which node
 an agent goes that has lost the controller. The agent whose turn it is runs the controller from then on, with
 a later term, and the others repeat to it what they had reported before.
-
-Invariant: an agent that connects to a standby waits until that node has lost the controller, too; so no
-controller begins while the one before still reaches its node.
 """
 
 from __future__ import annotations
@@ -22,66 +19,25 @@ import msgspec
 from adaptor.config import Config
 from adaptor.controller.failover import Succession, stands_by
 from adaptor.controller.recurrence import Recurrence
-from adaptor.launchers.agent_listener import (
-    CONNECT_TIMEOUT_S,
-    LOOPBACK,
-    AgentListener,
-    connect,
-    read_hello,
-    try_connect,
-)
+from adaptor.launchers.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
+from adaptor.launchers.agent_listener import LOOPBACK
 from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.controller_links import LocalLink, RemoteLink, beat
 from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.invitation import UNIX, Invitation, kind_of
 from adaptor.launchers.log import tell_error
 from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.standby_listener import PATIENCE_S, StandbyListener
 from adaptor.launchers.tls import Tls
-from adaptor.launchers.waiting_agents import WaitingAgents
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import (
     AgentHello,
-    Beat,
     ControllerToAgent,
-    Endpoint,
     FromAgent,
     Recovered,
     Verdict,
 )
-
-# How long an agent waits at a standby that has not lost the controller. It will have in a moment; if not,
-# only the network between this node and the controller is cut.
-PATIENCE_S = 5.0
-
-
-class _LocalLink:
-    """The way to a controller in this process.
-
-    Args:
-        host: drives the controller.
-        node: this agent's node.
-        obey: is called with the orders for this node, which may be while `send` runs.
-    """
-
-    def __init__(
-        self, host: ControllerHost, node: int, obey: Callable[[Sequence[ControllerToAgent]], None]
-    ) -> None:
-        self._host = host
-        self._node = node
-        self._obey = obey
-
-    def send(self, message: FromAgent) -> None:
-        self._host.receive(self._node, message, self._obey)
-
-
-class _RemoteLink:
-    """The way to a controller on another node."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-
-    def send(self, message: FromAgent) -> None:
-        self._writer.write(wire.frame(message))
 
 
 class ControllerClient:
@@ -128,12 +84,11 @@ class ControllerClient:
         self._kind = kind_of(config)
         self._address = LOOPBACK
         self._succession = Succession(node, nodes)
-        self._link: _LocalLink | _RemoteLink | None = None  # None: no controller is reached now
+        self._link: LocalLink | RemoteLink | None = None  # None: no controller is reached now
         self._resting = False
-        self._waiting = WaitingAgents()
         self._knows_standbys = asyncio.Event()
         self._rejected = RejectedConnections("the controller's port")
-        self._listener: AgentListener[AgentHello] | None = None
+        self.listener = StandbyListener(nodes, self._kind, config.port, tls, self._rejected)
         self._tasks: set[asyncio.Task[None]] = set()
         self.controller_host: ControllerHost | None = None
         # The node whose controller ended the last incident, and wrote the report; None before that. It stays
@@ -168,7 +123,7 @@ class ControllerClient:
         self._run_controller()
         if self._nodes == 1:
             return drawn
-        endpoint = self._listen()
+        endpoint = self.listener.listen(self._secret, self._address)
         return drawn._replace(port=endpoint.port, name=drawn.name if endpoint.port else endpoint.address)
 
     async def join(self, host: str, said: bytes, ranks: tuple[int, ...]) -> Invitation:
@@ -190,8 +145,8 @@ class ControllerClient:
         if stands_by(self._node):
             if self._kind != UNIX:
                 self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
-            endpoint = self._listen()
-        self._link = _RemoteLink(writer)
+            endpoint = self.listener.listen(self._secret, self._address)
+        self._link = RemoteLink(writer)
         self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid()))
         self._spawn(self._follow(reader, writer))
         return found
@@ -224,8 +179,7 @@ class ControllerClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.controller_host is not None:
             await self.controller_host.close()
-        if self._listener is not None:
-            await self._listener.close()
+        await self.listener.close()
         self._rejected.close()
 
     def _spawn(self, work: Coroutine[object, None, None]) -> asyncio.Task[None]:
@@ -241,14 +195,6 @@ class ControllerClient:
         if error is not None and not isinstance(error, OSError):  # else the connection is gone: see `_follow`
             self._on_controller_unreachable()
             tell_error("an error of ttprun in the connection to the controller", error)
-
-    def _listen(self) -> Endpoint:
-        """Listen for agents of other nodes; return the address."""
-        self._listener = AgentListener(self._secret, self._tls, self._rejected, self._welcome, read_hello)
-        if self._kind == UNIX:
-            return Endpoint(self._listener.listen_here(), 0)
-        port = self._listener.listen(LOOPBACK if self._address == LOOPBACK else "", self._config.port)
-        return Endpoint(self._address, port)
 
     # with a controller here
 
@@ -266,35 +212,18 @@ class ControllerClient:
             online_s=self._online_s,
         )
         controller_host.start()
-        self._link = _LocalLink(controller_host, self._node, self._obey_soon)
-        self._waiting.begin_turn()
+        self._link = LocalLink(controller_host, self._node, self._obey_soon)
+        self.listener.begin_turn(controller_host)
         return controller_host
 
     def _obey_soon(self, orders: Sequence[ControllerToAgent]) -> None:
         for order in orders:
             asyncio.get_running_loop().call_soon(self._on_order, order)
 
-    async def _welcome(
-        self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        if hello.node >= self._nodes:
-            self._rejected.count("came as a node that the job does not have")
-            return
-        if not self._waiting.is_my_turn and not await self._waiting.wait(hello.node):
-            self._rejected.count("waited for a controller here, and came again")
-            return
-        if self.controller_host is not None:
-            await self.controller_host.serve(hello, reader, writer)
-        elif self._succession.verdict is not None:  # it stands
-            writer.write(wire.frame(self._succession.verdict))
-            with contextlib.suppress(asyncio.TimeoutError):
-                async with deadline(PATIENCE_S):  # so long it has to read that, and go
-                    await reader.read()
-
     def _take_over(self) -> None:
         """Run the controller here, after those of all earlier terms, which are lost."""
         if self._succession.verdict is not None:
-            self._waiting.begin_turn()
+            self.listener.begin_turn(None, self._succession.verdict)
             return
         controller_host = self._run_controller()
         controller_host.take_over(self._succession.standby_state)
@@ -308,7 +237,7 @@ class ControllerClient:
         """Follow one controller after the other, until this node runs it or there is none."""
         patience_s: float | None = None
         while True:
-            beats = self._spawn(_beat(writer))
+            beats = self._spawn(beat(writer))
             try:
                 await self._read_orders(reader, patience_s)
             except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
@@ -322,7 +251,7 @@ class ControllerClient:
                 return
             reader, writer = found
             patience_s = PATIENCE_S
-            self._link = _RemoteLink(writer)
+            self._link = RemoteLink(writer)
             self._report_again()
 
     async def _read_orders(self, reader: asyncio.StreamReader, patience_s: float | None) -> None:
@@ -365,9 +294,3 @@ class ControllerClient:
         assert self._link is not None
         for message in self._succession.all_again:
             self._link.send(message)
-
-
-async def _beat(writer: asyncio.StreamWriter) -> None:
-    while True:
-        await asyncio.sleep(wire.BEAT_S)
-        writer.write(wire.frame(Beat()))

@@ -24,7 +24,7 @@ from adaptor.errors import AdaptorError
 from adaptor.launchers import tls
 from adaptor.launchers.finding import Finding
 from adaptor.launchers.stack_collector import find_py_spy
-from adaptor.launchers.ttprun import INTERFACES, require_interfaces
+from adaptor.launchers.start_checks import INTERFACES, require_interfaces
 
 _TORCH = (Version("2.4"), Version("3"))
 # Each worker takes some tens, and a data loader some more.

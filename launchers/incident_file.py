@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import NamedTuple, cast, get_args
@@ -15,7 +15,7 @@ from typing import NamedTuple, cast, get_args
 import msgspec
 
 from adaptor.controller.failures import SIGNAL_BASE
-from adaptor.operations import records
+from adaptor.operations import notices, records
 from adaptor.operations.records import Cause, CauseKind, Event, Incident, Phases, Versions
 from adaptor.protocol.messages import Fault, Recovered, Verdict
 
@@ -234,3 +234,54 @@ def with_going_on(incident: Incident, after: GoneOn) -> Incident:
     if incident.newest_step is not None:
         lost = max(0, incident.newest_step - after.origin)
     return msgspec.structs.replace(incident, phases=phases, steps_lost=lost)
+
+
+class IncidentFile:
+    """A file that is written again when more is known; the thread that writes it makes it.
+
+    actions  what was done after its verdict
+    gone_on  how the job went on, as soon as it has
+
+    Args:
+        make: makes the file with the verdict.
+        ended: when that was given, in Unix seconds.
+        generation: in which the incident was.
+        online: whether training went on in the same generation.
+    """
+
+    def __init__(self, make: Callable[[], Incident], ended: float, generation: int, *, online: bool) -> None:
+        self._make = make
+        self._made: Incident | None = None
+        self._generation = generation
+        self._online = online
+        self.ended = ended
+        self.actions: list[str] = []
+        self.gone_on: GoneOn | None = None
+
+    def is_over(self, generation: int) -> bool:
+        """Return whether workers of `generation` train after the incident."""
+        return self._online or generation > self._generation
+
+    def notice(self, at: float, gone_on: GoneOn | None) -> records.Notice:
+        """Return the notice of what is known; it is made in the threads of targets, and changes nothing here.
+
+        Args:
+            at: when that was, in Unix seconds.
+            gone_on: how the job went on, if that was known then.
+        """
+        made = self._make()
+        if self.actions:
+            made.next_action = self.actions[-1]
+        if gone_on is not None:
+            made = with_going_on(made, gone_on)
+        return notices.of_incident(made, records.utc(at), "incident" if gone_on is None else "resumed")
+
+    def again(self) -> Incident:
+        """Return what the file has now."""
+        if self._made is None:
+            self._made = self._make()
+        if self.actions:
+            self._made.next_action = self.actions[-1]
+        if self.gone_on is not None:
+            self._made = with_going_on(self._made, self.gone_on)
+        return self._made

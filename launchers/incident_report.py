@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from adaptor.launchers.incident_file import GoneOn, Happened, Timeline, incident_of, with_going_on
+from adaptor.launchers.incident_file import GoneOn, Happened, IncidentFile, Timeline, incident_of
 from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.notifier import Notifier
 from adaptor.operations import notices, records
-from adaptor.operations.records import Incident
 from adaptor.protocol.messages import (
     AgentHello,
     AgentLost,
@@ -91,7 +90,8 @@ class IncidentReport:
         self._checkpoint: str | None = None  # the folder that was published
         self._size: int | None = None  # of its files, in bytes
         self._over = 0  # the newest incident that has ended without a verdict
-        self._last: _Written | None = None  # the last file; of an earlier generation, until that has gone on
+        # The last file; of an earlier generation, until that has gone on.
+        self._last: IncidentFile | None = None
         self._started = self._trained = 0.0  # when the last rank had started, and had begun to train
         self._origin = -1  # the step from which it began
         self.next_incident = 1
@@ -301,57 +301,6 @@ class IncidentReport:
             pids=dict(self._pids),
         )
         make = partial(incident_of, end, timeline, self.last_id, now)
-        self._last = _Written(make, now, self._generation, online=isinstance(end, Recovered))
+        self._last = IncidentFile(make, now, self._generation, online=isinstance(end, Recovered))
         self._files.write_incident(self._last.again)
         self._notifier.submit(partial(self._last.notice, now, None))
-
-
-class _Written:
-    """A file that is written again when more is known; the thread that writes it makes it.
-
-    actions  what was done after its verdict
-    gone_on  how the job went on, as soon as it has
-
-    Args:
-        make: makes the file with the verdict.
-        ended: when that was given, in Unix seconds.
-        generation: in which the incident was.
-        online: whether training went on in the same generation.
-    """
-
-    def __init__(self, make: Callable[[], Incident], ended: float, generation: int, *, online: bool) -> None:
-        self._make = make
-        self._made: Incident | None = None
-        self._generation = generation
-        self._online = online
-        self.ended = ended
-        self.actions: list[str] = []
-        self.gone_on: GoneOn | None = None
-
-    def is_over(self, generation: int) -> bool:
-        """Return whether workers of `generation` train after the incident."""
-        return self._online or generation > self._generation
-
-    def notice(self, at: float, gone_on: GoneOn | None) -> records.Notice:
-        """Return the notice of what is known; it is made in the threads of targets, and changes nothing here.
-
-        Args:
-            at: when that was, in Unix seconds.
-            gone_on: how the job went on, if that was known then.
-        """
-        made = self._make()
-        if self.actions:
-            made.next_action = self.actions[-1]
-        if gone_on is not None:
-            made = with_going_on(made, gone_on)
-        return notices.of_incident(made, records.utc(at), "incident" if gone_on is None else "resumed")
-
-    def again(self) -> Incident:
-        """Return what the file has now."""
-        if self._made is None:
-            self._made = self._make()
-        if self.actions:
-            self._made.next_action = self.actions[-1]
-        if self.gone_on is not None:
-            self._made = with_going_on(self._made, self.gone_on)
-        return self._made

@@ -1,9 +1,10 @@
-"""Ends all processes of the workers' sessions, as /proc shows them."""
+"""Reads /proc: ends all processes of the workers' sessions, and tells how a process stands."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,10 @@ from pathlib import Path
 _STATE, _SESSION, _STARTED = 0, 3, 19
 # Each look finds what was forked during the one before; a process that is being killed forks nothing more.
 _LOOKS = 20
+
+# In /proc/PID/stat: the process is on its way out (PF_EXITING of the kernel), and where the flags stand.
+_EXITING = 0x4
+_FLAGS_FIELD = 6  # behind the name, which is in parentheses and may hold anything
 
 
 def started(pid: int) -> int:
@@ -78,3 +83,21 @@ def _stat(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return []
+
+
+def is_exiting(pid: int) -> bool:
+    """Return True if the process has ended or is exiting; exec releases the lifeline, too, and is neither."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:  # it is gone; or nothing can be opened, and then its descriptor tells of its end
+        return not Path(f"/proc/{pid}").exists()
+    return bool(int(fields[_FLAGS_FIELD]) & _EXITING)
+
+
+def is_traced(pid: int) -> bool:
+    """Return True if a debugger holds the process."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_bytes()
+    except OSError:
+        return False
+    return bool(re.search(rb"^TracerPid:\t[1-9]", status, re.MULTILINE))

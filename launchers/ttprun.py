@@ -7,14 +7,9 @@ torch's own main and nothing of the adaptor is active in a worker.
 from __future__ import annotations
 
 import argparse
-import errno
-import ipaddress
 import os
 import signal
-import socket
-import stat
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,14 +17,12 @@ from pathlib import Path
 from adaptor import _script, config, devices, distributions, engines, output, text
 from adaptor.diagnostics import requests
 from adaptor.errors import AdaptorError, ConfigError, StartError
-from adaptor.launchers import flags, invitation, job_server, job_uploads, notifier, tls
+from adaptor.launchers import flags, job_server, job_uploads, notifier, start_checks
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
 
 USAGE_EXIT_CODE = 2
-# torch's own variable: the network interfaces over which survivors bring their shards together.
-INTERFACES = "GLOO_SOCKET_IFNAME"
 # torch's own default of --rdzv-id.
 _NO_ID = "none"
 # The line about what an operator accepts with TTP_TLS=plain.
@@ -43,23 +36,13 @@ DEVICE_WORKER = Path(devices.__file__).with_name("__main__.py")
 def main(argv: list[str] | None = None) -> int:
     """Run a job; return its exit code (docs/exit_codes.md)."""
     try:
-        _require_working_directory()
+        start_checks.require_working_directory()
         return _main(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")
         return USAGE_EXIT_CODE
     finally:
         output.finish()
-
-
-def _require_working_directory() -> None:
-    """Refuse a working directory that is gone: where it is, torch does not find its own libraries."""
-    try:
-        Path.cwd()
-    except OSError as error:
-        raise ConfigError(
-            f"the working directory is not there any more ({error.strerror}): start ttprun in another one"
-        ) from None
 
 
 def _main(arguments: list[str]) -> int:
@@ -99,7 +82,7 @@ def _run(
     """
     try:
         if settings.enabled or settings.device:
-            _require_script(parsed, settings)
+            start_checks.require_script(parsed, settings)
             devices.require(settings.device)
         engine = engines.find(settings.engine) if settings.enabled else None
         if engine is not None:
@@ -108,20 +91,20 @@ def _run(
             if other := distributions.conflict():
                 output.tell(f"[ttp] {other}")
             flags.require_sense(parsed)
-            _require_folder(settings.log_path)
-            _require_safe_connections(parsed, settings)
+            start_checks.require_folder(settings.log_path)
+            start_checks.require_safe_connections(parsed, settings)
             if engine.has_own_agent:
                 job_server.require(settings)
                 notifier.targets(settings)
                 notifier.secret(settings)
-            elif name := _needs_own_agent(settings):
+            elif name := start_checks.needs_own_agent(settings):
                 raise ConfigError(
                     f"{name} is set: with TTP_ENGINE={settings.engine} the adaptor's controller does not run;"
                     f" leave out {name}"
                 )
-            if engine.has_own_agent and _trusts_the_network(parsed, settings):
+            if engine.has_own_agent and start_checks.trusts_the_network(parsed, settings):
                 output.tell(TRUSTED)
-            require_interfaces(os.environ.get(INTERFACES, ""))
+            start_checks.require_interfaces(os.environ.get(start_checks.INTERFACES, ""))
             if settings.dump is not None:  # a worker that starts again needs no file then
                 os.environ["TTP_DUMP"] = requests.inline(os.environ["TTP_DUMP"])
             if not engine.has_own_agent:
@@ -135,85 +118,6 @@ def _run(
     return _run_plain(parsed, settings.device)
 
 
-def _needs_own_agent(settings: config.Config) -> str:
-    """Return a setting for which this package's own agent and controller must run; '' where none is set."""
-    given = {"TTP_SERVE": settings.serve, "TTP_NOTIFY": settings.notify, "TTP_STORE": settings.store or None}
-    return next((name for name, value in given.items() if value is not None), "")
-
-
-def _require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
-    """Refuse a script that is missing, cannot be read or is not Python: ttprun starts it itself."""
-    if parsed.no_python:
-        raise ConfigError(
-            "--no-python: only a Python script that ttprun starts itself can be protected:"
-            " give ttprun the script without --no-python, or set ENABLE_TTP=False"
-            if settings.enabled
-            else f"--no-python: TTP_DEVICE={settings.device} only reaches a Python script that ttprun starts"
-            " itself: give ttprun the script without --no-python, or leave TTP_DEVICE empty"
-        )
-    if parsed.module:
-        return  # where it is only the worker's path tells
-    path = Path(parsed.training_script)
-    if not parsed.training_script:
-        raise ConfigError("the script is '': give ttprun the path of a Python file")
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            if not any(path.glob("__main__*")):
-                raise ConfigError(
-                    f"the script {path} is a folder without a __main__.py: Python cannot run it"
-                )
-        elif not stat.S_ISREG(mode):
-            raise ConfigError(
-                f"the script {path} is not a regular file: each worker reads it, and again at a restart;"
-                " give ttprun the path of a Python file"
-            )
-        elif not os.access(path, os.R_OK, effective_ids=True):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise ConfigError(f"the script {path} cannot be run ({error.strerror})") from None
-
-
-def _require_safe_connections(parsed: argparse.Namespace, settings: config.Config) -> None:
-    """Refuse several machines without certificates, unless TTP_TLS is plain; check the certificates."""
-    if tls.load(settings) is not None or settings.tls == "plain" or _on_one_machine(parsed):
-        return
-    raise ConfigError(
-        f"--nnodes {parsed.nnodes} and no certificates: agents of several machines speak TLS, so give"
-        " --ttp-tls-cert, --ttp-tls-key and --ttp-tls-ca; or, inside a trusted network, --ttp-tls plain"
-    )
-
-
-def _trusts_the_network(parsed: argparse.Namespace, settings: config.Config) -> bool:
-    """Return True if agents of several nodes meet without certificates."""
-    several = parsed.nnodes.rpartition(":")[2].strip() != "1" and not parsed.standalone
-    return several and invitation.kind_of(settings) == invitation.PLAIN
-
-
-def _on_one_machine(parsed: argparse.Namespace) -> bool:
-    """Return True if all agents are on this machine: there is one, or they meet on the loopback address."""
-    if parsed.standalone or parsed.nnodes.rpartition(":")[2].strip() == "1":
-        return True
-    host = parsed.rdzv_endpoint.rpartition(":")[0] or parsed.rdzv_endpoint
-    if not host:  # torch's own defaults
-        host = parsed.master_addr if parsed.rdzv_backend == "static" else "localhost"
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def require_interfaces(named: str) -> None:
-    """Refuse a network interface that this node lacks; each worker would raise in the middle of its start."""
-    own = [name for _, name in socket.if_nameindex()]
-    for name in named.split(",") if named else []:
-        if name.partition(":")[0] not in own:  # behind the colon is the label of an address (eth0:1)
-            raise ConfigError(
-                f"{INTERFACES} is {named!r}: this node has no network interface {name!r}, it has"
-                f" {', '.join(own)}; name the one with the address at which other nodes reach it"
-            )
-
-
 def _run_plain(parsed: argparse.Namespace, device: str) -> int:
     """Run plain torchrun; with TTP_DEVICE each worker still gets the stand-ins for the device."""
     from torch.distributed import run
@@ -223,16 +127,6 @@ def _run_plain(parsed: argparse.Namespace, device: str) -> int:
         _insert_program(parsed, DEVICE_WORKER, device)
     record(run.run)(parsed)  # what torch's main does with what it has parsed
     return 0
-
-
-def _require_folder(path: str) -> None:
-    what = "the folder cannot be made"
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        what = "the folder cannot be written"
-        tempfile.TemporaryFile(dir=path).close()  # permissions do not tell of file systems and quotas
-    except OSError as error:
-        raise ConfigError(f"TTP_LOG_PATH is {path!r}: {what} ({error.strerror})") from None
 
 
 def _keep_ignoring_hangups(parsed: argparse.Namespace) -> None:

@@ -10,12 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import secrets
 import subprocess
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +21,7 @@ import msgspec
 from adaptor.launchers import procfs
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.launchers.stack_collector import StackCollector
+from adaptor.launchers.worker_lifelines import WorkerLifelines
 from adaptor.protocol import wire
 from adaptor.protocol.board import BoardMemory
 from adaptor.protocol.deadline import deadline
@@ -42,9 +40,6 @@ from adaptor.protocol.messages import (
 )
 from adaptor.protocol.peer import is_same_user
 
-# In /proc/PID/stat: the process is on its way out (PF_EXITING of the kernel), and where the flags stand.
-_EXITING = 0x4
-_FLAGS_FIELD = 6  # behind the name, which is in parentheses and may hold anything
 # The time for the answer to a busy probe: a worker answers at once, or hangs.
 LOOKED_S = 1.0
 
@@ -67,12 +62,8 @@ class Workers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._deaths: dict[int, int] = {}  # ranks, and the descriptors that tell of their deaths
         self._ended: dict[int, asyncio.Future[None]] = {}  # done when the process of a rank has ended
-        self._lifelines: dict[int, asyncio.Future[None]] = {}  # by rank; done when their threads are
-        self._replaced: Counter[int] = Counter()  # how often each rank has got another process
+        self._lifelines = WorkerLifelines(loop, self._on_dying)
         self._sessions: dict[int, int] = {}  # of workers: when each began, by its process
-        self._lifelines_held: set[int] = (
-            set()
-        )  # ranks whose process still holds its lifeline (it has not exec-ed)
         self._connections: dict[int, asyncio.StreamWriter] = {}
         self._hearing: set[asyncio.StreamWriter] = set()
         self._rejected = RejectedConnections("the workers' socket")
@@ -95,6 +86,7 @@ class Workers:
     def begin(self, ranks: Sequence[int]) -> BoardMemory:
         """Make the boards of the workers of `ranks`, before they start."""
         self.boards = BoardMemory(ranks)
+        self._lifelines.begin(self.boards)
         self.alive = set(ranks)
         return self.boards
 
@@ -126,13 +118,10 @@ class Workers:
         if rank in self._deaths:
             procfs.end_group(self._processes[rank].pid)
         await asyncio.shield(self._ended[rank])
-        self._replaced[rank] += 1  # the thread that waits for the lifeline goes, if it has not
-        if rank in self._lifelines:
-            await asyncio.shield(self._lifelines.pop(rank))
+        await self._lifelines.let_go(rank)
         connection = self._connections.pop(rank, None)
         if connection is not None:
             connection.close()
-        self._lifelines_held.discard(rank)
         boards.reset(rank)
         process = start()
         if process is not None:
@@ -151,7 +140,7 @@ class Workers:
     @property
     def traced(self) -> bool:
         """Return whether a debugger holds one of the workers."""
-        return any(map(_traced, self._living.values()))
+        return any(map(procfs.is_traced, self._living.values()))
 
     async def are_busy(self) -> bool:
         """Return whether one of the workers is in a debugger of its own, or in a compiler; it is asked."""
@@ -221,12 +210,9 @@ class Workers:
             self._forget(rank)
         self._ended = {}
         self._processes = {}
-        self._lifelines_held = set()
         self.alive = set()
         boards, self.boards = self.boards, None
-        await asyncio.gather(*self._lifelines.values())
-        self._lifelines = {}
-        self._replaced.clear()
+        await self._lifelines.end()
         self._sweep(self._sessions)
         self._sessions = {}
         if boards is not None:
@@ -249,7 +235,7 @@ class Workers:
                 return
             rank = hello.rank
             self._connections[rank] = writer
-            self._watch_lifeline(rank, hello.pid)
+            self._lifelines.watch(rank, hello.pid)
             message: FromWorker = hello
             while message.rank == rank and self._connections.get(rank) is writer:
                 if isinstance(message, BusyReport):
@@ -264,32 +250,6 @@ class Workers:
                 del self._connections[rank]
             writer.close()
             self._hearing.discard(writer)
-
-    def _watch_lifeline(self, rank: int, pid: int) -> None:
-        boards = self.boards
-        assert boards is not None
-        lifeline, process = boards.lifelines[rank], self._replaced[rank]
-
-        ended: asyncio.Future[None] = self._loop.create_future()
-
-        def wait() -> None:
-            try:
-                if not lifeline.wait(lambda: self.boards is boards and self._replaced[rank] == process):
-                    return
-                if _exiting(pid):
-                    self._loop.call_soon_threadsafe(self._on_dying, rank, pid, time.time())
-                else:
-                    self._lifelines_held.discard(rank)
-            finally:
-                self._loop.call_soon_threadsafe(ended.set_result, None)
-
-        thread = threading.Thread(target=wait, name=f"ttp-lifeline-{rank}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads: its death is learnt a moment later, from its descriptor
-            return
-        self._lifelines_held.add(rank)
-        self._lifelines[rank] = ended
 
     def _on_dying(self, rank: int, pid: int, at: float) -> None:
         if self.boards is None or rank not in self.alive:
@@ -310,9 +270,8 @@ class Workers:
         # The children of the worker, such as data loaders.
         procfs.end_group(process.pid)
         status = process.wait()  # at once; poll() knows nothing while torch's thread is in it
-        if (
-            status == 0 and rank in self._lifelines_held
-        ):  # a small process may be seen to exit before its lifeline breaks
+        # A small process may be seen to exit before its lifeline breaks.
+        if status == 0 and rank in self._lifelines.held:
             self._on_dying(rank, process.pid, at)
         self.alive.discard(rank)
         self._up(Died(rank, status, at, self._last_board(rank, process.pid)))
@@ -331,20 +290,3 @@ class Workers:
         descriptor = self._deaths.pop(rank)
         self._loop.remove_reader(descriptor)
         os.close(descriptor)
-
-
-def _exiting(pid: int) -> bool:
-    """Return True if the process has ended or is exiting; exec releases the lifeline, too, and is neither."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:  # it is gone; or nothing can be opened, and then its descriptor tells of its end
-        return not Path(f"/proc/{pid}").exists()
-    return bool(int(fields[_FLAGS_FIELD]) & _EXITING)
-
-
-def _traced(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/status").read_bytes()
-    except OSError:
-        return False
-    return bool(re.search(rb"^TracerPid:\t[1-9]", status, re.MULTILINE))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from adaptor.controller.failover import stands_by
 from adaptor.controller.hang_detector import HangDetector
 from adaptor.launchers.after_verdict import EXIT_GRACE_S, SHUTDOWN_GRACE_S
-from adaptor.launchers.agent_listener import CONNECT_TIMEOUT_S
+from adaptor.launchers.agent_connection import CONNECT_TIMEOUT_S
 from adaptor.launchers.board_watch import PROGRESS_S
 from adaptor.launchers.save_folder_tasks import CLEAN_S
 from adaptor.protocol.board import BoardMemory

@@ -21,10 +21,10 @@ import pytest
 
 from adaptor import config
 from adaptor.errors import StartError
-from adaptor.launchers import agent_listener as gate_module
+from adaptor.launchers import agent_connection, agent_listener, tls
 from adaptor.launchers import rejected_connections as rejected_module
-from adaptor.launchers import tls
-from adaptor.launchers.agent_listener import AgentListener, connect, read_hello, try_connect
+from adaptor.launchers.agent_connection import connect, try_connect
+from adaptor.launchers.agent_listener import AgentListener, read_hello
 from adaptor.launchers.tls import Contexts, Tls
 from adaptor.protocol import authentication, wire
 from adaptor.protocol.messages import AgentHello
@@ -137,7 +137,7 @@ async def somebody_else(answer: Answer) -> AsyncIterator[int]:
 
 def test_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns nothing, not even a proof of the controller's."""
-    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+    monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", IN_VAIN_S)
 
     async def act(opened: Open) -> None:
         agent = await Agent.connect(opened.port)
@@ -156,7 +156,7 @@ def test_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_controller_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else listens where the controller was: an agent tells it nothing, and says so."""
-    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+    monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", IN_VAIN_S)
 
     async def act() -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -171,7 +171,7 @@ def test_a_controller_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+    monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", IN_VAIN_S)
     with pytest.raises(StartError, match=r"cannot be reached: .*Connect call failed.* --local-addr"):
         asyncio.run(connect("127.0.0.1", free_port(), SECRET, None))
 
@@ -179,9 +179,9 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("who", ["nobody", "silent", "stranger", "crowded"])
 def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent goes on to the next node, but not because all the others came at the same time."""
-    monkeypatch.setattr(gate_module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(agent_connection, "PAUSE_S", 0.01)
     if who == "silent":
-        monkeypatch.setattr(gate_module, "TRY_CONNECT_TIMEOUT_S", IN_VAIN_S)
+        monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", IN_VAIN_S)
     came: Arrivals[int] = Arrivals()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -287,7 +287,7 @@ def test_a_port_scan(many_descriptors: int) -> None:
 
 def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, or a byte at a time, or with the secret and no hello: the time is one for all of it."""
-    monkeypatch.setattr(gate_module, "HANDSHAKE_S", IN_VAIN_S)
+    monkeypatch.setattr(agent_listener, "HANDSHAKE_S", IN_VAIN_S)
 
     async def act(opened: Open) -> None:
         silent, slow, proved = [await Agent.connect(opened.port) for _ in range(3)]
@@ -312,7 +312,7 @@ def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_stranger_in_a_tls_handshake_is_dropped(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, or a byte of its first message at a time."""
-    monkeypatch.setattr(gate_module, "HANDSHAKE_S", IN_VAIN_S)
+    monkeypatch.setattr(agent_listener, "HANDSHAKE_S", IN_VAIN_S)
     said = ssl.MemoryBIO()
     with pytest.raises(ssl.SSLWantReadError):
         ours.contexts.client.wrap_bio(ssl.MemoryBIO(), said).do_handshake()
@@ -352,7 +352,7 @@ def test_thousands_of_half_open_connections(
 ) -> None:
     certificates = request.getfixturevalue("ours") if with_tls else None
     limit_s = 4 * LONG_S  # some seconds of computing, of which a loaded machine makes a minute
-    monkeypatch.setattr(gate_module, "HANDSHAKE_S", limit_s)  # nobody is dropped for being slow
+    monkeypatch.setattr(agent_listener, "HANDSHAKE_S", limit_s)  # nobody is dropped for being slow
 
     async def come(opened: Open, silent: contextlib.ExitStack) -> None:
         for _ in range(many_descriptors):
@@ -498,7 +498,7 @@ def test_the_controller_refuses_a_certificate_of_another_signer(
     authority: Authority, theirs: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent that believes anyone, without a certificate and with one."""
-    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+    monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", IN_VAIN_S)
 
     async def act(opened: Open) -> None:
         credulous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -547,7 +547,7 @@ def test_renewed_certificates(tmp_path: Path) -> None:
 
 
 def test_the_secret_is_asked_for_inside_of_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+    monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", IN_VAIN_S)
 
     async def act(opened: Open) -> None:
         with pytest.raises(StartError, match="it shuts the connection"):
@@ -558,7 +558,7 @@ def test_the_secret_is_asked_for_inside_of_tls(ours: Tls, monkeypatch: pytest.Mo
 
 
 def test_one_side_speaks_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", IN_VAIN_S)
+    monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", IN_VAIN_S)
 
     async def plain_agent(opened: Open) -> None:
         with pytest.raises(StartError, match="TTP_TLS and TTP_TLS_CA must mean the same on every node"):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from adaptor.checkpoint import publish
 from adaptor.controller import failover
 from adaptor.errors import StartError
-from adaptor.launchers import after_verdict, controller_client
+from adaptor.launchers import after_verdict, controller_client, standby_listener
 from adaptor.launchers.agent_listener import MOST, AgentListener, read_hello
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
@@ -86,9 +86,9 @@ def client_of(node: Node) -> ControllerClient:
 
 def port_of(node: Node) -> int:
     """Of its gate."""
-    listener = client_of(node)._listener
-    assert listener is not None
-    return int(listener._listeners[0].getsockname()[1])
+    endpoint = client_of(node).listener.endpoint
+    assert endpoint is not None
+    return endpoint.port
 
 
 def lose(node: Node) -> None:
@@ -142,10 +142,9 @@ def test_a_node_with_a_certificate_of_another_signer(job: Job, tmp_path: Path) -
 
 def test_nothing_of_one_machine_can_be_reached_from_another(two_nodes: Job) -> None:
     """Neither certificates nor `plain`: all that listens does so on loopback."""
-    gates = [client_of(node)._listener for node in two_nodes.nodes]
-    assert [one.family for listener in gates if listener for one in listener._listeners] == [
-        socket.AF_UNIX
-    ] * 2
+    endpoints = [client_of(node).listener.endpoint for node in two_nodes.nodes]
+    names = {row.split()[-1] for row in Path("/proc/net/unix").read_text().splitlines()}
+    assert [(f"@{one.address}" in names, one.port) for one in endpoints if one is not None] == [(True, 0)] * 2
     assert controller_host_of(two_nodes.nodes[0]).store.port == 0
 
 
@@ -282,7 +281,8 @@ def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_node_loses_the_controller_and_others_do_not(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides save, and neither harms the other: there are two controllers, in one folder."""
-    monkeypatch.setattr(controller_client, "PATIENCE_S", 0.5)
+    for module in (controller_client, standby_listener):
+        monkeypatch.setattr(module, "PATIENCE_S", 0.5)
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)
@@ -425,7 +425,7 @@ def test_one_connection_of_each_node_waits_at_a_standby(two_plain_nodes: Job) ->
         for one in itertools.islice(asyncio.as_completed(ended), 39):
             await one
         assert [task.done() for task in ended[20:]] == [True] * 20
-        assert len(standby._waiting) == 1
+        assert len(standby.listener.waiting) == 1
         for task in ended:
             task.cancel()
         for agent in agents:

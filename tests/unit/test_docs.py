@@ -14,7 +14,8 @@ import pytest
 
 from adaptor import config
 from adaptor.launchers import flags, tls
-from adaptor.launchers.agent_listener import AgentListener, connect, read_hello
+from adaptor.launchers.agent_connection import connect
+from adaptor.launchers.agent_listener import AgentListener, read_hello
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.launchers.tls import Tls
 from adaptor.protocol import wire

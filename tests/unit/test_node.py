@@ -94,7 +94,7 @@ def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
     """Its lifeline is cut all the same; when the new program ends, that is seen by the operating system."""
     job.begin(2)
     job.workers[0].does("begin")
-    held = job.nodes[0].control.workers._lifelines_held
+    held = job.nodes[0].control.workers._lifelines.held
     waiting.until(lambda: 1 in held, "its lifeline is watched")
     job.workers[1].send("replace")
     assert job.workers[1].hears() == "replaced"

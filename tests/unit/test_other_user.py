@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from adaptor.errors import StartError
-from adaptor.launchers import agent_listener as gate_module
-from adaptor.launchers import invitation
-from adaptor.launchers.agent_listener import AgentListener, connect, read_hello, try_connect
+from adaptor.launchers import agent_connection, agent_listener, invitation
+from adaptor.launchers.agent_connection import connect, try_connect
+from adaptor.launchers.agent_listener import AgentListener, read_hello
 from adaptor.launchers.invitation import PLAIN, TLS, UNIX, Invitation
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.protocol.messages import AgentHello
@@ -64,10 +64,9 @@ def test_another_user_comes_to_the_gate(two_here: tuple[Job, Any]) -> None:
     job, store = two_here
     found = Invitation.decode(store.get(invitation.KEY), UNIX)
     assert found.port == 0
-    listener = client_of(job.nodes[1])._listener
-    assert listener is not None
-    standby = listener._listeners[0].getsockname().decode().removeprefix("\0")
-    for name in (found.name, standby):
+    standby = client_of(job.nodes[1]).listener.endpoint
+    assert standby is not None
+    for name in (found.name, standby.address):
         assert said_by_other_user(INTRUDE, name, secrets.token_bytes(200).hex()) == "0\n"
     for node in job.nodes:
         counted = client_of(node)._rejected.counted
@@ -80,7 +79,7 @@ def test_another_user_comes_to_the_gate(two_here: tuple[Job, Any]) -> None:
     "an agent tells it nothing, and says so",
 )
 def test_another_user_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", 1.0)
     name = f"ttp-test-{secrets.token_hex(8)}"
     with other_user(LISTEN, name) as child:
         assert child.stdout is not None
@@ -102,15 +101,15 @@ def test_agents_of_one_machine_save_together(job: Job) -> None:
 
 
 def test_nobody_listens_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", 1.0)
     with pytest.raises(StartError, match=r"the socket ttp-none of this machine cannot be reached: .*refused"):
         asyncio.run(connect("ttp-none", 0, b"secret", None))
 
 
 def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel queues so many, and asyncio would take the error for a connection."""
-    monkeypatch.setattr(gate_module, "BACKLOG", 0)
-    monkeypatch.setattr(gate_module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(agent_listener, "BACKLOG", 0)
+    monkeypatch.setattr(agent_connection, "PAUSE_S", 0.01)
     came: list[AgentHello] = []
 
     async def welcome(hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

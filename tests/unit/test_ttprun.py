@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from adaptor import config
 from adaptor.errors import ConfigError
-from adaptor.launchers import flags, ttprun
+from adaptor.launchers import flags, start_checks, ttprun
 from adaptor.launchers.invitation import Invitation
 from adaptor.mindio.client import sdk
 from tests import timing, waiting
@@ -177,9 +177,9 @@ def test_several_machines_speak_tls(arguments: list[str], refused: bool) -> None
     parsed = flags.parse([*arguments, "script.py"])
     if refused:
         with pytest.raises(ConfigError, match=r"no certificates: .* --ttp-tls-ca; or, .* --ttp-tls plain"):
-            ttprun._require_safe_connections(parsed, config.load())
+            start_checks.require_safe_connections(parsed, config.load())
     else:
-        ttprun._require_safe_connections(parsed, config.load())
+        start_checks.require_safe_connections(parsed, config.load())
 
 
 @pytest.mark.usefixtures("_clean")
@@ -187,7 +187,7 @@ def test_several_machines_with_certificates(tmp_path: Path) -> None:
     files = Authority(tmp_path / "signer").settings()
     given = [text for name, path in files.items() for text in (f"--{name.lower().replace('_', '-')}", path)]
     parsed = flags.parse(["--nnodes", "2", "--master-addr", "10.0.0.1", *given, "script.py"])
-    ttprun._require_safe_connections(parsed, config.load())
+    start_checks.require_safe_connections(parsed, config.load())
 
 
 def test_unsafe_connections_are_refused_before_anything_starts(launcher: Launcher) -> None:

@@ -1,0 +1,49 @@
+"""The links of an agent to the controller, in this process or on another node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from adaptor.launchers.controller_host import ControllerHost
+from adaptor.protocol import wire
+from adaptor.protocol.messages import Beat, ControllerToAgent, FromAgent
+
+
+class LocalLink:
+    """The way to a controller in this process.
+
+    Args:
+        host: drives the controller.
+        node: this agent's node.
+        obey: is called with the orders for this node, which may be while `send` runs.
+    """
+
+    def __init__(
+        self, host: ControllerHost, node: int, obey: Callable[[Sequence[ControllerToAgent]], None]
+    ) -> None:
+        self._host = host
+        self._node = node
+        self._obey = obey
+
+    def send(self, message: FromAgent) -> None:
+        """Give `message` to the controller."""
+        self._host.receive(self._node, message, self._obey)
+
+
+class RemoteLink:
+    """The way to a controller on another node."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    def send(self, message: FromAgent) -> None:
+        """Send `message` to the controller."""
+        self._writer.write(wire.frame(message))
+
+
+async def beat(writer: asyncio.StreamWriter) -> None:
+    """Send signs of life to the controller on another node, until this is cancelled."""
+    while True:
+        await asyncio.sleep(wire.BEAT_S)
+        writer.write(wire.frame(Beat()))
