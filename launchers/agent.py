@@ -22,6 +22,7 @@ from adaptor.launchers.account import Account, say
 from adaptor.launchers.elastic_events import ElasticEvents
 from adaptor.launchers.node import Node
 from adaptor.launchers.starter import Starter
+from adaptor.launchers.store_resume import StoreResume
 from adaptor.protocol.messages import Verdict
 
 # A scheduler tells a job more than once that it is to end: at a time limit Slurm's daemons and its srun send
@@ -76,9 +77,18 @@ class SurvivorsAgent(LocalElasticAgent):
     # Kept to the end: torch's rendezvous must not be dropped while a thread of its own uses it.
     _current: SurvivorsAgent | None = None
 
-    def __init__(self, settings: Config, job: str, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        settings: Config,
+        job: str,
+        resume: StoreResume | None,
+        spec: WorkerSpec,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(spec, *args, **kwargs)
         self._config = settings
+        self._resume = resume
         SurvivorsAgent.account = Account(spec.max_restarts)
         # Where torch elastic has no choice of handlers, it has this one, which drops all.
         self._events = ElasticEvents(
@@ -107,12 +117,15 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         workers = worker_group.workers
+        store = self._store_of_this_generation(worker_group)
+        if self._resume is not None:
+            self._resume.prepare(worker_group.group_rank, worker_group.group_world_size, store)
         self._control.begin(
             ranks=[worker.global_rank for worker in workers],
             node=worker_group.group_rank,
             nodes=worker_group.group_world_size,
             world_size=workers[0].world_size,
-            store=self._store_of_this_generation(worker_group),
+            store=store,
             host=worker_group.master_addr,
             may_restart=self._remaining_restarts > 0,
         )

@@ -19,7 +19,7 @@ import msgspec
 from adaptor import output, text
 from adaptor.config import Config
 from adaptor.errors import ConfigError
-from adaptor.launchers.programs import UPLOAD
+from adaptor.launchers.programs import STORE
 from adaptor.store.uploader import End, Order
 
 # Before it is started again: longer each time.
@@ -36,7 +36,7 @@ def require(config: Config) -> None:
     """
     if not config.store:
         return
-    command = [sys.executable, str(UPLOAD), "probe", config.store, config.store_endpoint]
+    command = [sys.executable, str(STORE), "probe", config.store, config.store_endpoint]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         why = done.stdout.strip() or f"the process that tried it has ended with status {done.returncode}"
@@ -134,7 +134,7 @@ class JobUploads:
                 return ""
             try:
                 process = subprocess.Popen(
-                    [sys.executable, str(UPLOAD), "send"],
+                    [sys.executable, str(STORE), "send"],
                     stdin=subprocess.PIPE,
                     start_new_session=True,  # Ctrl-C is for ttprun
                 )

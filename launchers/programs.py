@@ -11,5 +11,5 @@ WORKER = Path(__file__).with_name("worker_main.py").absolute()
 SPARE = Path(__file__).with_name("spare_main.py").absolute()
 # What serves the files of a job.
 SERVE = Path(__file__).with_name("serve_main.py").absolute()
-# What sends the checkpoints of a job to a store.
-UPLOAD = Path(__file__).with_name("upload_main.py").absolute()
+# What asks an object store for ttprun.
+STORE = Path(__file__).with_name("store_main.py").absolute()

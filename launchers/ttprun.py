@@ -17,7 +17,7 @@ from pathlib import Path
 from adaptor import _script, config, devices, distributions, engines, output, text
 from adaptor.diagnostics import requests
 from adaptor.errors import AdaptorError, ConfigError, StartError
-from adaptor.launchers import flags, job_server, job_uploads, notifier, start_checks
+from adaptor.launchers import flags, job_server, job_uploads, notifier, start_checks, store_load
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
@@ -85,6 +85,7 @@ def _run(
             start_checks.require_script(parsed, settings)
             devices.require(settings.device)
         engine = engines.find(settings.engine) if settings.enabled else None
+        load = None
         if engine is not None:
             engine.require(settings)
             config.refuse_misspelt(os.environ)
@@ -110,11 +111,17 @@ def _run(
             if not engine.has_own_agent:
                 os.environ.update(engine.prepare(settings))
             job_uploads.require(settings)
+            load = store_load.take(parsed)
+            if load is not None and not engine.has_own_agent:
+                raise ConfigError(
+                    f"--load is {load.url}: with TTP_ENGINE={settings.engine} nothing is pulled: use ttp"
+                    " store pull, and its folder"
+                )
     except (ConfigError, StartError) as error:
         output.tell(f"ttprun: error: {error}")
         return USAGE_EXIT_CODE
     if engine is not None:
-        return _run_with_survivors(parsed, engine, settings, ends)
+        return _run_with_survivors(parsed, engine, settings, load, ends)
     return _run_plain(parsed, settings.device)
 
 
@@ -149,6 +156,7 @@ def _run_with_survivors(
     parsed: argparse.Namespace,
     engine: engines.Engine,
     settings: config.Config,
+    load: store_load.Load | None,
     ends: Callable[[int], None],
 ) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -157,13 +165,15 @@ def _run_with_survivors(
     from adaptor.launchers import waiting
     from adaptor.launchers.agent import SurvivorsAgent
     from adaptor.launchers.rendezvous import Registry
+    from adaptor.launchers.store_resume import StoreResume
 
     output.divert_logging()  # torch's, too: a pipe that nobody reads must not keep a job from starting again
     _insert_program(parsed, WORKER)
     _keep_ignoring_hangups(parsed)
     if engine.has_own_agent:
+        resume = StoreResume(load, settings.store_endpoint) if load is not None else None
         # torch makes its agent by this name; in this process it is ours.
-        api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed))  # type: ignore[misc, assignment]
+        api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), resume)  # type: ignore[misc, assignment]
         # And its rendezvous by this one.
         api.rdzv_registry = Registry(api.rdzv_registry)  # type: ignore[assignment]
     code, at_once = 1, False

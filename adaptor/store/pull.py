@@ -44,24 +44,62 @@ def pull(store: Store, root: Path, step: int | None = None, progress: Progress |
         step: of this one alone.
 
     Raises:
-        StoreError: there is none, or the store does not answer.
+        StoreError: there is none, the folder has a later step, or the store does not answer.
         CheckpointError: the disk refuses, or is too small.
     """
+    done = _pull_after(store, root, step, None, progress)
+    if done is None:
+        which = "" if step is None else f" of step {step}"
+        raise StoreError(f"{store}: there is no complete checkpoint{which} in it")
+    return done
+
+
+def resume(store: Store, root: Path, step: int | None = None) -> Pulled | None:
+    """Bring what a job is to go on from, unless the save folder has it, or a later step.
+
+    Args:
+        root: the save folder; it is made if it is missing.
+        step: of this one alone.
+
+    Returns:
+        What was done; None where neither the folder nor the store has a checkpoint.
+
+    Raises:
+        StoreError: the store does not answer, all that it has is damaged, or there is no such step.
+        CheckpointError: the disk refuses, or is too small.
+    """
+    local = tracker.tracked_step(root) if step is None else step
+    if local is not None and not saved_steps.is_complete(root, local):
+        local = None
+    if step is not None:
+        return pull(store, root, step) if local is None else Pulled(step, "", 0, True)
+    return _pull_after(store, root, None, local, None)
+
+
+def _pull_after(
+    store: Store, root: Path, step: int | None, local: int | None, progress: Progress | None
+) -> Pulled | None:
+    """Pull the newest checkpoint that is intact, of a step after `local`, which the folder has."""
     problems: list[str] = []
     for found in choose.newest_first(store, step, problems):
-        _require_later(root, found.known.step)
-        if saved_steps.is_of_this_run(root, found.known.step, found.known.generation):
-            there = True
-        else:
-            there = False
+        known = found.known
+        if local is not None and known.step <= local:
+            break
+        _require_later(root, known.step)
+        there = saved_steps.is_of_this_run(root, known.step, known.generation)
+        if not there:
             try:
                 _bring(store, found, root, progress or (lambda count, total: None))
             except DamagedError as error:
                 problems.append(str(error))
                 continue
-        return Pulled(found.known.step, found.where, found.bytes, there, problems)
-    which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-    raise StoreError("; ".join([f"{store}: there is {which} in it", *problems]))
+        return Pulled(known.step, found.where, found.bytes, there, problems)
+    if local is not None:
+        return Pulled(local, "", 0, True, problems)
+    if problems:
+        which = "" if step is None else f" of step {step}"
+        raise StoreError("; ".join([f"{store}: there is no complete checkpoint{which} in it", *problems]))
+    return None
 
 
 def _require_later(root: Path, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,3 +87,51 @@ def test_a_store_that_is_not_there_starts_nothing(server: str, tmp_path: Path) -
         f"ttprun: error: TTP_STORE: s3://nowhere/run7: there is no bucket nowhere in {server}"
     ]
     assert not (tmp_path / "save").exists()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_is_resumed_on_empty_machines(
+    nodes: int, server: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """`--load s3://...`: the save folder is not there, and the job trains on as if nothing had happened."""
+    baseline = baseline_of(DP2)
+    stored = ["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", server]
+
+    def job(name: str, **more: Any) -> Job:
+        return Job(
+            tmp_path / name,
+            DP2,
+            save=tmp_path / f"save of {name}",
+            options=stored,
+            environment=object_store.CREDENTIALS,
+            arguments=("--load", "s3://bucket/run7"),
+            nodes=nodes,
+            **more,
+        )
+
+    first = harness.run(job("first", faults=["rank=1,step=6,phase=forward,kind=sigkill"]))
+    assert "has no checkpoint, and" in first.log
+    assert "step 5 is in s3://bucket/run7" in first.log, first.log[-3000:]
+    second = harness.run(job("second"))
+    assert set(second.codes) == {0}, second.log[-3000:]
+    assert f"[ttp] step 5 has come from s3://bucket/run7 to {tmp_path / 'save of second'}" in second.log
+    steps = range(6, harness.ITERATIONS + 1)
+    assert {line["iteration"] for lines in second.records.values() for line in lines} == set(steps)
+    outcome.assert_same_training(second, baseline.records, steps=steps)
+    (newest, *_) = choose.newest_first(open_store("s3://bucket/run7", server), None, [])
+    assert newest.known.step == harness.ITERATIONS
+
+
+def test_what_cannot_be_pulled_starts_nothing(server: str, tmp_path: Path) -> None:
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        options=["--ttp-store-endpoint", server],
+        environment=object_store.CREDENTIALS,
+        arguments=("--load", "s3://bucket/run7", "--ckpt-step", "5"),
+    )
+    ended = harness.run(job)
+    assert ended.code == 2
+    assert "ttprun: error: --load: s3://bucket/run7: there is no complete checkpoint of step 5" in ended.log
+    assert "Traceback" not in ended.log

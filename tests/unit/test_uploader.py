@@ -19,7 +19,7 @@ from adaptor.config import load
 from adaptor.errors import ConfigError
 from adaptor.launchers import job_uploads
 from adaptor.launchers.job_uploads import JobUploads
-from adaptor.launchers.programs import UPLOAD
+from adaptor.launchers.programs import STORE
 from adaptor.store import choose
 from adaptor.store.cadence import Choice, Saved
 from adaptor.store.cadence import choose as due
@@ -61,7 +61,7 @@ class Sender:
 
     def __init__(self, url: str, endpoint: str, save: Path, **more: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(UPLOAD), "send"],
+            [sys.executable, str(STORE), "send"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

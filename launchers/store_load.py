@@ -1,0 +1,73 @@
+"""`--load s3://bucket/run7` in the arguments of a script: what is pulled, and where to."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptor.errors import ConfigError, StoreError
+from adaptor.store import address
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the script was to load.
+
+    step  what --ckpt-step says, None where it says nothing
+    """
+
+    url: str
+    save: Path
+    step: int | None
+
+
+def take(parsed: argparse.Namespace) -> Load | None:
+    """Return what the script is to load from a store, and let it load from its save folder instead.
+
+    Args:
+        parsed: of ttprun; the arguments of the script in it are changed.
+
+    Raises:
+        ConfigError: the URL is none, or there is no save folder.
+    """
+    arguments: list[str] = parsed.training_script_args
+    url = _value(arguments, "--load")
+    if url is None or url.partition("://")[0] not in address.SCHEMES or "://" not in url:
+        return None
+    try:
+        place = str(address.parse(url))
+    except StoreError as error:
+        raise ConfigError(f"--load: {error}") from None
+    save, step = _value(arguments, "--save"), _value(arguments, "--ckpt-step")
+    if not save or "://" in save:
+        raise ConfigError(f"--load is {place}: it is pulled to the folder of --save, and that is missing")
+    if step is not None and not (step.isascii() and step.isdigit()):
+        raise ConfigError(f"--ckpt-step is {step!r}: it must be a number from 0 on")
+    parsed.training_script_args = _replaced(arguments, "--load", save)
+    return Load(url, Path(save), int(step) if step is not None else None)
+
+
+def _value(arguments: Sequence[str], name: str) -> str | None:
+    """Return the last value of an option, as argparse takes it."""
+    found = None
+    for number, argument in enumerate(arguments):
+        if argument == name and number + 1 < len(arguments):
+            found = arguments[number + 1]
+        elif argument.startswith(f"{name}="):
+            found = argument.partition("=")[2]
+    return found
+
+
+def _replaced(arguments: Sequence[str], name: str, value: str) -> list[str]:
+    made, skips = [], False
+    for argument in arguments:
+        if skips:
+            made.append(value)
+        elif argument.startswith(f"{name}="):
+            made.append(f"{name}={value}")
+        else:
+            made.append(argument)
+        skips = not skips and argument == name
+    return made

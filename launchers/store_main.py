@@ -1,0 +1,125 @@
+"""A process of `ttprun` that asks an object store, and ends with it.
+
+    python .../store_main.py probe URL ENDPOINT             whether the store takes an object
+    python .../store_main.py pull URL ENDPOINT SAVE STEP    bring a checkpoint; STEP: null, the newest
+    python .../store_main.py send                           the checkpoints of the job, until it ends
+
+Stdin is a pipe from `ttprun`; its end means that `ttprun` has ended. To `send` come there the order, and at
+the end of the job how long it may still take. `pull` prints the step, or null where there is nothing to load.
+What is wrong is printed with exit code 2. It is started by its path, as `worker_main.py` is.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from adaptor import _script
+
+# Training goes first: for the processor, and where the memory of the machine ends.
+_NICE = 10
+_FIRST_TO_BE_ENDED = "1000"
+
+
+def main() -> None:
+    """Do what the arguments say (see above)."""
+    _script.leave_own_path()
+    import signal
+
+    from adaptor.errors import AdaptorError
+
+    # What tells a whole job to end, as Slurm does, is for ttprun: it saves first, and that is sent.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    what, *arguments = sys.argv[1:]
+    try:
+        if what == "probe":
+            _probe(*arguments)
+        elif what == "pull":
+            _pull(*arguments)
+        else:
+            _send()
+    except AdaptorError as error:
+        print(error)
+        sys.exit(2)
+
+
+def _probe(url: str, endpoint: str) -> None:
+    from adaptor.store import uploader
+
+    uploader.probe(url, endpoint)
+
+
+def _pull(url: str, endpoint: str, save: str, step: str) -> None:
+    import json
+    import os
+    import threading
+    from pathlib import Path
+
+    from adaptor import output
+    from adaptor.operations.words import shown, size
+    from adaptor.store import pull
+    from adaptor.store.opening import open_store
+
+    def hear() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
+    store = open_store(url, endpoint)
+    done = pull.resume(store, Path(save), json.loads(step))
+    for problem in done.problems if done is not None else ():
+        output.tell(f"[ttp] damaged, so an older checkpoint is taken: {shown(problem)}")
+    if done is None:
+        output.tell(f"[ttp] {store} has no checkpoint, and {save} has none: training begins anew")
+    elif done.there:
+        output.tell(f"[ttp] step {done.step} is in {save}, nothing is pulled from {store}")
+    else:
+        output.tell(f"[ttp] step {done.step} has come from {store} to {save} ({size(done.bytes)})")
+    output.finish()
+    print(json.dumps(done.step if done is not None else None))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _send() -> None:
+    import contextlib
+    import os
+    import threading
+    from pathlib import Path
+
+    import msgspec
+
+    from adaptor import output
+    from adaptor.store import uploader
+
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_ENDED)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=uploader.Order)
+    sending = uploader.Uploader(order, lambda line: output.tell(line, to="stdout"))
+
+    def leave(why: str) -> None:
+        sending.tell_what_is_local(why)
+        output.finish()
+        os._exit(0)  # a request may be on its way
+
+    def hear() -> None:
+        text = sys.stdin.buffer.readline()
+        if text:
+            within_s = msgspec.json.decode(text, type=uploader.End).within_s
+            sending.end()
+            if within_s is not None:
+                timer = threading.Timer(within_s, leave, ("TTP_GRACE is over",))
+                timer.daemon = True
+                timer.start()
+            sys.stdin.buffer.read()
+        leave("ttprun has ended")
+
+    threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
+    sending.run()
+    output.finish()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

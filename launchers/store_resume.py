@@ -1,0 +1,118 @@
+"""Brings the checkpoint of a store to the nodes of a job before its workers start.
+
+Node 0 chooses the step, brings it to the save folder and tells the others. Where they see it there, the
+folder is shared; else it is one of their own, and each brings the same step to its own. The script loads from
+its save folder (`store_load`), so a restart resumes from there as ever.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Protocol
+
+from torch.distributed import DistStoreError
+
+from adaptor.checkpoint import saved_steps, tracker
+from adaptor.errors import ResumeError
+from adaptor.launchers.programs import STORE
+from adaptor.launchers.store_load import Load
+from adaptor.launchers.waiting import wait_for
+
+_KEY = "ttp/resume"  # in the store of a generation: the step, or why there is none
+_REFUSED = "!"
+
+
+class AgentsStore(Protocol):
+    """The store over which the agents of a generation have met."""
+
+    def get(self, key: str) -> bytes: ...
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+
+class StoreResume:
+    """Brings the checkpoint before the workers of a generation start.
+
+    Args:
+        load: what the script is to load.
+        endpoint: the setting TTP_STORE_ENDPOINT.
+    """
+
+    def __init__(self, load: Load, endpoint: str) -> None:
+        self._load = load
+        self._endpoint = endpoint
+        self._is_first = True  # generation of this agent
+
+    def prepare(self, node: int, nodes: int, store: AgentsStore) -> None:
+        """Let the save folder of this node have what its workers are to load.
+
+        Args:
+            node: the rank of this node.
+            nodes: how many there are.
+            store: with keys of this generation alone.
+
+        Raises:
+            ResumeError: there is nothing that can be loaded.
+            OSError: no process can be started.
+        """
+        if node == 0:
+            try:
+                step = tracker.tracked_step(self._load.save)
+                if self._is_first:
+                    step = self._pull(self._load.step)
+            except ResumeError as error:
+                if nodes > 1:
+                    store.set(_KEY, f"{_REFUSED}{error}".encode())
+                raise
+            if nodes > 1:
+                store.set(_KEY, json.dumps(step).encode())
+        elif self._is_first:
+            there = f"node 0, which pulls {self._load.url}"
+            told = wait_for(lambda: _told(store), lambda: there).decode()
+            if told.startswith(_REFUSED):
+                raise ResumeError(told.removeprefix(_REFUSED))
+            step = json.loads(told)
+            if step is not None and not saved_steps.is_complete(self._load.save, step):
+                self._pull(step)
+        self._is_first = False
+
+    def _pull(self, step: int | None) -> int | None:
+        """Pull in a process of its own; return the step, None where the store is empty."""
+        load = self._load
+        what = f"the checkpoint of {load.url}, which comes to {load.save}"
+        command = [
+            sys.executable,
+            str(STORE),
+            "pull",
+            load.url,
+            self._endpoint,
+            str(load.save),
+            json.dumps(step),
+        ]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            read = process.stdout.read
+            try:
+                answer = wait_for(read, lambda: what)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            why = answer.decode(errors="replace").strip()
+            raise ResumeError(
+                f"--load: {why or f'the process that pulls has ended with status {process.returncode}'}"
+            )
+        pulled: int | None = json.loads(answer)
+        return pulled
+
+
+def _told(store: AgentsStore) -> bytes:
+    """Wait for node 0, however long it takes to pull."""
+    while True:
+        try:
+            return store.get(_KEY)
+        except DistStoreError as error:
+            if "timeout" not in str(error).lower():
+                raise
