@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from adaptor.errors import CheckpointError
 from adaptor.protocol.naming import MODEL_FILE
 from adaptor.transform.contents import STATES
@@ -49,7 +47,7 @@ def require_common(source: Source, files: Files) -> None:
 def _plain(value: Any, files: Files) -> Any:
     """Return a value that can be compared: with what is in its tensors."""
     if isinstance(value, StoredTensor):
-        return value.dtype, _bits(files.whole(value)).tolist()
+        return value.dtype, value.shape, files.whole(value)
     if isinstance(value, dict):
         return {key: _plain(item, files) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -104,13 +102,8 @@ def _replicas(parts: Sequence[Part], whole: bool) -> list[list[Part]]:
 
 
 def _require_equal(name: str, kind: str, same: Sequence[Part], files: Files) -> None:
-    first = files.whole(same[0].stored)
     for part in same[1:]:
-        other = files.whole(part.stored)
-        if not torch.equal(_bits(first), _bits(other)):
+        pieces = zip(files.pieces(same[0].stored), files.pieces(part.stored), strict=True)
+        if not all(ours == theirs for ours, theirs in pieces):
             what = kind if kind == WEIGHT else f"state {kind}"
             raise CheckpointError(f"{name}: its {what} differs on rank {same[0].rank} and rank {part.rank}")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

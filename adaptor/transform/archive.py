@@ -1,23 +1,20 @@
-"""Reads and writes archives of torch without the classes of a framework, and without reading tensors.
+"""Reads archives of torch without the classes of a framework, and without reading tensors.
 
 An archive is a zip file, uncompressed, with a pickle of the structure and a file for each storage. The
-pickle is read by `pickles.py`, which makes records (`records.py`) and imports nothing; what it describes is
-written again as what it was.
+pickle is read by `pickles.py`, which makes records (`records.py`) and imports nothing; what they describe is
+written again by `writing.py` as what it was.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import struct
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Any
 
 from adaptor.errors import CheckpointError
 from adaptor.transform import pickles
-from adaptor.transform.records import Described, DType, Name, StoredArray, StoredTensor
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a file in a zip archive
 _LARGEST_PICKLE = 64 << 20
@@ -64,50 +61,3 @@ def _members(archive: zipfile.ZipFile, file: IO[bytes], path: Path) -> tuple[str
     if archive.getinfo(name).file_size > _LARGEST_PICKLE:
         raise CheckpointError(f"{path}: its structure has more than {_LARGEST_PICKLE >> 20} MiB; not read")
     return name, storages
-
-
-# The pickler in C can write only classes that can be imported; the one in Python has no types.
-_Base: Any = pickle._Pickler
-
-
-class _Pickler(_Base):  # type: ignore[misc]
-    """Writes records as what they stand for."""
-
-    dispatch: ClassVar[dict[type, Any]] = dict(_Base.dispatch)
-
-    def _save_name(self, name: Name) -> None:
-        self.write(pickle.GLOBAL + f"{name.module}\n{name.name}\n".encode())
-
-    def _save_dtype(self, dtype: DType) -> None:
-        self._save_name(Name("torch", dtype.name))
-
-    def _save_array(self, array: StoredArray) -> None:
-        self.save(array.loaded())
-
-    def _save_described(self, described: Described) -> None:
-        self.save(described.what)
-        self.save(described.given)
-        self.write(pickle.NEWOBJ if described.is_new else pickle.REDUCE)
-        self.memoize(described)
-        if described.state is not None:
-            self.save(described.state)
-            self.write(pickle.BUILD)
-
-    def _refuse(self, tensor: StoredTensor) -> None:
-        raise CheckpointError(
-            f"{tensor.path}: has a tensor in the arguments, or in an object of the framework; not done"
-        )
-
-    dispatch[Name] = _save_name
-    dispatch[DType] = _save_dtype
-    dispatch[StoredArray] = _save_array
-    dispatch[Described] = _save_described
-    dispatch[StoredTensor] = _refuse
-
-
-def save(value: Any, file: Any) -> None:
-    """Write `value`, with tensors of torch, as `torch.save` does."""
-    import torch
-
-    pickling = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
-    torch.save(value, cast(Any, file), pickle_module=pickling)

@@ -165,7 +165,7 @@ def _target(source: Source, parsed: argparse.Namespace) -> Target:
 
 
 def _write(parsed: argparse.Namespace, target: Target, ranks: list[Rank]) -> None:
-    # What needs torch comes late: a dry run is quick without it.
+    # Imported here: a dry run is quick without numpy.
     from adaptor.transform import agreement, random_states, run
     from adaptor.transform.copying import Files
 

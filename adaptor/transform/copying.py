@@ -1,31 +1,31 @@
-"""Copies parts of whole tensors from the files of one layout into the memory of another."""
+"""Reads parts of whole tensors from the files of one layout, in the order of another, piece by piece."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy
 
 from adaptor.errors import CheckpointError
 from adaptor.transform.parts import needed, one_of_each
-from adaptor.transform.records import SIZES, StoredArray, StoredTensor
+from adaptor.transform.records import SIZES, StoredTensor
 from adaptor.transform.rules import Cut
 from adaptor.transform.source import Part
 
-# Read at once where a tensor is not cut along its first axis; in bytes.
-_PIECE = 32 << 20
+# Elements of a piece: one of float32 has 1 MiB, which stays in the cache until it is hashed and written. By
+# elements, because main params and weights are compared piece by piece.
+_PIECE = 1 << 18
 
 
 class Files:
     """The files of the source, opened once each."""
 
-    def __init__(self, progress: Callable[[int], None] = lambda count: None) -> None:
+    def __init__(self) -> None:
         self._open: dict[Path, int] = {}
-        self._progress = progress
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         """Read a stretch of a file into memory. Raises CheckpointError where the file ends before."""
@@ -37,29 +37,92 @@ class Files:
                 count = os.preadv(descriptor, [into[: 1 << 30]], offset)
                 if not count:
                     raise CheckpointError(f"{path}: ends before byte {offset}")
-                self._progress(count)
                 offset += count
                 into = into[count:]
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
-    def whole(self, stored: StoredTensor) -> torch.Tensor:
-        """Return a stored tensor."""
-        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-        self.read(stored.path, stored.offset, _bytes(tensor))
-        return tensor
+    def pieces(self, stored: StoredTensor) -> Iterator[memoryview]:
+        """Yield the bytes of a stored tensor; each piece is good until the next one."""
+        yield from self._stretch(stored.path, stored.offset, stored.bytes, _PIECE * SIZES[stored.dtype])
 
-    def loaded(self, value: Any) -> Any:
-        """Return a value with the tensors and arrays that are stored in it."""
-        if isinstance(value, StoredTensor):
-            return self.whole(value)
-        if isinstance(value, StoredArray):
-            return value.loaded()
-        if isinstance(value, dict):
-            return type(value)((key, self.loaded(item)) for key, item in value.items())
-        if type(value) in (list, tuple):
-            return type(value)(self.loaded(item) for item in value)
-        return value
+    def _stretch(self, path: Path, offset: int, count: int, at_once: int) -> Iterator[memoryview]:
+        memory = memoryview(bytearray(min(count, at_once)))
+        for start in range(0, count, at_once):
+            piece = memory[: min(at_once, count - start)]
+            self.read(path, offset + start, piece)
+            yield piece
+
+    def whole(self, stored: StoredTensor) -> bytes:
+        """Return the bytes of a stored tensor."""
+        return b"".join(self.pieces(stored))
+
+    def part(
+        self,
+        shape: tuple[int, ...],
+        cut: Cut,
+        rank: int,
+        size: int,
+        parts: Sequence[Part],
+        *,
+        moments: bool,
+    ) -> Iterator[memoryview]:
+        """Yield the bytes of the tensor that tensor rank `rank` of `size` has; each is good until the next.
+
+        Rows of a padded vocabulary that the source has not take the value of its last row, as Megatron's own
+        converter does; those of moments are zero. The pieces have as many elements for each kind of tensor.
+
+        Args:
+            shape: of the rank's tensor.
+            parts: of all ranks of the source.
+        """
+        parts = one_of_each(cut, parts)
+        wanted = sorted(needed(cut, shape, rank, size, parts), key=lambda one: one[2])
+        axis = cut.axis or 0
+        item = SIZES[parts[0].stored.dtype]
+        inner = prod(shape[axis + 1 :]) * item
+        if axis:
+            yield from self._columns(shape, axis, inner, item, wanted)
+            return
+        for part, theirs, _, length in wanted:
+            offset = part.stored.offset + theirs * inner
+            yield from self._stretch(part.stored.path, offset, length * inner, _PIECE * item)
+        if cut.rows:
+            yield from self._new_rows(shape[0], rank, parts, moments)
+
+    def _columns(
+        self,
+        shape: tuple[int, ...],
+        axis: int,
+        inner: int,
+        item: int,
+        wanted: Sequence[tuple[Part, int, int, int]],
+    ) -> Iterator[memoryview]:
+        outer, row = prod(shape[:axis]), shape[axis] * inner
+        at_once = max(1, _PIECE * item // max(1, row))
+        made = numpy.empty((min(at_once, outer), row), numpy.uint8)
+        for start in range(0, outer, at_once):
+            count = min(at_once, outer - start)
+            for part, theirs, mine, length in wanted:
+                their_row = part.stored.shape[axis] * inner
+                block = numpy.empty((count, their_row), numpy.uint8)
+                self.read(part.stored.path, part.stored.offset + start * their_row, _flat(block))
+                made[:count, mine * inner : (mine + length) * inner] = block[
+                    :, theirs * inner : (theirs + length) * inner
+                ]
+            yield _flat(made[:count])
+
+    def _new_rows(self, each: int, rank: int, parts: Sequence[Part], moments: bool) -> Iterator[memoryview]:
+        last = parts[-1].stored
+        new = min(each, max(0, (rank + 1) * each - last.shape[0] * len(parts)))
+        if not new:
+            return
+        width = last.bytes // last.shape[0]
+        row = memoryview(bytearray(width))
+        if not moments:
+            self.read(last.path, last.offset + last.bytes - width, row)
+        for _ in range(new):
+            yield row
 
     def close(self) -> None:
         """Close all files."""
@@ -73,66 +136,5 @@ class Files:
         self.close()
 
 
-def fill(
-    files: Files,
-    target: torch.Tensor,
-    cut: Cut,
-    rank: int,
-    size: int,
-    parts: Sequence[Part],
-    moments: bool,
-) -> None:
-    """Fill a tensor of tensor rank `rank` of `size` from the parts of the source.
-
-    Rows of a padded vocabulary that the source has not take the value of its last row, as Megatron's own
-    converter does; those of moments are zero.
-    """
-    axis = cut.axis or 0
-    shape = tuple(target.shape)
-    parts = one_of_each(cut, parts)
-    item = SIZES[parts[0].stored.dtype]
-    outer, inner = prod(shape[:axis]), prod(shape[axis + 1 :]) * item
-    memory = _bytes(target)
-    row = shape[axis] * inner if shape else item
-    for part, theirs, mine, length in needed(cut, shape, rank, size, parts):
-        stored = part.stored
-        if outer == 1:
-            files.read(
-                stored.path, stored.offset + theirs * inner, memory[mine * inner : (mine + length) * inner]
-            )
-            continue
-        their_row = stored.shape[axis] * inner
-        at_once = max(1, _PIECE // their_row)
-        for start in range(0, outer, at_once):
-            count = min(at_once, outer - start)
-            piece = torch.empty((count, their_row), dtype=torch.uint8)
-            files.read(stored.path, stored.offset + start * their_row, _bytes(piece))
-            place = target.view(torch.uint8).reshape(outer, row)[start : start + count]
-            place[:, mine * inner : (mine + length) * inner] = piece[
-                :, theirs * inner : (theirs + length) * inner
-            ]
-    if cut.rows:
-        _fill_new_rows(files, target, rank, size, parts, moments)
-
-
-def _fill_new_rows(
-    files: Files, target: torch.Tensor, rank: int, size: int, parts: Sequence[Part], moments: bool
-) -> None:
-    there = parts[0].stored.shape[0] * len(parts)
-    each = target.shape[0]
-    new = min(each, max(0, (rank + 1) * each - there))
-    if not new:
-        return
-    if moments:
-        target[each - new :] = 0
-        return
-    last = parts[-1].stored
-    width = last.bytes // last.shape[0]
-    row = torch.empty(last.shape[1:], dtype=target.dtype)
-    files.read(last.path, last.offset + last.bytes - width, _bytes(row))
-    target[each - new :] = row
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+def _flat(array: Any) -> memoryview:
+    return memoryview(array).cast("B")

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 from typing import Any
 
 import numpy
-import torch
 
 from adaptor.errors import UnsupportedError
 from adaptor.transform.copying import Files
+from adaptor.transform.records import NewTensor, StoredTensor
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.source import Source
 
+_WORDS = 624
+# Of a CPU: the seed, how many words are left, a flag, the next word; the words; what is kept of normals.
+_MERSENNE = struct.Struct(f"<Q2iQ{_WORDS}Q3di4xf?3x")
 _PHILOX_BYTES = 16  # of CUDA and NPU: a seed and an offset
 _OF_STAGE = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state")
 
@@ -50,14 +54,14 @@ def states_of(source: Source, rank: Rank, files: Files) -> list[Any]:
     if not isinstance(states, list):
         raise UnsupportedError(f"rng_state of rank {origin}: is {type(states).__name__}, not a list")
     return [
-        files.loaded(state) if kept else _derived(files.loaded(state), rank, number, source.sizes)
+        state if kept else _derived(state, rank, number, source.sizes, files)
         for number, state in enumerate(states)
     ]
 
 
-def _derived(states: dict[str, Any], rank: Rank, number: int, sizes: Sizes) -> dict[str, Any]:
+def _derived(states: dict[str, Any], rank: Rank, number: int, sizes: Sizes, files: Files) -> dict[str, Any]:
     trackers = states.get("rng_tracker_states") or {}
-    ground = b"".join(bytes(state.numpy().tobytes()) for state in trackers.values())
+    ground = b"".join(files.whole(state) for state in trackers.values())
 
     def seed(name: str, *place: int) -> int:
         text = f"{name} {place} {number}".encode()
@@ -69,11 +73,11 @@ def _derived(states: dict[str, Any], rank: Rank, number: int, sizes: Sizes) -> d
         made["random_rng_state"] = random.Random(of_stage["random_rng_state"]).getstate()
         made["np_rng_state"] = numpy.random.RandomState(of_stage["np_rng_state"] % 2**32).get_state()
         for name in ("torch_rng_state", "cuda_rng_state"):
-            made[name] = _generator(states[name], of_stage[name])
+            made[name] = generator(states[name], of_stage[name])
     made["rng_tracker_states"] = {
         name: state
         if name == "data-parallel-rng" and rank.pp < sizes.pp
-        else _generator(state, seed(name, *_place(rank)))
+        else generator(state, seed(name, *_place(rank)))
         for name, state in trackers.items()
     }
     return made
@@ -83,11 +87,20 @@ def _place(rank: Rank) -> tuple[int, int, int]:
     return rank.tp, rank.pp, rank.ep
 
 
-def _generator(like: torch.Tensor, seed: int) -> torch.Tensor:
+def generator(like: StoredTensor, seed: int) -> NewTensor:
     """Return the state of a generator of the same kind as `like`, which was given `seed`."""
-    if like.numel() == _PHILOX_BYTES:
-        return torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8)
-    state = torch.Generator().manual_seed(seed).get_state()
-    if state.numel() != like.numel():
-        raise UnsupportedError(f"a random state of {like.numel()} bytes is of no generator that is known")
-    return state
+    if like.numel == _PHILOX_BYTES:
+        state = struct.pack("<2q", seed, 0)
+    elif like.numel == _MERSENNE.size:
+        state = _mersenne(seed)
+    else:
+        raise UnsupportedError(f"a random state of {like.numel} bytes is of no generator that is known")
+    return NewTensor("uint8", (len(state),), lambda: [state])
+
+
+def _mersenne(seed: int) -> bytes:
+    """Return the state of torch's generator of a CPU after `manual_seed(seed)`."""
+    words = [seed & 0xFFFFFFFF]
+    for place in range(1, _WORDS):
+        words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + place) & 0xFFFFFFFF)
+    return _MERSENNE.pack(seed, 1, 1, 0, *words, 0.0, 0.0, 0.0, 0, 0.0, False)

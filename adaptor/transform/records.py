@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -47,6 +48,20 @@ class StoredTensor:
     def bytes(self) -> int:
         """Return its size in bytes."""
         return self.numel * SIZES[self.dtype]
+
+
+@dataclass(eq=False)
+class NewTensor:
+    """A tensor that is to be written: its bytes come in pieces, each of which is good until the next one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[bytes | bytearray | memoryview]]
+
+    @property
+    def numel(self) -> int:
+        """Return how many elements it has."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -23,16 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from adaptor.checkpoint import disk, manifest, publish
-from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.transform import archive
+from adaptor.transform import writing
 from adaptor.transform.copying import Files
-from adaptor.transform.model import Slot
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.source import open_source
 from adaptor.transform.target import Target
@@ -77,7 +74,6 @@ def _begin(order: Order, counter: Any, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(1)
-    torch.set_num_threads(1)
     _worker[:] = [order, counter, None]
 
 
@@ -102,58 +98,27 @@ def write_rank(
         CheckpointError: a file is damaged, the disk refuses, or the main params do not round to the weights.
     """
     below = folder / target.sizes.folder(rank)
-    done: list[tuple[str, int, str]] = []
+    below.mkdir(parents=True, exist_ok=True)
     with Files() as files:
-        state = target.optimizer_state(rank, files)
-        below.mkdir(parents=True, exist_ok=True)
-        done.append(_written(below / naming.OPTIMIZER_FILE, state, folder, progress))
-        mains = _mains(target, rank, state)
-        del state
-
-        def check(slot: Slot, weight: torch.Tensor) -> None:
-            main = mains.get(_key(slot))
-            if main is not None and not _rounds_to(main, weight):
-                raise CheckpointError(
-                    f"{slot.item.name}: the main params of the optimizer do not round to the weights, so the"
-                    f" optimizer of {target.source.folder} is not laid out by the rules of Megatron-core 0.15"
-                )
-
-        body = target.model_state(rank, files, check)
-        done.append(_written(below / naming.MODEL_FILE, body, folder, progress))
+        states, model = target.optimizer_state(rank, files), target.model_state(rank, files)
+        done = [
+            _written(below / naming.OPTIMIZER_FILE, states, folder, files, progress),
+            _written(below / naming.MODEL_FILE, model, folder, files, progress),
+        ]
     text = msgspec.json.encode(_Note(mark, done))
     disk.replace(folder, _note_name(target.sizes, rank), text)
     return done
 
 
-def _key(slot: Slot) -> str:
-    return f"{slot.item.name} {slot.name}"
-
-
-def _mains(target: Target, rank: Rank, state: Any) -> dict[str, torch.Tensor]:
-    view = target.views[rank]
-    found = {}
-    for buffers, saved in zip(view.optimizers, state if isinstance(state, list) else [state], strict=True):
-        for number, buffer in enumerate(buffers if saved is not None else ()):
-            main = saved[number][buffer.dtypes]["param"]
-            for slot, placed in buffer.slots:
-                found[_key(slot)] = main[placed.begin : placed.end]
-    return found
-
-
-def _rounds_to(main: torch.Tensor, weight: torch.Tensor) -> bool:
-    rounded = main.to(weight.dtype)
-    return torch.equal(rounded.view(torch.uint8), weight.reshape(-1).view(torch.uint8))
-
-
-def _written(path: Path, value: Any, folder: Path, progress: Callable[[int], None]) -> tuple[str, int, str]:
-    name = path.relative_to(folder).as_posix()
-    path.unlink(missing_ok=True)
+def _written(
+    path: Path, value: Any, folder: Path, files: Files, progress: Callable[[int], None]
+) -> tuple[str, int, str]:
     try:
-        with HashingFile(path, progress, below=folder) as file:
-            archive.save(value, file)
+        with writing.Stream(path, folder, progress) as stream:
+            writing.save(value, stream, path.stem, files)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    entry = file.entry(name)
+    entry = stream.entry(path.relative_to(folder).as_posix())
     return entry.path, entry.bytes, entry.xxh3_128 or ""
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.transform import rules
 from adaptor.transform.contents import STATES
-from adaptor.transform.model import Group, Slot, View, resized
+from adaptor.transform.model import Buffer, Group, Slot, View, resized
 from adaptor.transform.parts import needed, one_of_each
-from adaptor.transform.records import SIZES
+from adaptor.transform.random_states import states_of
+from adaptor.transform.records import SIZES, NewTensor
+from adaptor.transform.rounding import rounds_to
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.source import WEIGHT, Source
 
 if TYPE_CHECKING:
-    import torch
-
     from adaptor.transform.copying import Files
 
 # Of a file beside its tensors, in bytes: its structure, random states, the arguments.
@@ -96,8 +96,6 @@ class Target:
 
     def optimizer_state(self, rank: Rank, files: Files) -> Any:
         """Return the content of a rank's OPTIMIZER_FILE."""
-        import torch
-
         saved: list[Any] = []
         for number, buffers in enumerate(self.views[rank].optimizers):
             if not self.stores(rank, number):
@@ -105,44 +103,55 @@ class Target:
                 continue
             state: dict[Any, Any] = {"buckets_coalesced": True}
             for index, buffer in enumerate(buffers):
-                tensors: dict[str, Any] = {}
-                for kind in STATES:
-                    whole = tensors[kind] = torch.zeros(buffer.numel, dtype=torch.float32)
-                    for slot, placed in buffer.slots:
-                        own = whole[placed.begin : placed.end].view(slot.shape)
-                        self._fill(own, slot, kind, rank, files)
+                tensors: dict[str, Any] = {
+                    kind: NewTensor(
+                        "float32", (buffer.numel,), partial(self._buffer, buffer, kind, rank, files)
+                    )
+                    for kind in STATES
+                }
                 tensors["numel_unpadded"] = buffer.numel
                 state[index] = {buffer.dtypes: tensors}
             saved.append(state)
         return saved if len(saved) > 1 else saved[0]
 
-    def _fill(self, own: torch.Tensor, slot: Slot, kind: str, rank: Rank, files: Files) -> None:
-        from adaptor.transform.copying import fill
+    def _buffer(self, buffer: Buffer, kind: str, rank: Rank, files: Files) -> Iterator[Any]:
+        at = 0
+        for slot, placed in sorted(buffer.slots, key=lambda one: one[1].begin):
+            yield bytes((placed.begin - at) * SIZES["float32"])
+            yield from self._pieces(slot, kind, rank, files)
+            at = placed.end
+        yield bytes((buffer.numel - at) * SIZES["float32"])
 
+    def _pieces(self, slot: Slot, kind: str, rank: Rank, files: Files) -> Iterator[memoryview]:
         parts = self.source.parts(slot.item.name, kind)
         moments = kind not in (WEIGHT, "param")
-        fill(files, own, slot.item.cut, rank.tp, self.sizes.tp, parts, moments)
+        return files.part(slot.shape, slot.item.cut, rank.tp, self.sizes.tp, parts, moments=moments)
 
-    def model_state(self, rank: Rank, files: Files, check: Callable[[Slot, Any], None]) -> dict[str, Any]:
-        """Return the content of a rank's MODEL_FILE.
+    def _weight(self, slot: Slot, rank: Rank, files: Files) -> Iterator[memoryview]:
+        """Yield the pieces of a weight. Raises CheckpointError where the main params do not round to it."""
+        pieces = self._pieces(slot, WEIGHT, rank, files)
+        if not slot.is_param:
+            yield from pieces
+            return
+        mains = self._pieces(slot, "param", rank, files)
+        for weight, main in zip(pieces, mains, strict=True):
+            if not rounds_to(main, weight, slot.item.dtype):
+                raise CheckpointError(
+                    f"{slot.item.name}: the main params of the optimizer do not round to the weights, so the"
+                    f" optimizer of {self.source.folder} is not laid out by the rules of Megatron-core 0.15"
+                )
+            yield weight
 
-        Args:
-            check: is called for each tensor that an optimizer has.
-        """
-        import torch
-
-        from adaptor.transform.random_states import states_of
-
+    def model_state(self, rank: Rank, files: Files) -> dict[str, Any]:
+        """Return the content of a rank's MODEL_FILE."""
         chunks: dict[str, Any] = {}
         for key, own in self.views[rank].chunks.items():
             chunks[key] = OrderedDict()  # the type that the framework saves
             for slot in own:
                 value = slot.item.value
                 if slot.item.dtype:
-                    value = torch.empty(slot.shape, dtype=getattr(torch, slot.item.dtype))
-                    self._fill(value, slot, WEIGHT, rank, files)
-                    if slot.is_param:
-                        check(slot, value)
+                    pieces = partial(self._weight, slot, rank, files)
+                    value = NewTensor(slot.item.dtype, slot.shape, pieces)
                 chunks[key][slot.name] = value
         first = self.source.sizes.ranks[0]
         body: dict[str, Any] = {}
@@ -150,13 +159,13 @@ class Target:
             if key == "args":
                 body[key] = self.arguments(rank)
             elif key == "optimizer":
-                body[key] = files.loaded(self._optimizers(rank))
+                body[key] = self._optimizers(rank)
             elif key == "rng_state":
                 body[key] = states_of(self.source, rank, files)
             elif key in self.source.views[first].chunks:
                 body.update(chunks)
             else:
-                body[key] = files.loaded(value)
+                body[key] = value
         return body
 
     def arguments(self, rank: Rank) -> Any:

@@ -13,14 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from adaptor.__main__ import main
-from adaptor.checkpoint import manifest, tracker
+from adaptor.checkpoint import hashing, manifest, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.transform import archive, rules, run
+from adaptor.transform import archive, random_states, rounding, rules, run, writing
+from adaptor.transform.copying import Files
+from adaptor.transform.records import NewTensor, StoredTensor
 from adaptor.transform.sizes import Sizes
 from adaptor.transform.source import open_source
 from adaptor.transform.target import Target
@@ -90,6 +93,83 @@ def test_each_rank_gets_its_part(tmp_path: Path) -> None:
     (buffer,) = state[0].values()
     assert not buffer["exp_avg"][-4 * 12 :].any(), "new rows have zero moments"
     assert buffer["exp_avg"][-12 * 12 : -4 * 12].all()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1 << 32, (1 << 61) + 3])
+def test_the_state_of_a_cpu_generator_is_that_of_torch(seed: int) -> None:
+    like = StoredTensor(Path(), 0, "uint8", (torch.get_rng_state().numel(),))
+    made = random_states.generator(like, seed)
+    expected = torch.Generator().manual_seed(seed).get_state()
+    assert b"".join(map(bytes, made.pieces())) == expected.numpy().tobytes()
+
+
+def test_random_states_of_new_ranks_are_loaded_by_torch(tmp_path: Path) -> None:
+    small_checkpoint.write(tmp_path / "a", rng_state=True)
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2") == 0
+    saved = {
+        folder: torch.load(tmp_path / "b" / STEP_FOLDER / folder / naming.MODEL_FILE, weights_only=False)
+        for folder in ("mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001")
+    }
+    drawn = set()
+    for body in saved.values():
+        (states,) = body["rng_state"]
+        draw = torch.Generator()
+        draw.set_state(states["torch_rng_state"])
+        numpy_draw = numpy.random.RandomState()
+        numpy_draw.set_state(states["np_rng_state"])
+        drawn.add((torch.rand(1, generator=draw).item(), numpy_draw.random()))
+        assert states["rng_tracker_states"]["model-parallel-rng"].numel() == 16
+    assert len(drawn) == 2, "stages draw different numbers, tensor ranks of a stage the same"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_that_of_torch(dtype: torch.dtype) -> None:
+    """All kinds of numbers: random bits, halves between two neighbours, infinite ones, none."""
+    bits = torch.randint(-(1 << 31), 1 << 31, (100_000,), generator=torch.Generator().manual_seed(1))
+    halves = (torch.arange(0, 1 << 16) << 16) + (1 << 15)
+    main = torch.cat([bits, halves]).to(torch.int32).view(torch.float32)
+    special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65519.99, 65520, 1e-8]
+    main = torch.cat([main, torch.tensor(special)])
+    weight = main.to(dtype)
+    said = str(dtype).removeprefix("torch.")
+    assert rounding.rounds_to(_bytes(main), _bytes(weight), said)
+    for place in (0, 5, 99_999):
+        other = weight.clone()
+        other[place] = 1.0 if weight[place] != 1.0 else 2.0
+        assert not rounding.rounds_to(_bytes(main), _bytes(other), said)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize("limit", [None, 1000], ids=["", "as if larger than 2 GiB"])
+def test_what_is_written_is_an_archive_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    content = numpy.arange(5000, dtype=numpy.float32)
+    if limit is not None:
+        monkeypatch.setattr(zipfile, "ZIP64_LIMIT", limit)
+    value = {
+        "whole": NewTensor("float32", (50, 100), lambda: [content[:2].tobytes(), content[2:].tobytes()]),
+        "none": NewTensor("float32", (0,), list),
+        "one": NewTensor("bfloat16", (), lambda: [b"\x80\x3f"]),
+    }
+    with writing.Stream(tmp_path / "x.pt", tmp_path, lambda count: None) as stream, Files() as files:
+        writing.save(value, stream, "x", files)
+    monkeypatch.undo()
+    entry = stream.entry("x.pt")
+    assert entry.bytes == (tmp_path / "x.pt").stat().st_size
+    assert entry.xxh3_128 == hashing.hash_file(tmp_path / "x.pt")
+    for options in ({}, {"mmap": True}, {"weights_only": False}):
+        loaded = torch.load(tmp_path / "x.pt", **options)
+        assert torch.equal(loaded["whole"], torch.arange(5000.0).view(50, 100))
+        assert loaded["none"].shape == (0,)
+        assert loaded["one"].item() == 1
+    read = archive.read(tmp_path / "x.pt")
+    assert read["whole"].offset % 64 == 0
+    with zipfile.ZipFile(tmp_path / "x.pt") as opened:
+        assert opened.testzip() is None
 
 
 def _with(name: str, value: Any) -> Callable[[Any], None]:

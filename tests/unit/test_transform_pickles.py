@@ -23,7 +23,8 @@ import torch
 from adaptor.__main__ import main
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.transform import archive
+from adaptor.transform import archive, writing
+from adaptor.transform.copying import Files
 from tests.unit import small_checkpoint
 
 _WATCHED = ("import", "exec", "compile", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "open")
@@ -324,8 +325,8 @@ def test_all_that_frameworks_save_is_written_again(tmp_path: Path, monkeypatch: 
     read = archive.read(tmp_path / "one.pt")
     assert read["args"].large == 1 << 100
     assert read["numpy"][1].loaded().tolist() == list(range(624))
-    with (tmp_path / "two.pt").open("wb") as file:
-        archive.save(read, file)
+    with writing.Stream(tmp_path / "two.pt", tmp_path, lambda count: None) as stream, Files() as files:
+        writing.save(read, stream, "two", files)
     monkeypatch.setitem(sys.modules, "megatron", type(sys)("megatron"))
     monkeypatch.setitem(sys.modules, "megatron.test_classes", module)
     again = torch.load(tmp_path / "two.pt", weights_only=False)

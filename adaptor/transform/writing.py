@@ -1,0 +1,206 @@
+"""Writes archives of torch front to back in one pass, hashed on the way, without torch and whole tensors.
+
+The content has a record in the place of each tensor: one that is to be made (`NewTensor`), or one of the
+source, which is copied. A tensor's bytes come in pieces that fit into the cache of a core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import xxhash
+
+from adaptor.checkpoint import disk
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.transform.constructors import STORAGES
+from adaptor.transform.copying import Files
+from adaptor.transform.records import SIZES, Described, DType, Name, NewTensor, StoredArray, StoredTensor
+
+_ALIGNMENT = 64  # of a storage in an archive, as torch has it, in bytes
+_LOCAL_HEADER = 30  # bytes before the name
+_ZIP64 = 20  # bytes of the extra field of a file of more than 2 GiB
+# What is smaller waits for what follows, so that the system is not called for each bias; in bytes.
+_SMALL, _GATHERED = 64 << 10, 1 << 20
+# So often the system is told to begin to write to the disk, without waiting for it; in bytes.
+_BEGIN_TO_WRITE = 32 << 20
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Stream:
+    """A file that is written front to back, and hashed: it is on disk when it is closed without an error."""
+
+    def __init__(self, path: Path, below: Path, progress: Callable[[int], None]) -> None:
+        self.bytes = 0
+        self._descriptor = disk.create(below, path.relative_to(below).as_posix())
+        self._digest = xxhash.xxh3_128()
+        self._progress = progress
+        self._waiting = bytearray()
+        self._told = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write all of `data`; return its size in bytes. Raises OSError."""
+        count = len(data)
+        self.bytes += count
+        if count < _SMALL:
+            self._waiting += data
+            if len(self._waiting) >= _GATHERED:
+                self.flush()
+            return count
+        self.flush()
+        self._write(memoryview(data))
+        return count
+
+    def flush(self) -> None:
+        """Give to the system what was gathered."""
+        if self._waiting:
+            data, self._waiting = self._waiting, bytearray()
+            self._write(memoryview(data))
+
+    def _write(self, data: memoryview) -> None:
+        self._digest.update(data)
+        while data:
+            count = os.write(self._descriptor, data)
+            data = data[count:]
+            self._progress(count)
+        length = self.bytes - self._told
+        if length >= _BEGIN_TO_WRITE:
+            # A hint: where the system does not know it, all is written when the file is closed.
+            begin, size = ctypes.c_int64(self._told), ctypes.c_int64(length)
+            _libc.sync_file_range(self._descriptor, begin, size, _SYNC_FILE_RANGE_WRITE)
+            self._told = self.bytes
+
+    def entry(self, name: str) -> FileEntry:
+        """Return the entry of the manifest, under `name`; call it when the file is closed."""
+        return FileEntry(name, self.bytes, self._digest.hexdigest())
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.flush()
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+
+# The pickler in C can write only classes that can be imported; the one in Python has no types.
+_Base: Any = pickle._Pickler
+
+
+class _Pickler(_Base):  # type: ignore[misc]
+    """Writes records as what they stand for; collects the tensors, in the order of their keys."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(_Base.dispatch)
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[NewTensor | StoredTensor] = []
+
+    def _save_name(self, name: Name) -> None:
+        self.write(pickle.GLOBAL + f"{name.module}\n{name.name}\n".encode())
+
+    def _save_dtype(self, dtype: DType) -> None:
+        self._save_name(Name("torch", dtype.name))
+
+    def _save_array(self, array: StoredArray) -> None:
+        self.save(array.loaded())
+
+    def _save_described(self, described: Described) -> None:
+        self.save(described.what)
+        self.save(described.given)
+        self.write(pickle.NEWOBJ if described.is_new else pickle.REDUCE)
+        self.memoize(described)
+        if described.state is not None:
+            self.save(described.state)
+            self.write(pickle.BUILD)
+
+    def _save_tensor(self, tensor: NewTensor | StoredTensor) -> None:
+        self._save_name(Name("torch._utils", "_rebuild_tensor_v2"))
+        self.write(pickle.MARK)
+        kind = Name("torch", _STORAGE_OF[tensor.dtype])
+        self.save(("storage", kind, str(len(self.tensors)), "cpu", tensor.numel))
+        self.write(pickle.BINPERSID)
+        self.save(0)
+        self.save(tensor.shape)
+        self.save(_strides(tensor.shape))
+        self.save(False)
+        self.save(OrderedDict())
+        self.write(pickle.TUPLE + pickle.REDUCE)
+        self.memoize(tensor)
+        self.tensors.append(tensor)
+
+    dispatch[Name] = _save_name
+    dispatch[DType] = _save_dtype
+    dispatch[StoredArray] = _save_array
+    dispatch[Described] = _save_described
+    dispatch[NewTensor] = _save_tensor
+    dispatch[StoredTensor] = _save_tensor
+
+
+_STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+def save(value: Any, stream: Stream, root: str, files: Files) -> None:
+    """Write `value` as an archive that torch loads.
+
+    Args:
+        root: the name of the archive inside of the file.
+        files: of the source, for the tensors that are copied from it.
+
+    Raises:
+        OSError: the disk refuses.
+        CheckpointError: a file of the source ends too early.
+    """
+    structure = io.BytesIO()
+    pickler = _Pickler(structure)
+    pickler.dump(value)
+    with zipfile.ZipFile(_Forwards(stream), "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
+        content = structure.getvalue()
+        for name, text in (("data.pkl", content), ("byteorder", b"little"), ("version", b"3\n")):
+            _add(archive, stream, f"{root}/{name}", len(text), [text])
+        for key, tensor in enumerate(pickler.tensors):
+            pieces = tensor.pieces() if isinstance(tensor, NewTensor) else files.pieces(tensor)
+            _add(archive, stream, f"{root}/data/{key}", tensor.numel * SIZES[tensor.dtype], pieces)
+
+
+class _Forwards:
+    """A file for `zipfile` that cannot be sought in: checksums then stand behind the data, not before it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.write = stream.write
+
+    def flush(self) -> None:
+        """Do nothing: the stream gathers what is small."""
+
+
+def _add(archive: zipfile.ZipFile, stream: Stream, name: str, size: int, pieces: Iterable[Any]) -> None:
+    """Add a file whose data begins at a multiple of `_ALIGNMENT`."""
+    large = size > zipfile.ZIP64_LIMIT
+    begin = stream.bytes + _LOCAL_HEADER + len(name) + 4 + (_ZIP64 if large else 0)
+    padding = -begin % _ALIGNMENT
+    info = zipfile.ZipInfo(name)
+    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    with archive.open(info, "w", force_zip64=large) as file:
+        for piece in pieces:
+            file.write(piece)

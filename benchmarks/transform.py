@@ -1,0 +1,119 @@
+"""`python -m adaptor transform` against `cp -r` and a sync of the files that it has written.
+
+In each round the command transforms a checkpoint with random content, as a user starts it, and `cp -r` with a
+sync of the new folder copies what came of it; the two take turns in going first. The ratio of a round is that
+of neighbours, so noise of the machine that lasts longer than a round does not count. Both read from the page
+cache, since the checkpoint was just written, unless it is larger than the memory.
+
+`--profile` prints where one process spends its time when it writes all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from _bench import ROOT, Benchmark, spread, table
+
+from adaptor.__main__ import main as command
+from adaptor.protocol import naming
+from tests.unit import small_checkpoint
+from tests.unit.small_checkpoint import STEP, Shape
+
+TARGET = 0.7
+
+
+def _seconds(arguments: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def _sync(folder: Path) -> None:
+    for path in [folder, *folder.rglob("*")]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _copied(source: Path, target: Path) -> float:
+    began = time.perf_counter()
+    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
+    _sync(target)
+    return time.perf_counter() - began
+
+
+def _profile(source: Path, target: Path, options: list[str]) -> str:
+    profile = cProfile.Profile()
+    profile.runcall(command, ["transform", str(source), str(target), *options, "--workers", "1"])
+    stats = pstats.Stats(profile)
+    rows = []
+    for (file, line, name), (_, calls, own, _, _) in stats.stats.items():  # type: ignore[attr-defined]
+        rows.append((own, calls, f"{Path(file).name}:{line} {name}" if line else name))
+    return table(
+        ("seconds of its own", "calls", "function"),
+        [(f"{own:.3f}", calls, name) for own, calls, name in sorted(rows, reverse=True)[:12]],
+    )
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4, help="of 12 million params each (default 4: 0.9 GB)")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--to", default="--tp 2 --pp 2", help="sizes of the target (default --tp 2 --pp 2)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "transform", help="on the disk")
+    parser.add_argument("--profile", action="store_true", help="also where the time of one process goes")
+    given = parser.parse_args()
+    benchmark = Benchmark("transform", {k: v for k, v in vars(given).items() if k != "folder"})
+    shutil.rmtree(given.folder, ignore_errors=True)
+    shape = Shape(1024, 16, 2816, given.layers, 16380, 16384)
+    small_checkpoint.write(given.folder / "source", shape)
+    _sync(given.folder / "source")
+    target, copy = given.folder / "target", given.folder / "copy"
+    transform = [sys.executable, "-m", "adaptor", "transform", str(given.folder / "source"), str(target)]
+    transform += [*given.to.split(), "--workers", str(given.workers)]
+    _seconds(transform)
+    took: dict[str, list[float]] = {"transform": [], "cp -r and sync": []}
+    shutil.rmtree(copy, ignore_errors=True)
+    for number in range(given.rounds):
+        other = target.rename(given.folder / "before")
+        for what in sorted(took, reverse=number % 2 == 0):
+            if what == "transform":
+                took[what].append(_seconds(transform))
+            else:
+                took[what].append(_copied(other, copy))
+        shutil.rmtree(copy)
+        shutil.rmtree(other)
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    ratios = [theirs / ours for ours, theirs in zip(took["transform"], took["cp -r and sync"], strict=True)]
+    rows = [
+        (what, f"{s['median']:.2f}", f"{s['min']:.2f} to {s['max']:.2f}", f"{size / s['median'] / 1e6:.0f}")
+        for what, s in ((what, spread(times)) for what, times in took.items())
+    ]
+    ratio = spread(ratios)
+    text = table(("", "median s", "from to", "MB/s"), rows)
+    text += (
+        f"\n\n{size / 1e9:.3f} GB; transform has {ratio['median']:.0%} of the speed of cp"
+        f" ({ratio['min']:.0%} to {ratio['max']:.0%}), target {TARGET:.0%}"
+    )
+    if given.profile:
+        shutil.rmtree(target)
+        text += "\n\n" + _profile(given.folder / "source", target, given.to.split())
+    assert (target / naming.final_name(STEP)).is_dir()
+    shutil.rmtree(given.folder)
+    benchmark.finish(text, {"seconds": took, "ratios": ratios, "bytes": size})
+
+
+if __name__ == "__main__":
+    main()
