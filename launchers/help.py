@@ -25,6 +25,13 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_PLATFORM",
     ),
     "For operators": ("TTP_LOG_PATH", "TTP_SERVE", "TTP_SERVE_TOKEN", "TTP_NOTIFY", "TTP_NOTIFY_SECRET"),
+    "Object storage": (
+        "TTP_STORE",
+        "TTP_STORE_EVERY",
+        "TTP_STORE_KEEP",
+        "TTP_STORE_RATE",
+        "TTP_STORE_ENDPOINT",
+    ),
     "Logs and recordings": ("TTP_LOG_LEVEL", "TTP_LOG_STDOUT", "TTP_PROFILE", "TTP_DUMP"),
     "Devices and interfaces": ("TTP_DEVICE", "TTP_ENGINE", "TTP_PROVIDE_MINDIO"),
 }

@@ -405,32 +405,44 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path
     for setting in config.SETTINGS:
         if setting.variable.startswith("TTP_TLS_"):  # one needs the others
             monkeypatch.setenv(setting.variable, "some.pem")
-    texts = [
-        "0",
-        "77",
-        "9",
-        "0",
-        "30",
-        "4",
-        "5",
-        "9001",
-        "mutual",
-        "a.pem",
-        "b.pem",
-        "c.pem",
-        "cpu",
-        "builtin",
-        "none",
-        "1",
-        "1",
-        "1",
-        "slurm",
-        "here",
-        "ERROR",
-        "1",
-        "steps=2",
-    ]
-    for setting, text in zip(config.SETTINGS, [*texts, str(dump)], strict=True):
+    texts = {
+        "ENABLE_TTP": "0",
+        "TTP_OT": "77",
+        "TTP_GRACE": "9",
+        "TTP_HANG": "0",
+        "TTP_ONLINE": "30",
+        "TTP_SPARES": "4",
+        "TTP_NO_PROGRESS": "5",
+        "TTP_PORT": "9001",
+        "TTP_TLS": "mutual",
+        "TTP_TLS_CERT": "a.pem",
+        "TTP_TLS_KEY": "b.pem",
+        "TTP_TLS_CA": "c.pem",
+        "TTP_DEVICE": "cpu",
+        "TTP_ENGINE": "builtin",
+        "TTP_REPLICA": "none",
+        "TTP_LOCAL_COPY": "1",
+        "TTP_REQUIRE_PROTECTION": "1",
+        "TTP_PROVIDE_MINDIO": "1",
+        "TTP_PLATFORM": "slurm",
+        "TTP_STORE": "s3://bucket/run7",
+        "TTP_STORE_EVERY": "10",
+        "TTP_STORE_KEEP": "3",
+        "TTP_STORE_RATE": "200M",
+        "TTP_STORE_ENDPOINT": "https://storage.example.com",
+        "TTP_LOG_PATH": "here",
+        "TTP_LOG_LEVEL": "ERROR",
+        "TTP_LOG_STDOUT": "1",
+        "TTP_SERVE": "127.0.0.1:9002",
+        "TTP_SERVE_TOKEN": "token",
+        "TTP_NOTIFY": "file:/tmp/notices",
+        "TTP_NOTIFY_SECRET": "secret",
+        "TTP_PROFILE": "steps=2",
+        "TTP_DUMP": str(dump),
+    }
+    assert texts.keys() == {setting.variable for setting in config.SETTINGS}
+    for setting in config.SETTINGS:
+        text = texts[setting.variable]
         monkeypatch.setenv(setting.variable, setting.default)
         if setting.variable == "TTP_PROFILE":  # steps of a script for MindIO are not recorded
             monkeypatch.setenv("TTP_PROVIDE_MINDIO", "False")
@@ -723,7 +735,7 @@ def test_a_network_interface_that_is_not_there(
 
 
 def test_the_label_of_an_address_is_an_interface_for_gloo() -> None:
-    ttprun.require_interfaces("lo:1")
+    start_checks.require_interfaces("lo:1")
 
 
 # what a script sees
