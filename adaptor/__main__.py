@@ -2,6 +2,8 @@
 
 `python -m adaptor transform SRC DST`: a checkpoint in other parallel sizes (`adaptor/transform/command.py`).
 
+`python -m adaptor verify SAVE`: the checkpoints in a save folder against their manifests, as `ttp verify`.
+
 `python -m adaptor store list|pull|push|verify|prune URL`: object storage (`adaptor/store/command.py`).
 """
 
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from adaptor import _script, config, context, devices, distributions, engines
 from adaptor.errors import AdaptorError, DriftError, StartError
+from adaptor.operations import verify
 from adaptor.store import command as store
 from adaptor.transform import command as transform
 
@@ -41,6 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     if parsed.command == "transform":
         return transform.main(parsed)
+    if parsed.command == "verify":
+        try:
+            return verify.answer(parsed)
+        except AdaptorError as error:
+            return _bad_usage(str(error))
     if parsed.command == "store":
         return store.main(parsed)
     script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
@@ -96,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
     transform.add_to(commands)
+    verify.add_arguments(commands.add_parser("verify", allow_abbrev=False, help=verify.WORDS))
     store.add_to(commands)
     return parser
 

@@ -192,27 +192,56 @@ def defects(folder: Path, *, checksums: bool = True, step: int | None = None) ->
     return compare(folder, manifest.files, checksums=checksums)
 
 
+@dataclass(frozen=True)
+class Examined:
+    """A file of a checkpoint, compared with its entry in the manifest.
+
+    state    ok, or unhashed where the manifest has no checksum of it and its size is right; missing, changed;
+             unreadable where that says nothing about the file
+    problem  a line for people; empty where there is none
+    """
+
+    entry: FileEntry
+    state: str
+    problem: str = ""
+
+
+def examine(folder: Path, entry: FileEntry, *, checksums: bool = True) -> Examined:
+    """Compare a file of the checkpoint in `folder` with its entry.
+
+    Args:
+        checksums: False: compare presence and size only.
+    """
+    path = folder / entry.path
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return Examined(entry, "changed", f"{path}: is not a regular file")
+        if status.st_size != entry.bytes:
+            line = f"{path}: {status.st_size} bytes, the manifest says {entry.bytes}"
+            return Examined(entry, "changed", line)
+        if not checksums or entry.xxh3_128 is None:
+            return Examined(entry, "unhashed")
+        if hashing.hash_file(path) != entry.xxh3_128:
+            return Examined(entry, "changed", f"{path}: checksum differs from the manifest")
+    except FileNotFoundError:
+        return Examined(entry, "missing", f"{path}: missing")
+    except ValueError as error:  # a path that no file can have
+        return Examined(entry, "changed", f"{path}: cannot be read ({error})")
+    except OSError as error:
+        line = f"{path}: cannot be read ({error.strerror or error})"
+        return Examined(entry, "changed" if disk.is_wrong(error) else "unreadable", line)
+    return Examined(entry, "ok")
+
+
 def compare(folder: Path, files: Iterable[FileEntry], *, checksums: bool = True) -> list[str]:
     """Return what is wrong with these files of the checkpoint in `folder`, like `defects`.
 
     What cannot be read, and may be intact, is `Unreadable`.
     """
-    problems = []
-    for entry in files:
-        path = folder / entry.path
-        try:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):
-                problems.append(f"{path}: is not a regular file")
-            elif status.st_size != entry.bytes:
-                problems.append(f"{path}: {status.st_size} bytes, the manifest says {entry.bytes}")
-            elif checksums and entry.xxh3_128 is not None and hashing.hash_file(path) != entry.xxh3_128:
-                problems.append(f"{path}: checksum differs from the manifest")
-        except FileNotFoundError:
-            problems.append(f"{path}: missing")
-        except ValueError as error:  # a path that no file can have
-            problems.append(f"{path}: cannot be read ({error})")
-        except OSError as error:
-            line = f"{path}: cannot be read ({error.strerror or error})"
-            problems.append(line if disk.is_wrong(error) else Unreadable(line))
-    return problems
+    examined = (examine(folder, entry, checksums=checksums) for entry in files)
+    return [
+        Unreadable(one.problem) if one.state == "unreadable" else one.problem
+        for one in examined
+        if one.problem
+    ]

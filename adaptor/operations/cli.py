@@ -93,10 +93,8 @@ def _parser(more: Callable[[Add], None] | None) -> argparse.ArgumentParser:
             type=Path,
             help="a log folder, for its newest job, or the folder of a job in it (default TTP_LOG_PATH)",
         )
-    compare = add("verify", verify.answer, "compare the checkpoints in a save folder with their manifests")
-    compare.add_argument("save", type=Path, help="the folder (--save)")
-    compare.add_argument("--step", type=int, help="of this step alone")
-    for command in (status, incidents, spent, compare):
+    verify.add_arguments(add("verify", verify.answer, verify.WORDS))
+    for command in (status, incidents, spent):
         command.add_argument("--json", action="store_true", help="print JSON")
     schema = add("schema", _schema, "print the JSON Schema of a file")
     schema.add_argument("name", choices=sorted(records.SCHEMAS))

@@ -1,48 +1,31 @@
-"""`ttp verify`: the checkpoints in a save folder against their manifests."""
+"""`ttp verify`, and `python -m adaptor verify`: the checkpoints in a save folder against their manifests."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from adaptor.checkpoint import manifest, saved_steps, tracker
+from adaptor.errors import CheckpointError
 from adaptor.operations import job_folder
-from adaptor.operations.words import FINDING, OK, shown
+from adaptor.operations.words import FINDING, OK, USAGE, shown
 from adaptor.protocol import naming
 
+WORDS = "compare the checkpoints in a save folder with their manifests"
+_MOST_AT_ONCE = 16  # files; beyond that a disk is no faster
 
-def answer(parsed: argparse.Namespace) -> int:
-    """Compare the checkpoints in a save folder with their manifests; return the exit code."""
-    root: Path = parsed.save
-    if not root.is_dir():
-        raise job_folder.JobFolderError(f"{shown(str(root))}: there is no such folder; name a --save folder")
-    steps = saved_steps.steps(root)
-    if parsed.step is not None:
-        if parsed.step not in steps:
-            raise job_folder.JobFolderError(
-                f"{shown(str(root))}: there is no checkpoint of step {parsed.step}"
-            )
-        steps = [parsed.step]
-    named = tracker.tracked_step(root)
-    answers = [_verified(root, step) for step in steps]
-    bad = any(answer.state == "damaged" for answer in answers)
-    missing = named is not None and parsed.step is None and named not in steps
-    if parsed.json:
-        print(
-            msgspec.json.encode({"save": shown(str(root)), "tracker": named, "checkpoints": answers}).decode()
-        )
-        return FINDING if bad or missing else OK
-    for answer in answers:
-        mark = " (the tracker names it)" if answer.step == named else ""
-        print(f"step {answer.step}: {answer.state}{mark}")
-        for problem in answer.problems:
-            print(f"  {shown(problem)}")
-    if missing:
-        print(f"the tracker names step {named}, of which there is no folder")
-    print(f"{len(answers)} checkpoint{'' if len(answers) == 1 else 's'} in {shown(str(root))}")
-    return FINDING if bad or missing else OK
+
+class _File(msgspec.Struct):
+    """A file of a checkpoint: ok, unhashed (its size is right), missing, changed or unreadable."""
+
+    path: str
+    bytes: int
+    state: str
 
 
 class _Checkpoint(msgspec.Struct):
@@ -51,12 +34,100 @@ class _Checkpoint(msgspec.Struct):
     step: int
     state: str
     problems: list[str]
+    files: list[_File]
 
 
-def _verified(root: Path, step: int) -> _Checkpoint:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("save", type=Path, help="the folder (--save)")
+    parser.add_argument("--step", type=int, help="of this step alone")
+    parser.add_argument(
+        "--files", action="store_true", help="a line for each file, also for those that are intact"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def answer(parsed: argparse.Namespace) -> int:
+    """Compare the checkpoints in a save folder with their manifests.
+
+    Returns:
+        The exit code: 0, 1 where something is damaged or missing, 2 where that cannot be told.
+
+    Raises:
+        JobFolderError: the folder, or the step, is not there.
+    """
+    root: Path = parsed.save
+    try:
+        is_there, steps = root.is_dir(), saved_steps.steps(root)
+    except OSError as error:
+        raise job_folder.JobFolderError(f"{shown(str(root))}: {error.strerror or error}") from error
+    if not is_there:
+        raise job_folder.JobFolderError(f"{shown(str(root))}: there is no such folder; name a --save folder")
+    if parsed.step is not None:
+        if parsed.step not in steps:
+            raise job_folder.JobFolderError(
+                f"{shown(str(root))}: there is no checkpoint of step {parsed.step}"
+            )
+        steps = [parsed.step]
+    named = tracker.tracked_step(root)
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, 2 * (os.cpu_count() or 1))) as pool:
+        answers = [_verified(root, step, pool) for step in steps]
+    missing = named is not None and parsed.step is None and named not in steps
+    if parsed.json:
+        found = {"save": shown(str(root)), "tracker": named, "checkpoints": answers}
+        print(msgspec.json.encode(found).decode())
+    else:
+        print("\n".join(_table(answers, named, all_files=parsed.files)))
+        if missing:
+            print(f"the tracker names step {named}, of which there is no folder")
+        print(f"{len(answers)} checkpoint{'' if len(answers) == 1 else 's'} in {shown(str(root))}")
+    states = {each.state for each in answers}
+    if missing or "damaged" in states:
+        return FINDING
+    return USAGE if "unreadable" in states else OK
+
+
+def _verified(root: Path, step: int, pool: ThreadPoolExecutor) -> _Checkpoint:
     folder = root / naming.final_name(step)
     if not saved_steps.has_manifest(root, step):
         why = "it has no manifest: the framework wrote it without the adaptor, and nobody can tell"
-        return _Checkpoint(step, "not known", [why])
-    problems = [shown(problem) for problem in manifest.defects(folder, step=step)]
-    return _Checkpoint(step, "damaged" if problems else "intact", problems)
+        return _Checkpoint(step, "not known", [why], [])
+    try:
+        described = manifest.read(folder)
+    except manifest.UnreadableError as error:
+        return _Checkpoint(step, "unreadable", [shown(str(error))], [])
+    except CheckpointError as error:
+        return _Checkpoint(step, "damaged", [shown(str(error))], [])
+    problems = []
+    if described.step != step:
+        problems.append(f"{folder / naming.MANIFEST}: is not that of step {step}")
+    elif not described.files:
+        problems.append(f"{folder / naming.MANIFEST}: names no file")
+    examined = list(pool.map(lambda entry: manifest.examine(folder, entry), described.files))
+    states = {one.state for one in examined}
+    problems += [shown(one.problem) for one in examined if one.problem]
+    files = [_File(shown(one.entry.path), one.entry.bytes, one.state) for one in examined]
+    if states & {"missing", "changed"} or (problems and "unreadable" not in states):
+        state = "damaged"
+    elif "unreadable" in states:
+        state = "unreadable"
+    else:
+        state = "intact" if states == {"ok"} else "sizes are right"
+    return _Checkpoint(step, state, problems, files)
+
+
+def _table(answers: Sequence[_Checkpoint], named: int | None, *, all_files: bool) -> list[str]:
+    """Return a line for each checkpoint, and below it one for each file that is not as it should be."""
+    lines = []
+    for each in answers:
+        mark = " (the tracker names it)" if each.step == named else ""
+        size = sum(file.bytes for file in each.files)
+        count = f", {len(each.files)} files, {size / 1e9:.3f} GB" if each.files else ""
+        lines.append(f"step {each.step}: {each.state}{mark}{count}")
+        lines += [
+            f"  {file.state:<10}  {file.bytes:>15}  {file.path}"
+            for file in each.files
+            if all_files or file.state not in ("ok", "unhashed")
+        ]
+        lines += [f"  {problem}" for problem in each.problems]
+    return lines

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from adaptor import output
+from adaptor.__main__ import main as adaptor_main
 from adaptor.checkpoint import hashing
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.controller.controller import Controller
@@ -359,6 +360,54 @@ def _checkpoint(save: Path, step: int) -> Path:
     (folder / naming.MANIFEST).write_bytes(Manifest.now(step, [entry], {}, 1).encode())
     (save / naming.TRACKER).write_text(str(step))
     return folder
+
+
+def test_verify_says_which_files_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By both commands, which are one."""
+    save = tmp_path / "save"
+    folder = save / naming.final_name(5)
+    folder.mkdir(parents=True)
+    entries = []
+    for name in ("changed", "cut", "gone", "right", "unhashed"):
+        (folder / name).write_bytes(b"content")
+        entries.append(FileEntry(name, 7, hashing.hash_file(folder / name) if name != "unhashed" else None))
+    (folder / naming.MANIFEST).write_bytes(Manifest.now(5, entries, {}, 1).encode())
+    assert adaptor_main(["verify", str(save)]) == 0
+    assert "step 5: sizes are right, 5 files" in capsys.readouterr().out
+    (folder / "changed").write_bytes(b"c0ntent")
+    (folder / "cut").write_bytes(b"c")
+    (folder / "gone").unlink()
+    assert adaptor_main(["verify", str(save), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert found["state"] == "damaged"
+    assert {file["path"]: file["state"] for file in found["files"]} == {
+        "changed": "changed",
+        "cut": "changed",
+        "gone": "missing",
+        "right": "ok",
+        "unhashed": "unhashed",
+    }
+    assert adaptor_main(["verify", str(save)]) == 1
+    said = capsys.readouterr().out
+    assert cli.main(["verify", str(save)]) == 1
+    assert capsys.readouterr().out == said
+    assert [line.split()[::2] for line in said.splitlines()[1:4]] == [
+        ["changed", "changed"],
+        ["changed", "cut"],
+        ["missing", "gone"],
+    ]
+    assert adaptor_main(["verify", str(tmp_path / "none")]) == 2
+    assert "there is no such folder; name a --save folder" in capsys.readouterr().err
+
+
+def test_verify_cannot_tell_what_it_may_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _checkpoint(tmp_path, 5)
+    (folder / "a").unlink()
+    (folder / "a").symlink_to("/proc/self/mem")  # to be opened, and not to be read
+    entry = FileEntry("a", 0, "0" * 32)
+    (folder / naming.MANIFEST).write_bytes(Manifest.now(5, [entry], {}, 1).encode())
+    assert cli.main(["verify", str(tmp_path)]) == cli.USAGE
+    assert "step 5: unreadable" in capsys.readouterr().out
 
 
 def test_ttp_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
