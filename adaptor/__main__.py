@@ -70,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = ("--world-size", parsed.world_size)
     try:
         world_size = _ranks(*given)
+        ranks_per_node = _ranks("--ranks-per-node", parsed.ranks_per_node or "")
     except ValueError as error:
         return _bad_usage(str(error))
     if warning:
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         device = "cpu"  # a framework refuses a machine without an accelerator before it reads its arguments
     if device:
         devices.activate(device)
-    text, code = _report(script, world_size, parsed.json)
+    text, code = _report(script, world_size, ranks_per_node, parsed.json)
     if stdout is not None:
         with stdout:
             print(text, file=stdout)
@@ -101,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size",
         metavar="N",
         help="ranks of the job (default WORLD_SIZE, else twice the fewest that the script's arguments allow)",
+    )
+    report.add_argument(
+        "--ranks-per-node", metavar="N", help="how many of them are on one node (default: all), for --json"
     )
     report.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
     transform.add_to(commands)
@@ -154,7 +158,9 @@ def _has_accelerator() -> bool:
     return torch.cuda.is_available() or importlib.util.find_spec("torch_npu") is not None
 
 
-def _report(script: list[str], world_size: int | None, as_json: bool) -> tuple[str, int]:
+def _report(
+    script: list[str], world_size: int | None, ranks_per_node: int | None, as_json: bool
+) -> tuple[str, int]:
     """Return what is to be printed, and the exit code."""
     import adaptor.patches as patches
     from adaptor import patching
@@ -185,6 +191,7 @@ def _report(script: list[str], world_size: int | None, as_json: bool) -> tuple[s
     verdict = _verdict(findings, len(lines), examined=len(script) > 1)
     code = 1 if lines else 0
     if as_json:
+        plan = findings.plan(ranks_per_node)
         report = {
             "fits": not lines,
             "verdict": verdict,
@@ -192,6 +199,7 @@ def _report(script: list[str], world_size: int | None, as_json: bool) -> tuple[s
             "replica": findings.replica,
             "bytes_per_rank_and_parameter": findings.cost(),
             "layout": dataclasses.asdict(findings.layout) if findings.layout is not None else None,
+            "plan": dataclasses.asdict(plan) if plan is not None else None,
             "patches": [dataclasses.asdict(outcome) for outcome in shown],
         }
         return json.dumps(report), code

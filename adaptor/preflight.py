@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from adaptor import _script, context
 from adaptor.context import Context
 from adaptor.errors import AdaptorError
+from adaptor.protection_plan import Model, Plan, Sharing, plan
 from adaptor.replica.choice import ReplicaChoice
 
 # Ranks of one copy of the model, and of one copy of its experts, are the products of these.
@@ -64,13 +65,33 @@ class Findings:
         refusals: why the job would be refused, one line each.
         error: how the script ended before it was known what of it would be protected.
         layout: None where no framework has parsed the arguments.
+        model: None where its sizes are not known.
         replica: `split`, `mirror`, `whole` (every rank has all) or `none`; '' where it is not known.
     """
 
     refusals: list[str] = field(default_factory=list)
     error: str = ""
     layout: Layout | None = None
+    model: Model | None = None
     replica: str = ""
+
+    def plan(self, ranks_per_node: int | None) -> Plan | None:
+        """Return what protection would take and give, None where the layout is not known.
+
+        Args:
+            ranks_per_node: None: all are on one node.
+        """
+        layout = self.layout
+        if layout is None or not self.replica:
+            return None
+        sharing = Sharing(
+            dense=layout.data_parallel,
+            experts=layout.experts if self.model is not None and self.model.experts else 0,
+            sharded=layout.sharded,
+            instances=layout.instances,
+        )
+        ranks = layout.world_size
+        return plan(sharing, self.model, self.replica, ranks, ranks_per_node or ranks)
 
     def cost(self) -> float | None:
         """Return the bytes that replicas take on each rank for each parameter of the model, None if unknown.
@@ -111,7 +132,9 @@ class Preflight:
         self.findings: Findings | None = None
 
 
-def examine(checks: Iterable[Callable[[], None]], layout: Callable[[], Layout]) -> None:
+def examine(
+    checks: Iterable[Callable[[], None]], layout: Callable[[], Layout], model: Callable[[], Model | None]
+) -> None:
     """Take down every refusal in place of the first, and the layout. In training it is never called.
 
     Args:
@@ -127,6 +150,7 @@ def examine(checks: Iterable[Callable[[], None]], layout: Callable[[], Layout]) 
             found.append(str(error))
     findings.refusals += [line for line in found if line not in findings.refusals]
     findings.layout = layout()
+    findings.model = model()
 
 
 def run(script: list[str], world_size: int) -> Findings:

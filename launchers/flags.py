@@ -19,6 +19,7 @@ from adaptor.launchers import help
 T = TypeVar("T")
 
 _PREFIX = "--ttp"
+DRY_RUN = "--dry-run"
 _COUNT = "a number of processes from 1 on, or auto, cpu, gpu and the like where this machine has them"
 _NODES = "a number of nodes from 1 on, or MIN:MAX"
 _STREAMS = "0, 1, 2 or 3, or that for some of the ranks of this node, as 0:3,1:1"
@@ -45,6 +46,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parsed = torchs.parse_args(rest)
     os.environ.update({variable: value for variable, value in given.items() if value is not None})
     return parsed
+
+
+def without_dry_run(arguments: list[str]) -> tuple[list[str], bool]:
+    """Return the arguments without `--dry-run`, and whether it was among ttprun's own."""
+    torchs = _torchs()
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            break
+        if argument == DRY_RUN:
+            _, before = _split(arguments[:place], torchs)
+            if _comes_before_the_script(before, torchs):
+                return [*arguments[:place], *arguments[place + 1 :]], True
+            break
+    return arguments, False
 
 
 def given(arguments: list[str]) -> set[str]:

@@ -55,7 +55,7 @@ examples:
   ttprun --nproc-per-node 8 --max-restarts 3 pretrain_gpt.py ... --save checkpoints --load checkpoints
   ttprun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --nproc-per-node 8 --ttp-tls-cert node0.pem \\
       --ttp-tls-key node0.key --ttp-tls-ca signer.pem pretrain_gpt.py ...
-  python -m adaptor report -- pretrain_gpt.py ...      what of a job would be protected; nothing is trained
+  ttprun --dry-run --nproc-per-node 8 pretrain_gpt.py ...   what protection takes and gives; nothing starts
   ttp status logs                                      what a job does now
 """
 _CODES = """\

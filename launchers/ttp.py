@@ -1,11 +1,11 @@
-"""The command `ttp`: the files of jobs (`adaptor.operations.cli`), `ttp doctor` and `ttp store`."""
+"""The command `ttp`: the files of jobs (`adaptor.operations.cli`); doctor, plan and store beside them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from adaptor.launchers import doctor
+from adaptor.launchers import doctor, plan
 from adaptor.operations import cli
 from adaptor.store import command as store
 
@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add(add_command: cli.Add) -> None:
+    plan.add(add_command)
     doctor.add(add_command)
     store.add(add_command)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from adaptor import _script, config, devices, distributions, engines, output, text
 from adaptor.diagnostics import requests
 from adaptor.errors import AdaptorError, ConfigError, StartError
-from adaptor.launchers import flags, job_server, job_uploads, notifier, start_checks, store_load
+from adaptor.launchers import flags, job_server, job_uploads, notifier, plan, start_checks, store_load
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
@@ -48,9 +48,12 @@ def main(argv: list[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     machine = this_machine()
     try:
+        arguments, dry_run = flags.without_dry_run(arguments)
         parsed = flags.parse(arguments)
         settings = config.load()
         read = detect.fill(parsed, flags.given(arguments), os.environ, settings.platform, machine)
+        if dry_run:
+            return _plan(parsed, settings)
         if read is None:
             return _run(parsed, settings)
         if read.card is None:
@@ -68,6 +71,24 @@ def _main(arguments: list[str]) -> int:
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")
         return USAGE_EXIT_CODE
+
+
+def _plan(parsed: argparse.Namespace, settings: config.Config) -> int:
+    """Print what protection of the job would take and give, after every check before its start."""
+    from torch.distributed import run
+
+    if not settings.enabled:
+        raise ConfigError("ENABLE_TTP is False: without the adaptor there is nothing to plan")
+    if parsed.module or parsed.no_python:
+        raise ConfigError(f"{flags.DRY_RUN}: give ttprun the path of a Python script")
+    start_checks.require_script(parsed, settings)
+    flags.require_sense(parsed)
+    start_checks.require_safe_connections(parsed, settings)
+    job_server.require(settings)
+    notifier.targets(settings)
+    _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    ranks = run.determine_local_world_size(parsed.nproc_per_node)
+    return plan.show([parsed.training_script, *parsed.training_script_args], nodes, ranks)
 
 
 def _run(

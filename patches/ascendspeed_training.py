@@ -73,7 +73,7 @@ def _examine(parsed: Any) -> None:
             instances=1,
         )
 
-    preflight.examine([*_checks(parsed), lambda: folder.require_place(parsed.save)], made)
+    preflight.examine([*_checks(parsed), lambda: folder.require_place(parsed.save)], made, lambda: None)
 
 
 @training.patch(

@@ -9,7 +9,7 @@ from typing import Any
 from adaptor import context, patching, preflight
 from adaptor.checkpoint import folder, lease_claim, left_overs
 from adaptor.diagnostics.recorder import Recorder
-from adaptor.frameworks import fine_tuning, supported_options
+from adaptor.frameworks import fine_tuning, megatron_sizes, supported_options
 from adaptor.patches._versions import MEGATRON
 from adaptor.patches.megatron_core import INSTANCES, detect_instance_support, inner_optimizers
 from adaptor.replica.choice import ReplicaChoice
@@ -92,7 +92,8 @@ def examine(parsed: Any) -> None:
         )
 
     parsed.use_persistent_ckpt_worker = False  # the framework starts it before it looks at all arguments
-    preflight.examine([*_checks(parsed), lambda: folder.require_place(parsed.save)], made)
+    checks = [*_checks(parsed), lambda: folder.require_place(parsed.save)]
+    preflight.examine(checks, made, lambda: megatron_sizes.model_of(parsed))
 
 
 def _require_protected(parsed: Any) -> None:

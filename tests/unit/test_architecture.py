@@ -37,7 +37,7 @@ LAYERS = (
     ("adaptor.worker",),
     ("adaptor.online",),
     ("adaptor.mindio",),
-    ("adaptor.frameworks", "adaptor.preflight"),
+    ("adaptor.frameworks", "adaptor.preflight", "adaptor.protection_plan"),
     ("adaptor.patches", "adaptor.mindio.provided"),
     ("adaptor", "adaptor.library", "adaptor._start", "adaptor.__main__"),
     ("adaptor.launchers",),

@@ -1,0 +1,203 @@
+"""Calculates what protection of a job would take and give, before there is one; nothing is trained.
+
+The formulas are those of docs/costs.md, which docs/layouts.md compares with what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adaptor.protocol.messages import Share
+from adaptor.replica import tolerance
+
+# Main params and two moments of a parameter, in an optimizer and in a checkpoint.
+_STATE = 12
+# Of a second copy: with `mirror` also the gradients.
+_COPY = {"split": _STATE, "mirror": 16}
+# What a rank sends more in a step, for each parameter of a shard.
+_SENT = {"split": 8, "mirror": 4}
+_GRADIENT = 4
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a model, from the framework's arguments.
+
+    Args:
+        tensor, pipeline: model-parallel sizes; `expert_tensor` and `expert` those of experts.
+        dense: parameters of the rank that has most, without experts.
+        experts: parameters of experts on a rank.
+        total: dense parameters of all pipeline stages with one tensor rank.
+        weight: bytes of a weight.
+        weight_copies: how often a checkpoint has each dense weight: in the format `torch` with each set of
+            experts.
+    """
+
+    tensor: int
+    pipeline: int
+    expert_tensor: int
+    expert: int
+    dense: float
+    experts: float
+    total: float
+    weight: int
+    weight_copies: int
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What one kind of replicas would take and give.
+
+    Args:
+        kind: `split`, `mirror`, `whole` (every rank has all) or `none`.
+        chosen: whether the job would have it.
+        memory: bytes more on each rank; None where the size of the model is not known.
+        local_copy: bytes more on each rank with TTP_LOCAL_COPY.
+        sent: bytes that each rank sends more in a step.
+        survives: what may be lost, in words.
+    """
+
+    kind: str
+    chosen: bool
+    memory: float | None
+    local_copy: float | None
+    sent: float | None
+    survives: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What protection would take and give.
+
+    Args:
+        ranks, nodes: of the job.
+        parameters: of the rank that has most; None where the size of the model is not known, and so below.
+        training: bytes of weights, gradients and optimizer state on that rank without the adaptor.
+        replicas: each kind that the layout allows.
+        save: bytes that a save writes, by all ranks together.
+        writer: bytes of host memory of a rank that gathers the state of its group for a save.
+    """
+
+    ranks: int
+    nodes: int
+    parameters: float | None
+    training: float | None
+    replicas: tuple[Replicas, ...]
+    save: float | None
+    writer: float | None
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Ranks that share optimizer state: `dense` in the data-parallel group, `experts` of the same experts.
+
+    Args:
+        dense, experts: the sizes of these groups; `experts` is 0 without experts.
+        sharded: whether the optimizer is distributed.
+        instances: of the optimizer, where `split` is the framework's own.
+    """
+
+    dense: int
+    experts: int
+    sharded: bool
+    instances: int
+
+
+def plan(sharing: Sharing, model: Model | None, chosen: str, ranks: int, ranks_per_node: int) -> Plan:
+    """Return the plan of a job.
+
+    Args:
+        sharing: how ranks share optimizer state.
+        model: its sizes; None where they are not known.
+        chosen: the kind of replicas that the job would have.
+        ranks: of the job, in the framework's usual order: tensor, context, data, pipeline.
+        ranks_per_node: how many are on one node.
+    """
+    kinds = ("whole",) if not sharing.sharded and chosen != "none" else ("split", "mirror", "none")
+    sizes = {size for size in (sharing.dense, sharing.experts) if size}
+    fits = {"split": all(size % 2 == 0 for size in sizes), "mirror": sharing.dense > 1}
+    rows = [
+        _replicas(kind, sharing, model, kind == chosen, _nodes(ranks, ranks_per_node))
+        for kind in kinds
+        if kind == chosen or fits.get(kind, True)
+    ]
+    return Plan(
+        ranks=ranks,
+        nodes=-(-ranks // ranks_per_node),
+        parameters=model.dense + model.experts if model is not None else None,
+        training=_training(sharing, model) if model is not None else None,
+        replicas=tuple(rows),
+        save=_save(sharing, model, ranks) if model is not None else None,
+        writer=_STATE * model.dense if model is not None else None,
+    )
+
+
+def _nodes(ranks: int, ranks_per_node: int) -> dict[int, int]:
+    return {rank: rank // ranks_per_node for rank in range(ranks)}
+
+
+def _shard(sharing: Sharing, model: Model) -> float:
+    """Return the parameters whose state a rank has without replicas."""
+    if not sharing.sharded:
+        return model.dense + model.experts
+    return model.dense / sharing.dense + (model.experts / sharing.experts if sharing.experts else 0)
+
+
+def _training(sharing: Sharing, model: Model) -> float:
+    weights = model.dense + model.experts
+    return weights * (model.weight + _GRADIENT) + _STATE * _shard(sharing, model)
+
+
+def _save(sharing: Sharing, model: Model, ranks: int) -> float:
+    dense = model.total * model.tensor
+    ranks_with_other_experts = ranks / sharing.experts if sharing.experts else 0
+    experts = model.experts * ranks_with_other_experts
+    return _STATE * (dense + experts) + model.weight * (dense * model.weight_copies + experts)
+
+
+def _replicas(
+    kind: str, sharing: Sharing, model: Model | None, chosen: bool, node_of: dict[int, int]
+) -> Replicas:
+    memory = local = sent = None
+    if model is not None:
+        shard = _shard(sharing, model)
+        memory, sent = _COPY.get(kind, 0) * shard, _SENT.get(kind, 0) * shard
+        local = _STATE * shard * (2 if kind in _COPY else 1)
+    return Replicas(kind, chosen, memory, local, sent, _survives(kind, sharing, model, node_of))
+
+
+def _survives(kind: str, sharing: Sharing, model: Model | None, node_of: dict[int, int]) -> str:
+    """Return what may be lost, as the job itself finds it out when it begins to train."""
+    shares: dict[int, list[Share]] = {rank: [] for rank in node_of}
+    tensor = model.tensor if model is not None else 1
+    for number, group in enumerate(_groups(len(node_of), sharing.dense, tensor)):
+        _share(shares, f"group {number}", group, kind, sharing.instances)
+    if sharing.experts and model is not None and model.experts:
+        inner = model.expert_tensor * model.expert
+        for number, group in enumerate(_groups(len(node_of), sharing.experts, inner)):
+            _share(shares, f"experts {number}", group, kind, sharing.instances)
+    words = tolerance.survives(kind, shares, node_of)
+    return words.removeprefix(f"{kind}; ").partition(":")[0]  # behind it are words for the job's first line
+
+
+def _groups(ranks: int, size: int, inner: int) -> list[list[int]]:
+    """Return the groups of `size` ranks that have the same part of the model, `inner` ranks apart."""
+    return [
+        [outer + first + inner * place for place in range(size)]
+        for outer in range(0, ranks, size * inner)
+        for first in range(inner)
+    ]
+
+
+def _share(
+    shares: dict[int, list[Share]], name: str, group: Sequence[int], kind: str, instances: int
+) -> None:
+    """Add what each rank of a group holds."""
+    size = len(group)
+    count = {"whole": 1, "split": max(1, size // max(2, instances))}.get(kind, size)
+    for place, rank in enumerate(group):
+        held = {place % count}
+        if kind == "mirror":
+            held.add((place - 1) % count)
+        shares[rank] += [Share(name, shard, count) for shard in sorted(held)]

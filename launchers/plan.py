@@ -1,0 +1,186 @@
+"""`ttp plan` and `ttprun --dry-run`: what protection of a job would take and give; nothing is trained.
+
+Another process runs the script until its arguments are known (`python -m adaptor report`): the framework's
+own parser and every refusal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from adaptor import text
+from adaptor.errors import ConfigError
+from adaptor.operations import cli
+from adaptor.operations.words import FINDING, OK, USAGE, duration
+
+# A save folder on a fast file system; what all writers together reach, in bytes for each second.
+BANDWIDTH = 1e9
+
+
+class _Replicas(msgspec.Struct):
+    """What one kind of replicas would take and give: `adaptor.protection_plan.Replicas`."""
+
+    kind: str
+    chosen: bool
+    memory: float | None
+    local_copy: float | None
+    sent: float | None
+    survives: str
+
+
+class _Plan(msgspec.Struct):
+    """The plan of the report, `adaptor.protection_plan.Plan`, and how long a save would take."""
+
+    ranks: int
+    nodes: int
+    parameters: float | None
+    training: float | None
+    replicas: list[_Replicas]
+    save: float | None
+    writer: float | None
+    bandwidth: float | None = None
+    save_seconds: float | None = None
+
+
+class _Layout(msgspec.Struct):
+    data_parallel: int
+
+
+class _Report(msgspec.Struct):
+    """What is read of the report."""
+
+    verdict: str
+    refusals: list[str]
+    layout: _Layout | None
+    plan: _Plan | None
+
+
+def add(add_command: cli.Add) -> None:
+    """Add the command to those of `ttp`."""
+    parser = add_command("plan", _answer, "what protection of a job would take and give; nothing is trained")
+    parser.add_argument("--nnodes", type=_count, default=1, help="nodes of the job (default 1)")
+    parser.add_argument(
+        "--nproc-per-node",
+        type=_count,
+        help="ranks on each node (default: twice the fewest that the arguments allow, on one node)",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=_bandwidth,
+        default=BANDWIDTH,
+        metavar="GB/S",
+        help="what all ranks together write into the save folder in a second (default 1)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= number <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number from 1 on")
+    return number
+
+
+def _bandwidth(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 1e-6 <= found <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number of GB/s above 0")
+    return found * 1e9
+
+
+def _answer(parsed: argparse.Namespace) -> int:
+    script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
+    if len(script) < 2:
+        raise ConfigError("name the script and its arguments: ttp plan -- pretrain_gpt.py ARGUMENTS")
+    if parsed.nproc_per_node is None and parsed.nnodes > 1:
+        raise ConfigError(f"--nnodes is {parsed.nnodes}: say --nproc-per-node, too")
+    return show(script, parsed.nnodes, parsed.nproc_per_node, bandwidth=parsed.bandwidth, as_json=parsed.json)
+
+
+def show(
+    script: Sequence[str],
+    nodes: int,
+    ranks_per_node: int | None,
+    *,
+    bandwidth: float = BANDWIDTH,
+    as_json: bool = False,
+) -> int:
+    """Print the plan of a job; return the exit code: 1 if it would be refused, 2 for bad usage.
+
+    Args:
+        script: and its arguments.
+        nodes: of the job.
+        ranks_per_node: None: as many as the arguments need for a second copy, on one node.
+        bandwidth: of the save folder, in bytes for each second.
+        as_json: print one JSON object.
+    """
+    sizes: list[str] = []
+    if ranks_per_node is not None:
+        sizes = ["--world-size", str(nodes * ranks_per_node), "--ranks-per-node", str(ranks_per_node)]
+    command = [sys.executable, "-m", "adaptor", "report", "--json", *sizes, "--", *script]
+    made = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    if made.returncode not in (OK, FINDING):
+        return USAGE
+    report = msgspec.json.decode(made.stdout, type=_Report)
+    plan = report.plan
+    if plan is not None and plan.save is not None:
+        plan.bandwidth, plan.save_seconds = bandwidth, plan.save / bandwidth
+    if as_json:
+        whole = msgspec.json.decode(made.stdout, type=dict[str, msgspec.Raw])
+        whole["plan"] = msgspec.Raw(msgspec.json.encode(plan))
+        print(msgspec.json.encode(whole).decode())
+    else:
+        print("\n".join(map(text.encodable, _lines(report))))
+    return int(made.returncode)
+
+
+def _lines(report: _Report) -> list[str]:
+    plan = report.plan
+    lines = [f"REFUSED {line}" for line in report.refusals]
+    if plan is None or report.layout is None:
+        return [*lines, f"verdict      {report.verdict}"]
+    lines.append(
+        f"ranks        {plan.ranks} on {plan.nodes} node{'' if plan.nodes == 1 else 's'},"
+        f" data-parallel size {report.layout.data_parallel}"
+    )
+    if plan.parameters is not None:
+        most, taken = _billions(plan.parameters), _bytes(plan.training)
+        lines += [
+            f"model        {most} parameters on the rank that has most (calculated)",
+            f"memory       {taken} there of weights, gradients and optimizer, without the adaptor",
+        ]
+    lines += ["", f"{'replicas':<12} {'more memory':>12} {'local copy':>12} {'sent in a step':>15}  survives"]
+    for row in plan.replicas:
+        kind = f"{'*' if row.chosen else ' '} {row.kind}"
+        memory, local, sent = _bytes(row.memory), f"+ {_bytes(row.local_copy)}", _bytes(row.sent)
+        lines.append(f"{kind:<12} {memory:>12} {local:>12} {sent:>15}  {row.survives}")
+    lines += ["", "* what this job would have; local copy: with TTP_LOCAL_COPY; all of it on each rank"]
+    if plan.save_seconds is not None:
+        save, speed, writer = map(_bytes, (plan.save, plan.bandwidth, plan.writer))
+        seconds = duration(plan.save_seconds)
+        lines.append(
+            f"a save       {save}, {seconds} at {speed}/s; one writer gathers {writer} in host memory"
+        )
+    return [*lines, f"verdict      {report.verdict}"]
+
+
+def _billions(count: float) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count / 1e6:.3g} million"
+
+
+def _bytes(count: float | None) -> str:
+    if count is None:
+        return "not known"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"

@@ -1,0 +1,122 @@
+"""`ttp plan` and `ttprun --dry-run`, with the real framework's parser and groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptor.launchers import flags
+from adaptor.protection_plan import _groups
+from tests.frameworks import prepare
+from tests.frameworks.args import environment, tiny_gpt
+from tests.patches.conftest import Run
+
+RANKS = """
+import json, sys
+from megatron.core.parallel_state import RankGenerator
+made = []
+for tp, cp, dp, pp in json.loads(sys.argv[1]):
+    made.append(RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp").get_ranks("dp-cp"))
+print(json.dumps(made))
+"""
+SIZES = [(1, 1, 4, 1), (2, 1, 4, 1), (2, 2, 2, 1), (2, 1, 2, 2), (1, 2, 3, 4)]
+
+
+def test_the_groups_are_the_frameworks(warm_python: Run) -> None:
+    tree = str(prepare.megatron_lm())
+    done = warm_python("-c", RANKS, json.dumps(SIZES), env={**environment(), "PYTHONPATH": tree})
+    assert done.returncode == 0, done.stderr
+    for (tp, cp, dp, pp), groups in zip(SIZES, json.loads(done.stdout), strict=True):
+        assert sorted(_groups(tp * cp * dp * pp, cp * dp, tp)) == sorted(groups)
+
+
+def planned(warm_python: Run, *arguments: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    script = str(prepare.megatron_lm() / "pretrain_gpt.py")
+    words = ("plan", "--json", *arguments, "--", script, *tiny_gpt(**options))
+    done = warm_python("-m", "adaptor.launchers.ttp", *words, env=environment())
+    assert len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_job_on_two_nodes(warm_python: Run, tmp_path: Path) -> None:
+    code, found = planned(
+        warm_python, "--nnodes", "2", "--nproc-per-node", "2", "--bandwidth", "0.5", save=tmp_path / "save"
+    )
+    plan = found["plan"]
+    assert (code, found["refusals"], plan["ranks"], plan["nodes"]) == (0, [], 4, 2)
+    assert plan["save_seconds"] == plan["save"] / 5e8
+    chosen = next(row for row in plan["replicas"] if row["chosen"])
+    assert (chosen["kind"], chosen["survives"]) == ("split", "any 1 rank, any 1 node")
+    assert not (tmp_path / "save").exists()
+
+
+def test_experts_are_counted_once(warm_python: Run, tmp_path: Path) -> None:
+    """Those of one rank, when two ranks share the work of four experts."""
+    experts = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2")
+    _, whole = planned(warm_python, "--nproc-per-node", "4", save=tmp_path, extra=experts)
+    half_of_them = (*experts, "--expert-model-parallel-size", "2")
+    _, half = planned(warm_python, "--nproc-per-node", "4", save=tmp_path, extra=half_of_them)
+    each = 2 * 64 * 4 * 64 * 2  # of one expert, in both layers
+    assert whole["plan"]["parameters"] - half["plan"]["parameters"] == pytest.approx(2 * each)
+    # In the format torch each set of experts has a file of its own, with the weights of all else.
+    dense = whole["plan"]["parameters"] - 4 * each
+    assert half["plan"]["save"] - whole["plan"]["save"] == pytest.approx(2 * dense)
+
+
+def test_what_would_be_refused_is_said(warm_python: Run) -> None:
+    code, found = planned(warm_python, "--nproc-per-node", "2")
+    assert (code, found["fits"]) == (1, False)
+    assert found["refusals"][0].startswith("--save is missing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--"], "ttp: error: name the script and its arguments: ttp plan -- pretrain_gpt.py ARGUMENTS"),
+        (["--nnodes", "2", "--", "a.py", "x"], "ttp: error: --nnodes is 2: say --nproc-per-node, too"),
+        (["--", "absent.py", "x"], "python -m adaptor: there is no script absent.py"),
+        (
+            ["--bandwidth", "0", "--", "a.py"],
+            "argument --bandwidth: '0': it must be a number of GB/s above 0",
+        ),
+        (["--nnodes", "0", "--", "a.py"], "argument --nnodes: '0': it must be a number from 1 on"),
+    ],
+)
+def test_bad_usage(arguments: list[str], line: str, warm_python: Run) -> None:
+    done = warm_python("-m", "adaptor.launchers.ttp", "plan", *arguments, env=environment())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line in done.stderr.splitlines()[-1]
+
+
+def test_a_dry_run_checks_and_starts_nothing(warm_python: Run, folder: Path) -> None:
+    script = str(prepare.megatron_lm() / "pretrain_gpt.py")
+    asked = ("--dry-run", "--nnodes", "2", "--master-addr", "10.0.0.1", "--nproc-per-node", "2")
+    arguments = (script, *tiny_gpt(save=folder / "save"))
+    done = warm_python("-m", "adaptor.launchers.ttprun", *asked, *arguments, env=environment())
+    assert (done.returncode, "agents of several machines speak TLS" in done.stderr) == (2, True)
+    trusted = environment(TTP_TLS="plain")
+    done = warm_python("-m", "adaptor.launchers.ttprun", *asked, *arguments, env=trusted)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ranks        4 on 2 nodes, data-parallel size 4\n")
+    (chosen,) = (line for line in done.stdout.splitlines() if line.startswith("* split"))
+    assert chosen.endswith("  any 1 rank, any 1 node")
+    assert not (folder / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dry"),
+    [
+        (["--dry-run", "a.py"], True),
+        (["--nnodes", "2", "--dry-run", "--ttp-ot", "20", "a.py", "-x"], True),
+        (["--ttp-ot", "20", "--dry-run", "a.py"], True),
+        (["a.py", "--dry-run"], False),
+        (["--", "a.py", "--dry-run"], False),
+        (["a.py"], False),
+    ],
+)
+def test_a_dry_run_is_asked_for_before_the_script(arguments: list[str], dry: bool) -> None:
+    rest = [one for one in arguments if one != "--dry-run"] if dry else arguments
+    assert flags.without_dry_run(arguments) == (rest, dry)

@@ -1,0 +1,103 @@
+"""What a plan says protection takes and gives: by the formulas of docs/costs.md, and of where ranks are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from adaptor.protection_plan import Model, Plan, Replicas, Sharing, plan
+
+COSTS = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
+
+
+def model(
+    parameters: float, tensor: int = 1, pipeline: int = 1, experts: float = 0.0, expert: int = 1
+) -> Model:
+    return Model(
+        tensor=tensor,
+        pipeline=pipeline,
+        expert_tensor=tensor,
+        expert=expert,
+        dense=parameters,
+        experts=experts,
+        total=parameters * pipeline,
+        weight=2,
+        weight_copies=1,
+    )
+
+
+def row(made: Plan, kind: str) -> Replicas:
+    return next(one for one in made.replicas if one.kind == kind)
+
+
+@pytest.mark.parametrize(
+    ("column", "billions", "d", "tensor", "pipeline"), [(2, 7, 64, 1, 1), (3, 7, 4, 2, 1), (4, 70, 16, 8, 4)]
+)
+def test_the_figures_are_those_of_the_page(
+    column: int, billions: int, d: int, tensor: int, pipeline: int
+) -> None:
+    shards = tensor * pipeline
+    sharing = Sharing(dense=d, experts=0, sharded=True, instances=1)
+    made = plan(sharing, model(billions * 1e9 / shards, tensor, pipeline), "split", d * shards, 8)
+    for name, memory in (
+        ("`split`", row(made, "split").memory),
+        ("`mirror`", row(made, "mirror").memory),
+        ("`TTP_LOCAL_COPY`, in addition", row(made, "mirror").local_copy),
+    ):
+        (line,) = (line for line in COSTS.splitlines() if line.startswith(f"| {name} |"))
+        assert memory is not None
+        assert f"{memory / 1e9:.1f} GB" == line.split("|")[column + 1].strip()
+    assert made.save == billions * 1e9 * 14
+
+
+def test_what_is_sent_is_what_the_page_says() -> None:
+    sharing = Sharing(dense=16, experts=0, sharded=True, instances=1)
+    made = plan(sharing, model(70e9 / 32, 8, 4), "split", 512, 8)
+    said = re.search(r"Calculated for the 70B model above: ([\d.]+) GB and ([\d.]+) GB", COSTS)
+    assert said is not None
+    sent = [row(made, kind).sent or 0.0 for kind in ("split", "mirror")]
+    assert [f"{each / 1e9:.1f}" for each in sent] == list(said.groups())
+
+
+@pytest.mark.parametrize(
+    ("d", "tensor", "per_node", "split", "mirror"),
+    [
+        (8, 1, 8, "any 1 rank", "any 1 rank"),
+        (8, 1, 4, "any 1 rank, any 1 node", "any 1 rank, but no whole node"),
+        (8, 1, 1, "any 1 rank, any 1 node", "any 1 rank, any 1 node"),
+        (4, 8, 8, "any 1 rank, any 1 node", "any 1 rank, any 1 node"),
+        (4, 4, 8, "any 1 rank, any 1 node", "any 1 rank, but no whole node"),
+        (3, 1, 1, None, "any 1 rank, any 1 node"),
+    ],
+)
+def test_what_may_be_lost(d: int, tensor: int, per_node: int, split: str | None, mirror: str) -> None:
+    sharing = Sharing(dense=d, experts=0, sharded=True, instances=1)
+    made = plan(sharing, model(1e6, tensor), "mirror", d * tensor, per_node)
+    said = {one.kind: one.survives for one in made.replicas}
+    assert said.get("split") == split
+    assert said["mirror"] == mirror
+    assert said["none"] == "exceptions alone"
+
+
+def test_experts_that_no_two_ranks_share() -> None:
+    sharing = Sharing(dense=4, experts=1, sharded=True, instances=1)
+    made = plan(sharing, model(1e6, experts=1e6, expert=4), "mirror", 4, 1)
+    assert [(one.kind, one.survives) for one in made.replicas] == [
+        ("mirror", "exceptions alone"),
+        ("none", "exceptions alone"),
+    ]
+
+
+def test_an_optimizer_that_every_rank_has() -> None:
+    sharing = Sharing(dense=4, experts=0, sharded=False, instances=1)
+    (whole,) = plan(sharing, model(1e6), "whole", 4, 2).replicas
+    assert (whole.memory, whole.sent, whole.local_copy) == (0, 0, 12e6)
+    assert whole.survives == "any 3 ranks, any 1 node"
+
+
+def test_a_model_whose_size_is_not_known() -> None:
+    made = plan(Sharing(dense=4, experts=0, sharded=True, instances=1), None, "split", 4, 4)
+    assert (made.parameters, made.save, row(made, "split").memory) == (None, None, None)
+    assert row(made, "split").survives == "any 1 rank"
