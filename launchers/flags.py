@@ -134,6 +134,15 @@ def _torchs() -> argparse.ArgumentParser:
     return torchs
 
 
+def whole_parser() -> argparse.ArgumentParser:
+    """Return a parser that has torch's flags and ours: for what completes them, not to parse."""
+    whole = argparse.ArgumentParser(
+        prog="ttprun", parents=[_torchs(), _ours()], add_help=False, conflict_handler="resolve"
+    )
+    whole.add_argument(DRY_RUN, action="store_true", help="say what protection takes and gives")
+    return whole
+
+
 def _ours() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False, exit_on_error=False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from adaptor.launchers import doctor, plan
+from adaptor.launchers import completion, doctor, plan
 from adaptor.operations import cli
 from adaptor.store import command as store
 
@@ -17,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add(add_command: cli.Add) -> None:
     plan.add(add_command)
+    completion.add(add_command, lambda: cli.parser_of(_add))
     doctor.add(add_command)
     store.add(add_command)
 

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None, more: Callable[[Add], None] | N
         arguments: of the command line; by default this process's.
         more: adds commands that this package does not have.
     """
-    parsed = _parser(more).parse_args(arguments)
+    parsed = parser_of(more).parse_args(arguments)
     answer: Answer = parsed.answer
     try:
         return answer(parsed)
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None, more: Callable[[Add], None] | N
         output.finish()
 
 
-def _parser(more: Callable[[Add], None] | None) -> argparse.ArgumentParser:
+def parser_of(more: Callable[[Add], None] | None) -> argparse.ArgumentParser:
+    """Return the parser of `ttp`; `more` adds commands."""
     parser = argparse.ArgumentParser(
         prog="ttp",
         allow_abbrev=False,
