@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -31,3 +32,51 @@ def test_an_alert_has_its_metrics_and_its_runbook(rule: dict[str, Any]) -> None:
 def test_the_rules_fire_when_they_must() -> None:
     subprocess.run(["promtool", "test", "rules", "alerts_test.yml"], cwd=EXAMPLE, check=True)
     subprocess.run(["promtool", "check", "config", "prometheus.yml"], cwd=EXAMPLE, check=True)
+
+
+DASHBOARD: dict[str, Any] = json.loads((EXAMPLE / "grafana.json").read_text())
+TARGETS = [(panel["title"], target) for panel in DASHBOARD["panels"] for target in panel["targets"]]
+# What Prometheus adds to the name of a histogram.
+PARTS = ("_sum", "_count", "_bucket")
+
+
+def _metrics() -> dict[str, set[str]]:
+    """The metrics of docs/operations.md, with their labels; a test compares the page with what is served."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    rows = re.findall(r"^\| `(ttp_\w+)(?:\{([\w,]+)\})?`", page, re.MULTILINE)
+    return {name: {*labels.split(","), "instance", ""} for name, labels in rows}
+
+
+@pytest.mark.parametrize(("title", "target"), TARGETS, ids=lambda one: one if isinstance(one, str) else "")
+def test_a_panel_shows_what_is_served(title: str, target: dict[str, Any]) -> None:
+    known = _metrics()
+    labels = set()
+    for metric in re.findall(r"\bttp_\w+", target["expr"]):
+        name = next((metric.removesuffix(part) for part in PARTS if metric.endswith(part)), metric)
+        assert metric in known or (name in known and name != metric), f"{title}: there is no {metric}"
+        labels |= known[metric if metric in known else name]
+    used = {*re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]), *re.findall(r"(\w+)=~", target["expr"])}
+    assert used <= labels
+    assert target["expr"].count("(") == target["expr"].count(")")
+    assert target["datasource"]["uid"] == "${datasource}"
+
+
+def test_the_dashboard_shows_all_metrics_but_these() -> None:
+    shown = " ".join(target["expr"] for _, target in TARGETS)
+    left_out = {name for name in _metrics() if name not in shown}
+    assert left_out == {
+        *("ttp_build_info", "ttp_running", "ttp_status_timestamp_seconds"),  # alerts have the last two
+        *("ttp_generation", "ttp_controller_term", "ttp_checkpoint_bytes"),
+    }
+
+
+def test_panels_do_not_overlap() -> None:
+    taken = [
+        (place["x"] + x, place["y"] + y)
+        for place in (panel["gridPos"] for panel in DASHBOARD["panels"])
+        for x in range(place["w"])
+        for y in range(place["h"])
+    ]
+    assert len(taken) == len(set(taken))
+    assert all(x < 24 for x, _ in taken)
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
