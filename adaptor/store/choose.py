@@ -121,7 +121,7 @@ def hash_object(store: Store, name: str, size: int) -> str:
     return str(digest.hexdigest())
 
 
-def ranges(store: Store, name: str, size: int) -> Iterator[bytes]:
+def ranges(store: Store, name: str, size: int) -> Iterator[memoryview]:
     """Yield the content of an object of `size` bytes, in pieces, one request after the other."""
     for start in range(0, size, PIECE):
         yield store.get_range(name, start, min(PIECE, size - start))

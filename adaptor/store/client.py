@@ -100,12 +100,12 @@ class Store:
                 raise StoreError(f"{self}/{name}: has {size} bytes; {limit} are the most it may have")
             return bytes(found.bytes())
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int) -> memoryview:
         """Return `length` bytes of an object from `start`, which must be there."""
         import obstore
 
         with self._errors(f"read {name}"):
-            content = bytes(obstore.get_range(self._client, name, start=start, length=length))
+            content = memoryview(obstore.get_range(self._client, name, start=start, length=length))
         if len(content) != length:
             raise StoreError(f"{self}/{name}: {len(content)} bytes came where {length} were asked for")
         return content

@@ -135,7 +135,7 @@ def _bring(store: Store, found: Checkpoint, root: Path, progress: Progress) -> N
 
 
 @disk.one_line
-def _write_file(folder: Path, file: FileEntry, pieces: Iterator[bytes]) -> str | None:
+def _write_file(folder: Path, file: FileEntry, pieces: Iterator[memoryview]) -> str | None:
     with HashingFile(folder / file.path, below=folder) as out:
         for piece in pieces:
             out.write(piece)
@@ -146,7 +146,7 @@ def _write(store: Store, found: Checkpoint, folder: Path, progress: Progress) ->
     """Write the files; a few requests are ahead of the disk. Raises DamagedError for wrong content."""
     come = 0
 
-    def counted(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    def counted(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
         nonlocal come
         for piece in pieces:
             come += len(piece)
@@ -167,20 +167,20 @@ def _write(store: Store, found: Checkpoint, folder: Path, progress: Progress) ->
 
 def _files(
     store: Store, found: Checkpoint, pool: ThreadPoolExecutor
-) -> Iterator[tuple[FileEntry, Iterator[bytes]]]:
+) -> Iterator[tuple[FileEntry, Iterator[memoryview]]]:
     """Yield each file with its pieces, which must be taken before the next file."""
     pieces = (
         (f"{found.where}/{file.path}", start, min(PIECE, file.bytes - start))
         for file in found.known.files
         for start in range(0, file.bytes, PIECE)
     )
-    ahead: deque[Future[bytes]] = deque()
+    ahead: deque[Future[memoryview]] = deque()
 
     def fill() -> None:
         while len(ahead) < AT_ONCE and (piece := next(pieces, None)) is not None:
             ahead.append(pool.submit(store.get_range, *piece))
 
-    def of(file: FileEntry) -> Iterator[bytes]:
+    def of(file: FileEntry) -> Iterator[memoryview]:
         for _ in range(0, file.bytes, PIECE):
             fill()
             yield ahead.popleft().result()

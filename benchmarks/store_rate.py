@@ -1,0 +1,179 @@
+"""A push and a pull against the bare client with the same bytes, and the choice of the newest checkpoint:
+`python benchmarks/store_rate.py`.
+
+Each run is a process of its own, as the uploader is; push, bare put, pull and bare get take turns, so all see
+the same machine. `bare` hands each file to the client with the same size and number of parts, and writes what
+it gets to a file, without a checksum, a list or a manifest. The memory is the peak of the process. Stores: a
+folder on this disk, and moto, an S3 server in Python on this machine, which is itself the limit there: it
+reads a whole object for each range that is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from _bench import Benchmark, spread, table
+
+from adaptor.protocol import naming
+from adaptor.store import choose, layout, pull, push
+from adaptor.store.client import AT_ONCE, PIECE, Store
+from adaptor.store.opening import open_store
+from tests.unit import object_store
+
+STEP = 12
+TARGETS = {"rate": 0.8, "memory": 256 << 20, "choose": 2.0}
+BUCKET = "rate"
+
+
+def bare_put(store: Store, root: Path) -> None:
+    """Write the files of a checkpoint with the client alone."""
+    import obstore
+
+    folder = root / naming.final_name(STEP)
+    for path in sorted(folder.rglob("*.pt")):
+        name = f"bare/{path.relative_to(folder).as_posix()}"
+        obstore.put(store._client, name, path, chunk_size=PIECE, max_concurrency=AT_ONCE)
+
+
+def bare_get(store: Store, root: Path) -> None:
+    """Read them with the client alone."""
+    import obstore
+
+    for name in store.objects("bare"):
+        target = root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as file:
+            for chunk in obstore.get(store._client, name).stream(min_chunk_size=PIECE):
+                file.write(chunk)
+            os.fsync(file.fileno())
+
+
+def choose_newest(store: Store, root: Path) -> None:
+    """Find the newest checkpoint, as a resume does."""
+    next(choose.newest_first(store, None, []))
+
+
+WHAT: dict[str, Callable[[Store, Path], object]] = {
+    "push": lambda store, root: push.push(store, root, STEP),
+    "bare put": bare_put,
+    "pull": lambda store, root: pull.pull(store, root),
+    "bare get": bare_get,
+    "choose": choose_newest,
+}
+
+
+def run(what: str, url: str, endpoint: str, root: Path) -> dict[str, float]:
+    """Do one thing in a process of its own; return its seconds and the peak of its memory, in bytes."""
+    command = [sys.executable, __file__, "--do", what, url, endpoint, str(root)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def do(what: str, url: str, endpoint: str, root: str) -> None:
+    """Do one thing in this process, and print what it took."""
+    store = open_store(url, endpoint, make=True)
+    began = time.perf_counter()
+    WHAT[what](store, Path(root))
+    seconds = time.perf_counter() - began
+    # Not of getrusage, which begins with the memory of the process that this one was forked from.
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in one)
+    memory = int(line.split()[1]) << 10
+    print(json.dumps({"seconds": seconds, "memory": memory}))
+
+
+def measure(url: str, endpoint: str, scratch: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
+    """Let the four take turns; what one has written goes before the next turn."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in WHAT if name != "choose"}
+    store = open_store(url, endpoint, make=True)
+    for _ in range(repeats):
+        for name in found:
+            root = scratch / "save" if name in ("push", "bare put") else scratch / "pulled"
+            found[name].append(run(name, url, endpoint, root))
+        store.delete(list(store.objects("")))
+        shutil.rmtree(scratch / "pulled")
+    return found
+
+
+def choice(url: str, endpoint: str, scratch: Path, count: int, repeats: int) -> list[float]:
+    """Return the seconds of the choice among `count` checkpoints of some small files."""
+    store = open_store(url, endpoint, make=True)
+    root = scratch / "one"
+    object_store.save(root, 1)
+    known = push.read_folder(root, 1)
+    push.push(store, root, 1)
+    where = layout.place(known)
+    objects = {name: store.get(name, 1 << 20) for name in store.objects(where)}
+    for step in range(2, count + 1):
+        folder = f"{naming.final_name(step)}/{where.partition('/')[2]}"
+        for name, content in objects.items():
+            body = content.replace(b'"step": 1,', f'"step": {step},'.encode())
+            store.put(f"{folder}/{name.removeprefix(where + '/')}", body)
+    return [run("choose", url, endpoint, root)["seconds"] for _ in range(repeats)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=1024, help="size of the checkpoint (default 1024)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns (default 5)")
+    parser.add_argument("--checkpoints", type=int, default=1000, help="to choose among (default 1000)")
+    parser.add_argument("--do", nargs=4, help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    if parsed.do:
+        do(*parsed.do)
+        return
+    bench = Benchmark("store_rate", {name: value for name, value in vars(parsed).items() if name != "do"})
+    rows, findings = [], {}
+    os.environ.update(object_store.CREDENTIALS)
+    with tempfile.TemporaryDirectory() as folder, object_store.server() as server:
+        scratch = Path(folder)
+        object_store.save(scratch / "save", STEP, first=parsed.mib << 20)
+        object_store.request(server, "PUT", f"/{BUCKET}")
+        for kind, url, endpoint in (
+            ("file", f"file://{folder}/store", ""),
+            ("moto", f"s3://{BUCKET}/run7", server),
+        ):
+            found = measure(url, endpoint, scratch, parsed.repeats)
+            for ours, bare in (("push", "bare put"), ("pull", "bare get")):
+                rates = {
+                    name: spread([(parsed.mib << 20) / one["seconds"] for one in found[name]])
+                    for name in (ours, bare)
+                }
+                # Neighbours in time are compared, and not the medians of minutes.
+                ratio = spread(
+                    [b["seconds"] / o["seconds"] for o, b in zip(found[ours], found[bare], strict=True)]
+                )
+                memory = max(one["memory"] for one in found[ours])
+                rows.append(
+                    (
+                        f"{ours}, {kind}",
+                        f"{rates[ours]['median'] / 1e6:.0f} MB/s",
+                        f"{rates[bare]['median'] / 1e6:.0f} MB/s",
+                        f"{ratio['median']:.2f} (≥ {TARGETS['rate']})",
+                        f"{memory / (1 << 20):.0f} MiB (≤ {TARGETS['memory'] >> 20})",
+                    )
+                )
+                findings[f"{ours} {kind}"] = {"rates": rates, "ratio": ratio, "memory": memory}
+            store = open_store(url, endpoint)
+            store.delete(list(store.objects("")))
+            seconds = spread(choice(f"{url}/choice", endpoint, scratch, parsed.checkpoints, parsed.repeats))
+            rows.append(
+                (f"choose, {kind}", f"{seconds['median']:.2f} s (≤ {TARGETS['choose']:g})", "", "", "")
+            )
+            findings[f"choose {kind}"] = seconds
+            shutil.rmtree(scratch / "one")
+    head = ("", "adaptor", "bare client", "ratio", "peak memory")
+    bench.finish(table(head, rows), findings)
+
+
+if __name__ == "__main__":
+    main()
