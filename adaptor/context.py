@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Context:
-    """What a process knows.
+    """The state of a process.
 
     settings  the user's
     """

@@ -53,7 +53,7 @@ TARGETS = "https://..., slack:https://..., exec:COMMAND or file:PATH"
 
 
 class Target(NamedTuple):
-    """Where notices of incidents go.
+    """The targets of notices of incidents.
 
     kind   json, slack: an URL; exec: a command line; file: a file with targets, one in each line
     """

@@ -122,7 +122,7 @@ class Account:
 
 
 class _Tracker:
-    """What the tracker of a save folder names: read at once, in another thread, for its disk may hang.
+    """The tracker of a save folder, read at once, in another thread: its disk may hang.
 
     Args:
         save: the folder; '' where there is none.

@@ -1,4 +1,4 @@
-"""What an agent does on its control thread: it connects the workers of a node with the controller.
+"""The work of an agent on its control thread: it connects the workers of a node with the controller.
 
 One event loop in one thread per `ttprun`; the methods of this file run on it, but for `begin`, `connect` and
 `close`, which torch's thread calls while no worker runs. `Node` is what torch's thread sees of it.
@@ -60,7 +60,7 @@ DESCRIPTORS = 16
 
 
 class Reports(enum.Enum):
-    """What the agent does with a message of a worker of this node, or with the report of its death."""
+    """The use that the agent makes of a message of a worker of this node, or of the report of its death."""
 
     IGNORED = "no generation is open: nobody waits for it"
     SENT = "it goes to the controller"

@@ -1,4 +1,4 @@
-"""What a check of `ttp doctor` has found."""
+"""The finding of a check of `ttp doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ttprun --help` prints: our flags in groups, the flags of torchrun that most jobs need, exit codes.
+"""The help of `ttprun`: our flags in groups, the flags of torchrun that most jobs need, exit codes.
 
 `ttprun --help-all` prints every flag of torchrun and the whole text of ours.
 """

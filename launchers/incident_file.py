@@ -37,7 +37,7 @@ class Happened(NamedTuple):
 
 @dataclass
 class Timeline:
-    """What happened in an incident, and what is known of the job that it happened in.
+    """The events of an incident, and what is known of the job that it happened in.
 
     silent_s  for a hang: how long nothing had moved
     checkpoint  the folder that was published, and `size` of its files in bytes; None where none was
@@ -205,7 +205,7 @@ def _between(begin: float | None, end: float | None) -> float | None:
 
 
 class GoneOn(NamedTuple):
-    """How a job went on after an incident; times are Unix seconds.
+    """The times at which a job went on after an incident, in Unix seconds.
 
     ended     when the verdict was given
     started   when the last worker had been started again; 0.0 where all but failed ones lived on

@@ -13,7 +13,7 @@ from adaptor.store import address
 
 @dataclass(frozen=True)
 class Load:
-    """What the script was to load.
+    """The checkpoint that the script was to load.
 
     step  what --ckpt-step says, None where it says nothing
     """

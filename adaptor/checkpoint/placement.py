@@ -66,7 +66,7 @@ def place_of(
         held = {index, mirror.index} if mirror is not None else {index}
         sharing = dist.get_process_group_ranks(one.data_parallel_group) if shards.is_sharded(one) else []
         for name in sorted({group, *(groups[rank] for rank in sharing)}):
-            shares += [Share(name, offset + shard, total, name != group) for shard in sorted(held)]
+            shares += [Share(name, offset + shard, total, can_write=name == group) for shard in sorted(held)]
         offset += count
     stored = tuple(index == 0 for index in told[first][1])
     kind = "mirror" if any(mirrors) else "split" if any(map(shards.is_sharded, inner)) else "whole copies"

@@ -152,13 +152,13 @@ class Failures:
 
     def _elsewhere(self) -> dict[int, str]:
         """Return the ranks whose calls differ, from the outermost on, from those of more than half of all."""
-        ways = {rank: there.way for rank, there in sorted(self.standing.items())}
-        for start in range(0, max(map(len, ways.values()), default=0), CALL):
-            calls = Counter(way[start : start + CALL] for way in ways.values())
+        stacks = {rank: there.stack_hashes for rank, there in sorted(self.standing.items())}
+        for start in range(0, max(map(len, stacks.values()), default=0), CALL):
+            calls = Counter(hashes[start : start + CALL] for hashes in stacks.values())
             most, count = calls.most_common(1)[0]
-            if count < len(ways):
-                apart = [rank for rank, way in ways.items() if way[start : start + CALL] != most]
-                return {rank: self.standing[rank].where for rank in apart} if 2 * count > len(ways) else {}
+            if count < len(stacks):
+                apart = [rank for rank, hashes in stacks.items() if hashes[start : start + CALL] != most]
+                return {rank: self.standing[rank].where for rank in apart} if 2 * count > len(stacks) else {}
         return {}
 
 

@@ -150,7 +150,7 @@ class Feasibility:
     def _replacement(self, rank: int, living: set[int]) -> Replacement:
         groups = self.writing.groups
         layout = self.membership.layouts[rank]
-        own = [share.group for share in layout.shares if not share.foreign]
+        own = [share.group for share in layout.shares if share.can_write]
         twins = set(living)
         for name in own:
             twins &= groups[name].writers

@@ -42,7 +42,7 @@ def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
         case RegroupFailed(incident=incident.number):
             return incident.on_regroup_failed(message)
         case Present(rank=rank, incident=incident.number):
-            incident.regrouping.roll_call.answer(rank)
+            incident.regrouping.presence.answer(rank)
         case Renamed(rank=rank, incident=incident.number, reason=reason):
             return incident.go_on(incident.saving.on_renamed(rank, reason))
     return []

@@ -125,13 +125,13 @@ class Membership:
         for rank, layout in self.layouts.items():
             for share in layout.shares:
                 owners.setdefault((share.group, share.index), []).append(share)
-                if share.foreign:
+                if not share.can_write:
                     shared.add(share.group)
                 else:
                     members.setdefault(share.group, set()).add(rank)
         helps: set[str] = set()
         for share in (shares[0] for shares in owners.values() if len(shares) == 1):
-            if share.foreign or len(members[share.group]) > 1:
+            if not share.can_write or len(members[share.group]) > 1:
                 helps.add("a second copy of each shard (TTP_REPLICA=auto)")
             elif share.group in shared:
                 helps.add(

@@ -67,7 +67,7 @@ def groups_of(shares: Mapping[int, Iterable[Share]]) -> Groups:
                 for index in (*range(share.count), share.index):
                     group.owners.setdefault((index, share.count), [])
             group.owners[share.index, share.count].append(rank)
-            if not share.foreign:
+            if share.can_write:
                 group.writers.add(rank)
     for group in groups.values():
         group.owners = dict(sorted(group.owners.items()))

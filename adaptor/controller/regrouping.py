@@ -17,7 +17,7 @@ from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import FromNewcomer, Newcomers
 from adaptor.controller.outcome import Orders
 from adaptor.controller.plan import Plan
-from adaptor.controller.roll_call import RollCall
+from adaptor.controller.presence_check import PresenceCheck
 from adaptor.protocol.messages import Joined, RegroupFailed
 
 # The second one is for a newcomer that fails, or for a rank that dies meanwhile. More would take longer than
@@ -32,7 +32,7 @@ class Regrouping:
     is_pending  it was begun, and has not failed
     why_not     why it was not tried, or has failed; empty where nobody needs to know
     unsaved     why the step that all come to is not on disk; empty where it is
-    roll_call   of this attempt
+    presence    of this attempt
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Regrouping:
         self._begun_at = 0.0
         self._joined: dict[int, str] = {}  # the digest of each rank that has joined in this attempt
         self._is_told = False  # survivors are, in this attempt
-        self.roll_call = RollCall(state.now, self.timeout_s)
+        self.presence = PresenceCheck(state.now, self.timeout_s)
 
     @property
     def timeout_s(self) -> float:
@@ -142,7 +142,7 @@ class Regrouping:
 
     def on_newcomer(self, message: FromNewcomer) -> Orders:
         """The new process of a rank says something, or has ended."""
-        self.roll_call.answer(message.rank)
+        self.presence.answer(message.rank)
         reason = self.newcomers.failure_in(message, self._writing.attempt)
         if reason:
             return self._again(f"the new process of rank {message.rank} {reason}", cold=True)
@@ -171,7 +171,7 @@ class Regrouping:
         self._joined = {}
         self._is_told = False
         self._writing.attempt += 1
-        self.roll_call = RollCall(self._state.now, self.timeout_s)
+        self.presence = PresenceCheck(self._state.now, self.timeout_s)
 
     def _tell_when_ready(self) -> Orders:
         """Tell all what to do, once all new processes have said hello, and the step is saved."""
@@ -186,7 +186,7 @@ class Regrouping:
         return self._orders.regroup(everyone, self.newcomers.replaced, self.timeout_s)
 
     def on_joined(self, message: Joined) -> Orders:
-        self.roll_call.answer(message.rank)
+        self.presence.answer(message.rank)
         if not self._awaits(message):
             return []
         reason = ""
@@ -219,12 +219,12 @@ class Regrouping:
     def on_tick(self, now: float) -> Orders:
         if now >= self._begun_at + self.timeout_s:
             return self.cancel(f"not done after {self.timeout_s:g} s (TTP_ONLINE)")
-        return self._call_the_roll(now) if self.roll_call.is_due(now) else []
+        return self._check_presence(now) if self.presence.is_due(now) else []
 
-    def _call_the_roll(self, now: float) -> Orders:
+    def _check_presence(self, now: float) -> Orders:
         """Replace those that were asked in vain, or end without them; ask all others."""
         nodes, newcomers = self._state.nodes, self.newcomers
-        missing = self.roll_call.missing(nodes, newcomers.by_rank)
+        missing = self.presence.missing(nodes, newcomers.by_rank)
         survivors = [rank for rank in missing if rank in nodes]
         starting = [rank for rank in missing if rank in newcomers.by_rank]
         newcomers.fail(starting)
@@ -233,5 +233,5 @@ class Regrouping:
             return self._again(f"rank {survivors[0]} does not answer any more", cold=False)
         if starting:
             return self._again(f"the new process of rank {starting[0]} does not answer", cold=True)
-        self.roll_call.begin_round({*nodes, *newcomers.by_rank}, now)
+        self.presence.begin_round({*nodes, *newcomers.by_rank}, now)
         return self._orders.ask_for(sorted({*nodes, *newcomers.listening}))

@@ -1,1 +1,1 @@
-"""What a user asks to be recorded of chosen steps: a trace of the profiler, values of tensors."""
+"""The recordings that a user asks for of chosen steps: a trace of the profiler, values of tensors."""

@@ -26,7 +26,7 @@ _LARGEST = 1 << 20  # bytes of a note
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What a model-parallel rank's model began from.
+    """The checkpoint that the model of a model-parallel rank began from.
 
     load   the folder of checkpoints, absolute
     file   of this rank, below it

@@ -1,4 +1,4 @@
-"""Which jobs of Megatron-LM can be recovered online."""
+"""Checks if a job of Megatron-LM can be recovered online."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an exception leaves half done in Megatron-LM, put away before its training loop is called again.
+"""Puts away what an exception leaves half done in Megatron-LM, before its training loop is called again.
 
 Lines are those of 0.15.0rc5; the names are the same from 0.12 to main.
 """

@@ -1,4 +1,4 @@
-"""What comes behind a step (an evaluation, a regular save): whether it is to be made again, and from where.
+"""The tail of a step (an evaluation, a regular save): whether it is to be made again, and from where.
 
 A rank that has begun the next step has done it. Where one has not, all do it again, with what was consumed
 before the step.
@@ -14,7 +14,7 @@ from adaptor.worker.processor import CannotRejoinError
 
 
 class Behind(NamedTuple):
-    """What a newcomer is told of the step that it joins at.
+    """The data with which a newcomer joins at a step.
 
     before  what was consumed before it; empty: it was not begun in the process that tells
     read    how often each iterator of validation data was read behind it
@@ -26,7 +26,7 @@ class Behind(NamedTuple):
 
 
 class StepTail:
-    """What one rank knows of it.
+    """The knowledge of one rank about the tail of its step.
 
     Args:
         valid: its validation data, in the order of the framework's iterators.

@@ -136,7 +136,7 @@ class Groups:
 
     @contextlib.contextmanager
     def _connecting(self) -> Iterator[None]:
-        """What is connected meanwhile belongs to a group."""
+        """Count the connections that are made meanwhile as those of a group."""
         self._before = abort_gloo.sockets()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a process that takes the place of another asks of survivors: the record of the step, and shards."""
+"""Fetches from survivors the record of the step and the shards of a process that takes another's place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaptor.worker.pace import Measures
 
 
 class Told(NamedTuple):
-    """What its twin has told a newcomer.
+    """The data that a newcomer has got from its twin.
 
     record    of the step
     answers   what it would have asked other ranks at its start

@@ -42,7 +42,7 @@ def until_it_comes(
             raise CannotRejoinError("its script has left the training loop")
         shut()
         there = stacks.awaited()
-        if there is None or before is None or there.way != before.way:
+        if there is None or before is None or there.stack_hashes != before.stack_hashes:
             before, since = there, now
         elif now - since >= UNWIND_S:
             raise MainThreadHangsError(f"its main thread hangs in {there.where}")

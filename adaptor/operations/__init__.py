@@ -1,1 +1,1 @@
-"""What an operator reads of a job: the files that ttprun writes of it, and the command `ttp`."""
+"""The operator's view of a job: the files that ttprun writes of it, and the command `ttp`."""

@@ -1,4 +1,4 @@
-"""Where the files of a job are served, and to whom: addresses, the token of clients, certificates.
+"""The access to the files of a job that are served: addresses, the token of clients, certificates.
 
 An address that other machines reach needs both a token and a certificate.
 """
@@ -23,7 +23,7 @@ class ServeError(AdaptorError):
 
 
 class Clients(NamedTuple):
-    """What a client must send, and the certificate that it is shown.
+    """The token that a client must send, and the certificate that it is shown.
 
     token  a word that each request must have (`Authorization: Bearer`); '' if none is needed
     tls    None: without TLS

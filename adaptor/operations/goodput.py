@@ -1,4 +1,4 @@
-"""How a job has spent its time, from its events: what part of it went into steps that count.
+"""Calculates from a job's events how much of its time went into steps that count.
 
 A job is in one state at a time. Its events end one state and begin the next:
 
@@ -36,7 +36,7 @@ _NEXT = {
 
 
 class Goodput(msgspec.Struct, kw_only=True, frozen=True):
-    """How a job has spent its time, in seconds.
+    """The time of a job by its use, in seconds.
 
     seconds  in each state: productive, wasted, startup, recovery, down
     steps    that count: from the first one that was trained to the newest one that is finished

@@ -65,7 +65,7 @@ class Cause(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Phases(msgspec.Struct, kw_only=True):
-    """How long the parts of an incident took, in seconds.
+    """The durations of the parts of an incident, in seconds.
 
     detect      from when a node's agent noticed the fault to the controller's first order; for a hang, the
                 seconds in which nothing had moved
@@ -211,7 +211,7 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 class Notice(msgspec.Struct, kw_only=True, frozen=True):
-    """What a target of TTP_NOTIFY gets.
+    """The notice that a target of TTP_NOTIFY gets.
 
     type      incident: with the verdict; resumed: the first step after it is finished; ended: ttprun has
     time      when

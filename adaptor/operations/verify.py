@@ -29,7 +29,7 @@ class _File(msgspec.Struct):
 
 
 class _Checkpoint(msgspec.Struct):
-    """What is known of a checkpoint; a line for each problem."""
+    """The findings about a checkpoint; a line for each problem."""
 
     step: int
     state: str

@@ -1,4 +1,4 @@
-"""What the commands of `ttp` have in common: exit codes, and words for people."""
+"""The exit codes of the commands of `ttp`, and words for people that they have in common."""
 
 from __future__ import annotations
 

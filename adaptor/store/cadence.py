@@ -1,4 +1,4 @@
-"""Which of the checkpoints in a save folder is sent next; no clock, no disk."""
+"""Chooses the checkpoint of a save folder that is sent next; no clock, no disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is sent next, and which steps were due before it and are left out."""
+    """The checkpoint that is sent next, and the steps that were due before it and are left out."""
 
     step: int
     skipped: list[int]

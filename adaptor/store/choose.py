@@ -1,4 +1,4 @@
-"""Which checkpoints a store has, and which of them are complete.
+"""Lists the checkpoints that a store has, and tells which of them are complete.
 
 The newest is the one of the highest step whose manifest can be read and whose objects are all there in their
 sizes. An etag that is not the one of the upload tells that an object was written again: then its content

@@ -11,7 +11,7 @@ from adaptor.store.client import Store
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a prune has removed, or would: steps, in order, and bytes."""
+    """The result of a prune: the steps that it has removed, or would, in order, and their bytes."""
 
     kept: list[int]
     removed: list[int]

@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Pulled:
-    """What a pull has done.
+    """The result of a pull.
 
     there     whether the checkpoint was in the folder already
     problems  of newer checkpoints, which are damaged: a line for each

@@ -24,7 +24,7 @@ from adaptor.store.client import PIECE, Store, Stored
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push has done.
+    """The result of a push.
 
     sent   bytes that were written now; the others were there already
     there  whether the whole checkpoint was

@@ -34,7 +34,7 @@ Tell = Callable[[str], None]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What an agent has its uploader do.
+    """The work that an agent gives to its uploader.
 
     every  steps that lie at least between two checkpoints that are sent
     keep   how many complete ones stay in the store; 0: all

@@ -58,7 +58,7 @@ class NumpyType:
 
 
 class Storage:
-    """Where the elements of a tensor lie: begin and end, in bytes from the start of the file."""
+    """The place of a tensor's elements: begin and end, in bytes from the start of the file."""
 
     def __init__(self, begin: int, end: int, dtype: str) -> None:
         self.begin, self.end, self.dtype = begin, end, dtype

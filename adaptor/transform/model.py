@@ -58,7 +58,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class View:
-    """What one rank has.
+    """The part of one rank.
 
     chunks      the entries of each chunk of the model, by its key
     optimizers  the buffers of the optimizer, and with experts of theirs

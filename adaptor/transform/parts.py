@@ -1,4 +1,4 @@
-"""Which parts of a whole tensor one rank of another layout is made from."""
+"""Finds the parts of a whole tensor that one rank of another layout is made from."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ OUTPUT = "output_layer.weight"
 
 @dataclass(frozen=True)
 class Cut:
-    """How the tensor-parallel ranks share a tensor.
+    """The way in which tensor-parallel ranks share a tensor.
 
     axis    that is cut; None: each rank has the whole
     pieces  1; 2 for the input of a gated MLP: each rank has its part of the gate and its part of the rest

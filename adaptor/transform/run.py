@@ -42,7 +42,7 @@ _EVERY_S = 1.0  # between two lines of progress
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker process needs to make the same target again."""
+    """The arguments with which a worker process makes the same target again."""
 
     source: Path
     step: int

@@ -1,4 +1,4 @@
-"""What this process has imported: for a process that is to import the same, or to compare with it."""
+"""Lists the modules that this process has imported, for a process that is to import or compare the same."""
 
 from __future__ import annotations
 

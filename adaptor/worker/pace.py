@@ -22,8 +22,8 @@ class _Running(NamedTuple):
 
 
 class Measures(TypedDict):
-    """What was measured, in seconds: the slowest of the first steps of a process, recent steps, and recent
-    phases by their names."""
+    """The durations that were measured, in seconds: of the slowest of the first steps of a process, of recent
+    steps, and of recent phases by their names."""
 
     first: float
     steps: list[float]

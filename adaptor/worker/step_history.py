@@ -25,7 +25,7 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class _Content:
-    """What the history holds.
+    """The content of the history.
 
     Attributes:
         records: by finished step.

@@ -1,1 +1,1 @@
-"""What started `ttprun`, and how many nodes there are: read from the environment and files of a platform."""
+"""The platform that started `ttprun`, and the number of nodes, as its environment and files tell."""

@@ -18,7 +18,7 @@ from adaptor.launchers.platforms.reading import Card, PlatformError, Reading, Va
 
 
 class Platform(Protocol):
-    """What each module of a platform has.
+    """The interface of the modules of platforms.
 
     NAME   as in TTP_PLATFORM
     TITLE  for lines
@@ -48,7 +48,7 @@ _ADDRESSES = ("master_addr", "rdzv_endpoint")
 
 @dataclass(frozen=True)
 class Filled:
-    """What was read.
+    """The result of reading a platform.
 
     line  for the user
     card  where the platform starts a process for each card: which one this is

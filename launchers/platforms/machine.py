@@ -1,4 +1,4 @@
-"""What is asked of this machine while a platform is read: its addresses and names, and time to wait."""
+"""Asks this machine what is needed while a platform is read: its addresses and names, and time to wait."""
 
 from __future__ import annotations
 

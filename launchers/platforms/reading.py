@@ -21,7 +21,7 @@ _SHOWN = 80
 
 
 class PlatformError(ConfigError):
-    """What a platform tells makes no sense, or is not enough."""
+    """The data of a platform makes no sense, or is not enough."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one platform tells; None: it does not.
+    """The data of one platform; None: it does not tell.
 
     platform   its name, as in TTP_PLATFORM
     nodes      how many `ttprun` there are

@@ -265,11 +265,11 @@ class OnlineAgent:
         self.incidents.append(f"step {step}, replaced {sorted(dead)}")
 
     def _replacement(self, rank: int, alive: list[int]) -> Replacement:
-        own = {share.group for share in self._layouts[rank].shares if not share.foreign}
+        own = {share.group for share in self._layouts[rank].shares if share.can_write}
         twins = [
             other
             for other in alive
-            if own & {share.group for share in self._layouts[other].shares if not share.foreign}
+            if own & {share.group for share in self._layouts[other].shares if share.can_write}
         ]
         sources = []
         for share in self._layouts[rank].shares:

@@ -62,7 +62,10 @@ class Job:
 
     def __str__(self) -> str:
         made = ",".join(f"{step}{'s' * (step in self.skipped)}" for step in self.steps)
-        held = ["+".join(f"{s.group}.{s.index}{'f' * s.foreign}" for s in shares) for shares in self.shares]
+        held = [
+            "+".join(f"{s.group}.{s.index}{'' if s.can_write else 'f'}" for s in shares)
+            for shares in self.shares
+        ]
         kind = f"{self.kind}{' with local copies' * self.has_local_copy}"
         return f"{kind}, ranks on nodes {self.nodes}, shards {held}, from step {self.origin}: {made}"
 

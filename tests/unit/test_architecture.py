@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -371,3 +372,17 @@ def test_messages_are_imported_from_their_package(graph: dict[str, set[str]]) ->
         if other.startswith(f"{package}.") and not _belongs(module, package)
     ]
     assert past_it == []
+
+
+def test_docstrings_say_what_a_thing_is_or_does() -> None:
+    """They begin with a verb or a noun."""
+    questions = [
+        f"{module}, line {node.body[0].lineno}: {text.splitlines()[0]}"
+        for module, path in _modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
+        and re.match(
+            r"(Who|Whom|Whose|What|Whether|Where|Which|When|How)\b", text := ast.get_docstring(node) or ""
+        )
+    ]
+    assert questions == []

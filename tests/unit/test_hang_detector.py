@@ -266,7 +266,7 @@ def test_the_way_to_where_one_stands(tmp_path: Path) -> None:
             told.wait(LONG_S)
 
     ways = [
-        _standing_in(lambda told, place=place: stand(told, place), tmp_path / str(number)).way  # type: ignore[misc]
+        _standing_in(lambda told, place=place: stand(told, place), tmp_path / str(number)).stack_hashes  # type: ignore[misc]
         for number, place in enumerate((False, False, True))
     ]
     calls = [[way[start : start + CALL] for start in range(0, len(way), CALL)] for way in ways]

@@ -24,13 +24,13 @@ class Job:
     shares: dict[int, tuple[Share, ...]]
     alive: dict[int, BoardRecord]
     gives: dict[int, frozenset[int]]
-    foreign: dict[int, frozenset[str]]  # groups that a rank can give shards of, and not write
+    read_only: dict[int, frozenset[str]]  # groups that a rank can give shards of, and not write
 
     @property
     def told(self) -> dict[int, tuple[Share, ...]]:
         """The shares as the ranks tell them."""
         return {
-            rank: tuple(Share(s.group, s.index, s.count, s.group in self.foreign[rank]) for s in shares)
+            rank: tuple(Share(s.group, s.index, s.count, s.group not in self.read_only[rank]) for s in shares)
             for rank, shares in self.shares.items()
         }
 
@@ -40,7 +40,7 @@ class Job:
             rank
             for rank, shares in self.shares.items()
             if any(share.group == group for share in shares)
-            and group not in self.foreign[rank]
+            and group not in self.read_only[rank]
             and step in self.gives.get(rank, ())
         }
 

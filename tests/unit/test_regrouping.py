@@ -10,7 +10,7 @@ from adaptor.controller.controller import Controller
 from adaptor.controller.feasibility import MAX_RECOVERED
 from adaptor.controller.incident_state import TRANSITIONS, IncidentState, Stage
 from adaptor.controller.outcome import Orders
-from adaptor.controller.roll_call import ROUND_S, ROUNDS
+from adaptor.controller.presence_check import ROUND_S, ROUNDS
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (

@@ -18,7 +18,7 @@ def _own(index: int, count: int, group: str = "g") -> Share:
 
 
 def _given(index: int, count: int, group: str) -> Share:
-    return Share(group, index, count, foreign=True)
+    return Share(group, index, count, can_write=False)
 
 
 # Experts of their own on each of two ranks: group a is of rank 0, b of rank 1; shards 0 and 1 are the dense

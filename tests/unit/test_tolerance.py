@@ -36,7 +36,11 @@ def test_how_many(shares: dict[int, list[Share]], nodes: tuple[int, ...], words:
     "shares",
     [
         _shares((0,), (1,), (0,), count=2),
-        {0: [Share("a", 0, 1)], 1: [Share("a", 0, 1), Share("b", 0, 1)], 2: [Share("b", 0, 1, foreign=True)]},
+        {
+            0: [Share("a", 0, 1)],
+            1: [Share("a", 0, 1), Share("b", 0, 1)],
+            2: [Share("b", 0, 1, can_write=False)],
+        },
     ],
     ids=["one shard is on one rank alone", "one rank alone can write a group"],
 )

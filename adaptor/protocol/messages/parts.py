@@ -82,28 +82,28 @@ class BoardRecord(Message, frozen=True):
 class Share(msgspec.Struct, frozen=True, gc=False):
     """The shard that a rank holds: number `index` of `count` of the optimizer state of `group`.
 
-    `foreign`: it can give the shard, but not write the group's files (it has other experts).
+    `can_write`: it can write the group's files, too; a rank that has other experts can give the shard alone.
     """
 
     group: str
     index: Number
     count: Count
-    foreign: bool = False
+    can_write: bool = True
 
 
-# Bytes of a call in `Standing.way`.
+# Bytes of a call in `Standing.stack_hashes`.
 CALL = 4
 
 
 class Standing(msgspec.Struct, frozen=True, gc=False):
     """The position of a main thread: whether it `waits` for other ranks, and the innermost calls.
 
-    `way`: a checksum of `CALL` bytes for each call, the outermost first.
+    `stack_hashes`: a checksum of `CALL` bytes for each call, the outermost first.
     """
 
     waits: bool
     where: str
-    way: bytes = b""
+    stack_hashes: bytes = b""
 
 
 class Origin(msgspec.Struct, frozen=True, gc=False):

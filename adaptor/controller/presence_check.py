@@ -18,7 +18,7 @@ LEAST_S = 1.0
 ROUNDS = 2
 
 
-class RollCall:
+class PresenceCheck:
     """The rounds of one attempt.
 
     Args:
@@ -38,17 +38,17 @@ class RollCall:
         return now >= self._due_at
 
     def answer(self, rank: int) -> None:
-        """`rank` has said something."""
+        """Note that `rank` has said something."""
         del self._in_vain[rank]
 
     def missing(self, survivors: Iterable[int], newcomers: Iterable[int]) -> list[int]:
-        """Return who was asked too often in vain, new processes behind the others."""
+        """Return the ranks that were asked too often in vain, new processes behind the others."""
         return [
             *(rank for rank in sorted(survivors) if self._in_vain[rank] >= ROUNDS),
             *(rank for rank in sorted(newcomers) if self._in_vain[rank] >= self._of_newcomers),
         ]
 
     def begin_round(self, ranks: Iterable[int], now: float) -> None:
-        """These are asked, or could not be, because they have not said anything yet."""
+        """Note that these are asked, or could not be, because they have not said anything yet."""
         self._due_at = now + self._round_s
         self._in_vain.update(ranks)
