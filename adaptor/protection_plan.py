@@ -47,7 +47,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Replicas:
-    """What one kind of replicas would take and give.
+    """The costs and gains of one kind of replicas.
 
     Args:
         kind: `split`, `mirror`, `whole` (every rank has all) or `none`.
@@ -68,7 +68,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Plan:
-    """What protection would take and give.
+    """The costs and gains of protection.
 
     Args:
         ranks, nodes: of the job.

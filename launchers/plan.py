@@ -23,7 +23,7 @@ BANDWIDTH = 1e9
 
 
 class _Replicas(msgspec.Struct):
-    """What one kind of replicas would take and give: `adaptor.protection_plan.Replicas`."""
+    """The costs and gains of one kind of replicas: `adaptor.protection_plan.Replicas`."""
 
     kind: str
     chosen: bool
@@ -52,7 +52,7 @@ class _Layout(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """What is read of the report."""
+    """The part of the report that is read."""
 
     verdict: str
     refusals: list[str]

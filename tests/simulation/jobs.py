@@ -147,7 +147,7 @@ def _holdings(
         count = 2 * dense
         held = tuple(
             sorted(
-                [Share(n, cut, count, n != name) for n in names] + [Share(name, expert, count)],
+                [Share(n, cut, count, can_write=n == name) for n in names] + [Share(name, expert, count)],
                 key=lambda share: (share.group, share.index),
             )
         )

@@ -150,6 +150,8 @@ USES_ANY = {
     "adaptor.worker.session": "records, and marks of a device, which only their owners read",
     "adaptor.worker.step_history": "records, and marks of a device, which only their owners read",
 }
+# No docstring begins like this.
+QUESTIONS = re.compile(r"(Who|Whom|Whose|What|Whether|Where|Which|When|How)\b")
 # The decisions depend on messages alone.
 PURE = {"adaptor.controller": ("adaptor.controller", "adaptor.protocol")}
 
@@ -381,8 +383,6 @@ def test_docstrings_say_what_a_thing_is_or_does() -> None:
         for module, path in _modules().items()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
-        and re.match(
-            r"(Who|Whom|Whose|What|Whether|Where|Which|When|How)\b", text := ast.get_docstring(node) or ""
-        )
+        and QUESTIONS.match(text := ast.get_docstring(node) or "")
     ]
     assert questions == []
