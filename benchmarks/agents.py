@@ -35,7 +35,6 @@ from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
-    Beat,
     BoardRecord,
     Died,
     Dump,
@@ -95,15 +94,9 @@ class Agents:
             held = shares(rank, self._nodes * PER_NODE, self._groups)
             self._say(node, Layout(rank, held, "/checkpoints", 0, "0" * 32))
         self._tasks.append(asyncio.create_task(self._obey(node, reader)))
-        self._tasks.append(asyncio.create_task(self._beat(node)))
 
     def _say(self, node: int, *messages: Any) -> None:
         self._writers[node].write(b"".join(map(wire.frame, messages)))
-
-    async def _beat(self, node: int) -> None:
-        while node in self._writers:
-            self._say(node, Beat())
-            await asyncio.sleep(wire.BEAT_S)
 
     async def _obey(self, node: int, reader: asyncio.StreamReader) -> None:
         while True:

@@ -22,7 +22,7 @@ from adaptor.controller.recurrence import Recurrence
 from adaptor.launchers.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
 from adaptor.launchers.agent_listener import LOOPBACK
 from adaptor.launchers.controller_host import ControllerHost
-from adaptor.launchers.controller_links import LocalLink, RemoteLink, beat
+from adaptor.launchers.controller_links import LocalLink, RemoteLink
 from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.invitation import UNIX, Invitation, kind_of
 from adaptor.launchers.log import tell_error
@@ -237,14 +237,12 @@ class ControllerClient:
         """Follow one controller after the other, until this node runs it or there is none."""
         patience_s: float | None = None
         while True:
-            beats = self._spawn(beat(writer))
             try:
                 await self._read_orders(reader, patience_s)
             except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
                 self._link = None
                 self._knows_standbys.set()  # or never will
             finally:
-                beats.cancel()
                 writer.close()
             found = None if self._resting else await self._connect_to_next()
             if found is None:

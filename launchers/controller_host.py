@@ -28,12 +28,12 @@ from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
     AgentLost,
-    Beat,
     ControllerToAgent,
     Dismissed,
     FromAgent,
     StandbyState,
     ToController,
+    Welcome,
 )
 
 Send = Callable[[Sequence[ControllerToAgent]], None]
@@ -94,7 +94,7 @@ class ControllerHost:
         if self.term == 0:  # else it takes over the workers that there are
             self._record(self._incident_report.record_start)
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._tick()), loop.create_task(self._beat())]
+        self._tasks = [loop.create_task(self._tick())]
         for task in self._tasks:
             task.add_done_callback(self._on_done)
 
@@ -191,11 +191,6 @@ class ControllerHost:
             now = time.time()
             self._record_orders(self._decide(self.controller.tick), now)
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(wire.BEAT_S)
-            self._send_to_others(Beat())
-
     def _decide(self, decide: Callable[[float], Orders]) -> Orders:
         """Let the controller decide, and give its orders, which are returned.
 
@@ -220,11 +215,11 @@ class ControllerHost:
         node = hello.node
         if not self.receive(node, hello, lambda orders: writer.write(b"".join(map(wire.frame, orders)))):
             return
+        writer.write(wire.frame(Welcome()))
         try:
             while True:
                 message = await wire.read(reader, wire.from_agent, wire.SLOW_S)
-                if not isinstance(message, Beat):
-                    self.receive(node, message)
+                self.receive(node, message)
         except (EOFError, OSError, msgspec.DecodeError):
             self.lose(node)
         except Exception as error:  # an error of ours: a node that is no longer read from is a lost one

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from adaptor.launchers.controller_host import ControllerHost
 from adaptor.protocol import wire
-from adaptor.protocol.messages import Beat, ControllerToAgent, FromAgent
+from adaptor.protocol.messages import ControllerToAgent, FromAgent
 
 
 class LocalLink:
@@ -40,10 +40,3 @@ class RemoteLink:
     def send(self, message: FromAgent) -> None:
         """Send `message` to the controller."""
         self._writer.write(wire.frame(message))
-
-
-async def beat(writer: asyncio.StreamWriter) -> None:
-    """Send signs of life to the controller on another node, until this is cancelled."""
-    while True:
-        await asyncio.sleep(wire.BEAT_S)
-        writer.write(wire.frame(Beat()))

@@ -21,7 +21,6 @@ from adaptor.protocol.messages import (
     AgentHello,
     AgentLost,
     AgentTerminationRequested,
-    Beat,
     ControllerToAgent,
     Died,
     Dying,
@@ -38,6 +37,7 @@ from adaptor.protocol.messages import (
     ToController,
     Unprotected,
     Verdict,
+    Welcome,
 )
 
 # The nodes 1 to STANDBYS. Each is told the layouts of all ranks, some 100 bytes for each; of so many that are
@@ -135,7 +135,7 @@ class Succession:
     def accept(self, order: ControllerToAgent) -> bool:
         """Return whether it is to be obeyed; else it was for this class, or for nobody."""
         match order:
-            case Beat():
+            case Welcome():
                 return False
             case AgentHello(node=node, endpoint=endpoint):
                 self._standby_state[AgentHello, node] = order
@@ -195,9 +195,9 @@ def _without_what_is_over(said: list[FromAgent], end: Recovered) -> list[FromAge
 
 
 # So long a new controller waits for nodes while none comes, before it decides without those that have not.
-# One that lives has noticed the loss half a second later at most (`wire`), and comes at once; this leaves a
-# busy machine time. Whoever is there has been told to freeze meanwhile.
-RECONNECT_S = 2.0
+# One that lives has noticed the loss a second later at most (`wire`), and comes at once; this leaves a busy
+# machine time. Whoever is there has been told to freeze meanwhile.
+RECONNECT_S = 3.0
 # And so much longer for each node that stood by before this one: an agent tries there first, and nothing may
 # answer. Who lives answers within this time: a first packet that is lost is sent again after a second. Where
 # only the agent is gone, its kernel says so at once.

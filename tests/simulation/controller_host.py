@@ -15,6 +15,7 @@ from adaptor.protocol.messages import (
     Dismissed,
     FromAgent,
     ToController,
+    Welcome,
 )
 from tests.simulation.invariants import Watch
 
@@ -66,6 +67,7 @@ class ControllerHost:
         """`connection` is by which it came, None from this node's own agent."""
         if isinstance(message, AgentHello):
             self.here[node] = connection
+            self.say(node, Welcome())
         if node in self.here and self.here[node] is connection:
             self._heard(message)
 

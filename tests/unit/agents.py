@@ -8,7 +8,7 @@ import ssl
 from typing import Any
 
 from adaptor.protocol import authentication, wire
-from adaptor.protocol.messages import Beat, ControllerToAgent, StandbyState
+from adaptor.protocol.messages import ControllerToAgent, StandbyState, Welcome
 
 
 class Agent:
@@ -31,7 +31,7 @@ class Agent:
         """The next order; what is passed on for later is none."""
         while True:
             message = await wire.read(self.reader, wire.to_agent)
-            if not isinstance(message, Beat | StandbyState):
+            if not isinstance(message, Welcome | StandbyState):
                 return message
 
     async def is_shut_out(self) -> bool:

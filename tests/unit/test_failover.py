@@ -9,7 +9,6 @@ from adaptor.controller.failover import StandbyReplicator, Succession
 from adaptor.protocol.messages import (
     AgentHello,
     AgentLost,
-    Beat,
     BoardRecord,
     Died,
     Dismissed,
@@ -26,6 +25,7 @@ from adaptor.protocol.messages import (
     ToController,
     Unprotected,
     Verdict,
+    Welcome,
 )
 
 HELLO = AgentHello(2, (4, 5))
@@ -88,7 +88,7 @@ def test_a_job_of_one_node_has_no_other_controller() -> None:
 def test_what_a_new_controller_is_told() -> None:
     known = Succession(2, 3)
     lasting = [HELLO, Hello(4, 1000), Unprotected(4, "no optimizer is known")]
-    for message in (*lasting, Progress(2, 7), Beat()):
+    for message in (*lasting, Progress(2, 7)):
         known.keep(message)
     assert known.all_again == [*lasting, ReplayComplete(2)]
     assert known.accept(VERDICT)
@@ -98,7 +98,7 @@ def test_what_a_new_controller_is_told() -> None:
 def test_what_is_obeyed() -> None:
     known = Succession(2, 3)
     layout = Layout(0, (), "/save", 0, "same")
-    assert [known.accept(order) for order in (FIRST, layout, Beat())] == [False] * 3
+    assert [known.accept(order) for order in (FIRST, layout, Welcome())] == [False] * 3
     assert known.standby_state == [FIRST, layout]
     assert known.accept(Dismissed())
     assert [known.accept(VERDICT), known.accept(VERDICT)] == [True, False]

@@ -13,7 +13,6 @@ from adaptor.protocol.messages.from_agent import (
     AgentHello,
     AgentLost,
     AgentTerminationRequested,
-    Beat,
     Died,
     Dying,
     FromAgent,
@@ -70,6 +69,7 @@ from adaptor.protocol.messages.to_agent import (
     Replace,
     StandbyState,
     ToAgent,
+    Welcome,
 )
 from adaptor.protocol.messages.to_worker import (
     BusyProbe,
@@ -93,7 +93,6 @@ __all__ = [
     "AgentHello",
     "AgentLost",
     "AgentTerminationRequested",
-    "Beat",
     "BoardRecord",
     "BusyProbe",
     "BusyReport",
@@ -155,6 +154,7 @@ __all__ = [
     "ToWorker",
     "Unprotected",
     "Verdict",
+    "Welcome",
     "WriteFailed",
     "Written",
 ]

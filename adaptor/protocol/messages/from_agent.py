@@ -69,10 +69,6 @@ class NodeResumed(Message, frozen=True):
     node: Number
 
 
-class Beat(Message, frozen=True):
-    """A sign of life without content; if none arrives, the connection is silent (`wire`)."""
-
-
 class AgentLost(Message, frozen=True):
     """The loss of the connection to an agent, and of its workers; made by the host, never by an agent."""
 
@@ -142,6 +138,5 @@ FromAgent = (
     | Published
     | PublishFailed
     | ReplayComplete
-    | Beat
 )
 ToController = FromAgent | AgentLost

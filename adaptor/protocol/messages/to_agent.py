@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.protocol.messages.from_agent import AgentHello, Beat
+from adaptor.protocol.messages.from_agent import AgentHello
 from adaptor.protocol.messages.from_worker import Layout
 from adaptor.protocol.messages.incident_end import Recovered, Verdict
 from adaptor.protocol.messages.parts import Message
@@ -72,9 +72,13 @@ class Dismissed(Message, frozen=True):
     """The controller's last message: every rank has ended, or its node leaves; nothing is saved any more."""
 
 
+class Welcome(Message, frozen=True):
+    """The controller's answer to an agent's hello: this node runs the controller."""
+
+
 # The messages that the controller passes on to the nodes that stand by.
 StandbyState = AgentHello | Layout
-ToAgent = Prepare | Publish | Find | Replace | Recovered | Verdict | Dismissed | StandbyState | Beat
+ToAgent = Prepare | Publish | Find | Replace | Recovered | Verdict | Dismissed | StandbyState | Welcome
 
 
 class Addressed(Message, frozen=True):
