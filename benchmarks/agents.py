@@ -160,8 +160,8 @@ class CountingHub(ControllerHost):
 
     layouts = 0
 
-    def take(self, node: int, message: Any, send: Any = None) -> bool:
-        taken = super().take(node, message, send)
+    def receive(self, node: int, message: Any, send: Any = None) -> bool:
+        taken = super().receive(node, message, send)
         self.layouts += isinstance(message, Layout)
         return taken
 

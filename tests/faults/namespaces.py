@@ -12,8 +12,8 @@ from dataclasses import dataclass
 # For the fault `cut`: the namespaces whose links are to fall silent.
 VARIABLE = "TTP_TEST_NAMESPACES"
 LINK = "ttp0"
-# Every packet is longer than this bucket and is dropped without a word: nobody is told, no link is down.
-_SILENCE = ("root", "tbf", "rate", "1kbit", "burst", "10", "limit", "10")
+# Every packet is dropped as if on its way: nobody is told, no link is down, the sender's queue is not full.
+_SILENCE = ("root", "blackhole")
 # A step of the tiny models takes a second, where it took a tenth of one.
 _SLOW = ("root", "tbf", "rate", "30mbit", "burst", "256kb", "latency", "500ms")
 
