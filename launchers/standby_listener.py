@@ -60,7 +60,9 @@ class StandbyListener:
             secret: the secret of this generation of the job.
             address: at which other nodes reach this one.
         """
-        self._listener = AgentListener(secret, self._tls, self._rejected, self._welcome, read_hello)
+        self._listener = AgentListener(
+            secret, self._tls, self._rejected, self._welcome, read_hello, more=self._nodes
+        )
         if self._kind == UNIX:
             self.endpoint = Endpoint(self._listener.listen_here(), 0)
         else:
