@@ -23,6 +23,7 @@ from adaptor.operations import access, job_folder, records, verify
 from adaptor.operations.goodput import Goodput
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.records import Incident, Phases, Status
+from adaptor.operations.trace import chrome_trace
 from adaptor.operations.words import FINDING, OK, USAGE, duration, protection, shown
 
 PORT = 9470
@@ -85,8 +86,13 @@ def parser_of(more: Callable[[Add], None] | None) -> argparse.ArgumentParser:
     serve.add_argument("--tls-key", type=Path, help="a PEM file: its key")
     report = add("report", _report, "write one HTML page about a job: its state, incidents and goodput")
     report.add_argument(
-        "-o", "--out", type=Path, default=Path("report.html"), help="the file (default report.html)"
+        "--trace",
+        nargs="?",
+        const="",
+        metavar="INCIDENT",
+        help="a trace of one incident, by default the newest, for ui.perfetto.dev in place of the page",
     )
+    report.add_argument("-o", "--out", type=Path, help="the file (default report.html, or trace.json)")
     for command in (status, incidents, spent, serve, report):
         command.add_argument(
             "where",
@@ -191,18 +197,39 @@ def _goodput_lines(spent: Goodput) -> list[str]:
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    job, out = _where(parsed), parsed.out
+    job = _where(parsed)
+    if parsed.trace is not None:
+        incident = _incident(job, parsed.trace)
+        made = msgspec.json.encode(chrome_trace(incident)).decode()
+        return _write(parsed.out or Path("trace.json"), made, f"the trace of incident {incident.id}")
     try:
         from adaptor.operations.page import Pages
     except ModuleNotFoundError as error:
         raise _missing(error, "jinja2", "ttp report") from None
+    html = Pages().page(JobReader(job))
+    return _write(parsed.out or Path("report.html"), html, f"the page of {job.name}")
+
+
+def _incident(job: Path, name: str) -> Incident:
+    """Return the incident with an id; the newest one for ''."""
+    found = job_folder.incidents(job)
+    if not found:
+        raise job_folder.JobFolderError(f"{shown(str(job))}: this job has had no incident")
+    chosen = found[-1] if not name else next((one for one in found if one.id == name), None)
+    if chosen is None:
+        ids = ", ".join(one.id for one in found[-10:])
+        raise job_folder.JobFolderError(f"--trace is {name!r}: this job has no such incident, it has {ids}")
+    return chosen
+
+
+def _write(out: Path, made: str, what: str) -> int:
     try:
-        out.write_text(Pages().page(JobReader(job)), encoding="utf-8")
+        out.write_text(made, encoding="utf-8")
     except OSError as error:
         raise job_folder.JobFolderError(
-            f"{shown(str(out))}: the page cannot be written ({error.strerror}); name another --out"
+            f"{shown(str(out))}: {shown(what)} cannot be written ({error.strerror}); name another --out"
         ) from None
-    print(f"{shown(str(out))}: the page of {shown(job.name)}")
+    print(f"{shown(str(out))}: {shown(what)}")
     return OK
 
 

@@ -8,7 +8,8 @@ happens to it, training goes on.
 /healthz            200 as long as this process answers
 /readyz             200 if the job trains and is protected, 503 and the reason if not
 /api/v1/status      status.json
-/api/v1/incidents   the incidents, each without its events; /api/v1/incidents/ID: one with them
+/api/v1/incidents   the incidents, each without its events; /api/v1/incidents/ID: one with them, and
+                    /api/v1/incidents/ID/trace: as a trace for ui.perfetto.dev
 /api/v1/events      the newest events, at most `?limit=` of them
 """
 
@@ -32,6 +33,7 @@ from adaptor.operations.job_folder import JobFolderError
 from adaptor.operations.job_reader import JobReader, newest_events
 from adaptor.operations.newest_checkpoint import NewestCheckpoint
 from adaptor.operations.records import Incident
+from adaptor.operations.trace import chrome_trace
 
 # A client is dropped after so long: a scrape takes 10 s at most.
 _CLIENT_S = 10.0
@@ -210,10 +212,12 @@ def _json(made: object) -> tuple[HTTPStatus, str, bytes]:
 
 
 def _incident(job: Path, name: str) -> tuple[HTTPStatus, str, bytes]:
+    name, slash, trace = name.partition("/")
     path = job / job_folder.INCIDENTS / f"{name}.json"
-    if not _INCIDENT_ID.fullmatch(name) or not path.is_file():
+    if not _INCIDENT_ID.fullmatch(name) or (slash and trace != "trace") or not path.is_file():
         return HTTPStatus.NOT_FOUND, _TEXT, b"there is no such incident\n"
-    return _json(job_folder.read(path, Incident))
+    found = job_folder.read(path, Incident)
+    return _json(chrome_trace(found) if trace else found)
 
 
 def _events(job: Path, limit: str) -> tuple[HTTPStatus, str, bytes]:

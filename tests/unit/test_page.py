@@ -135,4 +135,4 @@ def test_ttp_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     capsys.readouterr()
     assert ttp.main(["report", str(job), "-o", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"ttp: error: {tmp_path}: the page cannot be written")
+    assert capsys.readouterr().err.startswith(f"ttp: error: {tmp_path}: the page of j cannot be written")

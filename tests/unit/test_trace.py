@@ -1,0 +1,88 @@
+"""The trace of an incident, of a file as ttprun writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from adaptor import output
+from adaptor.launchers import ttp
+from adaptor.operations.records import Incident
+from adaptor.operations.trace import chrome_trace
+from tests.unit.test_operations import Recorded
+from tests.unit.test_serve import get, job, served, server_of  # noqa: F401
+from tests.unit.threads import LONG_S
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """The log folder of a job in which rank 1 was killed, and which went on."""
+    made = Recorded(tmp_path)
+    made.rank_1_is_killed(100.0)
+    made.report.record_next_action("restart 1 of 3")
+    made.report.begin(2)
+    made.starts(110.0)
+    made.report.record_progress(41)
+    made.incident()
+    assert output.drain(LONG_S)
+    (tmp_path / "job_7" / "status.json").write_text("{}")
+    return tmp_path
+
+
+def entries(trace: dict[str, Any], kind: str, **place: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = trace["traceEvents"]
+    return [one for one in found if one["ph"] == kind and place.items() <= one.items()]
+
+
+def test_parts_and_rows(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert ttp.main(["report", str(recorded / "job_7"), "--trace", "-o", str(out)]) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: the trace of incident ")
+    trace = json.loads(out.read_text())
+    parts = {one["name"]: (one["ts"], one["dur"]) for one in entries(trace, "X", pid=0)}
+    assert {name: pytest.approx(times, abs=20) for name, times in parts.items()} == {
+        "detect": (0, 20_000),
+        "freeze": (20_000, 30_000),
+        "write": (60_000, 100_000),
+        "publish": (170_000, 30_000),
+        "restart": (parts["restart"][0], 10_790_000),
+        "load": (parts["restart"][0] + parts["restart"][1], 2_000_000),
+        "first step": (parts["load"][0] + parts["load"][1], parts["first step"][1]),
+    }
+    (rank_0,) = (one for one in entries(trace, "X", pid=1, tid=1) if one["name"] == "freeze")
+    assert (rank_0["ts"], rank_0["dur"]) == pytest.approx((20_000, 30_000), abs=20)
+    names = {(one["pid"], one.get("tid")): one["args"]["name"] for one in entries(trace, "M")}
+    assert (names[1, 1], names[2, 2], names[2, None]) == ("rank 0", "rank 1, blamed", "node 1 n1")
+    assert [one["name"] for one in entries(trace, "i", pid=2, tid=2)] == ["fault-noticed", "died"]
+    assert all(one["ts"] >= 0 for one in trace["traceEvents"] if "ts" in one)
+
+
+def test_an_incident_that_is_not_there(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ttp.main(["report", str(recorded / "job_7"), "--trace", "absent"]) == 2
+    assert "--trace is 'absent': this job has no such incident, it has 19" in capsys.readouterr().err
+    (incident,) = (recorded / "job_7" / "incidents").iterdir()
+    incident.unlink()
+    assert ttp.main(["report", str(recorded / "job_7"), "--trace"]) == 2
+    assert capsys.readouterr().err.endswith("this job has had no incident\n")
+
+
+def test_a_trace_is_served(job: Path) -> None:  # noqa: F811
+    (path,) = (job / "incidents").iterdir()
+    with served(server_of(job)) as address:
+        base = f"http://{address}/api/v1/incidents/{path.stem}"
+        code, text = get(f"{base}/trace")
+        assert (code, json.loads(text)["otherData"]["job"]) == (200, "j")
+        assert get(f"{base}/other")[0] == 404
+        assert json.loads(get(base)[1])["schema"] == "ttp.incident/1"
+
+
+def test_an_incident_without_an_event(job: Path) -> None:  # noqa: F811
+    (path,) = (job / "incidents").iterdir()
+    one = msgspec.json.decode(path.read_bytes(), type=Incident)
+    one.events = []
+    one.blamed = None
+    assert [each["name"] for each in entries(chrome_trace(one), "X")] == []
