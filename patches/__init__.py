@@ -23,7 +23,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "ascendspeed_checkpointing",
         "mindspeed",
     ),
-    "worker": ("torch_rendezvous",),
+    "worker": ("torch_rendezvous", "torch_serialization"),
     "online": ("torch_groups", "megatron_online"),
     "report": ("report_arguments",),
 }

@@ -10,12 +10,11 @@ import os
 from functools import partial
 from pathlib import Path
 
-from adaptor.checkpoint import disk, left_overs, publish, saved_steps
+from adaptor.checkpoint import checksum_notes, disk, left_overs, publish, saved_steps
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -54,13 +53,14 @@ def publish_regular(root: Path, step: int, generation: str = "") -> None:
         if saved_steps.is_complete(root, step):
             return
         raise CheckpointError(f"{saving}: missing, so the save of step {step} cannot be completed")
-    entries = []
-    for path in _written(saving):
+    files = _written(saving)
+    for path in files:
         disk.sync(path)
-        entries.append(FileEntry(path.relative_to(saving).as_posix(), path.stat().st_size, None))
-    if not entries:
+    if not files:
         raise CheckpointError(f"{saving}: nothing was written, so there is nothing to publish")
+    entries = checksum_notes.entries(saving, files)
     disk.write(saving, naming.MANIFEST, Manifest.now(step, entries, {}, 0, generation).encode())
+    checksum_notes.remove(saving)
     disk.share(saving)
     disk.sync_folders(saving)
     with locked(root):
@@ -70,11 +70,13 @@ def publish_regular(root: Path, step: int, generation: str = "") -> None:
 
 
 def _written(saving: Path) -> list[Path]:
-    """Return the files of a regular save, without the manifest of an earlier call that was not completed."""
+    """Return the files of a regular save, without notes and the manifest of an earlier call."""
     return [
         path
         for path in disk.files(saving)
-        if path != saving / naming.MANIFEST and not path.name.startswith(_PASSING)
+        if path != saving / naming.MANIFEST
+        and not path.name.startswith(_PASSING)
+        and not checksum_notes.is_note(path)
     ]
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, descriptors
-from adaptor.checkpoint import regular_folder, tracker
+from adaptor.checkpoint import checksum_notes, regular_folder, tracker
+from adaptor.checkpoint.hashing import HashingFile
 from adaptor.context import Context
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation
@@ -37,6 +38,13 @@ class _Save:
     def folder(self) -> Path:
         """Return where it is written."""
         return self.root / naming.regular_name(self.step, _generation())
+
+    def name(self, path: str | os.PathLike[str]) -> str | None:
+        """Return the name of a file in the folder, None where it is elsewhere."""
+        try:
+            return Path(path).relative_to(self.folder).as_posix()
+        except ValueError:
+            return None
 
     def drop_draft(self) -> None:
         """The framework is done with its tracker."""
@@ -98,6 +106,19 @@ class RegularSaves:
             return path
         return str(save.folder / below)
 
+    def written(self, open_archive: Callable[[Any], Any], file: Any) -> Any:
+        """Return what writes an archive of torch; one of the running save is hashed on its way.
+
+        Args:
+            open_archive: takes a path or a file, and returns a context manager.
+            file: what `torch.save` was given.
+        """
+        save = self._current()
+        name = save.name(file) if save is not None and isinstance(file, str | os.PathLike) else None
+        if save is None or name is None:
+            return open_archive(file)
+        return _hashed(open_archive, save.folder, name)
+
     def tracker(self, path: str) -> str:
         """Return where the running save writes its tracker: nowhere, since that is done here.
 
@@ -151,6 +172,14 @@ class RegularSaves:
                 save.put_off.append(partial(listener, *map(str, named)))
                 return
         listener(path, tracker)
+
+
+@contextlib.contextmanager
+def _hashed(open_archive: Callable[[Any], Any], folder: Path, name: str) -> Iterator[Any]:
+    """Write the file `name` of the save in `folder`, and leave its checksum."""
+    with HashingFile(folder / name, below=folder) as file, open_archive(file) as archive:
+        yield archive
+    checksum_notes.leave(folder, file.entry(name))
 
 
 def _draft() -> int:

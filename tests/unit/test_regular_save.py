@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from adaptor import context
-from adaptor.checkpoint import manifest
+from adaptor import context, patches, patching
+from adaptor.checkpoint import checksum_notes, hashing, manifest, regular_folder
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol.board import Board, BoardMemory
-from adaptor.protocol.naming import TRACKER
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import MANIFEST, TRACKER
 from adaptor.worker import runtime
 from adaptor.worker.session import Session
 
@@ -165,3 +168,54 @@ def test_of_an_asynchronous_save_they_are_told_when_all_ranks_have_met(tmp_path:
         act()
     named = ["iter_0000003", TRACKER]
     assert seen == [("met", named), (str(tmp_path / "iter_0000003"), named)]
+
+
+@pytest.fixture
+def _armed() -> Iterator[None]:
+    patches.load("worker")
+    patching.arm("worker")
+    yield
+    patching.disarm("worker")
+
+
+@pytest.mark.usefixtures("_rank_0", "_armed")
+def test_a_changed_byte_is_found(tmp_path: Path) -> None:
+    """What `torch.save` writes into the folder of the save is hashed; a copy elsewhere is left alone."""
+    with saves().regular(str(tmp_path), 3):
+        folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
+        (folder / "mp_rank_00").mkdir()
+        for path in (str(folder / "mp_rank_00" / "a.pt"), folder / "b.pt", tmp_path / "c.pt"):
+            torch.save({"a": torch.arange(10)}, path)
+        (folder / "d.pt").write_bytes(b"written by another process")
+        saves().tracker(str(tmp_path / TRACKER))
+    final = tmp_path / "iter_0000003"
+    assert {path.name for path in final.rglob("*")} == {"mp_rank_00", "a.pt", "b.pt", "d.pt", MANIFEST}
+    assert torch.load(final / "mp_rank_00" / "a.pt")["a"].tolist() == list(range(10))
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000003", "c.pt", TRACKER}
+    hashed = {entry.path: entry.xxh3_128 is not None for entry in manifest.read(final).files}
+    assert hashed == {"mp_rank_00/a.pt": True, "b.pt": True, "d.pt": False}
+    assert manifest.defects(final) == []
+    content = bytearray((final / "b.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (final / "b.pt").write_bytes(content)
+    assert manifest.defects(final) == [f"{final / 'b.pt'}: checksum differs from the manifest"]
+
+
+def test_checksums_survive_a_crash_before_the_name(tmp_path: Path) -> None:
+    """The manifest is there, the notes are gone, the name was not given: the next call has the checksums."""
+    folder = tmp_path / "iter_0000003_saving"
+    regular_folder.prepare_regular(tmp_path, 3)
+    (folder / "a.pt").write_bytes(b"content")
+    checksum_notes.leave(folder, FileEntry("a.pt", 7, hashing.hash_file(folder / "a.pt")))
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy / folder.name)
+    regular_folder.publish_regular(tmp_path, 3)
+    (tmp_path / "iter_0000003").rename(folder)
+    regular_folder.publish_regular(tmp_path, 3)
+    (entry,) = manifest.read(tmp_path / "iter_0000003").files
+    assert entry.xxh3_128 == hashing.hash_file(tmp_path / "iter_0000003" / "a.pt")
+    # A file that was written again after its note has another size: nothing is said of it.
+    (copy / folder.name / "a.pt").write_bytes(b"other content")
+    regular_folder.publish_regular(copy, 3)
+    (entry,) = manifest.read(copy / "iter_0000003").files
+    assert (entry.bytes, entry.xxh3_128) == (13, None)
