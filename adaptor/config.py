@@ -196,7 +196,7 @@ SETTINGS = (
     Setting(
         "online_s",
         "TTP_ONLINE",
-        "0",
+        "60",
         "0, or a number of seconds from 1 to 3600",
         _zero_or(_number(1, 3600, float)),
         "after a fault only the failed ranks are replaced and the job goes on without a restart, where it can"

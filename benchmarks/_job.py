@@ -127,6 +127,8 @@ class Job:
             "TTP_LOG_PATH": str(self.logs),
             "PYTHONPATH": str(_bench.ROOT),
             "PYTHONWARNINGS": "ignore",
+            # What a job does that is started again as a whole; measurements of online recovery ask for it.
+            "TTP_ONLINE": "0",
             **(environment or {}),
         }
         # Without bytecode each process would compile what it imports.

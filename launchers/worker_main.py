@@ -17,7 +17,6 @@ from adaptor.protocol import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from adaptor.worker.engine import WorkerRuntime
     from adaptor.worker.runtime import Runtime
@@ -128,17 +127,14 @@ def _speaks_for_all() -> bool:
 
 
 def _prepare_online(worker: Runtime) -> None:
-    """Be ready for an online recovery once the script has imported torch, which is for it to do."""
-    import wrapt
+    """Remember from now on how process groups are made; the rest of an online recovery is imported by the
+    patches of a framework, because it needs packages of which the script may have some of its own."""
+    from adaptor import context
+    from adaptor.online.groups import Groups
 
-    newcomer = environment.NEWCOMER in os.environ
-
-    def prepare(torch: ModuleType) -> None:
-        from adaptor.online import rejoin
-
-        rejoin.prepare(worker, newcomer)
-
-    wrapt.register_post_import_hook(prepare, "torch")
+    groups = context.part(Groups)
+    groups.remember(lone=environment.NEWCOMER in os.environ)
+    worker.stand_down = groups.forget
 
 
 def die_with_the_agent() -> None:

@@ -49,12 +49,13 @@ class ExchangeError(Exception):
 class Groups:
     """All process groups of this worker since `remember`, in the order in which they were made.
 
-    lone  they are made without other ranks until the first `exchange`
+    lone       they are made without other ranks until the first `exchange`
+    remembers  `remember` was called, and `forget` was not
     """
 
     def __init__(self, _context: Context) -> None:
         self.lone = False
-        self._remembers = False
+        self.remembers = False
         self._made: dict[str, _Made] = {}
         self._helper: Callable[..., Any] | None = None
         self._exchanges = 0
@@ -69,16 +70,16 @@ class Groups:
             lone: make the groups without other ranks until the first `exchange`. Their collectives return at
                 once: what is gathered is this rank's own contribution, once for each rank.
         """
-        self._remembers, self.lone = True, lone
+        self.remembers, self.lone = True, lone
 
     def forget(self) -> None:
         """Remember no group any more: no backend will be exchanged."""
-        self._remembers = False
+        self.remembers = False
         self._made.clear()
 
     def make(self, helper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a group as `helper` (torch's `_new_process_group_helper`) does, and remember how."""
-        if not self._remembers:
+        if not self.remembers:
             return helper(*args, **kwargs)
         call = inspect.signature(helper).bind(*args, **kwargs)
         asked = dict(call.arguments)

@@ -32,6 +32,7 @@ from adaptor.online.transfer import Line
 from adaptor.online.unwinding import until_it_comes
 from adaptor.protocol.messages import Joined, Proceed, Regroup, RegroupFailed, Replacement
 from adaptor.waits import Waits
+from adaptor.worker import runtime
 from adaptor.worker.door import Unwind
 from adaptor.worker.processor import CannotRejoinError, why_not
 from adaptor.worker.runtime import Runtime
@@ -287,23 +288,17 @@ class Rejoin:
 
 
 class OnlineRecovery:
-    """Online recovery in this process.
+    """Online recovery in this process, from the first time that it is asked for.
 
-    rejoin  what `prepare` has made; None with TTP_ONLINE=0
+    rejoin  None with TTP_ONLINE=0, and where this process is no worker
     """
 
     def __init__(self, _context: Context) -> None:
-        self.rejoin: Rejoin | None = None
-
-
-def prepare(worker: Runtime, newcomer: bool) -> None:
-    """At the start of a worker whose job may go on after a fault: from now on its groups are remembered."""
-    made = context.part(Groups)
-    made.remember(lone=newcomer)
-    context.part(OnlineRecovery).rejoin = Rejoin(worker, made, newcomer)
-    worker.stand_down = made.forget
+        made, worker = context.part(Groups), runtime.of_this_process()
+        is_prepared = made.remembers and isinstance(worker, Runtime)
+        self.rejoin = Rejoin(worker, made, made.lone) if is_prepared else None  # type: ignore[arg-type]
 
 
 def of_this_process() -> Rejoin | None:
-    """Return what was prepared; None with TTP_ONLINE=0."""
+    """Return what takes part for this worker; None with TTP_ONLINE=0."""
     return context.part(OnlineRecovery).rejoin
