@@ -44,7 +44,7 @@ import adaptor
 adaptor.enable()
 ours = ("adaptor", "wrapt", "fake", "megatron")
 new = {name for name in set(sys.modules) - before if name.startswith(ours)}
-settings = {"adaptor.config", "adaptor.diagnostics", "adaptor.diagnostics.requests"}
+settings = {f"adaptor.{name}" for name in ("config", "diagnostics", "diagnostics.requests", "endpoints")}
 assert new == {"adaptor", "adaptor.context", "adaptor.errors", *settings}, new
 assert sys.meta_path == finders
 """,
