@@ -3,6 +3,7 @@
 # make check   the tests that neither start whole jobs nor simulate them: two minutes on 2 cores
 # make test-torch TORCH=2.4.1   a small set of tests with another torch, in an environment of its own
 # make lint    ruff and mypy
+# make docs    the pages of this repository as a site, out/site/html/index.html; a link that leads nowhere is an error
 # make clean   what was built and written; make distclean also the environment and the downloads
 #
 # PYTHON picks the interpreter of the environment (3.10 to 3.13), TORCH the version of torch,
@@ -30,7 +31,7 @@ export PATH := $(BIN):$(PATH)
 # The tests start thousands of processes: without bytecode each compiles the project and the framework again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-torch check lint clean distclean
+.PHONY: demo test test-torch check lint docs clean distclean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -54,6 +55,14 @@ lint: $(PROJECT_READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+docs: $(PROJECT_READY)
+	@$(call logged,installing mkdocs,$(BIN)/pip install -c $(VENV)/constraints.txt -e '.[site]')
+	@rm -rf out/site
+	@mkdir -p out/site/pages
+	@git ls-files '*.md' 'docs/*.svg' | grep -v '^tests/' | xargs cp --parents -t out/site/pages
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "the site: out/site/html/index.html"
 
 # One line instead of a traceback for whatever the machine lacks. $(1): the test, $(2): what to say.
 need = $(1) >/dev/null 2>&1 || { echo "make: $(2)" >&2; exit 1; }

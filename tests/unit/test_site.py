@@ -1,0 +1,59 @@
+"""The site of the documentation, as `make docs` builds it: each page has a place, links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def pages() -> set[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", ":!tests"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(listed.stdout.split())
+
+
+def test_each_page_has_a_place() -> None:
+    places = re.findall(r"^      - (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(places) == len(set(places))
+    assert set(places) == pages()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is in the extra site")
+@pytest.mark.parametrize(
+    ("added", "line"),
+    [
+        ("", ""),
+        ("[a](../docs/absent.md)", "contains a link '../docs/absent.md', but the target"),
+        ("[a](settings.md#absent)", "contains a link 'settings.md#absent', but the doc"),
+        ("[a](../tests/absent.py)", "contains a link '../tests/absent.py', but the target"),
+        ("[a](../tests/ports.py) [b](../benchmarks)", ""),
+    ],
+)
+def test_the_site_is_built(added: str, line: str, tmp_path: Path) -> None:
+    for page in {*pages(), "docs/demo.svg"}:
+        (tmp_path / "pages" / page).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / "pages" / page)
+    with (tmp_path / "pages" / "docs" / "costs.md").open("a") as page_file:
+        page_file.write(f"\n\n{added}\n")
+    configuration = (ROOT / "mkdocs.yml").read_text()
+    for name in ("pages", "html"):
+        configuration = configuration.replace(f"out/site/{name}", str(tmp_path / name))
+    configuration = configuration.replace("docs/site_links.py", str(ROOT / "docs/site_links.py"))
+    (tmp_path / "mkdocs.yml").write_text(configuration)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(tmp_path / "mkdocs.yml")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert (done.returncode == 0, line in done.stderr) == (not line, True), done.stderr
