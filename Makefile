@@ -15,7 +15,7 @@ TORCH ?= 2.13.0
 DEMO ?=
 TESTS ?=
 # What depends on torch: the launcher, the patches, last words after a kill, a restart.
-SMALL ?= tests/unit/test_ttprun.py tests/unit/test_checkpoint_dump.py tests/patches tests/integration/test_phases.py
+SMALL ?= tests/unit/test_ttprun*.py tests/unit/test_checkpoint_dump.py tests/patches tests/integration/test_phases.py
 # One more than there are cores: many tests wait for a time-out most of the time.
 JOBS ?= $(shell expr $$(nproc) + 1)
 

@@ -12,7 +12,7 @@ from torch.distributed.elastic.events import handlers
 
 from adaptor.launchers.elastic_events import ElasticEvents
 from adaptor.protocol.messages import Fault, Recovered
-from tests.unit.test_ttprun import TWO, Ended, Launcher, launcher, zygote
+from tests.unit.launching import TWO, Ended, Launcher, launcher, zygote
 from tests.unit.threads import LONG_S
 
 __all__ = ["launcher", "zygote"]

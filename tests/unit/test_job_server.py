@@ -18,7 +18,7 @@ import pytest
 from adaptor.launchers.programs import SERVE
 from tests import certificates, waiting
 from tests.ports import free_port, free_ports
-from tests.unit.test_ttprun import WAIT, Launcher, launcher, zygote  # noqa: F401
+from tests.unit.launching import WAIT, Launcher, launcher, zygote  # noqa: F401
 
 pytestmark = pytest.mark.integration
 

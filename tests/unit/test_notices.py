@@ -27,8 +27,8 @@ from adaptor.launchers.notifier import Notifier
 from adaptor.operations import notices
 from adaptor.operations.notices import NotDeliveredError
 from tests import operator_files, waiting
+from tests.unit.launching import Launcher, launcher, zygote  # noqa: F401
 from tests.unit.test_operations import SAVED, Recorded
-from tests.unit.test_ttprun import Launcher, launcher, zygote  # noqa: F401
 from tests.unit.threads import LONG_S
 
 SECRET = "a-word-that-nobody-guesses"

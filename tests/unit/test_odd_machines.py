@@ -12,8 +12,8 @@ import pytest
 
 from tests import waiting
 from tests.faults import cgroups
+from tests.unit.launching import TWO, Ended, Launcher, launcher, zygote
 from tests.unit.nodes import is_gone, state_of
-from tests.unit.test_ttprun import TWO, Ended, Launcher, launcher, zygote
 
 __all__ = ["launcher", "zygote"]
 

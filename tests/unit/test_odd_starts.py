@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from adaptor.launchers import ttprun
+from tests.unit.launching import ONE, Launcher, launcher, zygote
 from tests.unit.nodes import ROOT
 from tests.unit.other_user import NOBODY
-from tests.unit.test_ttprun import ONE, Launcher, launcher, zygote
 from tests.unit.threads import LONG_S
 
 __all__ = ["launcher", "zygote"]

@@ -12,7 +12,7 @@ import pytest
 
 from tests import waiting
 from tests.ports import free_ports
-from tests.unit.test_ttprun import Launcher, launcher, zygote
+from tests.unit.launching import Launcher, launcher, zygote
 
 __all__ = ["launcher", "zygote"]
 

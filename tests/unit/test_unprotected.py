@@ -13,7 +13,7 @@ import pytest
 
 from tests import waiting
 from tests.faults.warm import Warm
-from tests.unit.test_ttprun import ONE, ROOT, TWO, Launcher, launcher, zygote
+from tests.unit.launching import ONE, ROOT, TWO, Launcher, launcher, zygote
 
 __all__ = ["launcher", "zygote"]
 

@@ -16,8 +16,8 @@ import pytest
 
 from adaptor.checkpoint.lease import Lease
 from adaptor.checkpoint.lease_owner import Owner
+from tests.unit.launching import launcher, start_two, zygote
 from tests.unit.other_user import NOBODY
-from tests.unit.test_ttprun import launcher, start_two, zygote
 
 __all__ = ["launcher", "zygote"]
 

@@ -1,0 +1,191 @@
+"""Starts ttprun in tests; torch is imported once for all (the zygote)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptor import config
+from tests import timing
+from tests.ports import free_ports
+from tests.unit.nodes import ROOT
+
+ONE = ["--standalone", "--monitor-interval", "0.05", "--nproc-per-node", "1"]
+TWO = [*ONE[:-1], "2"]
+# For workers that do not go when they are told to.
+TORCH_WAITS_S = 30.0
+# What a script sees, one JSON object for each rank.
+LOOK = """
+import json, os, sys
+from pathlib import Path
+seen = {
+    "argv": sys.argv,
+    "name": __name__,
+    "file": globals().get("__file__"),
+    "spec": getattr(__spec__, "name", None),
+    "package": __package__,
+    "loader": type(__loader__).__name__,
+    "code": sys._getframe().f_code.co_filename,
+    "path": sys.path[0],
+    "paths": sys.path,
+    "modules": [name for name in sys.modules if name.partition(".")[0] in ("adaptor", "torch", "wrapt")],
+    "env": {name: value for name, value in os.environ.items() if "TTP" in name or name == "WORLD_SIZE"},
+    "main": sys.modules["__main__"].__dict__ is globals(),
+}
+Path(os.environ["SEEN"] + os.environ["RANK"]).write_text(json.dumps(seen))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    log: str
+
+    @property
+    def last_line(self) -> str:
+        return self.log.strip().splitlines()[-1]
+
+
+class Launcher:
+    """Runs ttprun in a folder, with nothing of ours in its environment."""
+
+    def __init__(self, zygote: subprocess.Popen[str] | None, folder: Path) -> None:
+        self.folder = folder
+        self._zygote = zygote
+        self._log = folder / "log"
+        mine = ("TTP", "TORCHELASTIC", "RANK", "WORLD_SIZE", "MASTER_")
+        self._env = {k: v for k, v in os.environ.items() if not any(name in k for name in mine)}
+        self._env.update(PYTHONPATH=str(ROOT), SEEN=str(folder / "seen"), OMP_NUM_THREADS="1")
+
+    def _ask(self, **line: Any) -> int:
+        assert self._zygote is not None
+        assert self._zygote.stdin is not None
+        assert self._zygote.stdout is not None
+        self._zygote.stdin.write(json.dumps(line) + "\n")
+        self._zygote.stdin.flush()
+        answer, *used = self._zygote.stdout.readline().split()
+        for seconds in map(float, used):
+            timing.charge(seconds)
+            _charged.append(seconds)
+        return int(answer)
+
+    def start(self, *argv: str, before: str = "", **env: str) -> int:
+        self._log.touch()  # who reads it may be faster than ttprun
+        return self._ask(
+            argv=argv,
+            cwd=str(self.folder),
+            env={**self._env, **env},
+            log=str(self._log),
+            before=before,
+        )
+
+    def wait(self, pid: int) -> Ended:
+        return Ended(self._ask(wait=pid), self.log)
+
+    def run(self, *argv: str, before: str = "", **env: str) -> Ended:
+        return self.wait(self.start(*argv, before=before, **env))
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        (self.folder / name).write_text(text)
+        return name
+
+    def seen(self, rank: int = 0) -> dict[str, Any]:
+        return json.loads((self.folder / f"seen{rank}").read_text())  # type: ignore[no-any-return]
+
+
+_charged: list[float] = []  # CPU seconds of the zygote's forks
+
+
+@functools.cache
+def _started_zygote() -> subprocess.Popen[str]:
+    """One for every file that imports the fixture."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    process = _started_zygote()
+    yield process
+    if process.poll() is None:
+        process.communicate()
+        timing.charge(-sum(_charged))  # with its end the kernel counts them, too
+
+
+@pytest.fixture
+def launcher(zygote: subprocess.Popen[str], tmp_path: Path) -> Launcher:
+    return Launcher(zygote, tmp_path)
+
+
+def says_all(path: Path) -> bool:
+    return path.exists() and path.read_text().endswith(" ")
+
+
+# A shell may have had it ignored.
+HEARS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+
+
+def run_here(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    mine = ("TTP", "TORCHELASTIC", "PYTHONPATH")
+    clean = {name: value for name, value in os.environ.items() if not any(word in name for word in mine)}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**clean, "OMP_NUM_THREADS": "1", "SEEN": str(folder / "seen"), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+WAIT = "import threading\nthreading.Event().wait(600)"
+
+
+def starts(ended: Ended) -> int:
+    """How often the script has run, which says so."""
+    return ended.log.splitlines().count("start")
+
+
+def start_two(
+    zygote: subprocess.Popen[str], folder: Path, text: str, host: int = 0
+) -> tuple[list[Launcher], list[int]]:
+    """Two agents with a worker each; the store is with agent `host`."""
+    port, store = free_ports(2)
+    nodes, started = [], []
+    for number in (0, 1):
+        (folder / f"node{number}").mkdir()
+        nodes.append(node := Launcher(zygote, folder / f"node{number}"))
+        where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}")
+        host_or_not = ("--rdzv-conf", f"is_host={number == host}")
+        options = ("--max-restarts", "2", "--ttp-port", str(port), "--monitor-interval", "0.05")
+        started.append(node.start(*where, *host_or_not, *options, node.script(text)))
+    return nodes, started
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ttprun writes into the environment is undone."""
+    for setting in config.SETTINGS:
+        monkeypatch.setenv(setting.variable, "")
+        monkeypatch.delenv(setting.variable)

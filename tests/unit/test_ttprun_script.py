@@ -1,0 +1,302 @@
+"""The script of a job as ttprun runs it: what it sees, and whose modules it imports."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launching import LOOK, ONE, TWO, Launcher, launcher, run_here, zygote
+from tests.unit.nodes import ROOT
+
+__all__ = ["launcher", "zygote"]
+
+
+def test_a_script_sees_what_python_would_show_it(launcher: Launcher) -> None:
+    (launcher.folder / "deep").mkdir()
+    arguments = ["--step=1", "-x", "--", "--nproc", "a b", ""]
+    ended = launcher.run(
+        *TWO, "--ttp-ot", "33", launcher.script(LOOK, "deep/look.py"), *arguments, TTP_OT="44"
+    )
+    assert ended.code == 0, ended.log
+    for rank in (0, 1):
+        seen = launcher.seen(rank)
+        assert seen["argv"] == ["deep/look.py", *arguments]
+        assert seen["name"] == "__main__"
+        assert seen["main"]
+        assert seen["file"] == str(launcher.folder / "deep/look.py")
+        assert seen["path"] == str(launcher.folder / "deep")
+        assert seen["env"]["TTP_OT"] == "33"
+        assert seen["env"]["WORLD_SIZE"] == "2"
+        assert "adaptor.worker.runtime" in seen["modules"]
+        assert "torch" not in seen["modules"], "that is for the script to import"
+    assert list((launcher.folder / "logs").glob("*.log")) == [], "there was nothing to say"
+
+
+@pytest.mark.robustness("A7", "a script asks where it is, and what it was called", "as under torchrun")
+@pytest.mark.parametrize("how", ["relative", "absolute", "a link", "a module", "a package"])
+def test_a_script_is_what_it_is_under_torchrun(how: str, launcher: Launcher) -> None:
+    (launcher.folder / "pack").mkdir()
+    launcher.script("", "pack/__init__.py")
+    launcher.script(LOOK, "pack/__main__.py")
+    launcher.script(LOOK, "pack/look.py")
+    (launcher.folder / "link.py").symlink_to("pack/look.py")
+    command = {
+        "relative": ["pack/../pack/look.py"],
+        "absolute": [str(launcher.folder / "pack/look.py")],
+        "a link": ["link.py"],
+        "a module": ["-m", "pack.look"],
+        "a package": ["-m", "pack"],
+    }[how]
+    seen = []
+    for enabled in ("True", "False"):
+        ended = launcher.run(*ONE, "--ttp-enable", enabled, *command, "-x")
+        assert ended.code == 0, ended.log
+        seen.append({name: what for name, what in launcher.seen().items() if name in LIKE_TORCHRUN})
+    assert seen[0] == seen[1]
+
+
+LIKE_TORCHRUN = ("argv", "name", "file", "spec", "package", "loader", "code", "path", "main")
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {"ENABLE_TTP": "False", "TTP_DEVICE": "cpu"}], ids=["on", "the device alone"]
+)
+def test_a_module_as_the_script(launcher: Launcher, env: dict[str, str]) -> None:
+    (launcher.folder / "package").mkdir()
+    launcher.script("", "package/__init__.py")
+    launcher.script(LOOK, "package/look.py")
+    ended = launcher.run(*ONE, "-m", "package.look", "--module", "-m", **env)
+    assert ended.code == 0, ended.log
+    seen = launcher.seen()
+    assert seen["argv"] == [str(launcher.folder / "package" / "look.py"), "--module", "-m"]
+    assert seen["name"] == "__main__"
+    assert seen["path"] == str(launcher.folder)
+
+
+# Files of the working directory with the names of modules: of Python, of what the adaptor uses, and its own.
+# None that `python script.py` itself takes from there when it spawns a process (multiprocessing, runpy).
+FOREIGN = (
+    "adaptor/__init__.py",
+    "ctypes.py",
+    "msgspec.py",
+    "packaging.py",
+    "queue.py",
+    "wrapt/__init__.py",
+    "xxhash.py",
+)
+# What a script and a process that it spawns see. The framework's own data loaders and managers are spawned.
+HELPER = """
+import sys
+
+def look():
+    names = ("adaptor", "msgspec", "multiprocessing", "queue", "wrapt", "xxhash")
+    return [sys.path, {name: sys.modules[name].__file__ for name in names if name in sys.modules}]
+
+def put(seen):
+    seen.put(look())
+"""
+SPAWN = """
+if __name__ == "__main__":
+    import json, multiprocessing, os, queue
+    TORCH
+    from pathlib import Path
+    from HELPER import look, put
+    context = multiprocessing.get_context("spawn")
+    seen = context.Queue()
+    child = context.Process(target=put, args=(seen,))
+    child.start()
+    both = {"here": look(), "child": seen.get(timeout=60)}
+    child.join()
+    with context.Manager() as manager:
+        assert list(manager.list([1])) == [1]
+    Path(os.environ["SEEN"]).write_text(json.dumps(both))
+"""
+
+
+def _foreign(folder: Path, names: tuple[str, ...] = FOREIGN) -> None:
+    """Modules that leave a line when they are imported, and end who imports them."""
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        note = f"open({str(folder / 'imported')!r}, 'a').write('{name} ')"
+        (folder / name).write_text(f"{note}\nraise SystemExit('imported {name}')\n")
+
+
+@pytest.mark.robustness(
+    "A7",
+    "modules of the working directory have the names of ours, of Python's and of what we use",
+    "none is imported by ttprun, its workers and what these spawn; the script's path is that of python",
+)
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"TTP_DEVICE": "cpu"},
+        {"ENABLE_TTP": "False", "TTP_DEVICE": "cpu"},
+        pytest.param(
+            {"PYTHONSAFEPATH": "1"},
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of 3.11"),
+        ),
+    ],
+    ids=lambda env: " ".join(map("=".join, env.items())) or "as ever",
+)
+@pytest.mark.integration
+def test_no_file_of_the_working_directory_is_imported(tmp_path: Path, env: dict[str, str]) -> None:
+    _foreign(tmp_path)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "helper.py").write_text(HELPER)
+    script = tmp_path / "deep" / "script.py"
+    script.write_text(SPAWN.replace("HELPER", "helper").replace("TORCH", ""))
+    safe = {}
+    if "PYTHONSAFEPATH" in env:
+        safe = {**env, "PYTHONPATH": str(tmp_path / "deep")}  # else nothing finds the helper
+    plain = run_here(tmp_path, sys.executable, "deep/script.py", **safe)
+    assert plain.returncode == 0, plain.stderr
+    expected = json.loads((tmp_path / "seen").read_text())
+    (tmp_path / "seen").unlink()
+    script.write_text(SPAWN.replace("HELPER", "helper").replace("TORCH", "import torch"))
+    ttprun_script = str(Path(sys.executable).with_name("ttprun"))
+    done = run_here(tmp_path, ttprun_script, *ONE, "deep/script.py", **{**env, **safe})
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert [seen[where][0] for where in expected] == [expected[where][0] for where in expected]
+    files = {**seen["here"][1], **seen["child"][1]}.values()
+    assert not [file for file in files if Path(file).is_relative_to(tmp_path)]
+
+
+@pytest.mark.robustness(
+    "A7",
+    "--module, and modules of the working directory have the names of ours",
+    "the adaptor imports none of them; the script's path is that of python -m",
+)
+@pytest.mark.integration
+def test_a_module_finds_the_working_directory_and_the_adaptor_does_not(tmp_path: Path) -> None:
+    _foreign(tmp_path, ("adaptor/__init__.py", "msgspec.py", "wrapt.py", "xxhash.py"))
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "helper.py").write_text(HELPER)
+    script = tmp_path / "package" / "script.py"
+    script.write_text(SPAWN.replace("HELPER", "package.helper").replace("TORCH", ""))
+    plain = run_here(tmp_path, sys.executable, "-m", "package.script")
+    assert plain.returncode == 0, plain.stderr
+    expected = json.loads((tmp_path / "seen").read_text())
+    (tmp_path / "seen").unlink()
+    script.write_text(SPAWN.replace("HELPER", "package.helper").replace("TORCH", "import torch"))
+    ttprun_script = str(Path(sys.executable).with_name("ttprun"))
+    done = run_here(tmp_path, ttprun_script, *ONE, "-m", "package.script")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert (seen["here"][0], seen["child"]) == (expected["here"][0], expected["child"])
+
+
+@pytest.mark.robustness(
+    "A7",
+    "beside the script lies a module with the name of one that the adaptor uses",
+    "the script imports its own, the adaptor goes on with the installed one",
+)
+def test_a_script_imports_its_own_modules(launcher: Launcher) -> None:
+    launcher.script("mine = 'of the script'\n", "xxhash.py")
+    launcher.script("mine = 'of the script'\n", "secrets.py")
+    text = (
+        "import adaptor, secrets, sys, xxhash\n"
+        "from adaptor.checkpoint import hashing\n"
+        "print(secrets.mine, xxhash.mine, hasattr(hashing.xxhash, 'xxh3_128'))\n"
+    )
+    ended = launcher.run(*ONE, launcher.script(text))
+    assert ended.code == 0, ended.log
+    assert "of the script of the script True" in ended.log
+
+
+@pytest.mark.robustness(
+    "A9", "the distribution adaptor of the package index is installed, too", "one line, and what to do"
+)
+def test_another_distribution_of_the_same_import_name(launcher: Launcher) -> None:
+    script = launcher.script("import sys\nprint('trained')\n")
+    before = "import sys; sys.path.append('others')"
+    assert "distribution" not in launcher.run(*TWO, script, before=before).log
+    info = launcher.folder / "others" / "adaptor-0.2.5.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaptor\nVersion: 0.2.5\n")
+    ended = launcher.run(*TWO, script, before=before)
+    assert ended.code == 0, ended.log
+    (line,) = (line for line in ended.log.splitlines() if "distribution" in line)
+    assert line == (
+        "[ttp] the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: each"
+        " overwrites files of the other; uninstall both, then install ttp-adaptor again"
+    )
+    replaced = launcher.run(*TWO, script, before=f"{before}; import adaptor; del adaptor.enable")
+    assert (replaced.code, len(replaced.log.splitlines())) == (2, 1)
+    assert replaced.last_line.startswith(
+        "ttprun: error: adaptor/__init__.py is not that of ttp-adaptor, the distribution adaptor 0.2.5 has"
+        " replaced it: uninstall both"
+    )
+
+
+def test_a_folder_as_the_script(launcher: Launcher) -> None:
+    (launcher.folder / "job").mkdir()
+    launcher.script(LOOK, "job/__main__.py")
+    ended = launcher.run(*ONE, "job", "-x")
+    assert ended.code == 0, ended.log
+    seen = launcher.seen()
+    assert (seen["argv"], seen["path"]) == (["job", "-x"], "job")
+    assert str(launcher.folder) not in seen["paths"], "as under python itself"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of 3.11")
+def test_a_safe_path_loses_no_entry(launcher: Launcher) -> None:
+    """What stands first on it then is PYTHONPATH's, not the folder that `python -m` puts there."""
+    ended = launcher.run(*ONE, launcher.script(LOOK, "look.py"), PYTHONSAFEPATH="1")
+    assert ended.code == 0, ended.log
+    seen = launcher.seen()
+    assert str(launcher.folder) not in seen["paths"], "as under python itself"
+    assert str(ROOT) in seen["paths"]
+
+
+def test_switched_off_it_is_torchrun(launcher: Launcher) -> None:
+    script = launcher.script(LOOK)
+    ended = launcher.run(*ONE, "--ttp-enable", "False", script, "-x")
+    assert ended.code == 0, ended.log
+    seen = launcher.seen()
+    assert seen["modules"] == [], "nothing of the adaptor is imported"
+    assert seen["argv"] == [script, "-x"]
+    assert set(seen["env"]) == {"ENABLE_TTP", "WORLD_SIZE"}
+
+
+def test_switched_off_a_failure_ends_as_under_torchrun(launcher: Launcher) -> None:
+    script = launcher.script("import sys\nsys.exit(3)\n")
+    ended = launcher.run(*ONE, script, ENABLE_TTP="0")
+    as_torch = "import adaptor.launchers.ttprun as t, torch.distributed.run as r\nt.main = r.main"
+    torchrun = launcher.run(*ONE, script, before=as_torch)
+    assert ended.code == torchrun.code == 1
+    assert ended.last_line == torchrun.last_line
+    assert "ChildFailedError" in ended.log
+
+
+def test_switched_off_a_program_need_not_be_python(launcher: Launcher) -> None:
+    program = launcher.folder / "run.sh"
+    program.write_text('#!/bin/sh\necho "arguments: $*, rank $RANK"\n')
+    program.chmod(0o700)
+    ended = launcher.run(*ONE, "--no-python", "./run.sh", "--flag", ENABLE_TTP="False")
+    assert ended.code == 0, ended.log
+    assert "arguments: --flag, rank 0" in ended.log
+
+
+def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> None:
+    ended = launcher.run(*ONE, launcher.script(LOOK), "-x", ENABLE_TTP="False", TTP_DEVICE="cpu")
+    assert ended.code == 0, ended.log
+    seen = launcher.seen()
+    assert "adaptor.devices.cpu" in seen["modules"]
+    others = (
+        "adaptor.protocol",
+        "adaptor.controller",
+        "adaptor.worker",
+        "adaptor.checkpoint",
+        "adaptor.launchers",
+        "adaptor.patches.megatron",
+    )
+    assert [name for name in seen["modules"] if name.startswith(others)] == []
+    assert seen["argv"] == ["script.py", "-x"]
