@@ -158,3 +158,18 @@ def test_the_certificates_let_two_nodes_meet(tmp_path: Path) -> None:
 
     secret = os.urandom(32)
     asyncio.run(asyncio.wait_for(meet(), LONG_S))
+
+
+def pages_of_the_site() -> set[str]:
+    """The pages that `make docs` copies: those that git knows, without what the tests have."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", ":!tests"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(listed.stdout.split())
+
+
+def test_each_page_has_a_place_in_the_site() -> None:
+    """After a new page: a line in the `nav` of mkdocs.yml."""
+    places = re.findall(r"^      - (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(places) == len(set(places))
+    assert set(places) == pages_of_the_site()
