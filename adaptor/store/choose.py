@@ -15,11 +15,11 @@ import xxhash
 
 from adaptor.checkpoint import manifest
 from adaptor.checkpoint.manifest import Manifest
-from adaptor.errors import CheckpointError, StoreError
+from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import layout
-from adaptor.store.client import PIECE, Store, Stored
+from adaptor.store.client import PIECE, DamagedError, Store, Stored
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,6 @@ class Checkpoint:
     def bytes(self) -> int:
         """The size of all its files."""
         return sum(file.bytes for file in self.known.files)
-
-
-class DamagedError(StoreError):
-    """An object of a checkpoint is missing, or is not what was written."""
 
 
 def steps(store: Store) -> list[int]:
@@ -55,7 +51,16 @@ def places(store: Store, step: int) -> tuple[list[str], list[str]]:
             others.append(where)
         else:
             complete[where] = committed.modified
-    return sorted(complete, key=lambda where: (complete[where], where), reverse=True), others
+    # Some stores tell seconds: then the manifests, which are read only where there are several.
+    made = {where: _created(store, where) if len(complete) > 1 else "" for where in complete}
+    return sorted(complete, key=lambda where: (complete[where], made[where], where), reverse=True), others
+
+
+def _created(store: Store, where: str) -> str:
+    try:
+        return read_manifest(store, where).created
+    except DamagedError:
+        return ""
 
 
 def read_manifest(store: Store, where: str) -> Manifest:
@@ -99,7 +104,11 @@ def examine(store: Store, where: str) -> Checkpoint:
 
 
 def read_parts(store: Store, where: str, there: dict[str, Stored]) -> dict[str, layout.Part]:
-    """Return what the nodes have written, by path, from the lists among the objects that are `there`."""
+    """Return what the nodes have written, by path, from the lists among the objects that are `there`.
+
+    Raises:
+        DamagedError: a list cannot be read.
+    """
     found = {}
     for name in there:
         if layout.is_parts_name(where, name):

@@ -43,7 +43,11 @@ class Stored:
     modified: datetime
 
 
-class MissingError(StoreError):
+class DamagedError(StoreError):
+    """An object is missing, or is not what was written; others of the store may be as they must be."""
+
+
+class MissingError(DamagedError):
     """There is no object of this name."""
 
 
@@ -89,7 +93,7 @@ class Store:
         """Return the content of an object of at most `limit` bytes.
 
         Raises:
-            MissingError: there is none.
+            DamagedError: there is none, or it is larger.
         """
         import obstore
 
@@ -97,7 +101,7 @@ class Store:
             found = obstore.get(self._client, name)
             size = int(found.meta["size"])
             if size > limit:
-                raise StoreError(f"{self}/{name}: has {size} bytes; {limit} are the most it may have")
+                raise DamagedError(f"{self}/{name}: has {size} bytes; {limit} are the most it may have")
             return bytes(found.bytes())
 
     def get_range(self, name: str, start: int, length: int) -> memoryview:
@@ -107,7 +111,7 @@ class Store:
         with self._errors(f"read {name}"):
             content = memoryview(obstore.get_range(self._client, name, start=start, length=length))
         if len(content) != length:
-            raise StoreError(f"{self}/{name}: {len(content)} bytes came where {length} were asked for")
+            raise DamagedError(f"{self}/{name}: {len(content)} bytes came where {length} were asked for")
         return content
 
     def stat(self, name: str) -> Stored | None:
@@ -168,6 +172,8 @@ class Store:
             return StoreError(f"{self}: there is no {kind} {self.address.bucket} in {self._where()}")
         if isinstance(error, FileNotFoundError):
             return MissingError(f"{self}: cannot {doing}: there is no such object")
+        if status and status[1].startswith("416"):
+            return DamagedError(f"{self}: cannot {doing}: it is shorter than it was")
         refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
         if refused or (status and status[1].startswith(("401", "403"))):
             return StoreError(

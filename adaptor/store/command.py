@@ -20,7 +20,7 @@ from adaptor.errors import AdaptorError, StoreError
 from adaptor.operations.cli import Add
 from adaptor.operations.words import FINDING, OK, USAGE, shown, size
 from adaptor.store import choose
-from adaptor.store.client import Store
+from adaptor.store.client import DamagedError, Store
 from adaptor.store.opening import open_store
 
 _HELP = "checkpoints in an object store: list, pull, push, verify or prune them"
@@ -118,7 +118,7 @@ def _rows(store: Store, step: int) -> list[Row]:
 def _row(store: Store, step: int, where: str) -> Row:
     try:
         found = choose.examine(store, where)
-    except choose.DamagedError as error:
+    except DamagedError as error:
         return Row(step, where, "damaged", 0, 0, "", [shown(str(error))])
     known = found.known
     return Row(step, where, "complete", len(known.files), found.bytes, known.created, [])

@@ -19,8 +19,8 @@ import msgspec
 import xxhash
 
 from adaptor.checkpoint.manifest import Manifest
-from adaptor.errors import StoreError
 from adaptor.protocol import naming
+from adaptor.store.client import DamagedError
 
 # The largest list of parts that is read, in bytes; that of 100,000 files has 20 MB.
 LARGEST_LIST = 64 << 20
@@ -91,12 +91,12 @@ def decode_parts(content: bytes, name: str) -> tuple[Part, ...]:
         name: of the object, for the message.
 
     Raises:
-        StoreError: it is none.
+        DamagedError: it is none.
     """
     try:
         found = msgspec.json.decode(content, type=_PartList)
     except msgspec.MsgspecError as error:
-        raise StoreError(f"{name}: is no list of parts ({error})") from None
+        raise DamagedError(f"{name}: is no list of parts ({error})") from None
     if found.format != _FORMAT:
-        raise StoreError(f"{name}: format {found.format}; this version reads format {_FORMAT}")
+        raise DamagedError(f"{name}: format {found.format}; this version reads format {_FORMAT}")
     return found.files

@@ -14,8 +14,8 @@ from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import StoreError
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import choose
-from adaptor.store.choose import Checkpoint, DamagedError
-from adaptor.store.client import AT_ONCE, PIECE, Store
+from adaptor.store.choose import Checkpoint
+from adaptor.store.client import AT_ONCE, PIECE, DamagedError, Store
 
 # What is called with the bytes that have come, and with all of them.
 Progress = Callable[[int, int], None]

@@ -19,7 +19,10 @@ from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import choose, layout
-from adaptor.store.client import PIECE, Store, Stored
+from adaptor.store.client import PIECE, DamagedError, Store, Stored
+
+# One node sends all files.
+_NODE = "0"
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def push(store: Store, root: Path, step: int, pace: Callable[[int], None] = lamb
     if there is not None:
         return Pushed(there, len(known.files), total, 0, True)
     where = layout.place(known)
-    sent = push_files(store, root, known, known.files, "0", pace)
-    commit(store, known, 1)
+    sent = _push_files(store, root, known, pace)
+    _commit(store, known)
     return Pushed(where, len(known.files), total, sent, False)
 
 
@@ -78,46 +81,40 @@ def find(store: Store, known: Manifest) -> str | None:
     generation.
     """
     for where in choose.places(store, known.step)[0]:
-        if where != layout.place(known):
-            if not known.generation or not where.rpartition("/")[2].startswith(layout.generation(known)):
-                continue
-            files = {file.path: file for file in choose.read_manifest(store, where).files}
-            if len(files) != len(known.files) or not all(
-                file.path in files and choose.is_same(file, files[file.path]) for file in known.files
-            ):
-                continue
+        ours = where == layout.place(known)
+        if not ours and not (known.generation and _generation(where) == layout.generation(known)):
+            continue
         try:
-            return choose.examine(store, where).where
-        except choose.DamagedError:
+            found = choose.examine(store, where)
+        except DamagedError:
             continue  # it is written anew
+        files = {file.path: file for file in found.known.files}
+        if ours or (
+            len(files) == len(known.files)
+            and all(file.path in files and choose.is_same(file, files[file.path]) for file in known.files)
+        ):
+            return where
     return None
 
 
-def push_files(
-    store: Store,
-    root: Path,
-    known: Manifest,
-    files: tuple[FileEntry, ...],
-    node: str,
-    pace: Callable[[int], None] = lambda count: None,
-) -> int:
-    """Write files of a checkpoint, and the list of them; return the bytes that were sent.
+def _generation(where: str) -> str:
+    return where.rpartition("/")[2].partition("-")[0]
+
+
+def _push_files(store: Store, root: Path, known: Manifest, pace: Callable[[int], None]) -> int:
+    """Write the files of a checkpoint, and the list of them; return the bytes that were sent.
 
     What is there already, from a push that was cut short, is not sent again; it is read from the disk for its
     checksum.
-
-    Args:
-        files: those that this node writes.
-        node: its name.
-
-    Raises:
-        CheckpointError: a file is not what the manifest says.
-        StoreError: the store refuses, or does not answer.
     """
     where, folder = layout.place(known), root / naming.final_name(known.step)
-    before = choose.read_parts(store, where, there := store.objects(where))
+    there = store.objects(where)
+    try:
+        before = choose.read_parts(store, where, there)
+    except DamagedError:
+        before = {}  # they are written anew
     parts, sent = [], 0
-    for file in files:
+    for file in known.files:
         name = f"{where}/{file.path}"
         found, part = there.get(name), before.get(file.path)
         if found is None or found.bytes != file.bytes or (part is not None and part.etag != found.etag):
@@ -125,16 +122,12 @@ def push_files(
             sent += file.bytes
         else:
             parts.append(_hashed(folder / file.path, file, found))
-    store.put(layout.parts_name(where, node), layout.encode_parts(node, parts))
+    store.put(layout.parts_name(where, _NODE), layout.encode_parts(_NODE, parts))
     return sent
 
 
-def commit(store: Store, known: Manifest, nodes: int) -> None:
-    """Write the manifest, if the lists of all nodes are there and name all files.
-
-    Raises:
-        StoreError: something is missing.
-    """
+def _commit(store: Store, known: Manifest) -> None:
+    """Write the manifest, if the lists of parts name all files and these are there."""
     where = layout.place(known)
     there = store.objects(where)
     parts = choose.read_parts(store, where, there)
@@ -142,9 +135,8 @@ def commit(store: Store, known: Manifest, nodes: int) -> None:
     for file in known.files:
         part, found = parts.get(file.path), there.get(f"{where}/{file.path}")
         if part is None or found is None or found.bytes != file.bytes:
-            raise choose.DamagedError(
-                f"{store}/{where}/{file.path}: is missing after the upload from {nodes} nodes,"
-                " so the checkpoint is not completed"
+            raise DamagedError(
+                f"{store}/{where}/{file.path}: is missing after the upload, so nothing is completed"
             )
         entries.append(FileEntry(file.path, file.bytes, part.xxh3_128))
     store.put(layout.manifest_name(where), replace(known, files=tuple(entries)).encode())

@@ -13,7 +13,7 @@ from adaptor.store.opening import open_store
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, Job
 from tests.faults.scenario import BaselineOf, assert_last_words, goes_on
-from tests.unit import object_store
+from tests.unit import fault_proxy, object_store
 
 pytestmark = pytest.mark.integration
 
@@ -71,6 +71,36 @@ def test_a_job_that_ends_well_leaves_its_last_checkpoint_in_the_store(
     assert job.save is not None
     outcome.assert_same_training(ended, baseline.records)
     assert "has ended" not in "".join(line for line in ended.said if "sends checkpoints" in line)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_job_that_is_told_to_end_sends_its_last_words_in_time(
+    answers: bool, server: str, tmp_path: Path
+) -> None:
+    """Or says that they are on this machine only, where the store takes nothing any more."""
+    with fault_proxy.proxy(server) as faults:
+        if not answers:  # it takes the probe
+            faults.begin(lambda number, method, path: "hold before" if "mp_rank" in path else "")
+        job = Job(
+            tmp_path / "job",
+            DP2,
+            save=tmp_path / "save",
+            faults=["rank=1,step=6,phase=forward,kind=tree-sigterm"],
+            options=["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", faults.url]
+            # The save takes a part of it, and it must be over before the test is.
+            + ([] if answers else ["--ttp-grace", "10"]),
+            environment=object_store.CREDENTIALS,
+        )
+        ended = harness.run(job)
+    assert set(ended.codes) == {143}, ended.log[-3000:]
+    (step,) = outcome.steps_in(tmp_path / "save")
+    found = [one.known.step for one in choose.newest_first(open_store("s3://bucket/run7", server), None, [])]
+    if answers:
+        assert found == [step]
+    else:
+        assert found == []
+        where = f"{tmp_path / 'save'}, not in s3://bucket/run7: TTP_GRACE is over"
+        assert f"[ttp] step {step} is only in {where}" in ended.log
 
 
 def test_a_store_that_is_not_there_starts_nothing(server: str, tmp_path: Path) -> None:

@@ -133,6 +133,35 @@ def test_a_changed_object_gives_way_to_the_next_older_checkpoint(
     assert "no complete checkpoint of step 36" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("what", ["manifest", "list of parts", "object"])
+def test_a_damaged_checkpoint_is_passed_over_and_can_be_pushed_again(
+    what: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (12, 24):
+        save(tmp_path / "one", step)
+        assert _store("push", url, tmp_path / "one") == 0
+    store = open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""))
+    ((where,), _) = choose.places(store, 24)
+    if what == "object":
+        store.delete([f"{where}/mp_rank_01/{naming.MODEL_FILE}"])
+    else:
+        name = naming.MANIFEST if what == "manifest" else "ttp_parts/0.json"
+        _change(url, f"{where}/{name}", b"not JSON")
+    assert _rows(url, capsys) == [(12, "complete"), (24, "damaged")]
+    assert _store("pull", url, tmp_path / "two") == 0
+    assert f"{where}/" in capsys.readouterr().err
+    assert tracker.tracked_step(tmp_path / "two") == 12
+    # Another manifest of the same files: what is damaged is no copy of it.
+    folder = tmp_path / "one" / naming.final_name(24)
+    text = (folder / naming.MANIFEST).read_text()
+    assert _store("push", url, tmp_path / "one") == 0
+    assert (24, "complete") in _rows(url, capsys)
+    (folder / naming.MANIFEST).write_text(text.replace('"world_size": 0', '"world_size": 1'))
+    _change(url, f"{where}/{naming.MANIFEST}", b"not JSON")
+    assert _store("push", url, tmp_path / "one") == 0
+    assert sorted(_rows(url, capsys)) == [(12, "complete"), (24, "complete"), (24, "damaged")]
+
+
 def test_a_copy_in_another_place_is_as_good(
     s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
