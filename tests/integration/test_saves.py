@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from adaptor.checkpoint import manifest
+from adaptor.protocol import naming
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, Job
 from tests.faults.scenario import BaselineOf, assert_last_words, goes_on
@@ -36,7 +37,15 @@ def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, basel
     assert ended.code == 137
     assert job.save is not None
     assert outcome.steps_in(job.save) == [3, 6]
-    assert manifest.defects(job.save / "iter_0000003") == []
+    regular = job.save / "iter_0000003"
+    assert manifest.defects(regular) == []
+    files = manifest.read(regular).files
+    assert [file.path for file in files if file.xxh3_128 is None] == []
+    assert {file.path for file in files} == {
+        path.relative_to(regular).as_posix()
+        for path in regular.rglob("*")
+        if path.is_file() and path.name != naming.MANIFEST
+    }
     assert_last_words(job.save, 6, baseline)
     outcome.assert_same_training(ended, baseline.records, steps=range(1, 7))
     if phase == "save-named":
