@@ -47,9 +47,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="of the tokenizer, where SRC does not say it"
     )
-    parser.add_argument(
-        "--workers", type=int, default=2, metavar="N", help="processes that write (default 2)"
-    )
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="threads that write (default 2)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written; no tensor is read")
     parser.add_argument(
         "--verify",

@@ -1,4 +1,4 @@
-"""Runs a transform: the ranks of the target one after the other in each worker, then the publish.
+"""Runs a transform: the ranks of the target, several at a time, then the publish.
 
 Each rank's files are written below a temporary folder. When they are on disk, a note beside them says so,
 by which `--resume` goes on. The folder gets its name as that of last words does (`publish`).
@@ -6,18 +6,13 @@ by which `--resume` goes on. The folder gets its name as that of last words does
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import multiprocessing
-import os
 import shutil
-import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +26,10 @@ from adaptor.protocol.file_entry import FileEntry
 from adaptor.transform import writing
 from adaptor.transform.copying import Files
 from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.source import open_source
 from adaptor.transform.target import Target
 
 _GENERATION = "transform"
 _NOTE = ".done.json"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _EVERY_S = 1.0  # between two lines of progress
 
 
@@ -66,27 +59,8 @@ class _Note(msgspec.Struct):
     files: list[tuple[str, int, str]]
 
 
-_worker: list[Any] = []  # of a worker process: its target, its order, the counter of bytes
-
-
-def _begin(order: Order, counter: Any, parent: int) -> None:
-    """Prepare a worker process; it ends with its parent, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
-        os._exit(1)
-    _worker[:] = [order, counter, None]
-
-
-def _work(rank: Rank) -> list[tuple[str, int, str]]:
-    order, counter, target = _worker
-    if target is None:
-        target = _worker[2] = Target(open_source(order.source, order.step), order.sizes, order.rows)
-
-    def advanced(count: int) -> None:
-        with counter.get_lock():
-            counter.value += count
-
-    return write_rank(target, rank, order.folder, order.mark, advanced)
+class _Stopped(Exception):
+    """Another rank has failed, or the user has interrupted."""
 
 
 def write_rank(
@@ -172,95 +146,56 @@ def run(
         return done
     total = sum(target.bytes(rank) for rank in left)
     require_room(order.folder, total)
-    context = multiprocessing.get_context("spawn")
-    counter = context.Value("q", 0)
     progress = Progress(total, say)
-    if workers == 1 or len(left) == 1:
-        for rank in left:
-            done[rank] = write_rank(target, rank, order.folder, order.mark, progress.add)
-        progress.end()
-        return done
-    with (
-        ProcessPoolExecutor(
-            min(workers, len(left)),
-            mp_context=context,
-            initializer=_begin,
-            initargs=(order, counter, os.getpid()),
-        ) as pool,
-        _cancelling(pool),
-    ):
-        with _undisturbed():
-            running: dict[Future[list[tuple[str, int, str]]], Rank] = {
-                pool.submit(_work, rank): rank for rank in left
-            }
-        while running:
-            ended, _ = wait(running, timeout=_EVERY_S, return_when=FIRST_COMPLETED)
-            progress.set(counter.value)
-            for future in ended:
-                done[running.pop(future)] = future.result()
+    stopped = threading.Event()
+
+    def advanced(count: int) -> None:
+        if stopped.is_set():
+            raise _Stopped
+        progress.add(count)
+
+    # Threads: to read, to write, to hash and to copy is done without the interpreter's lock.
+    mark = order.mark
+    with ThreadPoolExecutor(min(workers, len(left))) as pool:
+        running: dict[Future[list[tuple[str, int, str]]], Rank] = {
+            pool.submit(write_rank, target, rank, order.folder, mark, advanced): rank for rank in left
+        }
+        try:
+            while running:
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    done[running.pop(future)] = future.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     progress.end()
     return done
-
-
-@contextmanager
-def _cancelling(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """Start no further rank after a failure."""
-    try:
-        yield
-    except BrokenProcessPool as error:
-        raise CheckpointError(
-            "a process that wrote a rank has ended; go on with --resume (fewer --workers need less memory)"
-        ) from error
-    except KeyboardInterrupt:
-        for child in multiprocessing.active_children():
-            child.kill()
-        pool.shutdown(wait=True, cancel_futures=True)
-        raise
-    except BaseException:
-        pool.shutdown(wait=True, cancel_futures=True)
-        raise
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Put off SIGINT and SIGTERM; processes that begin now never hear them: this process ends them."""
-    numbers = signal.SIGINT, signal.SIGTERM
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # is inherited
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for each in came:
-        signal.raise_signal(each)
 
 
 class Progress:
     """Says at most once in a second how many bytes are written, how fast, and how long the rest takes."""
 
     def __init__(self, total: int, say: Callable[[str], None]) -> None:
+        self._lock = threading.Lock()
         self._total = total
         self._say = say
         self._done = 0
         self._began = self._said = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Count bytes that were written."""
-        self.set(self._done + count)
-
-    def set(self, done: int) -> None:
-        """Say how far it is, where that was not said for a second."""
-        self._done = done
-        now = time.monotonic()
-        if now - self._said >= _EVERY_S:
+        """Count bytes that a thread has written; say how far it is, where that was not said for a second."""
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now - self._said < _EVERY_S:
+                return
             self._said = now
-            rate = done / (now - self._began)
-            rest = max(0, self._total - done) / rate if rate else 0
+            rate = self._done / (now - self._began)
+            rest = max(0, self._total - self._done) / rate
             self._say(
-                f"{done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s, {rest:.0f} s left"
+                f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s,"
+                f" {rest:.0f} s left"
             )
 
     def end(self) -> None:

@@ -110,7 +110,6 @@ STATE = {
     "adaptor.patching._hooks._watched": "import hooks last as long as the interpreter",
     "adaptor.patching._unit._units": "declarations, which importing a module makes",
     "adaptor.replica.group._everyone": "a process group, as torch's own are the process's",
-    "adaptor.transform.run._worker": "a process that writes ranks works for one transform",
     "adaptor.worker.runtime._runtime": "the connection to the agent",
 }
 # Where a value may be of a type that nobody can name (`Any`), and why. Objects of frameworks and of torch

@@ -359,13 +359,14 @@ def test_one_rank_then_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_source_that_goes_away(tmp_path: Path) -> None:
-    """The source is gone when the workers open it: one line, and no wait."""
+    """Its files are gone when the ranks are written: one line, and no wait."""
     small_checkpoint.write(tmp_path / "a")
     target = Target(open_source(tmp_path / "a", None), Sizes(tp=2), 24)
     folder = run.temporary_folder(tmp_path / "b", STEP)
     folder.mkdir(parents=True)
-    order = run.Order(tmp_path / "gone", STEP, target.sizes, target.rows, folder)
-    with pytest.raises(CheckpointError, match=r"gone/iter_0000007: there is no such checkpoint"):
+    order = run.Order(tmp_path / "a", STEP, target.sizes, target.rows, folder)
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"distrib_optim.pt: No such file or directory"):
         run.run(target, order, target.sizes.ranks, 2, lambda line: None)
 
 
