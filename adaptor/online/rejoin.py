@@ -58,6 +58,7 @@ class Rejoin:
         self._order: Regroup | None = None  # the newest
         self._ready: Regroup | None = None  # for the main thread
         self._recovered = 0  # the incident that was recovered last
+        self._frozen = 0  # the newest incident in which this rank was frozen
         self._left = False  # the main thread has left the framework's loop
         self._gone = False  # and will not call it again: the loop has ended, or the script has left it
         self._settled: Regroup | None = None  # it has put away what the fault has left half done
@@ -85,8 +86,8 @@ class Rejoin:
             Exception: this rank cannot take part; its state is what it was.
         """
         with self._changed:
-            if order.incident <= self._recovered:
-                return  # its thread begins late: all go on already
+            if order.incident <= self._recovered or order.incident < self._frozen:
+                return  # its thread begins late: all go on already, or there is another incident
             known = self._order
             if known is not None and (known.incident, known.attempt) > (order.incident, order.attempt):
                 return  # each order has a thread, and that of a newer one was faster
@@ -138,6 +139,15 @@ class Rejoin:
             return self._is_old(order)
         return True
 
+    def freeze(self, incident: int) -> None:
+        """See `processor.Rejoin`."""
+        with self._changed:
+            self._frozen = incident
+            if self._order is not None and self._order.incident < incident:
+                self._order = None
+                self._meeting.abandon()
+                self._changed.notify_all()
+
     def proceed(self, order: Proceed) -> None:
         """See `processor.Rejoin`."""
         with self._changed:
@@ -166,6 +176,10 @@ class Rejoin:
     def _is_old(self, order: Regroup) -> bool:
         """Return whether another attempt has begun, or all go on."""
         return self._order is not order
+
+    def _require_current(self, order: Regroup) -> None:
+        if self._is_old(order):
+            raise CannotRejoinError("another attempt has begun")
 
     # main thread
 
@@ -260,13 +274,17 @@ class Rejoin:
             if session.from_local_copy(order.step):
                 assert isinstance(trainee, MegatronTrainee)
                 assert trainee.local_copy is not None
+                with self._changed:
+                    # A controller that takes over freezes this rank, and is told which steps it has: that has
+                    # to stay true.
+                    self._require_current(order)
+                    session.go_back(order.step)
                 trainee.local_copy.put_back()
             assert isinstance(trainee, MegatronTrainee)
             copies = [mirror.optimizer for mirror in trainee.mirrors if mirror is not None]
             state.require_finite([*inner(trainee.state.optimizer), *copies])
         store = self._meeting.store(order, "groups")
-        if self._is_old(order):  # from here on `regroup` abandons the store
-            raise CannotRejoinError("another attempt has begun")
+        self._require_current(order)  # from here on `regroup` abandons the store
         made.exchange(store, f"{order.incident}.{order.attempt}")
         if order.replaced:
             trainee = loop.trainee(record)

@@ -206,6 +206,11 @@ class Board:
         self.phase = Phase.RUNNING
         self.write()
 
+    def go_back(self, step: int) -> None:
+        """Say that the state after `step` is given up; `start` says when the live state is that of `step`."""
+        self.finished = self.ahead = step
+        self.write()
+
     def enter(self, step: int) -> None:
         """Say that `step` begins."""
         self.inside = step

@@ -85,6 +85,9 @@ class Rejoin(Protocol):
             wake: shuts the connections with these inodes, and is called until the main thread has left.
         """
 
+    def freeze(self, incident: int) -> None:
+        """Give up the attempts of earlier incidents: they change the training state no more; at once."""
+
     def proceed(self, order: Proceed) -> None:
         """Let the main thread go on; at once."""
 
@@ -172,6 +175,8 @@ class Processor:
                 again = order.incident == self._current[0]
                 if not again:  # else it is asked whether it is there
                     self._current = (order.incident, 0)
+                    if self._rejoin is not None:
+                        self._rejoin.freeze(order.incident)
                     # A lost controller may have let the main thread through: the answer must stay true.
                     self._session.let_through(None)
                 self._in_thread("freeze", functools.partial(self._freeze, again=again), order)

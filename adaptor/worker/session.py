@@ -119,6 +119,13 @@ class Session:
         self.board.start(origin)
         self._say(trainee, origin)
 
+    def go_back(self, step: int) -> None:
+        """Give up what was finished after `step`, before the live state is overwritten with the local copy.
+
+        From now on nobody is told of a later step, or given its state; that of `step` is the local copy.
+        """
+        self.board.go_back(step)
+
     def begin_again(
         self,
         trainee: Trainee,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 # A death is known to the controller by then, whatever the network does short of silence.
-NOTICED_S = 7.0
+NOTICED_S = 10.0
 # An exception that is an echo may be heard before the death that it echoes.
 EXPLAINED_S = 1.0
 

@@ -451,6 +451,9 @@ class Worker(Process):
         else:
             record = session.record_of(order.step)
             if session.from_local_copy(order.step):
+                if self.cancelled(order):
+                    return
+                session.go_back(order.step)
                 trainee.tensors.update(trainee.before)
         name = ("dump", "groups", order.incident, order.attempt)
         # Each takes its own time to come there.

@@ -188,3 +188,40 @@ def test_a_newcomer_takes_no_shard_that_is_not_finite(is_finite: bool) -> None:
             with pytest.raises(CannotRejoinError, match="its optimizer state is not finite"):
                 newcomer.fetch(order(1), 1, lambda source: to_source, loop)
         gives.result()
+
+
+def test_an_order_from_before_a_freeze_is_not_obeyed(memory: BoardMemory) -> None:
+    """A controller has taken over: what it was told of this rank's steps has to stay true."""
+    worker = Worker(memory)
+    worker.rejoin.freeze(12)
+    woken: list[int] = []
+    worker.rejoin.regroup(order(1), lambda inodes: woken.append(1) or 0)
+    assert woken == []
+    assert worker.may_update(5)
+
+
+def test_a_freeze_ends_the_attempt_that_waits(memory: BoardMemory) -> None:
+    worker = Worker(memory)
+
+    def wake(inodes: frozenset[int]) -> int:
+        worker.rejoin.freeze(12)
+        worker.board.finish(5)
+        return 0
+
+    with Thread(worker.rejoin.regroup, order(1), wake) as attempt:
+        attempt.result()
+    assert worker.may_update(6), "the attempt has turned the main thread away after it was given up"
+
+
+def test_nobody_is_given_a_step_that_is_given_up(memory: BoardMemory) -> None:
+    """The live state is overwritten with the local copy from then on, and the copy stays what it is."""
+    worker = Worker(memory)
+    worker.board.ready(5)
+    worker.board.updating(copied=True)
+    worker.board.finish(5)
+    worker.session.go_back(4)
+    assert memory.read(0).finished == 4
+    assert worker.session.from_local_copy(4)
+    worker.session.bring_to(4, lambda: 0, 1.0)
+    with pytest.raises(RuntimeError, match="step 5"):
+        worker.session.bring_to(5, lambda: 0, 1.0)
