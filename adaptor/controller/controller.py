@@ -15,14 +15,22 @@ import msgspec
 from adaptor.controller.failover import TakeOver
 from adaptor.controller.failures import Failures
 from adaptor.controller.feasibility import MAX_RECOVERED, Recoveries
-from adaptor.controller.hang_detector import hang
+from adaptor.controller.hang_detector import StalledNodes
 from adaptor.controller.incident import Incident
 from adaptor.controller.incident_messages import dispatch
 from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import FromNewcomer
 from adaptor.controller.outcome import Orders
 from adaptor.controller.recurrence import Recurrence
-from adaptor.controller.verdict import recovered_of, verdict_of
+from adaptor.controller.verdict import (
+    end_all,
+    given_up,
+    go_on,
+    recovered_of,
+    refused,
+    shown_rank,
+    verdict_of,
+)
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -31,14 +39,12 @@ from adaptor.protocol.messages import (
     Died,
     Dying,
     Exit,
-    Fault,
     Frozen,
     Hello,
     Layout,
     NodeResumed,
     NodeStalled,
     Phase,
-    Proceed,
     Raised,
     Refused,
     ReplayComplete,
@@ -50,7 +56,6 @@ from adaptor.protocol.messages import (
     Verdict,
 )
 
-REFUSED_EXIT_CODE = 2
 # A rank that has stood still for long is in no update that will end soon: it answers at once, or never. And
 # who is told to end has no time to wait for one that does not answer.
 ANSWER_S = 5.0
@@ -90,7 +95,7 @@ class Controller:
         self.membership = Membership(world_size)
         self._failures = Failures()
         self._recoveries = Recoveries(online_s)
-        self._stalled: dict[int, NodeStalled] = {}  # of nodes whose workers all stand still
+        self._stalled = StalledNodes()
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
 
@@ -133,7 +138,7 @@ class Controller:
                 self.membership.pids[rank] = pid
                 node = self.membership.node_of[rank]
                 if self.verdict is not None:
-                    blamed = rank == self._shows_its_exception
+                    blamed = rank == shown_rank(self.verdict, self._failures)
                     return [(node, Addressed(rank, Exit(self.verdict.incident, blamed)))]
                 if self.incident is not None and self.membership.lives(rank):
                     return self._route(self.incident.on_hello(rank, node))
@@ -158,9 +163,9 @@ class Controller:
                 self._failures.leaving.add(node)
                 return self._on_asked(-1, name, who, now, error, node)
             case NodeStalled():
-                return self._on_stalled(message, now)
+                return self._look_for_a_hang(now) if self._stalled.take(message) else []
             case NodeResumed(node=node):
-                self._stalled.pop(node, None)
+                self._stalled.resume(node)
             case Dying(rank=rank, board=board):
                 self.membership.boards[rank] = board
                 return self._on_dying(rank, now)
@@ -206,22 +211,12 @@ class Controller:
             return self._route(self.incident.on_told_to_end())
         return self._fault(now, by_death=True)  # nothing else explains it
 
-    def _on_stalled(self, stalled: NodeStalled, now: float) -> Orders:
-        before = self._stalled.get(stalled.node)
-        self._stalled[stalled.node] = stalled
-        if before is not None and msgspec.structs.replace(before, seconds=stalled.seconds) == stalled:
-            return []  # it lasts: thousands of nodes may say so, again and again, while all evaluate
-        return self._look_for_a_hang(now)
-
     def _look_for_a_hang(self, now: float) -> Orders:
         """A rank that hangs makes all others wait: it is a hang when every node stands still."""
-        agents, stalled = self.membership.agents, self._stalled
-        if self.incident is not None or self.verdict is not None or not agents <= stalled.keys():
+        if self.incident is not None or self.verdict is not None:
             return []
-        if not hang(stalled[node] for node in agents):
-            return []
-        self._failures.hang_s = min(stalled[node].seconds for node in agents)
-        return self._fault(now, by_death=True)
+        self._failures.hang_s = self._stalled.hang_s(self.membership.agents)
+        return self._fault(now, by_death=True) if self._failures.hang_s else []
 
     def _on_dying(self, rank: int, now: float) -> Orders:
         if not self.membership.begin_to_die(rank):
@@ -320,10 +315,7 @@ class Controller:
             self.membership.replace(rank, newcomer.pid)
         self.incident, self._failures = None, Failures()
         self._stalled.clear()
-        # First to the agents: a next controller must not hear of what is over.
-        orders: Orders = [(node, recovered) for node in sorted(self.membership.agents)]
-        proceed = Proceed(recovered.incident, recovered.step)
-        return orders + [(node, Addressed(rank, proceed)) for rank, node in self.membership.node_of.items()]
+        return go_on(recovered, self.membership)
 
     def _conclude(self) -> Orders:
         assert self.incident is not None
@@ -335,52 +327,16 @@ class Controller:
         if self.verdict is not None:
             return []
         number = self.incident.number if self.incident is not None else 0
-        self.verdict = Verdict(
-            incident=number,
-            outcome="lost",
-            step=-1,
-            line=f"the controller failed: {reason}",
-            cause_rank=-1,
-            exit_code=1,
-            save="",
-            fault=Fault(kind="error"),
-        )
+        self.verdict = given_up(number, reason)
         return self._broadcast_verdict(number)
 
     def _refuse(self, rank: int, reason: str) -> Orders:
         if self.verdict is not None:
             return []
-        self.verdict = Verdict(
-            incident=0,
-            outcome="refused",
-            step=-1,
-            line=reason,
-            cause_rank=rank,
-            exit_code=REFUSED_EXIT_CODE,
-            save="",
-        )
+        self.verdict = refused(rank, reason)
         return self._broadcast_verdict(0)
 
     def _broadcast_verdict(self, number: int) -> Orders:
         assert self.verdict is not None
-        # First to the agents: no worker exits whose agent does not know the verdict, whatever dies now.
-        verdicts: Orders = [
-            (node, self.verdict) for node in sorted(self.membership.agents | self.membership.late)
-        ]
-        leave, blamed, shown = Exit(number), Exit(number, blamed=True), self._shows_its_exception
-        return verdicts + [
-            (node, Addressed(rank, blamed if rank == shown else leave))
-            for rank, node in self.membership.node_of.items()
-            if rank not in self.membership.dead
-        ]
-
-    @property
-    def _shows_its_exception(self) -> int:
-        """Return the rank that is blamed; where none is, the first that raised, or -1.
-
-        What is raised after the job was told to end is an echo of that.
-        """
-        assert self.verdict is not None
-        if self.verdict.cause_rank >= 0 or self._failures.asked is not None:
-            return self.verdict.cause_rank
-        return next(iter(self._failures.raised), -1)
+        shown = shown_rank(self.verdict, self._failures)
+        return end_all(self.verdict, number, shown, self.membership)

@@ -1,6 +1,6 @@
 """Tells a hang from a slow step, from the boards of a node's workers; pure, the time is an argument.
 
-Every agent runs `HangDetector` for its node; the controller asks `hang` what all nodes have reported.
+Every agent runs `HangDetector` for its node; the controller keeps what all have reported (`StalledNodes`).
 
 A job hangs when every node reports it, and no rank can be at something that takes its time: start-up,
 compilation, evaluation, a save. A rank between two steps may be at one of these, unless another rank is still
@@ -18,7 +18,9 @@ without limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+
+import msgspec
 
 from adaptor.protocol.messages import BoardRecord, NodeResumed, NodeStalled, Phase
 
@@ -120,6 +122,34 @@ def hang(nodes: Iterable[NodeStalled]) -> bool:
     if not inside:
         return False
     return min(inside) <= min(between, default=min(inside)) or all(stalled.overlong for stalled in nodes)
+
+
+class StalledNodes:
+    """The reports of nodes whose workers all stand still."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, NodeStalled] = {}
+
+    def take(self, report: NodeStalled) -> bool:
+        """Return whether it is news: thousands of nodes may say so, again and again, while all evaluate."""
+        before = self._reports.get(report.node)
+        self._reports[report.node] = report
+        return before is None or msgspec.structs.replace(before, seconds=report.seconds) != report
+
+    def resume(self, node: int) -> None:
+        """Something moves on `node` again."""
+        self._reports.pop(node, None)
+
+    def clear(self) -> None:
+        """All ranks go on after an incident."""
+        self._reports.clear()
+
+    def hang_s(self, nodes: Set[int]) -> float:
+        """Return for how many seconds nothing has moved on any of `nodes`; 0 where the job does not hang."""
+        if not nodes or not nodes <= self._reports.keys():
+            return 0.0
+        reports = [self._reports[node] for node in nodes]
+        return min(report.seconds for report in reports) if hang(reports) else 0.0
 
 
 def _content(stalled: NodeStalled) -> tuple[int, int, bool]:

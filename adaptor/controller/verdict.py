@@ -1,4 +1,4 @@
-"""Writes the verdict of an incident, and what is said of one that was recovered online; pure."""
+"""Writes the verdict of an incident, or what is said of one recovered online, and tells all; pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from collections.abc import Mapping
 from adaptor.controller.failures import Cause, Failures
 from adaptor.controller.incident import Incident
 from adaptor.controller.membership import Membership
-from adaptor.controller.outcome import Outcome
-from adaptor.protocol.messages import BoardRecord, Fault, Phase, Recovered, Verdict
+from adaptor.controller.outcome import Orders, Outcome
+from adaptor.protocol.messages import (
+    Addressed,
+    BoardRecord,
+    Exit,
+    Fault,
+    Phase,
+    Proceed,
+    Recovered,
+    Verdict,
+)
+
+REFUSED_EXIT_CODE = 2
 
 
 def verdict_of(incident: Incident, failures: Failures, membership: Membership) -> Verdict:
@@ -102,3 +113,65 @@ def _fault(
         cause.kind,
         cause.status,
     )
+
+
+def refused(rank: int, reason: str) -> Verdict:
+    """Return the verdict where `rank` refuses the job."""
+    return Verdict(
+        incident=0,
+        outcome="refused",
+        step=-1,
+        line=reason,
+        cause_rank=rank,
+        exit_code=REFUSED_EXIT_CODE,
+        save="",
+    )
+
+
+def given_up(number: int, reason: str) -> Verdict:
+    """Return the verdict on incident `number` where what should decide has failed."""
+    return Verdict(
+        incident=number,
+        outcome="lost",
+        step=-1,
+        line=f"the controller failed: {reason}",
+        cause_rank=-1,
+        exit_code=1,
+        save="",
+        fault=Fault(kind="error"),
+    )
+
+
+def shown_rank(verdict: Verdict, failures: Failures) -> int:
+    """Return the rank that is blamed; where none is, the first that raised, or -1.
+
+    What is raised after the job was told to end is an echo of that.
+    """
+    if verdict.cause_rank >= 0 or failures.asked is not None:
+        return verdict.cause_rank
+    return next(iter(failures.raised), -1)
+
+
+def end_all(verdict: Verdict, number: int, shown: int, membership: Membership) -> Orders:
+    """Tell `verdict` to all agents, and all workers to exit.
+
+    Args:
+        number: the incident that the workers know.
+        shown: the rank that shows its exception; -1: none.
+    """
+    # First to the agents: no worker exits whose agent does not know the verdict, whatever dies now.
+    verdicts: Orders = [(node, verdict) for node in sorted(membership.agents | membership.late)]
+    leave, blamed = Exit(number), Exit(number, blamed=True)
+    return verdicts + [
+        (node, Addressed(rank, blamed if rank == shown else leave))
+        for rank, node in membership.node_of.items()
+        if rank not in membership.dead
+    ]
+
+
+def go_on(recovered: Recovered, membership: Membership) -> Orders:
+    """Tell all that the incident is over, and that they go on."""
+    # First to the agents: a next controller must not hear of what is over.
+    orders: Orders = [(node, recovered) for node in sorted(membership.agents)]
+    proceed = Proceed(recovered.incident, recovered.step)
+    return orders + [(node, Addressed(rank, proceed)) for rank, node in membership.node_of.items()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.controller import controller
+from adaptor.controller import hang_detector
 from adaptor.controller.controller import Controller, Orders
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -86,8 +86,8 @@ def test_twenty_thousand_ranks() -> None:
 def test_nodes_that_stand_still_for_long_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an evaluation thousands of nodes say so again and again; all are looked at when one changes."""
     looks: list[int] = []
-    hang = controller.hang
-    monkeypatch.setattr(controller, "hang", lambda nodes: looks.append(1) or hang(nodes))
+    hang = hang_detector.hang
+    monkeypatch.setattr(hang_detector, "hang", lambda nodes: looks.append(1) or hang(nodes))
     nodes = range(100)
     job = Controller(len(nodes), 120.0, ("store", 1, b""))
     for node in nodes:
