@@ -17,7 +17,7 @@ import _holdings
 from _bench import Benchmark, table
 from _job import Job, JobError, new_folder, run
 
-from adaptor.controller.regrouping import MAX_RECOVERED
+from adaptor.controller.feasibility import MAX_RECOVERED
 from tests.faults.fault import ONCE, Fault
 
 GAP = 8

@@ -83,7 +83,7 @@ class IncidentOrders:
         return self._ask(Find(self.number, self.writing.save, step, self.target.number), self.term)
 
     def ask_for(self, ranks: Iterable[int]) -> Orders:
-        """They are to say that they are there."""
+        """Return an order to each of `ranks` to answer that its worker is there."""
         return [self._to(rank, PresenceProbe(self.number)) for rank in ranks]
 
     def replace(self, ranks: Iterable[int], *, cold: bool) -> Orders:

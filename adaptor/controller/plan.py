@@ -114,7 +114,7 @@ def _alike(boards: Mapping[int, BoardRecord]) -> list[tuple[BoardRecord, list[in
 
 
 def _orders(groups: Groups, there: set[int], avoid: Collection[int]) -> tuple[GroupOrder, ...] | None:
-    """Of those that are there; None where one of them is missing."""
+    """Return one order for each group, of ranks in `there`; None if a shard or a writer is missing."""
     preferred = there.difference(avoid)
     orders: list[GroupOrder] = []
     for name, group in groups.items():

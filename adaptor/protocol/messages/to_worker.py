@@ -90,12 +90,11 @@ class Replacement(msgspec.Struct, frozen=True, gc=False):
 class Regroup(Message, frozen=True):
     """Go back to the end of `step`, exchange the process groups, answer `Joined`, wait for `Proceed`.
 
-    It goes to each survivor once all are frozen (who stands at the door makes the update first, if `step` is
-    the one behind it), and to each newcomer after its `Hello`. Until `Proceed` a survivor's shards, copies
-    and records stay as they are: a `Dump` of the same incident may come instead.
+    It goes to all once `step` is on disk, or could not be saved, and each newcomer has sent its `Hello`. (A
+    survivor that stands at the door makes the update first, if `step` is the one behind it.) Until `Proceed`
+    a survivor can still give the state of `step`.
 
-    `origin`: the step that the job was started from, which a newcomer says again in its `Layout`: `step` may
-    be nowhere on disk.
+    `origin`: the step that the job was started from, which a newcomer says again in its `Layout`.
     `replaced`: empty where all processes live (an exception). A larger `attempt` takes the place of a smaller
     one. The store is that of dumps; its keys are to begin with the incident and the attempt. With
     `store_port` 0 `store_host` is the name of an abstract unix socket. `timeout_s`: no part of it may take
