@@ -1,10 +1,12 @@
 """Checksums of a regular save: each rank leaves those of the files that it has written beside them.
 
-Rank 0, which makes the manifest, takes them from there: it need not read what others have written.
+Rank 0, which makes the manifest, takes them from there: it need not read what others have written. A note is
+optional: where one cannot be written, read or removed, the save goes on, and its file has no checksum.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,10 +28,19 @@ class _Note(msgspec.Struct):
 
 
 def leave(folder: Path, entry: FileEntry) -> None:
-    """Leave the checksum of a file of the save in `folder`. Raises OSError."""
+    """Leave the checksum of a file of the save in `folder`, which has been written; call it after that.
+
+    Where the disk refuses (it is full, the name with the suffix is too long), there is no note.
+    """
     text = msgspec.json.encode(_Note(entry.bytes, entry.xxh3_128 or ""))
-    with os.fdopen(disk.create(folder, f"{entry.path}{_SUFFIX}"), "wb") as file:
-        file.write(text)
+    try:
+        with os.fdopen(disk.create(folder, f"{entry.path}{_SUFFIX}"), "wb") as file:
+            file.write(text)
+    except OSError:
+        with contextlib.suppress(
+            OSError
+        ):  # a part of it; `entries` reads no note that is older than its file
+            (folder / f"{entry.path}{_SUFFIX}").unlink()
 
 
 def is_note(path: Path) -> bool:
@@ -46,24 +57,39 @@ def entries(folder: Path, files: list[Path]) -> list[FileEntry]:
     earlier = _of_earlier_call(folder)
     found = []
     for path in files:
-        name, size = path.relative_to(folder).as_posix(), path.stat().st_size
-        note = _read(path) or earlier.get(name)
-        found.append(
-            FileEntry(name, size, note.xxh3_128 if note is not None and note.bytes == size else None)
+        name, state = path.relative_to(folder).as_posix(), path.stat()
+        note = _read(path, state) or (
+            earlier.get(name) if _is_newer(folder / naming.MANIFEST, state) else None
         )
+        valid = note is not None and note.bytes == state.st_size
+        found.append(FileEntry(name, state.st_size, note.xxh3_128 if note is not None and valid else None))
     return found
 
 
 def remove(folder: Path) -> None:
-    """Remove all notes; call it when the manifest has them. Raises OSError."""
-    for path in list(disk.files(folder)):
-        if is_note(path):
-            path.unlink()
+    """Remove all notes; call it when the manifest has them. One that cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        for path in list(disk.files(folder)):
+            if is_note(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
-def _read(path: Path) -> _Note | None:
+def _is_newer(written: Path, state: os.stat_result) -> bool:
+    """Return whether a file with checksums was written after the file with this state."""
     try:
-        text = disk.read(path.with_name(f"{path.name}{_SUFFIX}"), _LARGEST)
+        return written.stat().st_mtime_ns >= state.st_mtime_ns
+    except OSError:
+        return False
+
+
+def _read(path: Path, state: os.stat_result) -> _Note | None:
+    """Return the note of the file with this state; none of an earlier file of its name."""
+    note = path.with_name(f"{path.name}{_SUFFIX}")
+    if not _is_newer(note, state):
+        return None
+    try:
+        text = disk.read(note, _LARGEST)
         return msgspec.json.decode(text, type=_Note)
     except (OSError, msgspec.MsgspecError):
         return None

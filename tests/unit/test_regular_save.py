@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -219,3 +220,48 @@ def test_checksums_survive_a_crash_before_the_name(tmp_path: Path) -> None:
     regular_folder.publish_regular(copy, 3)
     (entry,) = manifest.read(copy / "iter_0000003").files
     assert (entry.bytes, entry.xxh3_128) == (13, None)
+
+
+@pytest.mark.usefixtures("_armed")
+def test_a_file_whose_checksum_cannot_be_noted_is_saved(tmp_path: Path) -> None:
+    """Its name has room for no suffix; the earlier note of another file is no longer true."""
+    with saves().regular(str(tmp_path), 3):
+        folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
+        name = f"{'n' * 248}.pt"
+        for path in (folder / name, folder / "a.pt"):
+            torch.save({"a": 1}, path)
+        note = folder / "a.pt.ttp-xxh3"
+        note.unlink()
+        note.mkdir()  # the next one cannot be written, and this cannot be removed
+        torch.save({"a": 2}, folder / "a.pt")
+    regular_folder.publish_regular(tmp_path, 3)
+    found = {entry.path: entry.xxh3_128 for entry in manifest.read(tmp_path / "iter_0000003").files}
+    assert found == {name: None, "a.pt": None}
+
+
+def test_a_note_of_an_earlier_file_is_not_read(tmp_path: Path) -> None:
+    (folder := tmp_path / "iter_0000003_saving").mkdir()
+    file = folder / "a.pt"
+    file.write_bytes(b"earlier")
+    checksum_notes.leave(folder, FileEntry("a.pt", 7, hashing.hash_file(file)))
+    assert checksum_notes.entries(folder, [file])[0].xxh3_128 is not None
+    written = (folder / "a.pt.ttp-xxh3").stat().st_mtime_ns
+    file.write_bytes(b"another")
+    os.utime(file, ns=(written + 1, written + 1))
+    assert checksum_notes.entries(folder, [file])[0].xxh3_128 is None
+
+
+def test_a_note_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "iter_0000003_saving").mkdir()
+    (folder / "a.pt").write_bytes(b"written")
+    checksum_notes.leave(folder, FileEntry("a.pt", 7, hashing.hash_file(folder / "a.pt")))
+    unlink = Path.unlink
+
+    def refuses(path: Path, missing_ok: bool = False) -> None:
+        if checksum_notes.is_note(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuses)
+    regular_folder.publish_regular(tmp_path, 3)
+    assert manifest.defects(tmp_path / "iter_0000003") == []
