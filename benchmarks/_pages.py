@@ -10,8 +10,9 @@ from _verdicts import EXPLAINED, FAILED, LEFT, SURVIVED
 WHAT = """\
 Jobs of several layouts train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun`. Each generation
 of their processes is hit by a fault of a random kind, at a random rank, step and phase, and often by a second
-one in the incident that the first has opened; then all processes start again (`TTP_ONLINE=0`). All is drawn from a seed before anything
-runs; what can be survived follows from which ranks were struck, and which shards they hold.
+one in the incident that the first has opened; then all processes start again (`TTP_ONLINE=0`). All is drawn
+from a seed before anything runs; what can be survived follows from which ranks were struck, and which shards
+they hold.
 
 - {survived}: the newest finished step is saved, the tracker names it, every file is what the manifest says.
 - {explained}: too many ranks were gone; the last line says which shard nobody holds, the newest checkpoint is

@@ -59,7 +59,7 @@ class SaveFolderTasks:
         match order:
             case Prepare():
                 make = functools.partial(
-                    publish.prepare, root, order.step, order.term, order.number, generation
+                    publish.prepare, root, order.step, order.term, order.number, generation, first=order.first
                 )
                 try:
                     folder = await self._in_thread(self._below, root, make)

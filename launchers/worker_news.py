@@ -49,3 +49,4 @@ class WorkerNews:
     def end_incident(self) -> None:
         """Note that all ranks go on after an incident."""
         self.noticed = 0.0
+        self.first_raised = -1

@@ -26,11 +26,14 @@ from adaptor.protocol.file_entry import FileEntry
 
 
 @disk.one_line
-def prepare(root: Path, step: int, term: int = 0, number: int = 0, generation: str = "") -> Path:
+def prepare(
+    root: Path, step: int, term: int = 0, number: int = 0, generation: str = "", *, first: bool = False
+) -> Path:
     """Make an empty temporary folder for the last words of `step`, and return it.
 
-    What is useless by now is removed, so that its room is free: a stale folder of the same name and, under
-    the first controller, the framework's own unfinished saves. Nobody waits for a slow disk to remove them.
+    What is useless by now is removed, so that its room is free: a stale folder of the same name and, if this
+    is the `first` order of the incident, the framework's own unfinished saves. Nobody waits for a slow disk
+    to remove them.
 
     Args:
         root: the save folder; it is made if it is missing.
@@ -38,6 +41,7 @@ def prepare(root: Path, step: int, term: int = 0, number: int = 0, generation: s
         term: of the controller that has ordered it.
         number: of the folder, from 0; nobody else may be at work in it.
         generation: of the workers.
+        first: whether it is the first order of the incident, under the controller of node 0.
 
     Raises:
         CheckpointError: the disk refuses.
@@ -45,8 +49,9 @@ def prepare(root: Path, step: int, term: int = 0, number: int = 0, generation: s
     root.mkdir(parents=True, exist_ok=True)
     folder = root / naming.temporary_name(step, term, number, generation)
     abandoned = left_overs.abandon(folder)
-    # Rank 0, which completes regular saves, is on the controller's side of the network, and frozen or dead.
-    if term == number == 0:
+    # Rank 0, which completes regular saves, is on the controller's side of the network, and frozen or dead;
+    # where it is recovered online, it makes the save again.
+    if first:
         abandoned += left_overs.abandon_regular_saves(root, generation)
     disk.make_private(folder)
     left_overs.remove_beside(abandoned, disk.discard, left_overs.ROOM_S)

@@ -45,7 +45,14 @@ class IncidentOrders:
 
     def prepare(self) -> Order:
         self.reassignment.io_stalls.expect([self.target.publisher])
-        order = Prepare(self.number, self.writing.save, self.writing.step, self.term, self.target.number)
+        order = Prepare(
+            self.number,
+            self.writing.save,
+            self.writing.step,
+            self.term,
+            self.target.number,
+            first=self.term == 0 and self.target.is_first,
+        )
         return self._ask(order, self.target.publisher)
 
     def dump(self) -> Orders:

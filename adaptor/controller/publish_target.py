@@ -27,6 +27,7 @@ class PublishTarget:
         first: the number of the first order; those below are of incidents that were recovered online.
 
     number   of the newest order
+    is_first whether that is the first order of the incident
     path     of the folder, once it is there, which was made by the order `written`
     blocked  nodes on which the save folder does not answer
     hung     for too long, while it was published
@@ -34,6 +35,7 @@ class PublishTarget:
 
     def __init__(self, agents: Collection[int], first: int = 0) -> None:
         self._agents = agents
+        self._first = first
         self._refusals: dict[int, str] = {}
         self._asked: dict[tuple[type[Order], int], tuple[int, Order]] = {}  # by the number of the order
         self.publisher = -1
@@ -42,6 +44,10 @@ class PublishTarget:
         self.path = ""
         self.blocked: set[int] = set()
         self.hung = False
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == self._first
 
     def choose(self, node: int) -> None:
         """The agent of `node`, unless its disk is known to fail."""

@@ -22,7 +22,7 @@ from adaptor import context
 from adaptor.checkpoint.step_record import inner
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.context import Context
-from adaptor.errors import AdaptorError
+from adaptor.errors import AdaptorError, CheckpointError
 from adaptor.online import newcomer, state, transfer
 from adaptor.online.groups import Groups
 from adaptor.online.loop import Loop
@@ -202,8 +202,12 @@ class Rejoin:
                 return train()
             except Unwind:
                 pass
-            except (AdaptorError, SystemExit):
-                raise
+            except (AdaptorError, SystemExit) as error:
+                # The save of an incident takes away what a regular save has half written: that is made again.
+                if not (isinstance(error, CheckpointError) and self._session.door.closed):
+                    raise
+                self._worker.tell_of(error)
+                error.__traceback__ = None
             except Exception as error:
                 self._worker.tell_of(error)
                 error.__traceback__ = None  # what hangs on it is as large as the activations of a step

@@ -195,6 +195,7 @@ class Processor:
                 assert self._rejoin is not None
                 self.exit_code, self.held = EXIT_SURVIVOR, ""
                 self._rejoin.proceed(order)
+                self._descriptors = Descriptors(DESCRIPTORS)  # for the next incident
             case Rename():
                 self._in_thread("rename", self._rename, order)
             case BusyProbe():

@@ -124,6 +124,7 @@ class Session:
 
         From now on nobody is told of a later step, or given its state; that of `step` is the local copy.
         """
+        self._last_believed = None
         self.board.go_back(step)
 
     def begin_again(

@@ -17,6 +17,7 @@ from adaptor.checkpoint import disk, left_overs, manifest, publish, regular_fold
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.controller.publish_target import PublishTarget
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
@@ -606,11 +607,22 @@ def test_regular_saves_that_cannot_be_completed_make_room(root: Path) -> None:
     """A worker may go on writing: what it has open takes no room that it has not taken since."""
     folder = _regular(root, STEP, "mine")
     with (folder / "shard.pt").open("r+b") as still_open:
-        made = publish.prepare(root, STEP, generation="mine")
+        made = publish.prepare(root, STEP, generation="mine", first=True)
         assert still_open.seek(0, os.SEEK_END) == 0
     assert left_over(root) == [made.name]
     with pytest.raises(CheckpointError, match="missing, so the save of step 20 cannot be completed"):
         regular_folder.publish_regular(root, STEP, "mine")
+
+
+def test_a_later_incident_of_a_job_that_was_recovered_makes_room_too(root: Path) -> None:
+    """Its first folder has a number above those of the incidents before."""
+    folder = _regular(root, STEP, "mine")
+    target = PublishTarget({0, 1}, first=2)
+    assert target.is_first
+    publish.prepare(root, STEP, 0, target.number, "mine", first=target.is_first)
+    assert not folder.exists()
+    target.hand_over()
+    assert not target.is_first
 
 
 def test_regular_saves_of_others_stay(root: Path) -> None:
@@ -618,14 +630,14 @@ def test_regular_saves_of_others_stay(root: Path) -> None:
     folders = [_regular(root, STEP, generation) for generation in ("mine", "another")]
     publish.prepare(root, STEP, term=1, generation="mine")
     publish.prepare(root, STEP, number=1, generation="mine")
-    publish.prepare(root, STEP, generation="third")
+    publish.prepare(root, STEP, generation="third", first=True)
     assert all((folder / "shard.pt").exists() for folder in folders)
 
 
 def test_a_regular_save_that_is_being_published_is_left_to_its_publisher(root: Path) -> None:
     folder = _regular(root, STEP, "mine")
     with locked(root):
-        publish.prepare(root, STEP, generation="mine")
+        publish.prepare(root, STEP, generation="mine", first=True)
     assert (folder / "shard.pt").exists()
 
 
@@ -691,7 +703,7 @@ def test_last_words_do_not_wait_for_a_disk_that_removes_slowly(
 
     monkeypatch.setattr(disk, "discard", slow)
     monkeypatch.setattr(left_overs, "ROOM_S", 0.01)
-    made = publish.prepare(root, STEP, generation="mine")
+    made = publish.prepare(root, STEP, generation="mine", first=True)
     assert not folder.exists(), "whoever would publish it finds nothing"
     assert len(left_over(root)) == 2, "it is still there"
     answers.set()

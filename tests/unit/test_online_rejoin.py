@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from adaptor.devices.device import HOST
+from adaptor.errors import CheckpointError
 from adaptor.online import newcomer, transfer
 from adaptor.online.groups import Groups
 from adaptor.online.rejoin import Rejoin
@@ -48,7 +49,8 @@ class Worker:
         loop = Loop(self.session, CountingTrainee())
         loop.begin(4)
         processor = SimpleNamespace(go_round_by=lambda rejoin: None, say=lambda message: None)
-        runtime: Any = SimpleNamespace(rank=0, session=self.session, processor=processor)
+        self.runtime = SimpleNamespace(rank=0, session=self.session, processor=processor)
+        runtime: Any = self.runtime
         self.rejoin = Rejoin(runtime, Groups(None), comes_new)  # type: ignore[arg-type]
         self.board = board
 
@@ -225,3 +227,28 @@ def test_nobody_is_given_a_step_that_is_given_up(memory: BoardMemory) -> None:
     worker.session.bring_to(4, lambda: 0, 1.0)
     with pytest.raises(RuntimeError, match="step 5"):
         worker.session.bring_to(5, lambda: 0, 1.0)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_regular_save_that_an_incident_has_taken_away_ends_no_training(
+    memory: BoardMemory, is_frozen: bool
+) -> None:
+    """Its folder makes room for that of the incident; while nothing else fails, it is the disk's own error."""
+    worker = Worker(memory)
+
+    class ToldError(Exception):
+        pass
+
+    def tell_of(error: Exception) -> None:
+        assert isinstance(error, CheckpointError)
+        raise ToldError
+
+    def train() -> None:
+        if is_frozen:
+            worker.session.door.shut()
+        raise CheckpointError("iter_0000005_saving: missing")
+
+    worker.runtime.tell_of = tell_of
+    loop: Any = SimpleNamespace(finish_step=lambda: None)
+    with pytest.raises(ToldError if is_frozen else CheckpointError):
+        worker.rejoin.run(loop, train)

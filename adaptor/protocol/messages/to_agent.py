@@ -14,7 +14,8 @@ class Prepare(Message, frozen=True):
     """Make a clean temporary folder for `step`; the answer is `Prepared`.
 
     `term`: of the controller; `number`: of the folder. An agent that takes the place of another makes a new
-    one: the other may still be at work, on a disk that hangs.
+    one: the other may still be at work, on a disk that hangs. `first`: of the incident, under the controller
+    of node 0; the framework's own unfinished saves make room for it.
     """
 
     incident: int
@@ -22,6 +23,7 @@ class Prepare(Message, frozen=True):
     step: int
     term: int = 0
     number: int = 0
+    first: bool = False
 
 
 class Publish(Message, frozen=True):
