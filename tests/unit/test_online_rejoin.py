@@ -233,7 +233,7 @@ def test_nobody_is_given_a_step_that_is_given_up(memory: BoardMemory) -> None:
 def test_a_regular_save_that_an_incident_has_taken_away_ends_no_training(
     memory: BoardMemory, is_frozen: bool
 ) -> None:
-    """Its folder makes room for that of the incident; while nothing else fails, it is the disk's own error."""
+    """Its folder makes room for that of the incident; at other times the disk has failed."""
     worker = Worker(memory)
 
     class ToldError(Exception):
