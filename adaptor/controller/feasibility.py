@@ -9,6 +9,7 @@ from adaptor.controller.dump import Writing
 from adaptor.controller.failures import Failures
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.membership import Membership
+from adaptor.controller.plan import steps_of
 from adaptor.protocol.messages import Phase, Replacement, ShardSource
 
 # In one generation: each keeps the threads and descriptors of the groups of before in every survivor.
@@ -136,6 +137,10 @@ class Feasibility:
         boards = self.state.boards
         raised = self.failures.raised.keys() & boards.keys()
         return self._torn(step) | {rank for rank in raised if not boards[rank].provides(step)}
+
+    def giving(self) -> set[int]:
+        """Return the ranks that answer and give the state of any step."""
+        return {rank for rank, board in self.state.boards.items() if steps_of(board)}
 
     def plan(self, step: int) -> tuple[Replacement, ...]:
         """Return who has failed, and where their state comes from.

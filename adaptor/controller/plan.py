@@ -95,7 +95,7 @@ def plan(
         return NoPlan("no rank has told what it holds")
     alike = _alike(alive)
     boards = [board for board, _ in alike]
-    steps = {s for board in boards for s in _steps(board)} if only is None else {only}
+    steps = {s for board in boards for s in steps_of(board)} if only is None else {only}
     for step in sorted(steps, key=lambda step: (may_have_begun(step, boards), step), reverse=True):
         there = {rank for board, ranks in alike if board.provides(step) for rank in ranks}
         orders = _orders(groups, there, avoid)
@@ -140,7 +140,8 @@ def _first(ranks: list[int], *choices: set[int]) -> int | None:
     return None
 
 
-def _steps(board: BoardRecord) -> list[int]:
+def steps_of(board: BoardRecord) -> list[int]:
+    """Return the newest steps whose state a rank gives, in order."""
     newest = range(max(board.oldest, board.finished - _SKIPPED), board.finished + 1)
     return [s for s in (*newest, board.ahead) if board.provides(s)]
 
@@ -162,7 +163,7 @@ def _writer(holders: Collection[int], able: set[int], avoid: Collection[int]) ->
 
 def _missing(groups: Groups, alive: Mapping[int, BoardRecord]) -> str:
     def given(ranks: Iterable[int]) -> bool:
-        return any(rank in alive and _steps(alive[rank]) for rank in ranks)
+        return any(rank in alive and steps_of(alive[rank]) for rank in ranks)
 
     for name, group in groups.items():
         for (index, count), owners in group.owners.items():

@@ -4,6 +4,9 @@ It begins beside the save of that step (`Saving`): the new processes start while
 is on disk, and every new process has said hello, are survivors told to leave their loops (`Regroup`). So
 whatever fails from then on ends in a restart from that step, and needs nothing of the survivors any more.
 Where the step could not be saved, all come together all the same, and what is said of it tells so.
+
+Invariant: no process that gives a step is ended before the save is over. With local copies, a rank that is to
+be replaced may alone hold the step before, which is saved if the holders of the newest one die.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from adaptor.controller.newcomers import FromNewcomer, Newcomers
 from adaptor.controller.outcome import Orders
 from adaptor.controller.plan import Plan
 from adaptor.controller.presence_check import PresenceCheck
-from adaptor.protocol.messages import Joined, RegroupFailed
+from adaptor.protocol.messages import Joined, RegroupFailed, Replacement
 
 # The second one is for a newcomer that fails, or for a rank that dies meanwhile. More would take longer than
 # a restart.
@@ -55,6 +58,7 @@ class Regrouping:
         self.is_pending = False
         self.why_not = ""
         self.unsaved = ""
+        self._planned: tuple[Replacement, ...] = ()  # of this attempt: all that are replaced, kept ones too
         self._attempts = 0
         self._begun_at = 0.0
         self._joined: dict[int, str] = {}  # the digest of each rank that has joined in this attempt
@@ -104,12 +108,21 @@ class Regrouping:
         """
         feasibility = self._feasibility
         feasibility.require_possible(step)
-        replaced = feasibility.plan(step)
-        for rank in feasibility.unfit(step):
-            self._state.leave(rank)
+        self._planned = feasibility.plan(step)
         self._attempts += 1
         if self.has_begun:
             self._begin_attempt()
+        return self._start(step, cold=cold)
+
+    def _start(self, step: int, *, cold: bool) -> Orders:
+        """Take out the ranks that cannot come to `step`, and start new processes for all that are out.
+
+        While the step is being saved, ranks that give another one are kept.
+        """
+        kept = set() if self.has_begun else self._feasibility.giving()
+        for rank in self._feasibility.unfit(step) - kept:
+            self._state.leave(rank)
+        replaced = [one for one in self._planned if one.rank not in self._state.nodes]
         started = self.newcomers.begin_attempt(replaced, self._writing.attempt)
         return self._orders.replace(started, cold=cold)
 
@@ -137,7 +150,10 @@ class Regrouping:
             self.cancel(str(error))
 
     def on_death(self, rank: int) -> Orders:
-        """A survivor has died."""
+        """A survivor has died, or a rank that was kept until the save is over."""
+        if any(one.rank == rank for one in self._planned) and rank not in self.newcomers.by_rank:
+            self.require_possible()  # its node may be lost
+            return self._start(self._writing.step, cold=False) if self.is_pending else []
         return self._again(f"rank {rank} has died, too", cold=False)
 
     def on_newcomer(self, message: FromNewcomer) -> Orders:
@@ -157,7 +173,7 @@ class Regrouping:
         self._begun_at = self._state.now
         step, feasibility = self._writing.step, self._feasibility
         try:
-            if feasibility.plan(step) != self.newcomers.replaced:
+            if feasibility.plan(step) != self._planned:
                 return self._again("another rank has failed meanwhile", cold=False)
         except CannotRegroupError as error:
             return self.cancel(str(error))
@@ -165,7 +181,7 @@ class Regrouping:
         if not self.is_pending:
             return []
         self._begin_attempt()
-        return self._tell_when_ready()
+        return self._start(step, cold=False) + self._tell_when_ready()
 
     def _begin_attempt(self) -> None:
         self._joined = {}

@@ -156,11 +156,12 @@ def test_a_rank_that_has_raised_while_others_made_the_update_is_replaced() -> No
         finished = 5 if rank == 1 else 6
         board = BoardRecord(rank, 1, Phase.RUNNING, finished, finished, finished)
         orders = job.handle(Frozen(rank, number.message.incident, board), 1.0)
-    (started,) = [order for _, order in orders if isinstance(order, Replace)]
+    assert [type(order) for _, order in orders] == [Prepare], "it still gives step 5"
+    ((_, started),) = _save(job)
+    assert isinstance(started, Replace)
     assert started.rank == 1
     job.handle(Died(1, -9, 0.0, BoardRecord(1)), 1.0)
-    job.handle(Hello(1, 100), 1.0)
-    orders = _save(job)
+    orders = job.handle(Hello(1, 100), 1.0)
     told = [order for _, order in orders if isinstance(order, Addressed)]
     assert {
         order.rank: order.message.step for order in told if isinstance(order.message, Regroup)
