@@ -67,7 +67,7 @@ class WorkerLifelines:
         """Wait for no lifeline of `rank` any more: it gets another process."""
         self._replaced[rank] += 1  # the thread that waits goes, if it has not
         if rank in self._ended:
-            await asyncio.shield(self._ended.pop(rank))
+            await asyncio.shield(self._ended[rank])
         self.held.discard(rank)
 
     async def end(self) -> None:

@@ -13,6 +13,7 @@ import os
 import secrets
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -62,6 +63,7 @@ class Workers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._deaths: dict[int, int] = {}  # ranks, and the descriptors that tell of their deaths
         self._ended: dict[int, asyncio.Future[None]] = {}  # done when the process of a rank has ended
+        self._orders_to_replace: Counter[int] = Counter()  # so many have come for each rank
         self._lifelines = WorkerLifelines(loop, self._on_dying)
         self._sessions: dict[int, int] = {}  # of workers: when each began, by its process
         self._connections: dict[int, asyncio.StreamWriter] = {}
@@ -108,17 +110,23 @@ class Workers:
     async def replace(self, rank: int, start: Callable[[], subprocess.Popen[bytes] | None]) -> None:
         """Let another process be the worker of `rank`; one that still lives (it hangs) is ended first.
 
-        It gets the slot of the board, cleared. Messages of the process before are not read any more.
+        It gets the slot of the board, cleared. Messages of the process before are not read any more. Where
+        this is called again for `rank` before the process of before has ended, only the last call starts one.
 
         Args:
             start: starts the process; it returns None if that is no longer wanted.
         """
         boards = self.boards
         assert boards is not None
+        self._orders_to_replace[rank] += 1
+        order = self._orders_to_replace[rank]
         if rank in self._deaths:
             procfs.end_group(self._processes[rank].pid)
         await asyncio.shield(self._ended[rank])
         await self._lifelines.let_go(rank)
+        if self._orders_to_replace[rank] != order:
+            return
+        # Nothing is awaited from here on: no other order can come between.
         connection = self._connections.pop(rank, None)
         if connection is not None:
             connection.close()

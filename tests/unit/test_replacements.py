@@ -73,6 +73,7 @@ class Node:
         self.room = 100  # for so many spares
         self.spares: list[Spare] = []
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.started = 0  # so many in the place of another one
 
     def hear(self, message: FromAgent) -> None:
         self.heard.append(message)
@@ -131,6 +132,7 @@ class Node:
     ) -> subprocess.Popen[bytes]:
         if self.broken:
             raise OSError(11, "Resource temporarily unavailable")
+        self.started += 1
         if spare is None:
             self.processes[rank] = self._popen(rank, added)
         else:
@@ -235,6 +237,23 @@ def test_a_hung_process_is_ended_first(tmp_path: Path) -> None:
         assert hello.pid == node.processes[0].pid != old.pid
         told = [type(message) for message in node.heard]
         assert told.index(Died) < told.index(Hello)
+
+    runs(tmp_path, act)
+
+
+def test_of_two_orders_for_one_rank_the_newer_one_starts_its_process(tmp_path: Path) -> None:
+    """The process of before takes so long to end that the controller has begun another attempt."""
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        before = node.processes[0].pid
+        orders = (Replace(7, 1, 0), Replace(8, 2, 0))
+        await asyncio.gather(*(node.replacements.replace(order, always) for order in orders))
+        assert node.started == 1
+        assert await node.has_run(0) == "8"  # TTP_NEWCOMER
+        new = node.processes[0]
+        new.kill()
+        assert [died.board.pid for died in await node.told(Died, 2)] == [before, new.pid]
 
     runs(tmp_path, act)
 
