@@ -76,6 +76,10 @@ class Writer:
         return True
 
     @property
+    def has_thread(self) -> bool:
+        return self._thread is not None
+
+    @property
     def waiting(self) -> int:
         """Return how many jobs wait for the one that is run."""
         return self._jobs.qsize()
@@ -132,7 +136,10 @@ def tell(text: str, to: Literal["stderr", "stdout"] = "stderr") -> None:
     descriptor = _descriptor(stream, getattr(sys, f"__{to}__"))
     if descriptor is None:
         _streams[to].submit(partial(_write_to_stream, stream, data))
-    elif not _streams[to].submit(partial(_write_all, descriptor, data.encode())):
+        return
+    # Where too much waits already, its thread is about to fill the pipe, and who writes beside it may hang.
+    taken = _streams[to].submit(partial(_write_all, descriptor, data.encode()))
+    if not taken and not _streams[to].has_thread:
         _write_if_ready(descriptor, data.encode())
 
 

@@ -57,6 +57,22 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up() -> None:
     os.close(writer)
 
 
+def test_nothing_is_written_beside_a_thread_that_has_too_much_to_write() -> None:
+    """Where that thread then fills the pipe, who writes beside it would hang for ever."""
+    program = (
+        "import threading\n"
+        "from adaptor import output\n"
+        "held = threading.Event()\n"
+        "output._streams['stderr'].submit(held.wait)\n"
+        "while output._streams['stderr'].waiting < output._MOST: output.tell('in order')\n"
+        "output.tell('beside it')\n"
+        "held.set()\n"
+    )
+    with run(program, stderr=subprocess.PIPE) as process:
+        _, said = process.communicate(timeout=LONG_S)
+    assert (set(said.splitlines()), process.returncode) == ({b"in order"}, 0)
+
+
 def test_without_another_thread_a_line_is_written_all_the_same() -> None:
     program = (
         "import threading\n"
