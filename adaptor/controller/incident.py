@@ -196,7 +196,10 @@ class Incident:
     def on_published(self, step: int) -> Orders:
         if self.state.stage is Stage.FINDING:
             return self._end(self.finding.found(step))
-        return self.go_on(self.saving.on_published(step))
+        orders = self.saving.on_published(step)
+        if self.saving.outcome is not None and self.saving.outcome.kind == "saved":
+            self.regrouping.unsaved = ""
+        return self.go_on(orders)
 
     def on_publish_failed(self, reason: str, number: int) -> Orders:
         if number != self.target.number:

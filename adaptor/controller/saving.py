@@ -115,7 +115,8 @@ class Saving:
         return self._dump_again()
 
     def on_published(self, step: int) -> Orders:
-        if self._stage is Stage.PUBLISHING:
+        # It may come after the time was over, and all go on from that step online.
+        if self._stage in (Stage.PUBLISHING, Stage.REGROUPING):
             step = max(self._writing.step, step)
             self.outcome = Outcome("saved", step, self._freeze_state.further(step))
         return []
