@@ -62,7 +62,9 @@ class Target(NamedTuple):
     where: str
 
     def __str__(self) -> str:
-        """Return what may be shown: of an URL no path, which may be a secret."""
+        """Return what may be shown: of an URL no path and of a command no argument, which may be secrets."""
+        if self.kind == "exec":
+            return f"exec:{shlex.split(self.where)[0]}"
         if self.kind not in ("json", "slack"):
             return f"{self.kind}:{self.where}"
         parts = urlsplit(self.where)

@@ -5,6 +5,7 @@ That process reads files and nothing else, so nothing of it reaches the job: if 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -45,8 +46,8 @@ def require(config: Config) -> None:
         clients_of(config.serve, config.serve_token, config.tls_cert, config.tls_key)
     except ServeError as error:
         raise ConfigError(
-            f"TTP_SERVE is {str(config.serve)!r}, TTP_SERVE_TOKEN {config.serve_token!r}, TTP_TLS_CERT"
-            f" {config.tls_cert!r}: {error}"
+            f"TTP_SERVE is {str(config.serve)!r}, TTP_SERVE_TOKEN is"
+            f" {'set' if config.serve_token else 'not set'}, TTP_TLS_CERT is {config.tls_cert!r}: {error}"
         ) from None
 
 
@@ -60,8 +61,12 @@ def clients_of(address: Address, token: str, certificate: str, key: str) -> acce
     Raises:
         ServeError: other machines reach it and something is missing, or a file is not as it must be.
     """
-    both = (Path(certificate), Path(key)) if certificate and not address.is_loopback else None
+    both = (Path(certificate), Path(key)) if _speaks_tls(address, certificate) else None
     return access.clients(address, Path(token) if token else None, both)
+
+
+def _speaks_tls(address: Address, certificate: str) -> bool:
+    return bool(certificate) and not address.is_loopback
 
 
 class JobServer:
@@ -90,6 +95,7 @@ class JobServer:
         if config.serve is None or (self._process is not None and self._process.poll() is None):
             return
         with access.listen(config.serve) as listening:
+            bound = Address(*listening.getsockname()[:2])  # a name may be one of a loopback address
             descriptor = listening.fileno()
             words = (
                 str(self._folder()),
@@ -105,16 +111,23 @@ class JobServer:
                 pass_fds=(descriptor,),
                 start_new_session=True,  # Ctrl-C is for ttprun
             )
-        scheme = "https" if config.tls_cert and not config.serve.is_loopback else "http"
+        scheme = "https" if _speaks_tls(bound, config.tls_cert) else "http"
         output.tell(f"[ttp] {scheme}://{config.serve}/ serves the page, /metrics and /api/v1/ of this job")
-        threading.Thread(target=self._watch, args=(process,), name="ttp-serve", daemon=True).start()
+        watcher = threading.Thread(target=self._watch, args=(process,), name="ttp-serve", daemon=True)
+        with contextlib.suppress(
+            RuntimeError
+        ):  # no more threads for this process: nothing is said of its end
+            watcher.start()
 
     def take_over(self) -> None:
         """Serve from this node, which has the controller now; in a thread, and only the first time."""
         if self._config.serve is None or self._has_taken_over:
             return
         self._has_taken_over = True
-        threading.Thread(target=self._start_when_free, name="ttp-serve", daemon=True).start()
+        try:
+            threading.Thread(target=self._start_when_free, name="ttp-serve", daemon=True).start()
+        except RuntimeError as error:  # no more threads for this process
+            self._tell_why(error)
 
     def close(self) -> None:
         """End it."""
@@ -139,6 +152,9 @@ class JobServer:
                 why = error
             if self._ends.wait(RETRY_S):
                 return
+        self._tell_why(why)
+
+    def _tell_why(self, why: Exception | None) -> None:
         output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(why)}")
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:

@@ -56,16 +56,23 @@ class JobUploads:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._until: float | None = None  # on the monotonic clock
+        self._has_told = False  # that no thread can be had
         self._ends = threading.Event()
 
     def begin(self, save: Path) -> None:
         """Send what is saved in `save` from now on; the process is started in a thread."""
         with self._lock:
-            if self._config.store and self._thread is None and not self._ends.is_set():
-                self._thread = threading.Thread(
-                    target=self._keep, args=(save,), name="ttp-upload", daemon=True
-                )
-                self._thread.start()
+            if not self._config.store or self._thread is not None or self._ends.is_set():
+                return
+            thread = threading.Thread(target=self._keep, args=(save,), name="ttp-upload", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads for this process; the next call tries again
+                if not self._has_told:
+                    output.tell(f"[ttp] no checkpoint is sent to {self._config.store} yet: {text.say(error)}")
+                self._has_told = True
+                return
+            self._thread = thread
 
     def leave(self, grace_s: float) -> None:
         """The job was told to end: what is not sent in so many seconds from now is said."""
@@ -132,18 +139,22 @@ class JobUploads:
         with self._lock:
             if threading.current_thread() is not self._thread:
                 return ""
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, str(STORE), "send"],
-                    stdin=subprocess.PIPE,
-                    start_new_session=True,  # Ctrl-C is for ttprun
-                )
-            except OSError as error:
-                return f"before it began ({text.say(error)})"
-            self._process = process
-            self._write(process, order)
-            if self._ends.is_set():
-                self._tell_the_end()
+        try:  # without the lock, which others take on the control thread: on a slow disk it may take long
+            process = subprocess.Popen(
+                [sys.executable, str(STORE), "send"],
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for ttprun
+            )
+        except OSError as error:
+            return f"before it began ({text.say(error)})"
+        with self._lock:
+            if threading.current_thread() is not self._thread:  # `stop` was called meanwhile
+                process.kill()
+            else:
+                self._process = process
+                self._write(process, order)
+                if self._ends.is_set():
+                    self._tell_the_end()
         status = process.wait()
         with self._lock:
             expected = self._process is not process or (status == 0 and self._ends.is_set())

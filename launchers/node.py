@@ -134,7 +134,7 @@ class Node:
         """Serve the files of the job from here; before workers were started what is wrong ends ttprun."""
         try:
             self.control.server.start()
-        except (AdaptorError, OSError) as error:
+        except (AdaptorError, OSError, RuntimeError) as error:
             if self.control.begun == 1:
                 raise ConfigError(f"TTP_SERVE is {text.say(error)}") from None
             output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(error)}")

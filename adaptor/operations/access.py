@@ -135,6 +135,14 @@ def read_word(path: Path, what: str) -> str:
     Raises:
         ServeError: it cannot be read, others can read it, or it is no word that is long enough.
     """
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ServeError(
+            f"{what}: it must be the path of a file with the word, and that cannot be read ({why}); what was"
+            " given is not shown, for it may be the word itself"
+        ) from None
     word = read_private(path, what).strip()
     if not word.isascii() or len(word) < _SHORTEST_WORD or len(word.split()) > 1:
         raise ServeError(

@@ -27,6 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
+from adaptor.endpoints import Address
 from adaptor.operations import job_folder, metrics, page
 from adaptor.operations.access import Clients
 from adaptor.operations.job_folder import JobFolderError
@@ -116,9 +117,11 @@ class Server(ThreadingHTTPServer):
         """Answer one client, which is dropped when its time is over, whatever it sends."""
         ends = threading.Timer(_CLIENT_S, _drop, (request,))
         ends.daemon = True
-        ends.start()
         try:
+            ends.start()
             super().process_request_thread(request, client_address)
+        except RuntimeError:  # no more threads for this process: nothing would drop this client
+            self.shutdown_request(request)
         finally:
             ends.cancel()
             self._clients.release()
@@ -147,6 +150,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
+        if not self.server.token and not _names_this_machine(self.headers.get("Host", "")):
+            self._answer(
+                HTTPStatus.MISDIRECTED_REQUEST, _TEXT, b"Host must be localhost or a loopback address\n"
+            )
+            return
         given = self.headers.get("Authorization", "")
         if self.server.token and not hmac.compare_digest(
             given.encode("latin-1", "replace"), f"Bearer {self.server.token}".encode()
@@ -205,6 +213,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Log no request: a scrape every some seconds would fill a disk."""
+
+
+def _names_this_machine(host: str) -> bool:
+    """Return whether a Host header names a loopback address.
+
+    Without a token only a loopback address is served; a page of another site may have a name of its own that
+    leads there, and its scripts could read what they get.
+    """
+    try:
+        return Address(urlsplit(f"//{host}").hostname or "", 0).is_loopback
+    except ValueError:
+        return False
 
 
 def _json(made: object) -> tuple[HTTPStatus, str, bytes]:

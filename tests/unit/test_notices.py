@@ -22,7 +22,7 @@ import pytest
 from adaptor import config, output
 from adaptor.endpoints import Target
 from adaptor.errors import ConfigError
-from adaptor.launchers import notifier, ttprun
+from adaptor.launchers import job_server, notifier, ttprun
 from adaptor.launchers.notifier import Notifier
 from adaptor.operations import notices
 from adaptor.operations.notices import NotDeliveredError
@@ -171,6 +171,26 @@ def test_a_target_that_hangs_holds_up_no_other(capfd: pytest.CaptureFixture[str]
     assert made.dropped >= 100 - 64 - 2, "the queue of one that hangs is bounded"
 
 
+def test_a_command_that_fails_is_shown_without_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:
+    made = Notifier([Target("exec", "/bin/false --token a-secret-word")])
+    made.submit(lambda: NOTICE)
+    made.close()
+    assert output.drain(LONG_S)
+    told = capfd.readouterr().err
+    assert "[ttp] TTP_NOTIFY exec:/bin/false: the notice 'ended' was not delivered: " in told
+    assert "a-secret-word" not in told
+
+
+def test_a_secret_in_the_place_of_its_path_is_not_shown() -> None:
+    word = "a-secret-word/of-somebody"
+    with pytest.raises(ConfigError, match="it must be the path of a file") as refused:
+        notifier.secret(config.load({"TTP_NOTIFY_SECRET": word}))
+    assert word not in str(refused.value)
+    with pytest.raises(ConfigError, match="it must be the path of a file") as refused:
+        job_server.require(config.load({"TTP_SERVE": "8000", "TTP_SERVE_TOKEN": word}))
+    assert word not in str(refused.value)
+
+
 def test_an_incident_and_how_it_goes_on(tmp_path: Path) -> None:
     with receives() as server:
         job = Recorded(tmp_path, Notifier([Target("json", server.url)]))
@@ -216,7 +236,7 @@ def test_targets_of_a_file(tmp_path: Path) -> None:
         (("--ttp-notify", "https://a:99999/secret"), "TTP_NOTIFY holds a text (not shown): it must be "),
         (("--ttp-notify", "exec:no-such-program -x"), "TTP_NOTIFY is exec:no-such-program: there is no"),
         (("--ttp-notify", "file:absent"), "TTP_NOTIFY absent: it cannot be read"),
-        (("--ttp-notify-secret", "absent"), "TTP_NOTIFY_SECRET absent: it cannot be read"),
+        (("--ttp-notify-secret", "absent"), "TTP_NOTIFY_SECRET: it must be the path of a file"),
     ],
 )
 def test_what_is_no_target_starts_nothing(

@@ -301,6 +301,40 @@ def test_nothing_can_be_changed(job: Path) -> None:
         connection.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("localhost", 200),
+        ("localhost:80", 200),
+        ("127.3.2.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("evil.example:8000", 421),
+        ("localhost.evil.example", 421),
+        ("10.0.0.1", 421),
+        ("[::1", 421),
+    ],
+)
+def test_a_name_of_another_site_is_not_served(job: Path, host: str, code: int) -> None:
+    with served(server_of(job)) as address:
+        assert get(f"http://{address}/healthz", {"Host": host})[0] == code
+
+
+def test_a_client_without_a_thread_for_its_end_takes_no_place(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with served(server_of(job)) as address:
+        host, _, port = address.partition(":")
+        monkeypatch.setattr(threading.Timer, "start", refuses)
+        for _ in range(serve.MOST_CLIENTS + 1):
+            with socket.create_connection((host, int(port)), timeout=60) as client:
+                assert client.recv(1) == b"", "it is turned away"
+        monkeypatch.undo()
+        assert get(f"http://{address}/healthz")[0] == 200
+
+
 def test_a_folder_that_goes_away_is_said(job: Path) -> None:
     with served(server_of(job.parent)) as address:
         job.rename(job.parent.parent / "gone")

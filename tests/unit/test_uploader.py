@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from adaptor import output
 from adaptor.config import load
 from adaptor.errors import ConfigError
 from adaptor.launchers import job_uploads
@@ -262,6 +264,50 @@ def test_an_uploader_that_is_killed_is_started_again(
     assert f"the process that sends checkpoints to {url} has ended by SIGKILL; it is started again" in (
         told.out + told.err
     )
+
+
+def test_a_process_without_more_threads_sends_nothing_and_goes_on(
+    root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name == "ttp-upload":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    uploads = JobUploads(dataclasses.replace(load({}), store="s3://bucket/run7"))
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    uploads.begin(root)
+    uploads.begin(root)
+    uploads.close()
+    assert output.drain(60)
+    told = capfd.readouterr()
+    line = "[ttp] no checkpoint is sent to s3://bucket/run7 yet: can't start new thread\n"
+    assert (told.out + told.err).count(line) == 1
+
+
+def test_a_start_that_hangs_holds_up_nobody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, goes_on, started = threading.Event(), threading.Event(), []
+    popen = subprocess.Popen
+
+    def hanging(*arguments: Any, **keywords: Any) -> subprocess.Popen[bytes]:
+        hangs.set()
+        assert goes_on.wait(60)
+        started.append(popen(*arguments, **keywords))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", hanging)
+    uploads = JobUploads(dataclasses.replace(load({}), store="s3://bucket/run7"))
+    uploads.begin(root)
+    assert hangs.wait(60)
+    assert uploads._lock.acquire(blocking=False)
+    thread, uploads._thread = uploads._thread, None  # what `stop` does, without its wait
+    uploads._lock.release()
+    goes_on.set()
+    assert thread is not None
+    thread.join()
+    assert started[0].wait() == -signal.SIGKILL
 
 
 def test_it_ends_where_another_node_takes_over(url: str, server: str, faults: FaultProxy, root: Path) -> None:
