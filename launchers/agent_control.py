@@ -303,6 +303,7 @@ class AgentControl:
         """Close an incident after which all ranks go on: pass it to the main thread, and reset."""
         self.recovered.put((order, self.report))
         self.news.end_incident()
+        self.workers.end_incident()
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)
         self._replacements.end_incident()

@@ -36,14 +36,23 @@ class StackCollector:
     """The collector of the stacks of a generation of workers.
 
     Args:
-        folder: the folder for the stacks.
+        folder: the folder for the stacks of the first incident; `stack_files.of_incident` has the others.
         scratch: the agent's folder, to which workers write their stacks after the signal.
     """
 
     def __init__(self, folder: Path, scratch: Path) -> None:
-        self._folder = folder
+        self._first = self._folder = folder
         self._scratch = scratch
         self._py_spy = find_py_spy()
+        self._called = False
+        self._asked_at: dict[int, tuple[int, int]] = {}  # process, and bytes that it had written when asked
+
+    def begin_incident(self, incident: int) -> None:
+        """Begin an incident in which the job hangs."""
+        self._folder = stack_files.of_incident(self._first, incident)
+
+    def end_incident(self) -> None:
+        """End an incident after which all ranks train on: the next one may be no hang."""
         self._called = False
 
     async def look(self, processes: Mapping[int, int]) -> None:
@@ -62,6 +71,13 @@ class StackCollector:
         if self._called:
             await _for_each(processes, self._keep)
 
+    async def take(self, rank: int, pid: int) -> None:
+        """Have one worker write its stacks, wait for them and keep them: it alone is about to be ended."""
+        if self._called:
+            await _for_each({rank: pid}, self._ask)
+            await _for_each({rank: pid}, self._await)
+            await _for_each({rank: pid}, self._keep)
+
     def _look_at(self, rank: int, pid: int) -> None:
         for way in _WAYS[_state(pid)[0] in _NOT_ATTACHED :]:
             command = [str(self._py_spy), "dump", way, "--pid", str(pid)]
@@ -72,11 +88,33 @@ class StackCollector:
 
     def _ask(self, rank: int, pid: int) -> None:
         if not self._of(rank).exists() and _handles(pid, stack_files.SIGNAL):
+            self._asked_at[rank] = pid, self._size(rank)
             os.kill(pid, stack_files.SIGNAL)
+
+    def _await(self, rank: int, pid: int) -> None:
+        """Wait until a worker has written what the signal asks for; one that is stopped writes nothing."""
+        until = time.monotonic() + LOOK_S
+        before = self._written_before(rank, pid)
+        seen = self._size(rank)
+        while not self._of(rank).exists() and time.monotonic() < until:
+            time.sleep(0.05)
+            size = self._size(rank)
+            if size > before and size == seen:
+                return
+            seen = size
+
+    def _size(self, rank: int) -> int:
+        return stack_files.scratch(self._scratch, rank).stat().st_size
+
+    def _written_before(self, rank: int, pid: int) -> int:
+        """Return the bytes that a process had written in earlier incidents."""
+        asked, size = self._asked_at.get(rank, (pid, 0))
+        return size if asked == pid else 0
 
     def _keep(self, rank: int, pid: int) -> None:
         if not self._of(rank).exists():
-            said = stack_files.scratch(self._scratch, rank).read_text()
+            written = stack_files.scratch(self._scratch, rank).read_bytes()
+            said = written[self._written_before(rank, pid) :].decode(errors="replace")
             self._write(self._of(rank), said or f"Nothing was written. State: {_state(pid)}\n")
 
     def _of(self, rank: int) -> Path:

@@ -120,6 +120,12 @@ class Workers:
         assert boards is not None
         self._orders_to_replace[rank] += 1
         order = self._orders_to_replace[rank]
+        if rank in self._deaths and self._stack_collector is not None:
+            if self._look is not None:
+                await asyncio.shield(self._look)
+            await self._stack_collector.take(rank, self._processes[rank].pid)
+            if self._orders_to_replace[rank] != order:
+                return
         if rank in self._deaths:
             procfs.end_group(self._processes[rank].pid)
         await asyncio.shield(self._ended[rank])
@@ -169,6 +175,8 @@ class Workers:
         In a hang, the stacks of all workers are read first; orders keep their order.
         """
         if isinstance(message, Freeze) and message.stacks and self._look is None:
+            assert self._stack_collector is not None
+            self._stack_collector.begin_incident(message.incident)
             self._held_back = []
             self._look = self._loop.create_task(self._look_first())
         if self._held_back is not None:
@@ -189,6 +197,13 @@ class Workers:
     def _living(self) -> dict[int, int]:
         """Return the processes that are alive, by rank."""
         return {rank: process.pid for rank, process in self._processes.items() if rank in self.alive}
+
+    def end_incident(self) -> None:
+        """End an incident after which all ranks train on: the stacks of the next one are read anew."""
+        if self._held_back is None:
+            self._look = None
+        if self._stack_collector is not None:
+            self._stack_collector.end_incident()
 
     async def ask_for_stacks(self) -> None:
         """Ask the workers of a job that hangs for their stacks, if they have not written them."""

@@ -11,8 +11,13 @@ SIGNAL = signal.SIGRTMIN + 13
 
 
 def folder(log_path: str, generation: str) -> Path:
-    """Return the folder of the stacks of a generation's one incident, with `rank<n>.txt` for each rank."""
+    """Return the folder of the stacks of a generation's first incident, with `rank<n>.txt` for each rank."""
     return Path(log_path).resolve() / f"stacks-{generation[:8]}"
+
+
+def of_incident(folder: Path, incident: int) -> Path:
+    """Return the folder of the stacks of `incident`, where `folder` is that of the generation's first one."""
+    return folder if incident <= 1 else folder.with_name(f"{folder.name}-{incident}")
 
 
 def scratch(place: Path, rank: int) -> Path:

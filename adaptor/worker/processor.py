@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from adaptor import output, text, threads
 from adaptor.descriptors import Descriptors
-from adaptor.protocol import wire
+from adaptor.protocol import stack_files, wire
 from adaptor.protocol.messages import (
     BusyProbe,
     BusyReport,
@@ -228,16 +228,16 @@ class Processor:
 
     def _freeze(self, order: Freeze, again: bool) -> None:
         assert self._session is not None
-        standing = self._look() if order.stacks else None
+        standing = self._look(order.incident) if order.stacks else None
         board = self._session.freeze(self._timeout_s / 2, again)
         if board is not None:  # else this rank is no holder: the controller does not wait longer than that
             if board.phase == Phase.UNREADABLE:
                 self._note("unreadable", board.error)
             self.say(Frozen(self._rank, order.incident, board, standing))
 
-    def _look(self) -> Standing | None:
+    def _look(self, incident: int) -> Standing | None:
         """Read the position of the main thread before any answer, which may let it go on or end it."""
-        path = self._stacks_folder / f"rank{self._rank}.txt"
+        path = stack_files.of_incident(self._stacks_folder, incident) / f"rank{self._rank}.txt"
         return stacks.look(path, LOOK_S, lambda: self._note("stacks", str(path)))
 
     def _dump(self, order: Dump) -> None:

@@ -15,16 +15,19 @@ from typing import Any
 
 import pytest
 
+from adaptor.launchers import stack_collector
 from adaptor.launchers.programs import SPARE, WORKER
 from adaptor.launchers.replacements import Replacements
 from adaptor.launchers.spare_pool import MOST_DEATHS, Spare
 from adaptor.launchers.worker_processes import Workers
+from adaptor.protocol import stack_files
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.environment import AGENT, BOARD, BOARD_RANKS, GENERATION, NEWCOMER, SCRATCH
 from adaptor.protocol.messages import (
     BoardRecord,
     Died,
     Dying,
+    Freeze,
     FromAgent,
     Hello,
     Layout,
@@ -237,6 +240,34 @@ def test_a_hung_process_is_ended_first(tmp_path: Path) -> None:
         assert hello.pid == node.processes[0].pid != old.pid
         told = [type(message) for message in node.heard]
         assert told.index(Died) < told.index(Hello)
+
+    runs(tmp_path, act)
+
+
+def test_the_stacks_of_a_hung_process_are_written_before_it_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each incident of a generation, those of that incident."""
+    monkeypatch.setattr(stack_collector, "find_py_spy", lambda: None)
+
+    async def hang(node: Node, incident: int) -> Path:
+        process = node.processes[0]
+        process.send_signal(signal.SIGSTOP)
+        await node.until(lambda: state_of(process.pid) == "T", "it is stopped")
+        node.workers.order(0, Freeze(incident, stacks=True))
+        await node.replacements.replace(Replace(incident, 1, 0), always)
+        await node.has_run(0)
+        return stack_files.of_incident(tmp_path, incident) / "rank0.txt"
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        first = await hang(node, 1)
+        assert first.read_text() == "Nothing was written. State: T (stopped)\n"
+        node.workers.end_incident()
+        second = await hang(node, 2)
+        assert second != first
+        assert second.read_text() == "Nothing was written. State: T (stopped)\n"
 
     runs(tmp_path, act)
 
