@@ -74,7 +74,10 @@ def _main(arguments: list[str]) -> int:
 
 
 def _plan(parsed: argparse.Namespace, settings: config.Config) -> int:
-    """Print what protection of the job would take and give, after every check before its start."""
+    """Print what protection of the job would take and give, after the checks before its start but two.
+
+    Those two write: into the log folder, and into the store.
+    """
     from torch.distributed import run
 
     if not settings.enabled:
@@ -82,13 +85,39 @@ def _plan(parsed: argparse.Namespace, settings: config.Config) -> int:
     if parsed.module or parsed.no_python:
         raise ConfigError(f"{flags.DRY_RUN}: give ttprun the path of a Python script")
     start_checks.require_script(parsed, settings)
-    flags.require_sense(parsed)
-    start_checks.require_safe_connections(parsed, settings)
-    job_server.require(settings)
-    notifier.targets(settings)
+    devices.require(settings.device)
+    _check(parsed, settings)
     _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
     ranks = run.determine_local_world_size(parsed.nproc_per_node)
     return plan.show([parsed.training_script, *parsed.training_script_args], nodes, ranks)
+
+
+def _check(
+    parsed: argparse.Namespace, settings: config.Config
+) -> tuple[engines.Engine, store_load.Load | None]:
+    """Check what can be checked without writing anything; return the engine, and what the job pulls first."""
+    engine = engines.find(settings.engine)
+    engine.require(settings)
+    config.refuse_misspelt(os.environ)
+    flags.require_sense(parsed)
+    start_checks.require_safe_connections(parsed, settings)
+    load = store_load.take(parsed)
+    if engine.has_own_agent:
+        job_server.require(settings)
+        notifier.targets(settings)
+        notifier.secret(settings)
+    elif name := start_checks.needs_own_agent(settings):
+        raise ConfigError(
+            f"{name} is set: with TTP_ENGINE={settings.engine} the adaptor's controller does not run;"
+            f" leave out {name}"
+        )
+    elif load is not None:
+        raise ConfigError(
+            f"--load is {load.url}: with TTP_ENGINE={settings.engine} nothing is pulled: use ttp store pull,"
+            " and its folder"
+        )
+    start_checks.require_interfaces(os.environ.get(start_checks.INTERFACES, ""))
+    return engine, load
 
 
 def _run(
@@ -105,39 +134,18 @@ def _run(
         if settings.enabled or settings.device:
             start_checks.require_script(parsed, settings)
             devices.require(settings.device)
-        engine = engines.find(settings.engine) if settings.enabled else None
-        load = None
+        engine, load = _check(parsed, settings) if settings.enabled else (None, None)
         if engine is not None:
-            engine.require(settings)
-            config.refuse_misspelt(os.environ)
             if other := distributions.conflict():
                 output.tell(f"[ttp] {other}")
-            flags.require_sense(parsed)
             start_checks.require_folder(settings.log_path)
-            start_checks.require_safe_connections(parsed, settings)
-            if engine.has_own_agent:
-                job_server.require(settings)
-                notifier.targets(settings)
-                notifier.secret(settings)
-            elif name := start_checks.needs_own_agent(settings):
-                raise ConfigError(
-                    f"{name} is set: with TTP_ENGINE={settings.engine} the adaptor's controller does not run;"
-                    f" leave out {name}"
-                )
             if engine.has_own_agent and start_checks.trusts_the_network(parsed, settings):
                 output.tell(TRUSTED)
-            start_checks.require_interfaces(os.environ.get(start_checks.INTERFACES, ""))
             if settings.dump is not None:  # a worker that starts again needs no file then
                 os.environ["TTP_DUMP"] = requests.inline(os.environ["TTP_DUMP"])
             if not engine.has_own_agent:
                 os.environ.update(engine.prepare(settings))
             job_uploads.require(settings)
-            load = store_load.take(parsed)
-            if load is not None and not engine.has_own_agent:
-                raise ConfigError(
-                    f"--load is {load.url}: with TTP_ENGINE={settings.engine} nothing is pulled: use ttp"
-                    " store pull, and its folder"
-                )
     except (ConfigError, StartError) as error:
         output.tell(f"ttprun: error: {error}")
         return USAGE_EXIT_CODE

@@ -107,6 +107,28 @@ def test_a_dry_run_checks_and_starts_nothing(warm_python: Run, folder: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"TTP_NOTIFY": "exec:true", "TTP_NOTIFY_SECRET": "absent"},
+            "TTP_NOTIFY_SECRET: it must be the path",
+        ),
+        ({"GLOO_SOCKET_IFNAME": "absent0"}, "this node has no network interface 'absent0'"),
+        ({"TTP_ENGINE": "absent"}, "TTP_ENGINE is 'absent'"),
+        ({"TTP_LOG_PAHT": "logs"}, "TTP_LOG_PAHT"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_start_refuses(
+    settings: dict[str, str], line: str, warm_python: Run, folder: Path
+) -> None:
+    (script := folder / "script.py").touch()
+    done = warm_python(
+        "-m", "adaptor.launchers.ttprun", "--dry-run", str(script), env=environment(**settings)
+    )
+    assert (done.returncode, line in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "dry"),
     [
         (["--dry-run", "a.py"], True),
