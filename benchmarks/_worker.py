@@ -34,8 +34,8 @@ from _holdings import Holdings
 RANK = int(os.environ.get("RANK", "0"))
 # The parts of a dump: (what, module, function). Those of one dump never run at the same time.
 PARTS = (
-    ("freeze", "adaptor.worker.session", "Session.freeze"),
-    ("door", "adaptor.worker.session", "Session.bring_to"),
+    ("freeze", "adaptor.worker.freezer", "Freezer.freeze"),
+    ("door", "adaptor.worker.freezer", "Freezer.bring_to"),
     ("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump"),
     ("connect", "adaptor.worker.processor", "_connect"),
     ("gather", "adaptor.checkpoint.shards", "gather"),

@@ -134,7 +134,7 @@ def _prepare_online(worker: Runtime) -> None:
 
     groups = context.part(Groups)
     groups.remember(lone=environment.NEWCOMER in os.environ)
-    worker.stand_down = groups.forget
+    worker.groups = groups
 
 
 def die_with_the_agent() -> None:

@@ -92,7 +92,7 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
 )
 def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     call = (args, kwargs)
-    if runtime.get().session.updating:
+    if runtime.get().session.window.is_open:
         put_off = context.part(PutOff).calls.setdefault(instance, [])
         if call not in put_off:
             put_off.append(call)

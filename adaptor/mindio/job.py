@@ -85,7 +85,7 @@ class Job:
         if backup_step >= 0:
             self.reached(backup_step)
         session.before_update(self._optimizer)
-        if session.updating and self.has_local_copy and backup_step < session.board.finished:
+        if session.window.is_open and self.has_local_copy and backup_step < session.board.finished:
             session.board.updating(copied=False)  # what there is a copy of, if any, nobody asks for
 
     def end_update(self, step: int) -> None:
@@ -96,7 +96,7 @@ class Job:
             self._begin(call, step, ended=True)
         else:
             finished = session.board.finished
-            if not session.updating:
+            if not session.window.is_open:
                 raise ConfigError(f"{call}({step}) without tft_start_updating_os before it")
             if step <= finished:
                 raise ConfigError(
@@ -111,7 +111,7 @@ class Job:
     def reached(self, step: int) -> None:
         """The script is at the end of `step`, with an update or without one (an overflow)."""
         worker = self._worker
-        if worker is None or worker.session.trainee is None or worker.session.updating:
+        if worker is None or worker.session.trainee is None or worker.session.window.is_open:
             return
         if step > worker.session.board.finished:
             worker.session.begin_step(step + 1)

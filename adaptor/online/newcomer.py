@@ -18,7 +18,7 @@ class Told(NamedTuple):
 
     record    of the step
     answers   what it would have asked other ranks at its start
-    measures  what steps and phases take (`Session.measures`)
+    measures  what steps and phases take (`Pace.measures`)
     """
 
     record: StepRecord

@@ -134,7 +134,7 @@ class Rejoin:
 
     def _brought_to(self, order: Regroup, wake: Callable[[], int], timeout_s: float) -> bool:
         try:
-            self._session.bring_to(order.step, wake, timeout_s)
+            self._session.freezer.bring_to(order.step, wake, timeout_s)
         except TimeoutError:
             return self._is_old(order)
         return True
@@ -169,7 +169,9 @@ class Rejoin:
         past = self._session.from_local_copy(order.step)
         record = self._session.record_of(order.step)
         loop = self._loop
-        given = state.Given(trainee, record, past, lambda: loop.answers(order.step), self._session.measures())
+        given = state.Given(
+            trainee, record, past, lambda: loop.answers(order.step), self._session.pace.measures()
+        )
         line = self._meeting.to_newcomer(order, one.rank)
         transfer.answer(line, given, cancelled=lambda: self._is_old(order))
 
@@ -282,7 +284,7 @@ class Rejoin:
                     # A controller that takes over freezes this rank, and is told which steps it has: that has
                     # to stay true.
                     self._require_current(order)
-                    session.go_back(order.step)
+                    session.freezer.go_back(order.step)
                 trainee.local_copy.put_back()
             assert isinstance(trainee, MegatronTrainee)
             copies = [mirror.optimizer for mirror in trainee.mirrors if mirror is not None]

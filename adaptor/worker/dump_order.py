@@ -107,7 +107,7 @@ def _bring_to(session: Session, order: Dump, wake: Callable[[], int]) -> None:
     while True:
         left_s = max(0.0, until - time.monotonic())
         try:
-            return session.bring_to(order.step, wake, min(abort_gloo.LOOK_S, left_s))
+            return session.freezer.bring_to(order.step, wake, min(abort_gloo.LOOK_S, left_s))
         except TimeoutError:
             if left_s <= abort_gloo.LOOK_S:
                 what = f"the update of step {order.step} was not done after {order.timeout_s:g} s"

@@ -178,18 +178,18 @@ class Processor:
                     if self._rejoin is not None:
                         self._rejoin.freeze(order.incident)
                     # A lost controller may have let the main thread through: the answer must stay true.
-                    self._session.let_through(None)
+                    self._session.door.let_through(None)
                 self._in_thread("freeze", functools.partial(self._freeze, again=again), order)
             case Dump():
                 self._current = (order.incident, order.attempt)
                 assert self._session is not None
                 # Here, not in a thread: in the order of the attempts, so that no older one opens the door.
-                self._session.let_through(order.step)
+                self._session.door.let_through(order.step)
                 self._in_thread("dump", self._dump, order)
             case Regroup():
                 self._current = (order.incident, order.attempt)
                 assert self._session is not None
-                self._session.let_through(order.step)
+                self._session.door.let_through(order.step)
                 self._in_thread("regroup", self._regroup, order)
             case Proceed():
                 assert self._rejoin is not None
@@ -229,7 +229,7 @@ class Processor:
     def _freeze(self, order: Freeze, again: bool) -> None:
         assert self._session is not None
         standing = self._look(order.incident) if order.stacks else None
-        board = self._session.freeze(self._timeout_s / 2, again)
+        board = self._session.freezer.freeze(self._timeout_s / 2, again)
         if board is not None:  # else this rank is no holder: the controller does not wait longer than that
             if board.phase == Phase.UNREADABLE:
                 self._note("unreadable", board.error)

@@ -6,8 +6,9 @@ import contextlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from adaptor import context, engines, output, text
 from adaptor.config import Config
@@ -37,6 +38,13 @@ from adaptor.worker.unprotected import UnprotectedTraining
 OFF = "off"
 
 _runtime: WorkerRuntime | None = None
+
+
+class Groups(Protocol):
+    """The process groups that are remembered for an online recovery (`adaptor.online`)."""
+
+    def forget(self) -> None:
+        """Remember no group any more: this job is not recovered online."""
 
 
 class Runtime:
@@ -70,7 +78,7 @@ class Runtime:
         )
         # Why this rank is not recovered online, for the user; empty: it is.
         self.online = "its training loop cannot be called again" if settings.online_s else OFF
-        self.stand_down: Callable[[], None] = lambda: None  # nothing of an online recovery is needed
+        self.groups: Groups | None = None  # that are remembered for an online recovery
         self.processor.start(self.session)
 
     def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
@@ -80,7 +88,7 @@ class Runtime:
             by: the exception, by which it is known when it comes again.
         """
         starting = self.session.trainee is None and not context.part(Generation).is_restart
-        self.session.give_up()
+        self.session.window.give_up()
         self.session.board.fail(error)
         self.processor.exit_code = exit_code
         origin, calls = Origin(), ""
@@ -177,7 +185,8 @@ class Runtime:
         from adaptor import patching
 
         patching.disarm("online")
-        self.stand_down()
+        if self.groups is not None:
+            self.groups.forget()
         if self.rank == 0 and not context.part(Generation).is_restart:
             output.tell(not_online(self.online))
 

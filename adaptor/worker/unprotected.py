@@ -56,7 +56,7 @@ class Watch:
             StartError: it is not protected, and TTP_REQUIRE_PROTECTION forbids that.
         """
         session = self._worker.session
-        if session.trainee is None or session.counts_steps or not session.owns(optimizer):
+        if session.trainee is None or session.counts_steps or not session.window.owns(optimizer):
             return
         if os.getpid() == self._pid:
             self._say(_NO_STEP)
@@ -68,9 +68,9 @@ class Watch:
             StartError: it is not protected, and TTP_REQUIRE_PROTECTION forbids that.
         """
         session = self._worker.session
-        if (session.trainee is not None and session.owns(optimizer)) or os.getpid() != self._pid:
+        if (session.trainee is not None and session.window.owns(optimizer)) or os.getpid() != self._pid:
             return
-        if session.updating:  # a part of one that is known
+        if session.window.is_open:  # a part of one that is known
             return
         self._kind = self._kind or type(optimizer).__name__
         count = self._updates[optimizer] = self._updates.get(optimizer, 0) + 1

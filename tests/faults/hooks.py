@@ -97,9 +97,9 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     before("norm", "megatron.core.optimizer.clip_grads", "get_grad_norm_fp32", "clip_grad_norm_fp32")
     after("door-before", "adaptor.protocol.board", "Board.ready")
     _wrap("adaptor.worker.door", "Door.enter", _door(injector))
-    before("freeze", "adaptor.worker.session", "Session.freeze")
+    before("freeze", "adaptor.worker.freezer", "Freezer.freeze")
     before("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump")
-    _wrap("adaptor.worker.session", "Session.bring_to", _let_through(injector))
+    _wrap("adaptor.worker.freezer", "Freezer.bring_to", _let_through(injector))
     for act in ("send", "gather"):
         before("dump-gather", "adaptor.checkpoint.shards", act)
     after("dump-write", "adaptor.checkpoint.hashing", "HashingFile.write")

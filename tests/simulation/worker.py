@@ -169,7 +169,7 @@ class Worker(Process):
         try:
             yield from self._script()
         except Exception as error:
-            self.session.give_up()
+            self.session.window.give_up()
             self.session.board.fail(str(error))
             self._exit_code = 1
             self.say(Raised(self.rank, f"{type(error).__name__}: {error}", 1))
@@ -204,7 +204,7 @@ class Worker(Process):
             except Exception as error:
                 if not self.world.online_s:
                     raise
-                session.give_up()
+                session.window.give_up()
                 self.say(Raised(self.rank, f"{type(error).__name__}: {error}", 1))
             yield from self._rejoin()
 
@@ -238,13 +238,13 @@ class Worker(Process):
             if job.late and step not in job.skipped:
                 yield from self._gather(step)
             if self.world.saves_after(step):
-                session._pace.begin_phase("save")  # not by `phase`: a generator that is closed would end it
+                session.pace.begin_phase("save")  # not by `phase`: a generator that is closed would end it
                 try:
                     yield from self._save(step)
                 except (Exception, Unwind):
-                    session._pace.end_phase(is_measure=False)
+                    session.pace.end_phase(is_measure=False)
                     raise
-                session._pace.end_phase()
+                session.pace.end_phase()
 
     def _gather(self, step: int) -> Body[None]:
         everyone = frozenset(self.world.job.ranks)
@@ -268,7 +268,7 @@ class Worker(Process):
 
     def _busy(self, seconds: float) -> Body[None]:
         yield seconds
-        updating, inside = self.session.updating, self.session.door._inside > 0
+        updating, inside = self.session.window.is_open, self.session.door._inside > 0
         if (updating and (self.main_hangs or self.raises)) or (inside and self.main_hangs):
             self.world.faults.in_a_window(self)
         while self.main_hangs:
@@ -329,16 +329,16 @@ class Worker(Process):
             case Freeze():
                 if order.incident != self._current[0]:
                     self._current = (order.incident, 0)
-                    self.session.let_through(None)
+                    self.session.door.let_through(None)
                 self.thread(self._freeze(order))
             case Dump():
                 self._current = (order.incident, order.attempt)
-                self.session.let_through(order.step)
+                self.session.door.let_through(order.step)
                 self.thread(self._dump(order))
             case Regroup():
                 self._current = (order.incident, order.attempt)
                 self._order = order
-                self.session.let_through(order.step)
+                self.session.door.let_through(order.step)
                 self.thread(self._regroup(order))
                 self.changed()
             case Proceed():
@@ -355,7 +355,7 @@ class Worker(Process):
             yield self.world.random.uniform(0.0, 0.2)
         waits = bool(self.waits_for.keys() - self._outcomes.keys())
         standing = Standing(waits, "somewhere") if order.stacks else None
-        board = yield from self.through(lambda: self.session.freeze(self.world.timeout_s / 2))
+        board = yield from self.through(lambda: self.session.freezer.freeze(self.world.timeout_s / 2))
         if board is not None:
             self.world.at_point(self, "frozen")
             self.say(Frozen(self.rank, order.incident, board, standing))
@@ -365,7 +365,7 @@ class Worker(Process):
         try:
             if session.board.finished < order.step:
                 self.world.at_point(self, "let through")
-            yield from self.through(lambda: session.bring_to(order.step, self._wake, order.timeout_s))
+            yield from self.through(lambda: session.freezer.bring_to(order.step, self._wake, order.timeout_s))
             trainee = self.trainee
             tensors = trainee.before if session.from_local_copy(order.step) else trainee.tensors
             record = session.record_of(order.step)
@@ -389,7 +389,7 @@ class Worker(Process):
                 if self.session.trainee is None:
                     raise RuntimeError("it is not in its training loop")
                 yield from self.through(
-                    lambda: self.session.bring_to(order.step, self._wake, order.timeout_s)
+                    lambda: self.session.freezer.bring_to(order.step, self._wake, order.timeout_s)
                 )
                 self.session.door.turn_away()
                 self._shut_epoch = self.epoch
@@ -453,7 +453,7 @@ class Worker(Process):
             if session.from_local_copy(order.step):
                 if self.cancelled(order):
                     return
-                session.go_back(order.step)
+                session.freezer.go_back(order.step)
                 trainee.tensors.update(trainee.before)
         name = ("dump", "groups", order.incident, order.attempt)
         # Each takes its own time to come there.

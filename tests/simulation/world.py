@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 
-from adaptor.worker import pace, session
+from adaptor.worker import freezer, pace, update_window
 from tests.simulation import jobs
 from tests.simulation.agent import Agent
 from tests.simulation.clock import Clock
@@ -191,7 +191,7 @@ class World:
     @contextmanager
     def by_its_clock(self) -> Iterator[None]:
         """The session measures steps by the clock of this world."""
-        clocks = (session, pace)
+        clocks = (freezer, update_window, pace)
         real = [module.time for module in clocks]  # type: ignore[attr-defined]
         for module in clocks:
             module.time = self  # type: ignore[attr-defined]

@@ -146,8 +146,9 @@ USES_ANY = {
     "adaptor.replica": "the state of optimizers of torch",
     "adaptor.transform": "state dicts and arguments of Megatron",
     "adaptor.worker.dump_store": "what torch hands to a store",
-    "adaptor.worker.session": "records, and marks of a device, which only their owners read",
+    "adaptor.worker.session": "records, which only their owner reads",
     "adaptor.worker.step_history": "records, and marks of a device, which only their owners read",
+    "adaptor.worker.update_window": "marks of a device, which only it reads",
 }
 # No docstring begins like this.
 QUESTIONS = re.compile(r"(Who|Whom|Whose|What|Whether|Where|Which|When|How)\b")

@@ -29,7 +29,8 @@ class Part:
 def test_what_is_put_off_is_done_at_the_end(
     monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]], gathered: list[dict[str, Any]]
 ) -> None:
-    session = SimpleNamespace(updating=False)
+    window = SimpleNamespace(is_open=False)
+    session = SimpleNamespace(window=window)
     monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(session=session))
     part, done = Part(), list[Call]()
 
@@ -38,7 +39,7 @@ def test_what_is_put_off_is_done_at_the_end(
 
     for _ in range(2):  # steps
         for number, kwargs in enumerate(asked, 1):
-            session.updating = number < len(asked)
+            window.is_open = number < len(asked)
             assert not done
             megatron_core.parameters_are_gathered_at_the_end(gather, part, (), kwargs)
         assert [kwargs for _, kwargs in done] == gathered

@@ -38,8 +38,8 @@ def _session(barrier: Any = lambda: None, has_local_copy: bool = False) -> Sessi
 
 def test_between_two_updates_nothing_changes() -> None:
     session = _session()
-    session.give_up()
-    board = session.freeze(1)
+    session.window.give_up()
+    board = session.freezer.freeze(1)
     assert board.phase == Phase.RUNNING
     assert board.provides(4)
 
@@ -51,9 +51,9 @@ def test_at_the_door_the_step_behind_it_is_not_promised() -> None:
     session = _session(interrupted)
     with pytest.raises(SystemExit):
         session.before_update(INNER)
-    assert session.freeze(1).provides(5)
-    session.give_up()
-    board = session.freeze(1)
+    assert session.freezer.freeze(1).provides(5)
+    session.window.give_up()
+    board = session.freezer.freeze(1)
     assert board.provides(4)
     assert not board.provides(5)
 
@@ -61,8 +61,8 @@ def test_at_the_door_the_step_behind_it_is_not_promised() -> None:
 def test_inside_the_update_the_state_is_that_of_no_step() -> None:
     session = _session()
     session.before_update(INNER)
-    session.give_up()
-    board = session.freeze(1)
+    session.window.give_up()
+    board = session.freezer.freeze(1)
     assert not board.provides(4)
     assert not board.provides(5)
 
@@ -70,7 +70,7 @@ def test_inside_the_update_the_state_is_that_of_no_step() -> None:
 def test_inside_the_update_a_local_copy_has_the_step_before() -> None:
     session = _session(has_local_copy=True)
     session.before_update(INNER)
-    session.give_up()
-    board = session.freeze(1)
+    session.window.give_up()
+    board = session.freezer.freeze(1)
     assert board.provides(4)
     assert not board.provides(5)

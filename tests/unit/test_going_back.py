@@ -39,7 +39,7 @@ def test_the_copy_is_taken_inside_the_window(copying: Worker) -> None:
     seen = []
 
     def half_way() -> None:
-        seen.append((copying.board.phase_name, copying.gives, copying.session.freeze(0.0)))
+        seen.append((copying.board.phase_name, copying.gives, copying.session.freezer.freeze(0.0)))
 
     copying.trainee.on_copy = half_way
     copying.session.begin_step(6)
@@ -81,13 +81,13 @@ def test_a_rank_that_was_let_through_goes_back(copying: Worker) -> None:
     copying.trainee.on_copy = half_way
     with Thread(copying.loop.step, 6) as main:
         wait_for_waiter(copying.changed)
-        copying.session.let_through(6)
+        copying.session.door.let_through(6)
         assert inside.wait(LONG_S)
-        copying.session.let_through(5)
+        copying.session.door.let_through(5)
         with pytest.raises(TimeoutError):
-            copying.session.bring_to(5, lambda: 0, 0.0)
+            copying.session.freezer.bring_to(5, lambda: 0, 0.0)
         go_on.set()
-        copying.session.bring_to(5, lambda: 0, LONG_S)
+        copying.session.freezer.bring_to(5, lambda: 0, LONG_S)
         main.result()
     assert copying.session.from_local_copy(5)
     assert (copying.trainee.before, copying.trainee.weights) == (5, 6)
@@ -95,20 +95,20 @@ def test_a_rank_that_was_let_through_goes_back(copying: Worker) -> None:
 
 def test_a_permission_that_was_not_used_is_taken_back(copying: Worker) -> None:
     copying.frozen()
-    copying.session.let_through(6)
+    copying.session.door.let_through(6)
     copying.bring_to(5, lambda: 0, LONG_S)
     with Thread(copying.loop.step, 6) as main:
         wait_for_waiter(copying.changed)
         assert main.running
         assert not copying.session.from_local_copy(5)
         assert copying.trainee.weights == 5
-        copying.session.let_through(6)
+        copying.session.door.let_through(6)
 
 
 def test_an_exception_in_the_update_leaves_the_copy(copying: Worker) -> None:
     copying.session.begin_step(6)
     copying.session.before_update(copying.loop.inner[0])
-    copying.session.give_up()
+    copying.session.window.give_up()
     board = copying.frozen()
     assert board.phase is Phase.BROKEN
     assert copying.gives == [5]
@@ -125,7 +125,7 @@ def test_an_exception_in_the_copy_leaves_the_state(copying: Worker) -> None:
     copying.session.begin_step(6)
     with pytest.raises(MemoryError):
         copying.session.before_update(copying.loop.inner[0])
-    copying.session.give_up()
+    copying.session.window.give_up()
     assert copying.frozen().phase is Phase.RUNNING
     assert copying.gives == [5]
     assert not copying.session.from_local_copy(5)
@@ -183,5 +183,5 @@ def test_every_step_that_a_frozen_rank_gives_is_there_in_any_race() -> None:
             check(draw.choice([step for step in (first - 1, first) if worker.board.provides(step)]))
             stop.set()
             while main.running:
-                worker.session.let_through(worker.session.board.finished + 1)
+                worker.session.door.let_through(worker.session.board.finished + 1)
         next(jobs, None)

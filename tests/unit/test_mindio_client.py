@@ -161,7 +161,7 @@ def begun(origin: int, *, has_local_copy: bool) -> Iterator[Told]:
     trainee = CountingTrainee(has_local_copy=has_local_copy)
 
     def connect(trainee: Trainee, origin: int) -> None:
-        session.sdk = told
+        session.window.sdk = told
 
     def broke(error: str) -> NoReturn:
         raise Held(error)
@@ -226,7 +226,7 @@ def test_a_broken_barrier_leaves_the_step_before(told: Told) -> None:
 def test_an_exception_in_the_update_does_not_end_it(told: Told) -> None:
     told.session.begin_step(1)
     told.session.before_update(told.loop.inner[0])
-    told.session.give_up()
+    told.session.window.give_up()
     assert told.calls == [("start", -1, 0)]
 
 
@@ -243,7 +243,7 @@ def test_an_sdk_whose_controller_is_gone(
     worker = MindioRuntime(config.load({}), {"RANK": "2", "WORLD_SIZE": "4"})
     worker._known = True
     state = SimpleNamespace(RS_UNKNOWN=SimpleNamespace(value=8))
-    worker.session.sdk = SimpleNamespace(tft_report_error=gone, ReportState=state)
+    worker.session.window.sdk = SimpleNamespace(tft_report_error=gone, ReportState=state)
     with pytest.raises(SystemExit, match="3"):
         worker.raised("ValueError: no", 3)
     assert capsys.readouterr().err == "[ttp] rank 2: mindio_ttp cannot be told: report status: 8 failed\n"

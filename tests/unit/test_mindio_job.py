@@ -190,7 +190,9 @@ def test_a_local_copy(agent: Agent) -> None:
     agent.step(4)
     newer.tft_start_copy_os()
     assert agent.gives == [4, 5]
-    assert agent.worker.session.freeze(0.0) is None  # the copy is being made: this ends with the update
+    assert (
+        agent.worker.session.freezer.freeze(0.0) is None
+    )  # the copy is being made: this ends with the update
     newer.tft_start_updating_os(4)
     assert (agent.board.phase_name, agent.gives) == ("UPDATING", [4, 5])
     with pytest.raises(Held):
@@ -212,7 +214,7 @@ def test_an_exception_while_copying_leaves_the_state_intact(agent: Agent) -> Non
     newer.tft_start_copy_os()
     agent.worker.raised("no memory", 1)
     assert (agent.board.phase_name, agent.gives) == ("RUNNING", [4])
-    assert agent.worker.session.freeze(0.0) is not None
+    assert agent.worker.session.freezer.freeze(0.0) is not None
 
 
 def test_the_optimizer_of_the_older_form(agent: Agent) -> None:

@@ -221,12 +221,12 @@ def test_nobody_is_given_a_step_that_is_given_up(memory: BoardMemory) -> None:
     worker.board.ready(5)
     worker.board.updating(copied=True)
     worker.board.finish(5)
-    worker.session.go_back(4)
+    worker.session.freezer.go_back(4)
     assert memory.read(0).finished == 4
     assert worker.session.from_local_copy(4)
-    worker.session.bring_to(4, lambda: 0, 1.0)
+    worker.session.freezer.bring_to(4, lambda: 0, 1.0)
     with pytest.raises(RuntimeError, match="step 5"):
-        worker.session.bring_to(5, lambda: 0, 1.0)
+        worker.session.freezer.bring_to(5, lambda: 0, 1.0)
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])

@@ -50,11 +50,11 @@ class Worker:
 
     def bring_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> None:
         """As the processor does it."""
-        self.session.let_through(step)
-        self.session.bring_to(step, wake, timeout_s)
+        self.session.door.let_through(step)
+        self.session.freezer.bring_to(step, wake, timeout_s)
 
     def frozen(self) -> BoardRecord:
-        board = self.session.freeze(LONG_S)
+        board = self.session.freezer.freeze(LONG_S)
         assert board is not None
         return board
 
@@ -354,7 +354,7 @@ def test_a_freeze_during_the_update_waits_for_its_end(chain_of_two: Worker) -> N
     worker.loop.begin(4)
     worker.session.begin_step(5)
     worker.session.before_update(first)
-    with Thread(worker.session.freeze, LONG_S) as processor:
+    with Thread(worker.session.freezer.freeze, LONG_S) as processor:
         wait_for_waiter(worker.changed)
         worker.session.after_update(first)
         worker.session.before_update(last)
@@ -371,12 +371,12 @@ def test_a_freeze_that_comes_in_vain_promises_nothing(worker: Worker) -> None:
     worker.loop.begin(4)
     worker.session.begin_step(5)
     worker.session.before_update(worker.loop.inner[0])
-    assert worker.session.freeze(0.0) is None
+    assert worker.session.freezer.freeze(0.0) is None
 
 
 def test_a_freeze_while_a_regular_save_is_published(worker: Worker) -> None:
     acted = []
-    worker.session.publishing(lambda: acted.append(worker.session.freeze(0.0)))
+    worker.session.publishing(lambda: acted.append(worker.session.freezer.freeze(0.0)))
     assert acted == [None]
     worker.changed.waiting.acquire(blocking=False)
     with Thread(worker.session.publishing, lambda: acted.append("again")) as main:
@@ -392,16 +392,16 @@ def test_a_save_that_fails_leaves_the_window(worker: Worker) -> None:
 
     with pytest.raises(OSError, match="full"):
         worker.session.publishing(fails)
-    assert worker.session.freeze(0.0) is not None
+    assert worker.session.freezer.freeze(0.0) is not None
 
 
 def test_a_freeze_waits_for_an_update_that_an_exception_leaves(worker: Worker) -> None:
     worker.loop.begin(4)
     worker.session.begin_step(5)
     worker.session.before_update(worker.loop.inner[0])
-    with Thread(worker.session.freeze, LONG_S) as processor:
+    with Thread(worker.session.freezer.freeze, LONG_S) as processor:
         wait_for_waiter(worker.changed)
-        worker.session.give_up()
+        worker.session.window.give_up()
         board = processor.result()
     assert not any(board.provides(step) for step in range(10))
 
@@ -426,10 +426,10 @@ def test_a_broken_barrier_counts_as_ready(worker: Worker) -> None:
 
         def wake() -> int:
             woken.append(1)
-            worker.session.let_through(5)  # not before: the main thread might need no waking then
+            worker.session.door.let_through(5)  # not before: the main thread might need no waking then
             return 1
 
-        worker.session.bring_to(5, wake, LONG_S)
+        worker.session.freezer.bring_to(5, wake, LONG_S)
         assert woken == [1]
         main.result()
     assert worker.trainee.weights == 5
@@ -515,7 +515,7 @@ def test_an_update_that_raises_is_not_waited_for(worker: Worker) -> None:
     def update_raises() -> None:
         worker.session.begin_step(5)
         worker.session.before_update(worker.loop.inner[0])
-        worker.session.give_up()
+        worker.session.window.give_up()
 
     with Thread(update_raises):
         wait_for_waiter(worker.changed)

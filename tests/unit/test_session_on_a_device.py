@@ -69,8 +69,8 @@ def test_a_freeze_is_answered_when_the_device_has_made_the_update(worker: Worker
     device.standing = True
     worker.loop.update(5)
     assert worker.board.finished == 5
-    assert worker.session.freeze(SHORT_S) is None
-    with Thread(worker.session.freeze, LONG_S) as answer:
+    assert worker.session.freezer.freeze(SHORT_S) is None
+    with Thread(worker.session.freezer.freeze, LONG_S) as answer:
         device.go_on()
     board = answer.result()
     assert board is not None
@@ -175,7 +175,7 @@ def test_a_rank_that_was_ready_goes_on_when_its_device_was_made_to_answer(
 ) -> None:
     worker.loop.begin(4)
     worker.session.begin_step(5)
-    worker.session.freeze(LONG_S)
+    worker.session.freezer.freeze(LONG_S)
     device.released = True
     with Thread(worker.loop.update, 5):
         wait_for_waiter(worker.changed)

@@ -74,11 +74,11 @@ class MindioRuntime:
 
     def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
         """Report an exception that left the script: the SDK lets the others save, and this process waits."""
-        self.session.give_up()
+        self.session.window.give_up()
         if not self._known:
             output.leave(exit_code)
         try:
-            self.session.sdk.tft_report_error(self.session.sdk.ReportState.RS_UNKNOWN.value)
+            self.session.window.sdk.tft_report_error(self.session.window.sdk.ReportState.RS_UNKNOWN.value)
         except Exception as gone:  # it raises what has no type of its own
             output.tell(f"[ttp] rank {self.rank}: mindio_ttp cannot be told: {gone}")
             output.leave(exit_code)
@@ -93,7 +93,7 @@ class MindioRuntime:
         """
         said = summarize(error)
         if self._known and any(words in str(error) for words in _GONE):
-            self.session.give_up()
+            self.session.window.give_up()
             self._wait_for_the_sdk(said)
         output.tell(text.trace(error))
         self.raised(said, _EXIT_FAILED)
@@ -105,8 +105,8 @@ class MindioRuntime:
         if not self._known:
             return
         if self.rank == 0:
-            self.session.sdk.tft_destroy_controller()
-        self.session.sdk.tft_destroy_processor()
+            self.session.window.sdk.tft_destroy_controller()
+        self.session.window.sdk.tft_destroy_processor()
 
     def _wait_for_the_sdk(self, said: str) -> NoReturn:
         """Wait until the SDK ends this process after the save; report the failure if it does not notice."""
@@ -127,7 +127,7 @@ class MindioRuntime:
                 "TTP_ENGINE=mindio it must be 0, the device is not stopped before a dump"
             )
         everyone = group.of_everyone()
-        loaded = self.session.sdk = sdk.load()
+        loaded = self.session.window.sdk = sdk.load()
         told: list[tuple[tuple[Share, ...], str]] = [((), "")] * self._world_size
         dist.all_gather_object(told, (trainee.shares, uuid.uuid4().hex), group=everyone)
         shares = [of_one for of_one, _ in told]

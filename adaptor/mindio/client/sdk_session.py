@@ -12,19 +12,50 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from adaptor import context
+from adaptor.devices.device import HOST
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.protocol.board import Board
 from adaptor.protocol.state_provider import Trainee
 from adaptor.worker.session import Session
+from adaptor.worker.update_window import UpdateWindow
+
+
+class SdkWindow(UpdateWindow):
+    """The update window that the SDK is told of: it stops ranks which may not begin an update.
+
+    Attributes:
+        sdk: its module, once training begins.
+    """
+
+    def __init__(self, board: Board, broke: Callable[[str], NoReturn]) -> None:
+        super().__init__(board, broke)
+        self.sdk: Any = None
+
+    def close(self, step: int) -> None:
+        self._board.finish(step)
+        self.sdk.tft_end_updating_os(step)
+
+    def _enter(self, trainee: Trainee, step: int) -> None:
+        trainee.exchange()
+        self._take_snapshot(trainee, step, updated=True)
+        self._board.ready(step)
+        if trainee.has_local_copy:
+            self.sdk.tft_start_copy_os()
+            self._copy_state(trainee)
+        else:
+            self._wait_at_the_barrier(trainee)
+        self._board.updating(copied=trainee.has_local_copy)
+        self.sdk.tft_start_updating_os(step - 1 if trainee.has_local_copy else -1)
 
 
 class MindioSession(Session):
-    """The `Session` in which the SDK replaces the door: it stops ranks that may not begin an update.
+    """The `Session` in which the SDK replaces the door.
 
-    sdk      its module, once training begins
-    connect  finds it, and makes it know this rank and what it holds, on all ranks at the same time
+    connect  finds the SDK, and makes it know this rank and what it holds, on all ranks at the same time
     broke    is told that the barrier broke, and does not return: the state is that of the step before
     """
+
+    window: SdkWindow
 
     def __init__(
         self,
@@ -32,8 +63,9 @@ class MindioSession(Session):
         connect: Callable[[Trainee, int], None],
         broke: Callable[[str], NoReturn],
     ) -> None:
-        super().__init__(board, connect, broke, recorder=context.part(Recorder))
-        self.sdk: Any = None
+        super().__init__(
+            board, connect, broke, recorder=context.part(Recorder), window=SdkWindow(board, broke)
+        )
 
     def begin_training(self, trainee: Trainee, inner_optimizers: Iterable[object], origin: int) -> None:
         super().begin_training(trainee, inner_optimizers, origin)
@@ -51,24 +83,8 @@ class MindioSession(Session):
     def _tell_of_a_window(self, step: int, before: int) -> None:
         """Tell the SDK of a window that changed nothing: the state is also that of step `before`."""
         assert self.trainee is not None
-        self.sdk.tft_start_updating_os(before if self.trainee.has_local_copy else -1)
-        self.sdk.tft_end_updating_os(step)
-
-    def _open_window(self, trainee: Trainee) -> None:
-        trainee.exchange()
-        self._take_snapshot(updated=True)
-        self.board.ready(self._step)
-        if trainee.has_local_copy:
-            self.sdk.tft_start_copy_os()
-            self._copy_state(trainee)
-        else:
-            self._wait_at_the_barrier(trainee)
-        self.board.updating(copied=trainee.has_local_copy)
-        self.sdk.tft_start_updating_os(self._step - 1 if trainee.has_local_copy else -1)
-
-    def _close_window(self) -> None:
-        self.board.finish(self._step)
-        self.sdk.tft_end_updating_os(self._step)
+        self.window.sdk.tft_start_updating_os(before if self.trainee.has_local_copy else -1)
+        self.window.sdk.tft_end_updating_os(step)
 
     # the SDK's thread
 
@@ -78,5 +94,6 @@ class MindioSession(Session):
 
     def wait_for_the_device(self, timeout_s: float) -> None:
         """Wait until the updates that the main thread has started have ended on the device; TimeoutError."""
-        if not self._updates_are_over(time.monotonic() + timeout_s):
+        device = HOST if self.trainee is None else self.trainee.device
+        if not self.window.wait_for_device(device, time.monotonic() + timeout_s):
             raise TimeoutError(f"the device was not done with an update after {timeout_s:g} s")

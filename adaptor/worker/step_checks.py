@@ -1,0 +1,55 @@
+"""Checks of a loop that numbers its steps by itself: each step has one update of all optimizers."""
+
+from __future__ import annotations
+
+from adaptor.errors import StepError
+
+
+def require_next(step: int, last: int, origin: int, finished: int) -> None:
+    """Check the number of a step that is begun.
+
+    A step that was begun, and left without an update, may be begun again.
+
+    Args:
+        step: that is begun.
+        last: the step that was begun before; -1: none.
+        origin: the step that training goes on from.
+        finished: the newest step that was finished.
+
+    Raises:
+        StepError: another step was expected; nothing is saved under the wrong number.
+    """
+    if last < 0:
+        if step != origin + 1:
+            raise StepError(
+                f"step {step} was begun, expected step {origin + 1}: "
+                f"adaptor.protect was told step={origin}; give it the step of the checkpoint that "
+                "was loaded, or 0"
+            )
+    elif step != last + 1 and not (step == last and finished < step):
+        raise StepError(
+            f"step {step} was begun, expected step {last + 1}: the step before was "
+            f"{last}, and what is saved has the number of its step"
+        )
+
+
+def require_first_update(step: int, finished: int) -> None:
+    """Check that `step` has made no update yet; `finished`: the newest step that was finished.
+
+    Raises:
+        StepError: it has.
+    """
+    if finished >= step:
+        raise StepError(
+            f"step {step} has a second update of its optimizer, expected "
+            f"step {step + 1} to be begun before it: what is saved has the number of its step"
+        )
+
+
+def part_of_an_update(step: int, missing: int, optimizers: int) -> StepError:
+    """Return the error of a step that has ended before `missing` of its `optimizers` made an update."""
+    return StepError(
+        f"step {step} has ended, and {missing} of {optimizers} optimizers that adaptor.protect "
+        "was given made no update in it: what is saved is the state after the updates of all; "
+        "let each make one in every step"
+    )

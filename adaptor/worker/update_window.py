@@ -1,0 +1,178 @@
+"""The update window: the time in a step in which the inner optimizers of a rank change its state.
+
+Invariants: it opens only when no rank needs this one any more for its update, and the door lets it; the board
+says at every moment which state of the rank is intact.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from adaptor.devices.device import Device
+from adaptor.protocol.board import Board
+from adaptor.protocol.messages import Phase
+from adaptor.protocol.state_provider import Trainee
+from adaptor.worker.door import Door, Unwind
+from adaptor.worker.step_history import StepHistory
+
+
+class UpdateWindow:
+    """The update windows of one rank; the main thread opens and closes them.
+
+    Args:
+        board: of this rank.
+        broke: tells the agent that the barrier broke, with the error.
+
+    Attributes:
+        door: through which each window is entered.
+        history: of the steps, which gets what a step had changed before its update.
+    """
+
+    def __init__(self, board: Board, broke: Callable[[str], None]) -> None:
+        self.door = Door()
+        self.history = StepHistory()
+        self._board = board
+        self._broke = broke
+        self._mark: Any = None  # behind the last update on the device, and the last local copy
+        self._inner: frozenset[int] = frozenset()
+        self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
+        self._copying = False
+
+    @property
+    def is_open(self) -> bool:
+        """Return True while some inner optimizers have not made this update yet."""
+        return bool(self._waiting)
+
+    @property
+    def is_copying(self) -> bool:
+        """Return True while a script makes the local copy by itself, before the update."""
+        return self._copying
+
+    @property
+    def inner_count(self) -> int:
+        """Return how many inner optimizers make an update; 0 on a rank that trains nothing."""
+        return len(self._inner)
+
+    @property
+    def waits_for(self) -> int:
+        """Return how many inner optimizers have not made this update yet."""
+        return len(self._waiting)
+
+    def owns(self, optimizer: object) -> bool:
+        """Return True if the updates of this optimizer belong to a step."""
+        return id(optimizer) in self._inner
+
+    def begin(self, trainee: Trainee, inner_optimizers: Iterable[object]) -> None:
+        """Begin with a state that is whole: the next windows are of these inner optimizers."""
+        self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
+        self._waiting = set()
+        self._copying = False
+        self._mark = trainee.device.mark()
+
+    def begin_copy(self, trainee: Trainee, step: int) -> None:
+        """Note that a script begins to make the local copy of the state before `step` by itself."""
+        self._come_to_the_door(trainee, step)
+        self._board.copying()
+        self._copying = True
+
+    def open(self, trainee: Trainee, step: int) -> None:
+        """Open the window of `step`, until `updated` was called for each inner optimizer.
+
+        Raises:
+            Unwind: the main thread is to leave the framework's loop instead.
+        """
+        self._enter(trainee, step)
+        self._waiting = set(self._inner)
+
+    def updated(self, trainee: Trainee, optimizer: object) -> bool:
+        """Note that an inner optimizer has changed its state; return whether it was the last one."""
+        if self._waiting == {id(optimizer)}:
+            trainee.update_replicas()
+            self._mark = trainee.device.mark()
+        self._waiting.discard(id(optimizer))
+        return not self._waiting
+
+    def close(self, step: int) -> None:
+        """Close the window: the state is that of `step`."""
+        self._board.finish(step)
+        self.door.leave()
+
+    def skip(self, trainee: Trainee, step: int) -> None:
+        """Note that `step` makes no update."""
+        self._take_snapshot(trainee, step, updated=False)
+        self._mark = trainee.device.mark()
+        if trainee.has_state():
+            self._board.finish(step)
+
+    def give_up(self) -> None:
+        """Note that an exception has left the script or the step.
+
+        Inside the window the live state is that of no step. At the door it is intact, but the main thread
+        will not come back to go through.
+        """
+        if self._copying:  # the live state is intact
+            self._copying = False
+            self._board.turn_back()
+            self.door.leave()
+        elif self._waiting:
+            self._waiting = set()
+            self._board.broken()
+            self.door.leave()
+        elif self._board.phase is Phase.READY:
+            self._board.turn_back()
+
+    def wait_for_device(self, device: Device, until: float) -> bool:
+        """Wait for the device, which may be behind the main thread; return whether its updates are over.
+
+        Args:
+            until: the end of waiting, on the monotonic clock.
+        """
+        return device.wait(self._mark, max(0.0, until - time.monotonic()))
+
+    def _enter(self, trainee: Trainee, step: int) -> None:
+        if not self._copying:
+            self._come_to_the_door(trainee, step)
+            if trainee.has_local_copy:
+                self._copy_state(trainee)
+        else:
+            self._mark = trainee.device.mark()
+        self._copying = False
+        self._board.updating(copied=trainee.has_local_copy)
+
+    def _come_to_the_door(self, trainee: Trainee, step: int) -> None:
+        trainee.exchange()  # where it breaks, this rank has not come to the door
+        self._take_snapshot(trainee, step, updated=True)
+        self._board.ready(step)
+        if not trainee.has_local_copy:
+            self._wait_at_the_barrier(trainee)
+        try:
+            self.door.enter(step)
+        except Unwind:
+            self._board.turn_back()
+            raise
+
+    def _wait_at_the_barrier(self, trainee: Trainee) -> None:
+        try:
+            # Behind a closed door this rank may have told that it was not READY yet. Then nobody may begin
+            # the update, so the barrier must not be passed.
+            if not self.door.closed:
+                trainee.barrier()
+        except Exception as error:  # a broken barrier counts as READY: the gradients are complete here
+            self.door.shut()
+            self._broke(f"{type(error).__name__}: {error}")
+
+    def _copy_state(self, trainee: Trainee) -> None:
+        """Make the local copy, inside the window: meanwhile only the live state is intact."""
+        self._board.copying()
+        try:
+            trainee.copy_state()
+            self._mark = trainee.device.mark()
+        except BaseException:
+            self._board.turn_back()
+            self.door.leave()
+            raise
+
+    def _take_snapshot(self, trainee: Trainee, step: int, *, updated: bool) -> None:
+        self.history.add_snapshot(step, trainee.snapshot_before_update(), updated)
