@@ -40,9 +40,8 @@ def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, basel
     regular = job.save / "iter_0000003"
     assert manifest.defects(regular) == []
     files = manifest.read(regular).files
-    if (
-        phase != "save-write"
-    ):  # there torch.save is given an open file, in which the fault strikes, not a name
+    # In save-write torch.save gets an open file, in which the fault strikes, and no name.
+    if phase != "save-write":
         assert [file.path for file in files if file.xxh3_128 is None] == []
     assert {file.path for file in files} == {
         path.relative_to(regular).as_posix()
