@@ -18,6 +18,8 @@ from adaptor import _script
 # Training goes first: for the processor, and where the memory of the machine ends.
 _NICE = 10
 _FIRST_TO_BE_ENDED = "1000"
+# For the last line, when the time is over.
+_TELLING_S = 2.0
 
 
 def main() -> None:
@@ -99,9 +101,14 @@ def _send() -> None:
     sending = uploader.Uploader(order, lambda line: output.tell(line, to="stdout"))
 
     def leave(why: str) -> None:
-        sending.tell_what_is_local(why)
-        output.finish()
-        os._exit(0)  # a request may be on its way
+        try:
+            # The disk of the save folder may hang, and nobody waits for it.
+            telling = threading.Thread(target=sending.tell_what_is_local, args=(why,), daemon=True)
+            telling.start()
+            telling.join(_TELLING_S)
+            output.finish()
+        finally:
+            os._exit(0)  # a request may be on its way
 
     def hear() -> None:
         text = sys.stdin.buffer.readline()

@@ -62,9 +62,9 @@ class StoreResume:
                 step = tracker.tracked_step(self._load.save)
                 if self._is_first:
                     step = self._pull(self._load.step)
-            except ResumeError as error:
-                if nodes > 1:
-                    store.set(_KEY, f"{_REFUSED}{error}".encode())
+            except BaseException as error:
+                if nodes > 1:  # or the others wait for ever
+                    store.set(_KEY, f"{_REFUSED}{error or type(error).__name__}".encode())
                 raise
             if nodes > 1:
                 store.set(_KEY, json.dumps(step).encode())

@@ -8,37 +8,41 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint of the save folder."""
+    """A complete checkpoint of the save folder.
+
+    place  tells one checkpoint from another of the same step (`layout.place`)
+    """
 
     step: int
     last_words: bool
+    place: str = ""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint that is sent next, and the steps that were due before it and are left out."""
+    """The checkpoint that is sent next, and those that were due before it and are left out."""
 
-    step: int
-    skipped: list[int]
+    saved: Saved
+    skipped: list[Saved]
 
 
-def choose(saved: Sequence[Saved], last: int | None, every: int, *, at_end: bool) -> Choice | None:
+def choose(pending: Sequence[Saved], last: int | None, every: int, *, at_end: bool) -> Choice | None:
     """Return what is sent next, None where nothing is due.
 
     Only the newest one that is due is sent: who resumes takes the newest.
 
     Args:
-        saved: of the save folder, by step.
+        pending: what is neither sent nor given up, in the order in which it was saved. A job that has gone
+            back saves earlier steps again.
         last: the step that was sent or given up last, None where there is none.
         every: how many steps lie at least between two that are sent; last words are always sent.
         at_end: the job has ended, so the newest one is sent in any case.
     """
-    due: list[int] = []
+    due: list[Saved] = []
     before = last
-    newer = [one for one in saved if last is None or one.step > last]
-    for one in newer:
-        forced = one.last_words or (at_end and one is newer[-1])
-        if before is None or forced or one.step - before >= every:
-            due.append(one.step)
+    for one in pending:
+        forced = one.last_words or (at_end and one is pending[-1])
+        if before is None or forced or one.step <= before or one.step - before >= every:
+            due.append(one)
             before = one.step
     return Choice(due[-1], due[:-1]) if due else None

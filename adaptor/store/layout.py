@@ -63,6 +63,12 @@ def generation(known: Manifest) -> str:
     return re.sub("[^0-9A-Za-z]", "", known.generation)[:8] or "none"
 
 
+def is_of_same_generation(one: str, other: str) -> bool:
+    """Return whether two prefixes are those of one checkpoint, or of copies by the same workers."""
+    made = one.partition("-")[0]
+    return one == other or (made == other.partition("-")[0] and not made.endswith("/none"))
+
+
 def manifest_name(where: str) -> str:
     """Return the name of the manifest of the checkpoint at the prefix `where`."""
     return f"{where}/{naming.MANIFEST}"

@@ -11,14 +11,18 @@ from adaptor.store.client import Store
 
 @dataclass(frozen=True)
 class Pruned:
-    """The result of a prune: the steps that it has removed, or would, in order, and their bytes."""
+    """The result of a prune: the steps that it has removed, or would, in order, and their bytes.
+
+    later  steps after the newest that counts
+    """
 
     kept: list[int]
     removed: list[int]
     bytes: int
+    later: list[int]
 
 
-def prune(store: Store, keep: int, *, dry_run: bool = False) -> Pruned:
+def prune(store: Store, keep: int, *, dry_run: bool = False, newest: int | None = None) -> Pruned:
     """Remove all objects of steps before the `keep` newest complete checkpoints.
 
     Damaged and unfinished ones of later steps stay: somebody may be at work on them. Where there are fewer
@@ -27,6 +31,7 @@ def prune(store: Store, keep: int, *, dry_run: bool = False) -> Pruned:
     Args:
         keep: how many steps with a complete checkpoint stay, from 1 on.
         dry_run: nothing is removed.
+        newest: later steps neither count nor are removed.
 
     Raises:
         StoreError: the store refuses, or does not answer.
@@ -34,14 +39,16 @@ def prune(store: Store, keep: int, *, dry_run: bool = False) -> Pruned:
     if keep < 1:
         raise StoreError(f"--keep is {keep}: it must be a number from 1 on")
     kept: list[int] = []
+    steps = choose.steps(store)
+    later = [step for step in steps if newest is not None and step > newest]
     for found in choose.newest_first(store, None, []):
-        if found.known.step not in kept:
+        if found.known.step not in (*kept, *later):
             kept.append(found.known.step)
         if len(kept) == keep:
             break
-    old = [step for step in choose.steps(store) if len(kept) == keep and step < kept[-1]]
+    old = [step for step in steps if len(kept) == keep and step < kept[-1]]
     size = sum(_remove(store, step, dry_run) for step in old)
-    return Pruned(sorted(kept), old, size)
+    return Pruned(sorted(kept), old, size, later)
 
 
 def _remove(store: Store, step: int, dry_run: bool) -> int:

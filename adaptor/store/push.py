@@ -70,6 +70,10 @@ def push(store: Store, root: Path, step: int, pace: Callable[[int], None] = lamb
         return Pushed(there, len(known.files), total, 0, True)
     where = layout.place(known)
     sent = _push_files(store, root, known, pace)
+    if layout.place(read_folder(root, step)) != where:
+        raise CheckpointError(
+            f"{root / naming.final_name(step)}: was saved anew while it was sent, so nothing is completed"
+        )
     _commit(store, known)
     return Pushed(where, len(known.files), total, sent, False)
 
@@ -178,7 +182,8 @@ def _read(path: Path, file: FileEntry) -> Iterator[bytes]:
                 yield piece
             more = bool(opened.read(1))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+        kind = CheckpointError if disk.is_wrong(error) else manifest.UnreadableError
+        raise kind(f"{path}: cannot be read ({error.strerror or error})") from None
     if left or more:
         raise CheckpointError(f"{path}: has another size than the {file.bytes} bytes of the manifest")
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor.checkpoint import saved_steps
+from adaptor.checkpoint import manifest, saved_steps
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.operations.words import duration, size
-from adaptor.store import cadence, choose, push
+from adaptor.protocol import naming
+from adaptor.store import cadence, choose, layout, push
 from adaptor.store.cadence import Saved
 from adaptor.store.client import Store
 from adaptor.store.opening import open_store
@@ -84,8 +85,12 @@ class Uploader:
         self._root = Path(order.save)
         self._tell = tell
         self._leaving = threading.Event()
+        self._seen: dict[str, int] = {}  # the places of checkpoints, numbered as they came
+        self._known: dict[tuple[int, int, int], Saved] = {}  # by step, inode and time of the manifest
+        self._handled: set[str] = set()  # places of what was sent or given up
         self._last: int | None = None  # the step that was sent or given up last
-        self._committed: int | None = None
+        self._committed: Saved | None = None
+        self._said_later = False
         self._why = "there was no time to send it"
         self._said = ""  # the failure that was told last
         self._paced = 0.0  # when the next piece may be sent, on the monotonic clock
@@ -97,115 +102,166 @@ class Uploader:
 
     def run(self) -> None:
         """Send checkpoints until `end`, and after it the newest one."""
-        store, failures, wait_s = None, 0, _FIRST_WAIT_S
+        store, failures_at_end, wait_s = None, 0, _FIRST_WAIT_S
         while True:
             leaving = self._leaving.is_set()  # before the folder is read: what is in it then is sent
             try:
                 if store is None:
-                    store = open_store(self._order.url, self._order.endpoint, make=True)
-                    self._find_last(store)
+                    opened = open_store(self._order.url, self._order.endpoint, make=True)
+                    self._find_last(opened)
+                    store = opened
                 if not self._send_next(store, leaving):
                     if leaving:
                         break
                     self._leaving.wait(LOOK_S)
-                failures, wait_s = 0, _FIRST_WAIT_S
+                wait_s = _FIRST_WAIT_S
             except _PreemptedError:
                 continue
-            except (StoreError, OSError) as error:
-                failures += 1
+            except (StoreError, manifest.UnreadableError, OSError) as error:
                 self._fail(str(error))
-                if leaving and failures == _ATTEMPTS_AT_END:
-                    break
                 if not leaving:
                     self._leaving.wait(wait_s)
                     wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                    continue
+                failures_at_end += 1
+                if failures_at_end >= _ATTEMPTS_AT_END:
+                    break
+                time.sleep(_FIRST_WAIT_S)
         self.tell_what_is_local()
 
     def tell_what_is_local(self, why: str = "") -> None:
         """Say which checkpoint the store does not have, if there is one."""
         saved = self._saved()
-        if saved and (self._committed is None or saved[-1].step > self._committed):
+        if saved and (self._committed is None or saved[-1].place != self._committed.place):
             self._tell(
                 f"[ttp] step {saved[-1].step} is only in {self._root}, not in {self._order.url}:"
                 f" {why or self._why}; ttp store push sends it"
             )
 
     def _saved(self) -> list[Saved]:
-        return [
-            Saved(step, saved_steps.are_last_words(self._root, step))
+        """Return the checkpoints of the folder in the order in which they came; at first by step."""
+        found = [
+            self._look_at(step)
             for step in saved_steps.steps(self._root)
             if saved_steps.has_manifest(self._root, step)
         ]
+        for one in found:
+            self._seen.setdefault(one.place, len(self._seen))
+        return sorted(found, key=lambda one: self._seen[one.place])
+
+    def _look_at(self, step: int) -> Saved:
+        """Return what the manifest of a step tells; it is read once."""
+        folder = self._root / naming.final_name(step)
+        try:
+            status = (folder / naming.MANIFEST).stat()
+            key = (step, status.st_ino, status.st_mtime_ns)
+            if key not in self._known:
+                known = manifest.read(folder)
+                self._known[key] = Saved(step, bool(known.groups), layout.place(known))
+            return self._known[key]
+        except (OSError, CheckpointError):
+            return Saved(step, False, f"{folder.name}/unreadable")  # why it is says the push
 
     def _find_last(self, store: Store) -> None:
         """Go on after the newest step that was sent before this process began."""
         saved, there = self._saved(), choose.steps(store)
         newest = saved[-1].step if saved else -1
+        found = next((one for one in choose.newest_first(store, None, []) if one.known.step <= newest), None)
+        if found is not None:
+            self._last = found.known.step
+            for one in saved:
+                if one.step == self._last and not layout.is_of_same_generation(one.place, found.where):
+                    break  # another attempt has sent a checkpoint of this step
+                if one.step <= self._last:
+                    self._handled.add(one.place)
+                    self._committed = one
         if there and there[-1] > newest:
             self._tell(
                 f"[ttp] {store} holds step {there[-1]}, later than step {max(newest, 0)} of {self._root}: a"
                 " pull brings that one; use another prefix for this job, or pull first"
             )
-        for found in choose.newest_first(store, None, []):
-            if found.known.step <= newest:
-                self._last = self._committed = found.known.step
-                break
 
     def _send_next(self, store: Store, leaving: bool) -> bool:
         """Send one checkpoint; return False where none is due."""
-        chosen = cadence.choose(self._saved(), self._last, self._order.every, at_end=leaving)
+        saved = self._saved()
+        pending = [one for one in saved if one.place not in self._handled]
+        chosen = cadence.choose(pending, self._last, self._order.every, at_end=leaving)
         if chosen is None:
             return False
+        one = chosen.saved
         if chosen.skipped:
-            steps = ", ".join(map(str, chosen.skipped))
+            steps = ", ".join(str(skipped.step) for skipped in chosen.skipped)
             self._tell(
-                f"[ttp] not sent to {store}: steps {steps}, because step {chosen.step} was saved before"
+                f"[ttp] not sent to {store}: steps {steps}, because step {one.step} was saved before"
                 " their turn came; a larger TTP_STORE_EVERY avoids it"
             )
-            self._last = chosen.skipped[-1]
+            self._handle(chosen.skipped[-1])
         began = time.monotonic()
         try:
-            done = push.push(store, self._root, chosen.step, lambda count: self._pace(count, chosen.step))
+            done = push.push(store, self._root, one.step, lambda count: self._pace(count, one))
+        except manifest.UnreadableError:
+            raise  # the disk may answer the next time
         except CheckpointError as error:
-            self._last = chosen.step  # it will not get better
+            self._handle(one)  # it will not get better
             self._fail(str(error))
             return True
-        self._last = self._committed = chosen.step
+        self._handle(one)
+        self._committed = one
         self._said = ""
         if not done.there:
             took = duration(time.monotonic() - began)
-            self._tell(f"[ttp] step {chosen.step} is in {store} ({size(done.sent)} in {took})")
+            self._tell(f"[ttp] step {one.step} is in {store} ({size(done.sent)} in {took})")
         if self._order.keep:
-            prune(store, self._order.keep)
+            self._prune(store, one.step)
         return True
+
+    def _handle(self, last: Saved) -> None:
+        """Send none of what came before `last`, nor that again."""
+        self._last = last.step
+        number = self._seen[last.place]
+        self._handled.update(place for place, found in self._seen.items() if found <= number)
+
+    def _prune(self, store: Store, step: int) -> None:
+        """Remove old checkpoints; later ones than `step` are of an earlier attempt, and stay."""
+        done = prune(store, self._order.keep, newest=step)
+        if done.later and not self._said_later:
+            self._said_later = True
+            steps = ", ".join(map(str, done.later))
+            self._tell(
+                f"[ttp] {store} holds steps {steps} of an earlier attempt, later than step {step}:"
+                " TTP_STORE_KEEP neither counts nor removes them"
+            )
 
     def _fail(self, why: str) -> None:
         self._why = why
         if why != self._said:
             self._said = why
-            newest = "no step" if self._committed is None else f"only step {self._committed}"
+            newest = "no step" if self._committed is None else f"only step {self._committed.step}"
             self._tell(f"[ttp] {newest} of this job is in {self._order.url} so far: {why}")
 
-    def _pace(self, count: int, step: int) -> None:
+    def _pace(self, count: int, sent: Saved) -> None:
         """Wait before a piece is sent, so that the rate is kept; end the upload for last words."""
         begin = time.monotonic()
         if self._order.rate:
             begin = max(self._paced, begin)
             self._paced = begin + count / self._order.rate
         while True:
-            self._look_for_last_words(step)
+            self._look_for_last_words(sent)
             left = begin - time.monotonic()
             # Nobody trains any more when the job has ended.
             if left <= 0 or self._leaving.wait(min(left, LOOK_S)):
                 return
 
-    def _look_for_last_words(self, step: int) -> None:
+    def _look_for_last_words(self, sent: Saved) -> None:
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return
         self._looked = now
-        newer = [one.step for one in self._saved() if one.last_words and one.step > step]
+        number = self._seen[sent.place]
+        newer = [one for one in self._saved() if one.last_words and self._seen[one.place] > number]
         if newer:
-            self._tell(f"[ttp] step {step} is left out: the last words of step {newer[-1]} go first")
-            self._last = step
+            self._tell(
+                f"[ttp] step {sent.step} is left out: the last words of step {newer[-1].step} go first"
+            )
+            self._handle(sent)
             raise _PreemptedError

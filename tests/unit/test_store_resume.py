@@ -111,6 +111,18 @@ def test_a_node_waits_for_node_0_and_hears_why_nothing_comes(url: str, tmp_path:
     assert str(raised[0]) == str(caught.value)
 
 
+def test_the_other_nodes_hear_of_an_error_of_any_kind(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter is not there, so no process can be started."""
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    store = HashStore()
+    with pytest.raises(FileNotFoundError):
+        StoreResume(Load(url, tmp_path / "node0", None), "").prepare(0, 2, store)
+    with pytest.raises(ResumeError, match="No such file or directory"):
+        StoreResume(Load(url, tmp_path / "node1", None), "").prepare(1, 2, store)
+
+
 def test_a_folder_with_a_later_step_stays(
     url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,14 +22,15 @@ from adaptor.errors import ConfigError
 from adaptor.launchers import job_uploads
 from adaptor.launchers.job_uploads import JobUploads
 from adaptor.launchers.programs import STORE
-from adaptor.store import choose
-from adaptor.store.cadence import Choice, Saved
+from adaptor.protocol import naming
+from adaptor.store import choose, push
+from adaptor.store.cadence import Saved
 from adaptor.store.cadence import choose as due
 from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
 from tests import waiting
 from tests.unit import object_store
-from tests.unit.fault_proxy import FaultProxy, proxy
+from tests.unit.fault_proxy import Fault, FaultProxy, proxy
 from tests.unit.object_store import save
 
 BUCKET = "uploads"
@@ -39,23 +40,25 @@ BUCKET = "uploads"
     ("steps", "last", "every", "at_end", "expected"),
     [
         ([], None, 1, True, None),
-        ([10], None, 100, False, Choice(10, [])),
-        ([10, 20], 10, 1, False, Choice(20, [])),
-        ([10, 20], 10, 100, False, None),
-        ([10, 20], 10, 100, True, Choice(20, [])),
-        ([10, 20, 30], 10, 20, False, Choice(30, [])),
-        ([10, 20, 30, 40], 10, 10, False, Choice(40, [20, 30])),
-        ([10, 20], 20, 1, True, None),
-        ([10, 20], 30, 1, True, None),
-        ([10, -12, 13], 10, 100, False, Choice(12, [])),
+        ([10], None, 100, False, [10]),
+        ([20], 10, 1, False, [20]),
+        ([20], 10, 100, False, None),
+        ([20], 10, 100, True, [20]),
+        ([20, 30], 10, 20, False, [30]),
+        ([20, 30, 40], 10, 10, False, [20, 30, 40]),
+        ([-12, 13], 10, 100, False, [12]),
+        ([60, 30], 50, 20, False, [30]),
+        ([30, 40], 50, 20, False, [30]),
+        ([-30], 50, 20, False, [30]),
     ],
 )
 def test_what_is_due(
-    steps: list[int], last: int | None, every: int, at_end: bool, expected: Choice | None
+    steps: list[int], last: int | None, every: int, at_end: bool, expected: list[int] | None
 ) -> None:
-    """A negative number stands for last words."""
+    """A negative number stands for last words; the last of those expected is sent, the others are skipped."""
     saved = [Saved(abs(step), step < 0) for step in steps]
-    assert due(saved, last, every, at_end=at_end) == expected
+    chosen = due(saved, last, every, at_end=at_end)
+    assert (chosen and [one.step for one in (*chosen.skipped, chosen.saved)]) == expected
 
 
 class Sender:
@@ -207,6 +210,64 @@ def test_a_store_that_is_down_is_said_once_and_tried_again(
     rest = sender.ends()
     assert rest.startswith(f"[ttp] step 20 is only in {root}, not in {url}: ")
     assert "does not allow these credentials" in rest
+
+
+def test_a_store_that_stays_down_does_not_keep_the_job_from_its_end(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    """As many attempts have failed before the end as are made at the end."""
+    faults.begin(lambda number, method, path: "403" if method == "PUT" else "")
+    save(root, 10)
+    sender = start(url, faults.url, root)
+    sent = lambda: [path for method, path in faults.requests if method == "PUT"]  # noqa: E731
+    waiting.until(lambda: len(sent()) >= 3, "three attempts")
+    sender.tell({"within_s": None})
+    assert f"step 10 is only in {root}" in sender.ends()
+    assert len(sent()) <= 7
+
+
+def test_what_a_job_saves_after_it_has_gone_back_is_sent_and_stays(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    """Later steps of the attempt before are in the folder and in the store."""
+    store = open_store(url, server)
+    for step in (10, 20, 30, 40):
+        save(root, step)
+        push.push(store, root, step)
+    sender = start(url, server, root, keep=2)
+    save(root, 50)
+    assert "step 50 is in" in sender.line()
+    (root / naming.TRACKER).write_text("10")  # as the framework does with --ckpt-step
+    save(root, 20, "another1")
+    assert "step 20 is in" in sender.line()
+    assert "holds steps 40, 50 of an earlier attempt, later than step 20" in sender.line()
+    save(root, 25, "another1", last_words=True)
+    assert "step 25 is in" in sender.line()
+    sender.tell({"within_s": None})
+    assert sender.ends() == ""
+    assert choose.steps(store) == [20, 25, 40, 50]
+
+
+def test_what_was_sent_before_is_found_when_the_store_answers_again(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    save(root, 10)
+    push.push(open_store(url, server), root, 10)
+    refused: list[str] = []
+
+    def first_list(number: int, method: str, path: str) -> Fault:
+        if method == "GET" and not refused:
+            refused.append(path)
+            return "403"
+        return ""
+
+    faults.begin(first_list)
+    save(root, 20)
+    sender = start(url, faults.url, root, every=100)
+    assert "no step of this job is in" in sender.line()
+    sender.tell({"within_s": None})
+    assert "step 20 is in" in sender.line()
+    assert sender.ends() == ""
 
 
 @pytest.mark.parametrize("how", ["grace", "killed"])
