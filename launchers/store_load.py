@@ -10,6 +10,19 @@ from pathlib import Path
 from adaptor.errors import ConfigError, StoreError
 from adaptor.store import address
 
+# With these a run begins from a checkpoint, and does not go on from it. What is pulled comes to the save
+# folder, where a restart would go on from it, and a saved step with a smaller number would never be named.
+BEGINS_ANEW = (
+    "--finetune",
+    "--reset-iteration",
+    "--no-load-optim",
+    "--no-load-rng",
+    "--no-load-lr-state",
+    "--load-main-params-from-ckpt",
+    "--lora-load",
+    "--enable-hf2mg-convert",
+)
+
 
 @dataclass(frozen=True)
 class Load:
@@ -30,7 +43,7 @@ def take(parsed: argparse.Namespace) -> Load | None:
         parsed: of ttprun; the arguments of the script in it are changed.
 
     Raises:
-        ConfigError: the URL is none, or there is no save folder.
+        ConfigError: the URL is none, there is no save folder, or the script is to begin from the checkpoint.
     """
     arguments: list[str] = parsed.training_script_args
     url = _value(arguments, "--load")
@@ -45,6 +58,13 @@ def take(parsed: argparse.Namespace) -> Load | None:
         raise ConfigError(f"--load is {place}: it is pulled to the folder of --save, and that is missing")
     if step is not None and not (step.isascii() and step.isdigit()):
         raise ConfigError(f"--ckpt-step is {step!r}: it must be a number from 0 on")
+    for name in BEGINS_ANEW:
+        if any(argument == name or argument.startswith(f"{name}=") for argument in arguments):
+            raise ConfigError(
+                f"--load is {place} with {name}: what is pulled comes to the folder of --save, and a job "
+                f"goes on from it; bring it to another folder (ttp store pull {place} FOLDER), and give that "
+                "as --load"
+            )
     parsed.training_script_args = _replaced(arguments, "--load", save)
     return Load(url, Path(save), int(step) if step is not None else None)
 

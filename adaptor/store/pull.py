@@ -9,9 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adaptor.checkpoint import disk, publish, saved_steps, tracker
+from adaptor.checkpoint import disk, manifest, publish, saved_steps, tracker
 from adaptor.checkpoint.hashing import HashingFile
+from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import StoreError
+from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import choose
 from adaptor.store.choose import Checkpoint
@@ -72,7 +74,8 @@ def resume(store: Store, root: Path, step: int | None = None) -> Pulled | None:
     if local is not None and not saved_steps.is_complete(root, local):
         local = None
     if step is not None:
-        return pull(store, root, step) if local is None else Pulled(step, "", 0, True)
+        there = local is not None and not _is_damaged(root, step)
+        return Pulled(step, "", 0, True) if there else pull(store, root, step)
     return _pull_after(store, root, None, local, None)
 
 
@@ -83,12 +86,15 @@ def _pull_after(
     problems: list[str] = []
     for found in choose.newest_first(store, step, problems):
         known = found.known
-        if local is not None and known.step <= local:
+        damaged = _is_damaged(root, known.step)
+        if local is not None and (known.step < local or (known.step == local and not damaged)):
             break
         _require_later(root, known.step)
-        there = saved_steps.is_of_this_run(root, known.step, known.generation)
+        there = not damaged and saved_steps.is_of_this_run(root, known.step, known.generation)
         if not there:
             try:
+                if damaged:
+                    _move_aside(root, known.step)
                 _bring(store, found, root, progress or (lambda count, total: None))
             except DamagedError as error:
                 problems.append(str(error))
@@ -100,6 +106,18 @@ def _pull_after(
         which = "" if step is None else f" of step {step}"
         raise StoreError("; ".join([f"{store}: there is no complete checkpoint{which} in it", *problems]))
     return None
+
+
+def _is_damaged(root: Path, step: int) -> bool:
+    """Return whether files of the folder's checkpoint are missing or cut short: a job would not load it."""
+    if not saved_steps.has_manifest(root, step):
+        return False
+    return bool(manifest.defects(root / naming.final_name(step), checksums=False, step=step))
+
+
+def _move_aside(root: Path, step: int) -> None:
+    with locked(root):
+        (root / naming.final_name(step)).rename(publish.place_aside(root, step))
 
 
 def _require_later(root: Path, step: int) -> None:

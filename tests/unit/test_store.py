@@ -21,7 +21,7 @@ from adaptor.protocol import naming
 from adaptor.store import address, choose
 from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
-from adaptor.store.pull import pull
+from adaptor.store.pull import pull, resume
 from adaptor.store.push import push
 from tests.unit import object_store
 from tests.unit.object_store import contents, save
@@ -86,6 +86,25 @@ def test_what_is_pulled_is_what_was_pushed(
     assert manifest.defects(tmp_path / "three" / older, step=12) == []
     assert not list((tmp_path / "three").glob("*_tmp*"))
     assert _rows(url, capsys, "verify") == [(12, "intact"), (24, "intact")]
+
+
+def test_what_is_there_and_damaged_is_pulled_again(url: str, tmp_path: Path) -> None:
+    """Of the same run: a job that starts would set it aside and load an older step."""
+    folder = save(tmp_path / "one", 12)
+    intact = contents(folder)
+    store = open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""), make=True)
+    push(store, tmp_path / "one", 12)
+    largest = max((path for path in folder.rglob("*.pt")), key=lambda path: path.stat().st_size)
+    largest.unlink()
+    done = resume(store, tmp_path / "one")
+    assert done is not None
+    assert (done.step, done.there) == (12, False)
+    assert contents(folder) == intact
+    assert tracker.tracked_step(tmp_path / "one") == 12
+    largest.write_bytes(b"")
+    assert not pull(store, tmp_path / "one", 12).there
+    assert contents(folder) == intact
+    assert resume(store, tmp_path / "one").there  # type: ignore[union-attr]
 
 
 def test_what_is_there_is_not_sent_again(

@@ -70,6 +70,8 @@ def test_what_the_script_loads_from_a_store(given: list[str], load: Load | None,
         ),
         (["--load", "s3://u:word@bk/x", "--save", "s"], "--load: s3://...@bk/x: holds credentials"),
         (["--load", "s3://bk", "--save", "s", "--ckpt-step", "new"], "--ckpt-step is 'new'"),
+        (["--load", "s3://bk/x", "--save", "s", "--finetune"], "--load is s3://bk/x with --finetune: "),
+        (["--load=s3://bk/x", "--save=s", "--lora-load=a"], "--load is s3://bk/x with --lora-load: "),
     ],
 )
 def test_what_cannot_be_pulled_is_one_line(given: list[str], why: str) -> None:
