@@ -327,7 +327,7 @@ def test_a_publish_that_fails_is_said(job: Job) -> None:
 
 
 def test_an_error_of_the_publisher_s_own_is_an_answer(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> Path:
+    def broken(*_: object, **__: object) -> Path:
         raise KeyError("a mistake")
 
     monkeypatch.setattr(publish, "prepare", broken)
