@@ -112,6 +112,8 @@ class JobUploads:
 
     def _keep(self, save: Path) -> None:
         """Run the process, again and again, until the job or this node's part in it ends."""
+        # A signal for all processes of the job may come before the new one ignores it: it inherits this mask.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         config, wait_s = self._config, FIRST_WAIT_S
         order = Order(
             config.store,
@@ -130,8 +132,9 @@ class JobUploads:
                 f"[ttp] the process that sends checkpoints to {config.store} has ended {how}; "
                 + ("it is started again" if again else "the newest one may be on this machine only")
             )
-            if not again or self._ends.wait(wait_s):
+            if not again:
                 return
+            self._ends.wait(wait_s)  # if the job ends meanwhile, another process sends the newest one
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _run_once(self, order: Order) -> str:

@@ -327,6 +327,44 @@ def test_an_uploader_that_is_killed_is_started_again(
     )
 
 
+def test_an_uploader_that_is_killed_right_before_the_end_is_started_once_more(
+    url: str, server: str, faults: FaultProxy, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_uploads, "FIRST_WAIT_S", waiting.LONG_S)
+    faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
+    save(root, 10)
+    uploads = JobUploads(dataclasses.replace(load({}), store=url, store_endpoint=faults.url))
+    uploads.begin(root)
+    assert faults.held.wait(60)
+    process = uploads._process
+    assert process is not None
+    faults.fault = lambda number, method, path: ""
+    process.kill()
+    waiting.until(lambda: uploads._process is None, "it is seen that it has ended")
+    faults.release.set()
+    uploads.close()
+    assert [one.known.step for one in choose.newest_first(open_store(url, server), None, [])] == [10]
+
+
+def test_a_signal_for_the_whole_job_does_not_end_an_uploader_that_starts(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    """It ignores such signals once it runs; until then they are blocked."""
+    script = root.parent / "started.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open(sys.argv[0] + '.lived', 'w').close()\n"
+        "sys.stdin.read()\n"
+    )
+    monkeypatch.setattr(job_uploads, "STORE", script)
+    uploads = JobUploads(dataclasses.replace(load({}), store="s3://bucket/run7"))
+    uploads.begin(root)
+    waiting.until(Path(f"{script}.lived").exists, "it has begun to ignore the signal")
+    uploads.stop()
+
+
 def test_a_process_without_more_threads_sends_nothing_and_goes_on(
     root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
