@@ -132,6 +132,19 @@ def test_other_machines_need_a_token_and_tls(launcher: Launcher) -> None:  # noq
 
 
 def test_the_node_that_takes_over_serves(zygote: subprocess.Popen[str], tmp_path: Path) -> None:  # noqa: F811
+    """It has the seconds in which a stopped worker is waited for: a busy machine gets three tries."""
+    for number in range(3):
+        (folder := tmp_path / str(number)).mkdir()
+        url, log = _is_taken_over(zygote, folder)
+        if f"[ttp] {url} serves " in log:
+            (job,) = (folder / "logs").glob("*/status.json")
+            assert json.loads(job.read_bytes())["node"] == 1
+            return
+    pytest.fail(log)
+
+
+def _is_taken_over(zygote: subprocess.Popen[str], tmp_path: Path) -> tuple[str, str]:  # noqa: F811
+    """Kill the node with the controller; return the URL of the page, and the log of the other node."""
     store, port, served = free_ports(3)
     script = tmp_path / "script.py"
     script.write_text(f"import os\nopen('pid', 'w').write(f'{{os.getpid()}} ')\n{WAIT}")
@@ -154,7 +167,4 @@ def test_the_node_that_takes_over_serves(zygote: subprocess.Popen[str], tmp_path
     os.kill(pids[0], signal.SIGKILL)
     nodes[0].wait(pids[0])
     waiting.ended([server])
-    ended = nodes[1].wait(pids[1])
-    assert f"[ttp] http://127.0.0.1:{served}/ serves " in ended.log
-    (job,) = (tmp_path / "logs").glob("*/status.json")
-    assert json.loads(job.read_bytes())["node"] == 1
+    return f"http://127.0.0.1:{served}/", nodes[1].wait(pids[1]).log
