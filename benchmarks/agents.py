@@ -241,7 +241,7 @@ def main() -> None:
         return
 
     benchmark = Benchmark("agents", {"agents": given.nodes, "ranks": given.nodes * PER_NODE})
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         faults = {
             f"a {fault} is lost": asyncio.run(job(given.nodes, given.groups, fault, folder))
             for fault in ("rank", "node")
