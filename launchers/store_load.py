@@ -8,20 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor.errors import ConfigError, StoreError
+from adaptor.protocol.start_options import START_ONLY
 from adaptor.store import address
 
 # With these a run begins from a checkpoint, and does not go on from it. What is pulled comes to the save
 # folder, where a restart would go on from it, and a saved step with a smaller number would never be named.
-BEGINS_ANEW = (
-    "--finetune",
-    "--reset-iteration",
-    "--no-load-optim",
-    "--no-load-rng",
-    "--no-load-lr-state",
-    "--load-main-params-from-ckpt",
-    "--lora-load",
-    "--enable-hf2mg-convert",
-)
+# `--ckpt-step` names what is pulled.
+_BEGINS_ANEW = [f"--{name.replace('_', '-')}" for name in START_ONLY if name != "ckpt_step"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ def take(parsed: argparse.Namespace) -> Load | None:
         raise ConfigError(f"--load is {place}: it is pulled to the folder of --save, and that is missing")
     if step is not None and not (step.isascii() and step.isdigit()):
         raise ConfigError(f"--ckpt-step is {step!r}: it must be a number from 0 on")
-    for name in BEGINS_ANEW:
+    for name in _BEGINS_ANEW:
         if any(argument == name or argument.startswith(f"{name}=") for argument in arguments):
             raise ConfigError(
                 f"--load is {place} with {name}: what is pulled comes to the folder of --save, and a job "

@@ -24,6 +24,7 @@ from adaptor.errors import UnsupportedError
 from adaptor.frameworks import adapter_base, supported_options
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import TRACKER
+from adaptor.protocol.start_options import START_ONLY
 from adaptor.replica import group
 
 # The counters in the framework's arguments; a version may lack some.
@@ -31,21 +32,6 @@ COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_sa
 
 # Where ModelOpt keeps what it has made of a module.
 MODELOPT = "_modelopt_state"
-
-# Options that say how a run begins, not how a restart goes on.
-_START_ONLY = {
-    "finetune": False,
-    "no_load_optim": None,
-    "no_load_rng": None,
-    "load_main_params_from_ckpt": False,  # which the framework takes with no_load_optim alone
-    "ckpt_step": None,
-    # Of ModelLink.
-    "no_load_lr_state": False,
-    "reset_iteration": False,
-    # Of MindSpeed-LLM: adapters that would replace those of --save, a conversion of what is in --load.
-    "lora_load": None,
-    "enable_hf2mg_convert": False,
-}
 
 
 def resume_after_restart(args: Any) -> None:
@@ -56,7 +42,7 @@ def resume_after_restart(args: Any) -> None:
         or _has_saved_nothing(args)
     ):
         return
-    changed = {name: value for name, value in _START_ONLY.items() if _is_given(args, name)}
+    changed = {name: value for name, value in START_ONLY.items() if _is_given(args, name)}
     if not _is_same_folder(args.load, args.save):
         where = "is missing" if args.load is None else f"is {args.load}"
         _say_once(args, f"--load {where}: the restarted job loads from --save {args.save}")

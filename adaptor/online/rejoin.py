@@ -204,13 +204,11 @@ class Rejoin:
                 return train()
             except Unwind:
                 pass
-            except (AdaptorError, SystemExit) as error:
-                # The save of an incident takes away what a regular save has half written: that is made again.
-                if not (isinstance(error, CheckpointError) and self._session.door.closed):
-                    raise
-                self._worker.tell_of(error)
-                error.__traceback__ = None
             except Exception as error:
+                # The save of an incident takes away what a regular save has half written: that is made again.
+                taken_away = isinstance(error, CheckpointError) and self._session.door.closed
+                if isinstance(error, AdaptorError) and not taken_away:
+                    raise
                 self._worker.tell_of(error)
                 error.__traceback__ = None  # what hangs on it is as large as the activations of a step
             self._join()

@@ -24,7 +24,6 @@ ASK_S = 1
 # answer, so one lost packet is no silence. The kernel looks when it would ask again: a lost node is noticed 2
 # to 3 s after its loss.
 SILENT_S = 2.5
-NOTICED_S = (2.0 * ASK_S, 3.0 * ASK_S)
 # Between machines: once a message has been announced, it comes within this time. The largest would, at half a
 # megabyte a second; the kernel answers for a sender that has stopped, so silence alone does not tell.
 SLOW_S = 30.0

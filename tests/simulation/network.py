@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 # When a silence is noticed, after it has begun.
-SILENT_S = (wire.NOTICED_S[0], wire.NOTICED_S[1] + 0.1)
+SILENT_S = (2.0 * wire.ASK_S, 3.0 * wire.ASK_S + 0.1)
 
 
 class Lost:

@@ -12,9 +12,14 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
+import pytest
+
+from tests.unit import object_store
+
 Fault = Literal["", "hold before", "hold after", "cut before", "cut after", "403", "503", "corrupt"]
 # What is told of a request: its number from 0, its method, its path.
 Chooses = Callable[[int, str, str], Fault]
+_BUCKET = "bucket"
 _HOP = {"connection", "transfer-encoding", "content-length", "date", "server"}
 
 
@@ -36,6 +41,29 @@ class FaultProxy:
             self.held.clear()
             self.release = threading.Event()
             self.fault = fault
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The URL of an object store with one bucket."""
+    with object_store.server() as url:
+        object_store.request(url, "PUT", f"/{_BUCKET}")
+        yield url
+
+
+@pytest.fixture
+def faults(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy before it; the environment has the credentials."""
+    for name, value in object_store.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with proxy(server) as state:
+        yield state
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    """A prefix of the test's own in it."""
+    return f"s3://{_BUCKET}/{request.node.name.partition('[')[0]}"
 
 
 @contextmanager

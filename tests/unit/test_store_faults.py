@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -19,10 +18,10 @@ from adaptor.store import choose, pull, push
 from adaptor.store.client import PIECE, Store
 from adaptor.store.opening import open_store
 from tests.unit import object_store
-from tests.unit.fault_proxy import Chooses, Fault, FaultProxy, proxy
+from tests.unit.fault_proxy import Chooses, Fault, FaultProxy, faults, server, url
 from tests.unit.object_store import contents, save
 
-BUCKET = "faults"
+__all__ = ["faults", "server", "url"]
 # The statement after which the process is told to go on; it has imported all that it needs by then.
 _PUSHER = (
     "import sys; from pathlib import Path; from adaptor.store import push; from adaptor.store.opening import"
@@ -30,26 +29,6 @@ _PUSHER = (
     "    push.push(open_store(sys.argv[1], sys.argv[2]), Path(sys.argv[3]), int(step))\n"
     "    print('done', flush=True)"
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with object_store.server() as url:
-        object_store.request(url, "PUT", f"/{BUCKET}")
-        yield url
-
-
-@pytest.fixture
-def faults(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    for name, value in object_store.CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with proxy(server) as state:
-        yield state
-
-
-@pytest.fixture
-def url(request: pytest.FixtureRequest) -> str:
-    return f"s3://{BUCKET}/{request.node.name.partition('[')[0]}"
 
 
 def _once(number: int, fault: Fault) -> Chooses:
@@ -213,23 +192,29 @@ def test_a_pull_onto_a_full_disk_leaves_nothing(
     assert list(root.iterdir()) == []
 
 
-def test_two_who_push_the_same_write_the_same(
-    faults: FaultProxy, url: str, server: str, tmp_path: Path
-) -> None:
-    """The second begins while the first is held in the middle, and ends first."""
-    save(tmp_path / "one", 12)
+def _held_in_the_middle(url: str, faults: FaultProxy, root: Path) -> tuple[threading.Thread, list[Exception]]:
+    """Begin to push step 12; return when the store holds back a request of it. The list gets the error."""
     faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
     failed: list[Exception] = []
 
     def first() -> None:
         try:
-            push.push(open_store(url, faults.url), tmp_path / "one", 12)
-        except StoreError as error:
+            push.push(open_store(url, faults.url), root, 12)
+        except (StoreError, CheckpointError) as error:
             failed.append(error)
 
     thread = threading.Thread(target=first)
     thread.start()
     assert faults.held.wait(60)
+    return thread, failed
+
+
+def test_two_who_push_the_same_write_the_same(
+    faults: FaultProxy, url: str, server: str, tmp_path: Path
+) -> None:
+    """The second begins while the first is held in the middle, and ends first."""
+    save(tmp_path / "one", 12)
+    thread, failed = _held_in_the_middle(url, faults, tmp_path / "one")
     assert not push.push(open_store(url, server), tmp_path / "one", 12).there
     faults.fault = lambda number, method, path: ""
     faults.release.set()  # its request ends, and comes again
@@ -242,18 +227,7 @@ def test_a_file_that_is_replaced_while_it_is_pushed_is_refused(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
     folder = save(tmp_path / "one", 12)
-    faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
-    failed: list[Exception] = []
-
-    def first() -> None:
-        try:
-            push.push(open_store(url, faults.url), tmp_path / "one", 12)
-        except CheckpointError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert faults.held.wait(60)
+    thread, failed = _held_in_the_middle(url, faults, tmp_path / "one")
     (folder / "mp_rank_02" / naming.MODEL_FILE).unlink()
     faults.fault = lambda number, method, path: ""
     faults.release.set()

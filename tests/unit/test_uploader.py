@@ -30,10 +30,10 @@ from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
 from tests import waiting
 from tests.unit import object_store
-from tests.unit.fault_proxy import Fault, FaultProxy, proxy
+from tests.unit.fault_proxy import Fault, FaultProxy, faults, server, url
 from tests.unit.object_store import save
 
-BUCKET = "uploads"
+__all__ = ["faults", "server", "url"]
 
 
 @pytest.mark.parametrize(
@@ -91,26 +91,6 @@ class Sender:
         rest = self.process.stdout.read()
         assert self.process.wait() == 0
         return rest
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with object_store.server() as url:
-        object_store.request(url, "PUT", f"/{BUCKET}")
-        yield url
-
-
-@pytest.fixture
-def faults(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    for name, value in object_store.CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with proxy(server) as state:
-        yield state
-
-
-@pytest.fixture
-def url(request: pytest.FixtureRequest) -> str:
-    return f"s3://{BUCKET}/{request.node.name.partition('[')[0]}"
 
 
 @pytest.fixture
@@ -303,17 +283,24 @@ def test_a_store_with_later_steps_is_named(
     assert sender.ends() == ""
 
 
-def test_an_uploader_that_is_killed_is_started_again(
-    url: str, server: str, faults: FaultProxy, root: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def _held_in_the_middle(
+    url: str, faults: FaultProxy, root: Path
+) -> tuple[JobUploads, subprocess.Popen[bytes]]:
+    """Begin to send a checkpoint; return when the store holds back a request of it."""
     faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
     save(root, 10)
-    settings = dataclasses.replace(load({}), store=url, store_endpoint=faults.url)
-    uploads = JobUploads(settings)
+    uploads = JobUploads(dataclasses.replace(load({}), store=url, store_endpoint=faults.url))
     uploads.begin(root)
     assert faults.held.wait(60)
     process = uploads._process
     assert process is not None
+    return uploads, process
+
+
+def test_an_uploader_that_is_killed_is_started_again(
+    url: str, server: str, faults: FaultProxy, root: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    uploads, process = _held_in_the_middle(url, faults, root)
     faults.fault = lambda number, method, path: ""
     process.kill()
     faults.release.set()
@@ -331,13 +318,7 @@ def test_an_uploader_that_is_killed_right_before_the_end_is_started_once_more(
     url: str, server: str, faults: FaultProxy, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_uploads, "FIRST_WAIT_S", waiting.LONG_S)
-    faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
-    save(root, 10)
-    uploads = JobUploads(dataclasses.replace(load({}), store=url, store_endpoint=faults.url))
-    uploads.begin(root)
-    assert faults.held.wait(60)
-    process = uploads._process
-    assert process is not None
+    uploads, process = _held_in_the_middle(url, faults, root)
     faults.fault = lambda number, method, path: ""
     process.kill()
     waiting.until(lambda: uploads._process is None, "it is seen that it has ended")
@@ -410,14 +391,7 @@ def test_a_start_that_hangs_holds_up_nobody(root: Path, monkeypatch: pytest.Monk
 
 
 def test_it_ends_where_another_node_takes_over(url: str, server: str, faults: FaultProxy, root: Path) -> None:
-    faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
-    save(root, 10)
-    settings = dataclasses.replace(load({}), store=url, store_endpoint=faults.url)
-    uploads = JobUploads(settings)
-    uploads.begin(root)
-    assert faults.held.wait(60)
-    process = uploads._process
-    assert process is not None
+    uploads, process = _held_in_the_middle(url, faults, root)
     uploads.stop()
     waiting.ended([process.pid])
     assert "ttp-upload" not in {thread.name for thread in threading.enumerate()}
