@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 # By their names in the parsed arguments, with the values of those that are not given.
 START_ONLY: dict[str, bool | None] = {
     "finetune": False,
