@@ -52,7 +52,9 @@ loop.step(11)
 note = Path(sys.argv[1], f"{os.environ['RANK']}-{os.getpid()}")
 {more}
 print("wrote", os.getpid(), flush=True)
-note.with_suffix(".done").write_text(os.environ.get("TTP_NEWCOMER", ""))
+unfinished = note.with_suffix(".part")
+unfinished.write_text(os.environ.get("TTP_NEWCOMER", ""))
+unfinished.rename(note.with_suffix(".done"))  # who waits for the file reads all of it
 import threading
 threading.Event().wait()
 """
