@@ -10,6 +10,7 @@ from pathlib import Path
 
 from demo import corpus, report
 from demo.findings import Survival, examine
+from demo.losses import losses
 from demo.progress import DemoError, Progress
 from demo.records import read_incident
 from demo.runs import RANKS, Plan, Run, run_tool
@@ -100,14 +101,13 @@ def demo(chosen: argparse.Namespace) -> bool:
     for run in runs:
         progress.begin(run.title)
         run.execute(progress)
-        progress.done(f"{ITERATIONS} iterations, loss {report.losses(run.steps)[1][-1]:.3f}")
+        progress.done(f"{ITERATIONS} iterations, loss {losses(run.steps)[1][-1]:.3f}")
     progress.begin("report")
     reference, calm, *killed = runs
     online, restart = (survival(run) for run in killed)
     found = examine(reference, calm, online, restart)
     page = OUT / "report.html"
-    curves = [report.Curve(run.title, run.steps) for run in runs]
-    report.write_page(page, found, curves, [online, restart])
+    report.write_page(page, found, runs, [online, restart])
     progress.done(str(page))
     print_table(found.rows)
     for sentence in found.sentences:

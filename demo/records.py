@@ -127,7 +127,7 @@ class Incident:
     saved_step: int  # from which the job went on, saved or not; 0 where there was none
     verdict: str
     reason: str
-    ranks: list[int]
+    path: Path
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def first(self, what: str) -> float | None:
@@ -145,6 +145,6 @@ def read_incident(folder: Path) -> Incident:
         saved_step=report["step"] or 0,
         verdict=report["verdict"],
         reason=report["reason"],
-        ranks=report["ranks"],
+        path=reports[0],
         events=sorted(report["events"], key=lambda event: str(event["time"])),
     )

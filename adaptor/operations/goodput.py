@@ -60,6 +60,7 @@ class TimeSpent:
         self._last = 0.0  # when the last event was
         self._first: int | None = None  # the step from which training began
         self._newest: int | None = None  # the newest step of an event
+        self.changes: list[tuple[float, str]] = []  # when each state began, and which it was
 
     def add(self, event: Event) -> None:
         """Take the next event of the job, in the order of its file."""
@@ -81,6 +82,7 @@ class TimeSpent:
             # Two nodes may have written, whose clocks disagree: no state lasts less than nothing.
             self._seconds[self._state] += max(0.0, at - self._since)
         self._state, self._since = state, max(at, self._since)
+        self.changes.append((self._since, state))
 
     def until(
         self, until: float | None, *, newest: int | None, incidents: Sequence[Incident | IncidentSummary]

@@ -47,12 +47,21 @@ class JobReader:
         """Return how the job has spent its time until its status was written. Raises JobFolderError."""
         status = self.status()
         with self._lock:
-            if self._events.is_replaced():
-                self._spent = TimeSpent()
-            for event in self._events:
-                self._spent.add(event)
+            self._read_on()
             incidents = self._summaries.of(self.job)
             return self._spent.until(unix(status.time), newest=status.step, incidents=incidents)
+
+    def changes(self) -> list[tuple[float, str]]:
+        """Return when each state began, and which (see `goodput`). Raises JobFolderError."""
+        with self._lock:
+            self._read_on()
+            return list(self._spent.changes)
+
+    def _read_on(self) -> None:
+        if self._events.is_replaced():
+            self._spent = TimeSpent()
+        for event in self._events:
+            self._spent.add(event)
 
 
 class _NewEvents:

@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from adaptor.endpoints import Address
-from adaptor.operations import job_folder, metrics, page
+from adaptor.operations import job_folder, metrics, page, page_frame
 from adaptor.operations.access import Clients
 from adaptor.operations.job_folder import JobFolderError
 from adaptor.operations.job_reader import JobReader, newest_events
@@ -207,6 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", f"{page_frame.POLICY}; frame-ancestors 'none'")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -12,8 +12,8 @@ from demo.records import Incident, Kill, Step
 from demo.runs import RANKS, Run
 
 KILL = Kill(rank=1, pid=7, time=2.5)
-RECOVERED = Incident(saved_step=2, verdict="recovered", reason="", ranks=[])
-SAVED = Incident(saved_step=2, verdict="saved", reason="", ranks=[])
+RECOVERED = Incident(saved_step=2, verdict="recovered", reason="", path=Path())
+SAVED = Incident(saved_step=2, verdict="saved", reason="", path=Path())
 
 
 def step(iteration: int, rank: int, time: float, restart: int = 0) -> Step:

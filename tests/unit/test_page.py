@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,10 +13,10 @@ import msgspec
 import pytest
 
 from adaptor.launchers import ttp
-from adaptor.operations import job_folder, page
+from adaptor.operations import history, incident_section, job_folder, page, page_frame, timeline
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.records import Phases, utc
-from tests.unit.test_serve import BEGAN, EVENTS, incident, status
+from tests.unit.test_serve import BEGAN, EVENTS, event, incident, status
 
 JOB = "j"
 
@@ -29,10 +32,11 @@ class Text(HTMLParser):
         self.feed(html)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self._skips = tag == "style"
-        if tag in ("script", "link", "img", "iframe") or any(
-            name in ("src", "href") for name, _ in attributes
-        ):
+        self._skips = tag in ("style", "script")
+        # The icon is empty, and the script has its own test below.
+        given = dict(attributes)
+        places = [given[name] or "" for name in ("src", "href", "style") if name in given]
+        if tag in ("img", "iframe") or any(not place.startswith(("#", "data:,")) for place in places):
             self.loads.append(tag)
 
     def handle_data(self, data: str) -> None:
@@ -60,15 +64,17 @@ def html_of(job: Path) -> str:
 
 def test_an_incident_in_figures(tmp_path: Path) -> None:
     one = incident()
+    one.events.append(event(50.6, "published", 8))
     one.phases = Phases(
         detect=0.02, freeze=0.03, write=0.4, publish=0.1, restart=2.0, load=5.0, first_step=1.5
     )
     text = str(Text(html_of(write(tmp_path, one))))
-    assert "rank 1 was ended by SIGKILL" in text
-    assert "Noticed after 20 ms" in text
-    assert "Verdict after 1.0 s" in text
+    assert "Rank 1 was ended by SIGKILL" in text
+    assert "Detected after 20 ms" in text
+    assert "Published after 600 ms step 8 is saved" in text
     assert "First step again after 9.5 s" in text
-    assert "other 450 ms" in text
+    assert "until the checkpoint has its name 600 ms" in text
+    assert "until the verdict 400 ms" in text
     assert "Steps lost 2" in text
     assert "Goodput" in text
 
@@ -83,7 +89,7 @@ def test_a_job_without_an_incident_and_without_a_step(tmp_path: Path) -> None:
 
 def test_a_job_that_writes_nothing_any_more(tmp_path: Path) -> None:
     html = html_of(write(tmp_path, None, state=status(time=utc(BEGAN))))
-    assert re.search(r'class="bad">silent for [\d.]+ h, last training', html)
+    assert re.search(r'class="pill bad">silent for [\d.]+ h, last training', html)
 
 
 def test_what_a_job_says_is_text(tmp_path: Path) -> None:
@@ -91,16 +97,18 @@ def test_what_a_job_says_is_text(tmp_path: Path) -> None:
     one = incident()
     one.reason = one.next_action = "<script>alert(1)</script><img src=x>"
     one.events[0].data["detail"] = "<b onclick=x>"
-    made = Text(html_of(write(tmp_path, one, state=status(job="<i>", why_not="<u>", protected=False))))
+    html = html_of(write(tmp_path, one, state=status(job="<i>", why_not="<u>", protected=False)))
+    made = Text(html)
     assert made.loads == []
+    assert html.count("<script>") == 1
     assert "<script>alert(1)</script><img src=x>" in str(made)
 
 
 def test_an_incident_with_more_events_than_a_browser_takes(tmp_path: Path) -> None:
     one = incident()
-    one.events *= page.MOST_EVENTS + 7
+    one.events *= incident_section.MOST_EVENTS + 7
     html = html_of(write(tmp_path, one))
-    assert html.count("fault noticed") == page.MOST_EVENTS
+    assert html.count("<td>fault noticed</td>") == incident_section.MOST_EVENTS
     assert "The other 7 are in incidents/" in html
 
 
@@ -112,7 +120,7 @@ def test_a_page_is_made_again_of_what_has_changed(tmp_path: Path) -> None:
     changed.reason = "another reason"
     (job / "incidents" / "1.json").write_bytes(msgspec.json.encode(changed))
     text = str(Text(pages.page(reader)))
-    assert ("another reason" in text, "SIGKILL" in text, "Steps lost 12" in text) == (True, False, True)
+    assert ("Another reason" in text, "SIGKILL" in text, "Steps lost 12" in text) == (True, False, True)
 
 
 def test_a_job_with_more_incidents_than_a_browser_takes(tmp_path: Path) -> None:
@@ -123,9 +131,9 @@ def test_a_job_with_more_incidents_than_a_browser_takes(tmp_path: Path) -> None:
         one.reason = f"fault number {number}."
         (job / "incidents" / f"20260101T0000{number:02}Z-1.json").write_bytes(msgspec.json.encode(one))
     text = str(Text(html_of(job)))
-    assert text.count("fault number") == page.MOST_INCIDENTS
-    assert text.index("fault number 26.") < text.index("fault number 7.")
-    assert "fault number 6." not in text
+    assert text.count("Fault number") == 2 * page.MOST_INCIDENTS, "in the list, and above its section"
+    assert text.index("Fault number 26 ") < text.index("Fault number 7 ")
+    assert "Fault number 6 " not in text
     assert "7 older ones:" in text
 
 
@@ -136,3 +144,78 @@ def test_ttp_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert ttp.main(["report", str(job), "-o", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"ttp: error: {tmp_path}: the page of j cannot be written")
+
+
+def test_a_browser_runs_this_script_and_takes_this_style(tmp_path: Path) -> None:
+    html = html_of(write(tmp_path, None))
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
+    assert policy.replace("&#39;", "'") == page_frame.POLICY
+    for tag, directive in (("script", "script-src"), ("style", "style-src")):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}'" in page_frame.POLICY
+
+
+def test_stacks_that_were_written_meanwhile_are_in_the_page(tmp_path: Path) -> None:
+    one = incident()
+    one.silent = [3]
+    job = write(tmp_path, one)
+    for folder, rank, at in (("stacks-a", 0, 50.5), ("stacks-a", 3, 50.5), ("stacks-b", 1, 500.0)):
+        file = tmp_path / folder / f"rank{rank}.txt"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"<stack> of {rank}")
+        os.utime(file, (BEGAN + at, BEGAN + at))
+    text = str(Text(html_of(job)))
+    assert "Stacks of 2 ranks Rank 3: stacks-a/rank3.txt <stack> of 3 Rank 0: stacks-a/rank0.txt" in text
+    assert "<stack> of 1" not in text
+
+
+def test_lanes_of_those_that_have_a_part(tmp_path: Path) -> None:
+    one = incident()
+    one.silent = [2]
+    one.ranks = list(range(20))
+    told = [("freeze", 50.01), ("frozen", 50.02)]
+    one.events += [
+        msgspec.structs.replace(event(at, what), rank=rank) for rank in range(20) for what, at in told
+    ]
+    one.events += [msgspec.structs.replace(event(50.03, "dump-ordered", 8), rank=19)]
+    found = timeline.lanes_of(one, BEGAN + 50, 1.0)
+    assert [(lane.name, lane.note) for lane in found.lanes[:5]] == [
+        ("controller, agents", ""),
+        ("rank 1", "blamed"),
+        ("rank 2", "did not answer"),
+        ("rank 19", "writes"),
+        ("rank 0", ""),
+    ]
+    assert (len(found.lanes), found.left_out) == (timeline.MOST_LANES + 1, 20 - timeline.MOST_LANES)
+    spans = [
+        [(span.kind, round(span.begin, 3), round(span.end, 3)) for span in lane.spans] for lane in found.lanes
+    ]
+    assert spans[1] == [("gone", 0.0, 1.0), ("stop", 0.01, 0.02)]
+    assert spans[2] == [("silent", 0.01, 0.02)]
+    assert spans[3] == [("stop", 0.01, 0.02), ("write", 0.03, 1.0)]
+    assert [(word, round(at, 2)) for word, at in found.lanes[3].words] == [
+        ("told to stop", 0.01),
+        ("stopped", 0.02),
+        ("told to write", 0.03),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("until", "ticks"),
+    [(0.133, [0, 0.05, 0.1, 0.15]), (7.1, [0, 2, 4, 6, 8]), (5.0, [0, 1, 2, 3, 4, 5]), (0, [0, 1])],
+)
+def test_a_scale_has_round_numbers(until: float, ticks: list[float]) -> None:
+    assert [round(at, 6) for at in timeline.scale(until)[1]] == ticks
+
+
+def test_the_history_of_a_job() -> None:
+    changes = [(0.0, "startup"), (20.0, "training"), (60.0, "recovery"), (70.0, "training")]
+    found = history.of_changes(changes, 80.0)
+    assert found is not None
+    assert [round(found.ratios[at], 3) for at in (19, 39, 59, 79)] == [0, 0.5, 0.667, 0.625]
+    assert [rect.kind for rect in found.rects] == ["load"] * 20 + ["first"] * 40 + ["write"] * 10 + [
+        "first"
+    ] * 10
+    assert history.of_changes([], 80.0) is None
+    assert history.of_changes(changes[:1], 1.0) is None

@@ -1,0 +1,98 @@
+"""Geometry of the page's charts: SVG in a box of 1000 x 100, which a browser stretches; no script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+WIDTH, HEIGHT = 1000.0, 100.0
+
+
+class Rect(NamedTuple):
+    """A rectangle of a chart, and the name of its colour."""
+
+    kind: str
+    x: str
+    y: str
+    width: str
+    height: str
+
+
+class Line(NamedTuple):
+    """A curve over steps, or anything else that is counted.
+
+    points      of an SVG polyline
+    low, high   the values at the lower and the upper edge
+    first, last of what is counted
+    """
+
+    points: str
+    low: float
+    high: float
+    first: float
+    last: float
+
+
+def rect(
+    kind: str, begin: float, end: float, until: float, low: float = 0.0, high: float = 1.0
+) -> Rect | None:
+    """Return the rectangle from `begin` to `end` on a scale of 0 to `until`; None if nothing of it is there.
+
+    Args:
+        kind: the name of its colour.
+        begin: where it begins on the scale.
+        end: where it ends.
+        until: the end of the scale.
+        low: its lower edge, from 0 to 1.
+        high: its upper edge.
+    """
+    begin, end = max(0.0, begin), min(until, end)
+    if end < begin or until <= 0 or high <= low:
+        return None
+    x = WIDTH * begin / until
+    width = max(WIDTH * (end - begin) / until, 2.0)  # the shortest part is seen, too
+    return Rect(
+        kind,
+        _number(min(x, WIDTH - width)),
+        _number(HEIGHT * (1 - high)),
+        _number(width),
+        _number(HEIGHT * (high - low)),
+    )
+
+
+def row(seconds: Mapping[str, float], until: float = 0.0) -> list[Rect]:
+    """Return parts one behind the other, on a scale to `until`; 0: as wide as the chart."""
+    total = until or sum(seconds.values())
+    found, begin = [], 0.0
+    for kind, took in seconds.items():
+        made = rect(kind, begin, begin + took, total) if took > 0 else None
+        begin += took
+        if made is not None:
+            found.append(made)
+    return found
+
+
+def line(
+    xs: Sequence[float], ys: Sequence[float], low: float | None = None, high: float | None = None
+) -> Line:
+    """Return a curve; without `low` and `high` its values fill the chart.
+
+    Args:
+        xs: what is counted, ascending; at least one.
+        ys: as many values.
+        low: the value at the lower edge.
+        high: the value at the upper edge.
+    """
+    low = min(ys) if low is None else low
+    high = max(ys) if high is None else high
+    wide = (xs[-1] - xs[0]) or 1.0
+    tall = (high - low) or 1.0
+    points = " ".join(
+        f"{_number(WIDTH * (x - xs[0]) / wide)},{_number(HEIGHT * (1 - (y - low) / tall))}"
+        for x, y in zip(xs, ys, strict=True)
+    )
+    return Line(points, low, high, xs[0], xs[-1])
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,196 @@
+"""Makes the part of a page about one incident, from its file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import NamedTuple
+
+import jinja2
+from markupsafe import Markup
+
+from adaptor.operations import charts, timeline
+from adaptor.operations.incident_stacks import Stacks
+from adaptor.operations.records import Event, Incident, unix
+from adaptor.operations.timeline import Span
+from adaptor.operations.words import duration
+
+# More events of an incident than these are left to its file: with thousands of ranks a browser would stall.
+MOST_EVENTS = 500
+NOTICED = "the notice of the fault"
+_VERDICTS = {
+    "recovered": "recovered without a restart",
+    "saved": "saved",
+    "nothing": "nothing to save",
+    "lost": "could not be saved",
+}
+# The kinds of a lane's spans, which are names of colours, and what the key calls them.
+_KINDS = {
+    "gone": "no process",
+    "silent": "does not answer",
+    "stop": "stops",
+    "write": "writes",
+    "publish": "names the checkpoint",
+    "start": "a new process starts",
+    "regroup": "meets the others",
+}
+_RECOVERY = {
+    "write": "until the checkpoint has its name",
+    "other": "until the verdict",
+    "regroup": "new process, all meet again",
+    "start": "restart of all processes",
+    "load": "imports, model, data, checkpoint",
+    "first": "first step",
+}
+
+
+class Section(NamedTuple):
+    """The part of a page about one incident, and its line in the list of all.
+
+    order  of incidents: when it began, and its number
+    name   of the section in the page
+    """
+
+    order: tuple[str, int]
+    name: str
+    began: str
+    cause: str
+    verdict: str
+    action: str
+    again: str
+    lost: str
+    html: Markup
+
+
+def section(
+    environment: jinja2.Environment,
+    one: Incident,
+    stacks: Stacks,
+    *,
+    fault_at: float | None = None,
+    origin: str = NOTICED,
+    name: str = "",
+) -> Section:
+    """Return the section of an incident.
+
+    Args:
+        environment: of the page.
+        one: the incident.
+        stacks: that were written in it.
+        fault_at: when the fault happened, in Unix seconds; by default when it was noticed.
+        origin: what happened then, in words.
+        name: of the section in the page; by default the incident's id.
+    """
+    name = name or f"incident-{one.id}"
+    began = unix(one.began)
+    fault_at = began if fault_at is None else fault_at
+    published = _published(one, fault_at)
+    verdict_s = max(0.0, unix(one.ended) - fault_at)
+    again = _first_step_again(one, fault_at)
+    until = published if published is not None else verdict_s
+    _, ticks = timeline.scale(until)
+    cause, more = _sentence(one)
+    lanes = timeline.lanes_of(one, fault_at, verdict_s)
+    kinds = {span.kind for lane in lanes.lanes for span in lane.spans if span.begin <= ticks[-1]}
+    fields = {
+        "one": one,
+        "name": name,
+        "cause": cause,
+        "more": more,
+        "verdict": _VERDICTS.get(one.verdict, one.verdict),
+        "detected": _detected(one, fault_at),
+        "published": published,
+        "again": again,
+        "origin": origin,
+        "until": until,
+        "ticks": ticks,
+        "lanes": lanes,
+        "kinds": {kind: word for kind, word in _KINDS.items() if kind in kinds},
+        "recovery": _recovery(one, verdict_s, published),
+        "recovery_words": _RECOVERY,
+        "stacks": stacks,
+        "most": MOST_EVENTS,
+    }
+    html = environment.get_template("incident.html.j2").render(
+        **fields,
+        mark=hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16],
+        figure=lambda seconds: "not known" if seconds is None else duration(seconds),
+        after=_after,
+        spans=_rects,
+        seconds=lambda event: _since(event, fault_at),
+        words=timeline.words_of,
+    )
+    return Section(
+        order=(one.began, one.incident),
+        name=name,
+        began=one.began[:19].replace("T", " "),
+        cause=cause,
+        verdict=one.verdict,
+        action=one.next_action,
+        again="" if again is None else duration(again),
+        lost="not known" if one.steps_lost is None else str(one.steps_lost),
+        html=Markup(html),
+    )
+
+
+def _sentence(one: Incident) -> tuple[str, str]:
+    """Return the cause in one sentence, and what else the line says that was printed."""
+    cause, _, more = one.reason.partition("; ")
+    return _begin(cause) or "The cause is not known", _begin(more)
+
+
+def _begin(words: str) -> str:
+    """Return words as a sentence begins; the name of a function stays as it is."""
+    words = words.strip().rstrip(".")
+    return words if re.match(r"\S+ \(", words) else words[:1].upper() + words[1:]
+
+
+def _since(event: Event, fault_at: float) -> float:
+    """Return the seconds from the fault; below 0 for what another node's clock has earlier."""
+    return unix(event.time) - fault_at
+
+
+def _after(seconds: float) -> str:
+    if abs(seconds) < 0.0005:
+        return "0 ms"
+    return duration(seconds) if seconds > 0 else f"-{duration(-seconds)}"
+
+
+def _rects(spans: list[Span], until: float) -> list[charts.Rect]:
+    found = (charts.rect(one.kind, one.begin, one.end, until) for one in spans)
+    return [one for one in found if one is not None]
+
+
+def _detected(one: Incident, fault_at: float) -> float | None:
+    """Return the seconds until the first order; for a hang those in which nothing had moved."""
+    if one.phases.detect is None or one.cause.kind == "hang":
+        return one.phases.detect
+    return max(0.0, unix(one.began) - fault_at) + one.phases.detect
+
+
+def _published(one: Incident, fault_at: float) -> float | None:
+    """Return the seconds until the checkpoint had its name; None if none was written."""
+    at = [unix(event.time) for event in one.events if event.type == "published"]
+    return max(0.0, max(at) - fault_at) if at else None
+
+
+def _first_step_again(one: Incident, fault_at: float) -> float | None:
+    """Return the seconds until the first step after the fault; None while there is none."""
+    phases = one.phases
+    if phases.first_step is None:
+        return None
+    spent = max(0.0, unix(one.ended) - fault_at)
+    return spent + (phases.restart or 0.0) + (phases.load or 0.0) + phases.first_step
+
+
+def _recovery(one: Incident, verdict_s: float, published: float | None) -> dict[str, float]:
+    """Return the parts of the whole recovery, in their order."""
+    phases = one.phases
+    saved = min(published or 0.0, verdict_s)
+    return {
+        "write": saved,
+        "regroup" if one.verdict == "recovered" else "other": verdict_s - saved,
+        "start": phases.restart or 0.0,
+        "load": phases.load or 0.0,
+        "first": phases.first_step or 0.0,
+    }

@@ -1,0 +1,165 @@
+"""Lays out an incident for its page: what each rank did, as lanes over one scale, and in words."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from adaptor.operations.records import Event, Incident, unix
+
+# More ranks than these would not be read: those with a part in the incident come first.
+MOST_LANES = 10
+# More words than these in one lane are left to the table of events.
+_MOST_WORDS = 12
+# By the order that a rank or an agent gets: the kind of the span until one of these answers.
+_SPANS = {
+    "freeze": ("stop", ("frozen", "died")),
+    "dump-ordered": ("write", ("gathered", "written", "failed")),
+    "publish-ordered": ("publish", ("published", "failed")),
+    "regroup-ordered": ("regroup", ("joined", "failed")),
+}
+_WORDS = {
+    "fault-noticed": "fault noticed",
+    "freeze": "told to stop",
+    "frozen": "stopped",
+    "through-the-door": "let through to its next update",
+    "replace": "told to start a new process",
+    "prepare": "told to make the folder",
+    "dump-ordered": "told to write",
+    "gathered": "shards gathered",
+    "publish-ordered": "told to name the checkpoint",
+    "published": "checkpoint has its name",
+    "started": "new process",
+    "regroup-ordered": "told to meet again",
+    "joined": "has met the others",
+    "recovered": "training goes on",
+    "exit": "told to end",
+}
+# Their text is of many lines; the table of events has it.
+_UNTOLD = {"calls"}
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_INTERVALS = 5
+
+
+class Span(NamedTuple):
+    """A part of a lane: its kind, and where it begins and ends, in seconds from the fault."""
+
+    kind: str
+    begin: float
+    end: float
+
+
+class Lane(NamedTuple):
+    """The actions of one rank, or of the controller and the agents together.
+
+    note   its part in the incident, '' for none
+    words  what happened there, with the seconds from the fault at which it did
+    """
+
+    name: str
+    note: str
+    spans: list[Span]
+    words: list[tuple[str, float]]
+
+
+class Lanes(NamedTuple):
+    """The lanes of an incident; `left_out` ranks have none."""
+
+    lanes: list[Lane]
+    left_out: int
+
+
+def words_of(event: Event) -> str:
+    """Return what an event is called on the page."""
+    return _WORDS.get(event.type, event.type.replace("-", " "))
+
+
+def lanes_of(incident: Incident, fault_at: float, ended: float) -> Lanes:
+    """Return the lanes of an incident: the controller's, then those of ranks, the blamed one first.
+
+    Args:
+        incident: its file.
+        fault_at: the time from which all seconds count, in Unix seconds.
+        ended: the end of a span that has no other, in seconds from then.
+    """
+    of_rank: dict[int | None, list[Event]] = defaultdict(list)
+    for event in sorted(incident.events, key=lambda one: one.time):
+        of_rank[event.rank].append(event)
+    replaced = min(
+        (unix(one.time) - fault_at for one in of_rank[None] if one.type == "replace"), default=None
+    )
+    parts = _parts(incident, of_rank)
+    ranks = sorted((rank for rank in of_rank if rank is not None), key=lambda rank: _order(rank, parts))
+    lanes = [_lane("controller, agents", "", of_rank[None], fault_at, ended)]
+    for rank in ranks[:MOST_LANES]:
+        lane = _lane(f"rank {rank}", parts.get(rank, ""), of_rank[rank], fault_at, ended)
+        ended_at_once = rank == incident.blamed and incident.cause.kind in ("signal", "exit")
+        spans = [*_gone(of_rank[rank], ended_at_once, replaced, fault_at, ended), *lane.spans]
+        if rank in incident.silent:
+            spans = [one._replace(kind="silent") if one.kind == "stop" else one for one in spans]
+        lanes.append(lane._replace(spans=spans))
+    return Lanes(lanes, max(0, len(ranks) - MOST_LANES))
+
+
+def _parts(incident: Incident, of_rank: Mapping[int | None, Sequence[Event]]) -> dict[int, str]:
+    """Return the part that each rank has in an incident; the first that fits."""
+    parts = {} if incident.blamed is None else {incident.blamed: "blamed"}
+    parts |= {rank: "failed, too" for rank in incident.failed if rank not in parts}
+    parts |= {rank: "did not answer" for rank in incident.silent if rank not in parts}
+    for rank, events in of_rank.items():
+        if rank is not None and rank not in parts and any(one.type == "dump-ordered" for one in events):
+            parts[rank] = "writes"
+    return parts
+
+
+def _order(rank: int, parts: Mapping[int, str]) -> tuple[int, int]:
+    order = ("blamed", "failed, too", "did not answer", "writes", "")
+    return order.index(parts.get(rank, "")), rank
+
+
+def _lane(name: str, note: str, events: Iterable[Event], fault_at: float, ended: float) -> Lane:
+    spans: list[Span] = []
+    words: list[tuple[str, float]] = []
+    told: dict[str, float] = {}  # by the kind of a span: when it began
+    for event in events:
+        at = unix(event.time) - fault_at
+        if event.type in _SPANS:
+            told.setdefault(_SPANS[event.type][0], at)
+        for kind, answers in _SPANS.values():
+            if event.type in answers and kind in told:
+                spans.append(Span(kind, told.pop(kind), at))
+        word = words_of(event)
+        if event.type not in _UNTOLD and (not words or words[-1][0] != word) and len(words) < _MOST_WORDS:
+            words.append((word, at))
+    spans += [Span(kind, begin, ended) for kind, begin in told.items()]
+    return Lane(name, note, spans, words)
+
+
+def _gone(
+    events: Sequence[Event], ended_at_once: bool, replaced: float | None, fault_at: float, ended: float
+) -> list[Span]:
+    """Return when a rank had no process, and when a new one was being started."""
+    died = [unix(one.time) - fault_at for one in events if one.type == "died"]
+    started = [unix(one.time) - fault_at for one in events if one.type == "started"]
+    if ended_at_once:
+        died.insert(0, 0.0)
+    if not died:
+        return []
+    back = min((at for at in started if at >= died[0]), default=ended)
+    if replaced is None or not started or replaced >= back:
+        return [Span("gone", died[0], back)]
+    begin = max(died[0], replaced)
+    return [Span("gone", died[0], begin), Span("start", begin, back)]
+
+
+def scale(until: float) -> tuple[float, list[float]]:
+    """Return the end of a scale that has room for `until` seconds, and the round numbers on it."""
+    if until <= 0:
+        return 1.0, [0.0, 1.0]
+    rough = until / _INTERVALS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next((one * power for one in _STEPS if one * power >= rough * (1 - 1e-9)), 10 * power)
+    count = math.ceil(until / step - 1e-9)
+    return count * step, [number * step for number in range(count + 1)]
