@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults import harness, outcome
+from tests.faults import framework_log, harness, outcome
 from tests.faults.harness import (
     DP2,
     DP2_MIRROR,
@@ -49,8 +49,11 @@ def online(tmp_path: Path, layout: Layout, faults: Sequence[str], **given: Any) 
     )
 
 
-def trains_on(job: Job, baseline: Baseline, incidents: int = 1) -> Ended:
-    """The job ends well, without a restart; what it trained is, bit for bit, what the baseline trained."""
+def trains_on(job: Job, baseline: Baseline, incidents: int = 1, log_interval: int = 1) -> Ended:
+    """The job ends well, without a restart; what it trained is, bit for bit, what the baseline trained.
+
+    The framework's own log has a line for each `log_interval` steps, as that of the baseline.
+    """
     assert job.save is not None
     ended = harness.run(job)
     assert set(ended.codes) == {0}, ended.log[-5000:]
@@ -63,6 +66,7 @@ def trains_on(job: Job, baseline: Baseline, incidents: int = 1) -> Ended:
     # The line of a step that all had finished when the rank was killed is written nowhere.
     steps = set(range(1, ITERATIONS + 1)) - saved
     outcome.assert_same_training(ended, baseline.records, steps=steps)
+    framework_log.assert_same(ended, baseline, log_interval)
     assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
     told = [
         line for line in ended.said if re.search(r" training goes on with step \d+, 0 steps lost, ", line)
@@ -154,9 +158,15 @@ def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, base
     assert "rank 1 was ended by SIGKILL" in report["reason"]
 
 
-@pytest.mark.parametrize("layout", [TP2_DP2, PP2_DP2, MOE_EP2, DP2_MIRROR], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [TP2_DP2, MOE_EP2, DP2_MIRROR], ids=lambda layout: layout.name)
 def test_layouts(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
     trains_on(online(tmp_path, layout, ["rank=1,step=6,phase=backward,kind=sigkill"]), baseline_of(layout))
+
+
+@pytest.mark.parametrize("fault", ["rank=1,step=6,phase=backward", "rank=2,step=6,phase=gather"])
+def test_pipeline_stages(fault: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The second fault is in the last stage, which alone knows the losses."""
+    trains_on(online(tmp_path, PP2_DP2, [f"{fault},kind=sigkill"]), baseline_of(PP2_DP2))
 
 
 def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(

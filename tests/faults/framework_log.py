@@ -1,0 +1,35 @@
+"""The lines that Megatron-LM prints for its steps, compared with those of a run without faults."""
+
+from __future__ import annotations
+
+import re
+
+from tests.faults.harness import ITERATIONS, Ended
+from tests.faults.scenario import Baseline
+
+# Another rank may write before it or behind it, before the end of the line.
+LINE = re.compile(r"\[[^]]*\] (iteration +(\d+)/.* number of nan iterations: +\d+ \|)")
+# No two runs take the same time.
+TIME = re.compile(r" elapsed time per iteration \(ms\): [\d.]+ \|")
+
+
+def lines(log: str) -> dict[int, list[str]]:
+    """The framework's lines, by step, without times."""
+    found: dict[int, list[str]] = {}
+    for line in log.splitlines():
+        if match := LINE.search(line):
+            found.setdefault(int(match[2]), []).append(TIME.sub("", match[1]))
+    return found
+
+
+def assert_same(ended: Ended, baseline: Baseline, interval: int = 1) -> None:
+    """Each line is there once, and says what that of the unmodified framework says.
+
+    Args:
+        ended: a job of `ITERATIONS` steps.
+        baseline: the same job without faults.
+        interval: `--log-interval`, in steps.
+    """
+    expected = lines((baseline.checkpoints.parent / "agent0.log").read_text())
+    assert list(expected) == list(range(interval, ITERATIONS + 1, interval))
+    assert lines(ended.log) == expected
