@@ -1,4 +1,7 @@
-"""Makes links to what the site does not have, such as sources, into text; `mkdocs.yml` names this hook.
+"""Changes pages for the site; `mkdocs.yml` names this hook.
+
+Links to what the site does not have, such as sources, become text. The page of settings gets the table that
+the code has.
 
 A link to what the repository does not have either is left as it is, which ends the build.
 """
@@ -9,6 +12,8 @@ import posixpath
 import re
 from pathlib import Path
 from typing import Any
+
+from adaptor.config import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
@@ -29,4 +34,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return f"[{text}]({target.rstrip('/')}/README.md{link[3] or ''})"
         return text if (ROOT / path).exists() else link[0]
 
+    if page.file.src_uri == "docs/settings.md":
+        markdown += _settings()
     return _LINK.sub(changed, markdown)
+
+
+def _settings() -> str:
+    """Return the table of settings with what each allows, as `ttprun --help-all` prints it."""
+
+    def cell(text: str) -> str:
+        return text.replace("|", "\\|").replace("<", "&lt;")
+
+    rows = [
+        f"| `{one.variable}` | `{one.flag}` | {cell(one.default)} | {cell(one.allowed)} | {cell(one.help)} |"
+        for one in SETTINGS
+    ]
+    head = ["", "", "## What each allows", "", "From the table in `adaptor/config.py`.", ""]
+    return "\n".join(
+        [*head, "| variable | flag | default | allowed | meaning |", "|---|---|---|---|---|", *rows, ""]
+    )

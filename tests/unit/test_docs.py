@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import adaptor
 from adaptor import config
 from adaptor.launchers import flags, tls
 from adaptor.launchers.agent_connection import connect
@@ -24,7 +25,12 @@ from tests.ports import free_port
 from tests.unit.threads import LONG_S
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
 SEVERAL_NODES = ROOT / "docs/several_nodes.md"
 
 
@@ -37,7 +43,7 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith(("https://", "http://")):
@@ -57,7 +63,7 @@ def test_every_page_is_linked_from_another_one() -> None:
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
         if not target.startswith(("http", "#"))
     }
-    assert {page.name for page in ROOT.glob("docs/*.md") if page not in linked} == set()
+    assert {page.name for page in ROOT.glob("docs/**/*.md") if page not in linked} == set()
 
 
 def _modules() -> list[Path]:
@@ -173,3 +179,12 @@ def test_each_page_has_a_place_in_the_site() -> None:
     places = re.findall(r"^      - (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert len(places) == len(set(places))
     assert set(places) == pages_of_the_site()
+
+
+def test_a_version_is_the_same_everywhere() -> None:
+    """CONTRIBUTING.md says how a release is made."""
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert adaptor.__version__ == version
+    assert re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE) == [version]
+    tagged = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert tagged[:1] in ([], [version])

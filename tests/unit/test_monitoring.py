@@ -22,9 +22,13 @@ def test_an_alert_has_its_metrics_and_its_runbook(rule: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
     for metric in re.findall(r"\bttp_\w+", rule["expr"]):
         assert re.search(rf"^\| `{metric}\b", page, re.MULTILINE), metric
-    path, _, section = rule["annotations"]["runbook"].partition("#")
-    titles = re.findall(r"^## (.+)$", (ROOT / path).read_text(), re.MULTILINE)
-    assert not section or section in {title.lower().replace(" ", "-") for title in titles}
+    runbook = ROOT / rule["annotations"]["runbook_url"]
+    assert runbook.name == f"{rule['alert']}.md"
+    text = runbook.read_text()
+    assert text.startswith(f"# {rule['alert']}\n")
+    assert {"## Look", "## Do"} <= set(text.splitlines())
+    index = (ROOT / "docs" / "alerts" / "README.md").read_text()
+    assert f"| [{rule['alert']}]({runbook.name}) | {rule['labels']['severity']} |" in index
     assert rule["alert"] in (EXAMPLE / "README.md").read_text()
 
 
@@ -32,6 +36,13 @@ def test_an_alert_has_its_metrics_and_its_runbook(rule: dict[str, Any]) -> None:
 def test_the_rules_fire_when_they_must() -> None:
     subprocess.run(["promtool", "test", "rules", "alerts_test.yml"], cwd=EXAMPLE, check=True)
     subprocess.run(["promtool", "check", "config", "prometheus.yml"], cwd=EXAMPLE, check=True)
+
+
+@pytest.mark.skipif(
+    shutil.which("amtool") is None, reason="there is no amtool (Debian: prometheus-alertmanager)"
+)
+def test_the_configuration_of_alertmanager() -> None:
+    subprocess.run(["amtool", "check-config", "alertmanager.yml"], cwd=EXAMPLE, check=True)
 
 
 DASHBOARD: dict[str, Any] = json.loads((EXAMPLE / "grafana.json").read_text())

@@ -14,21 +14,22 @@ import pytest
 from tests.unit.test_docs import pages_of_the_site
 
 ROOT = Path(__file__).parents[2]
+IMAGES = [str(path.relative_to(ROOT)) for end in ("svg", "css") for path in ROOT.glob(f"docs/*.{end}")]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is in the extra site")
-@pytest.mark.parametrize(
-    ("added", "line"),
-    [
-        ("", ""),
-        ("[a](../docs/absent.md)", "contains a link '../docs/absent.md', but the target"),
-        ("[a](settings.md#absent)", "contains a link 'settings.md#absent', but the doc"),
-        ("[a](../tests/absent.py)", "contains a link '../tests/absent.py', but the target"),
-        ("[a](../tests/ports.py) [b](../benchmarks)", ""),
-    ],
-)
-def test_the_site_is_built(added: str, line: str, tmp_path: Path) -> None:
-    for page in {*pages_of_the_site(), "docs/demo.svg"}:
+WRONG = {
+    "[a](../docs/absent.md)": "contains a link '../docs/absent.md', but the target",
+    "[a](settings.md#absent)": "contains a link 'settings.md#absent', but the doc",
+    "[a](../tests/absent.py)": "contains a link '../tests/absent.py', but the target",
+}
+RIGHT = "[a](../tests/ports.py) [b](../benchmarks)"
+MISSING = [name for name in ("mkdocs", "mkdocstrings") if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.skipif(bool(MISSING), reason="mkdocs and mkdocstrings are in the extra site")
+@pytest.mark.parametrize("added", [RIGHT, " ".join(WRONG)], ids=["right", "wrong"])
+def test_the_site_is_built(added: str, tmp_path: Path) -> None:
+    for page in {*pages_of_the_site(), *IMAGES}:
         (tmp_path / "pages" / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / "pages" / page)
     with (tmp_path / "pages" / "docs" / "costs.md").open("a") as page_file:
@@ -37,6 +38,7 @@ def test_the_site_is_built(added: str, line: str, tmp_path: Path) -> None:
     for name in ("pages", "html"):
         configuration = configuration.replace(f"out/site/{name}", str(tmp_path / name))
     configuration = configuration.replace("docs/site_links.py", str(ROOT / "docs/site_links.py"))
+    configuration = configuration.replace("paths: [.]", f"paths: [{ROOT}]")
     (tmp_path / "mkdocs.yml").write_text(configuration)
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(tmp_path / "mkdocs.yml")],
@@ -44,4 +46,15 @@ def test_the_site_is_built(added: str, line: str, tmp_path: Path) -> None:
         text=True,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
-    assert (done.returncode == 0, line in done.stderr) == (not line, True), done.stderr
+    said = [line for line in WRONG.values() if line in done.stderr]
+    assert (done.returncode == 0, said) == ((True, []) if added == RIGHT else (False, [*WRONG.values()])), (
+        done.stderr
+    )
+    if added == RIGHT:
+        # What is made of docstrings, and of the table of settings.
+        for name, words in {
+            "api": "begin_step",
+            "messages": "TerminationRequested",
+            "settings": "What each allows",
+        }.items():
+            assert words in (tmp_path / "html" / "docs" / name / "index.html").read_text(), name
