@@ -70,6 +70,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
+        """Return the flag of ttprun."""
         return "--ttp-" + self.variable.removeprefix("TTP_").removesuffix("_TTP").lower().replace("_", "-")
 
 

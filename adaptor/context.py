@@ -20,7 +20,8 @@ T = TypeVar("T")
 class Context:
     """The state of a process.
 
-    settings  the user's
+    Attributes:
+        settings: the user's
     """
 
     def __init__(self, settings: Config) -> None:

@@ -55,7 +55,8 @@ TARGETS = "https://..., slack:https://..., exec:COMMAND or file:PATH"
 class Target(NamedTuple):
     """The targets of notices of incidents.
 
-    kind   json, slack: an URL; exec: a command line; file: a file with targets, one in each line
+    Attributes:
+        kind: json, slack: an URL; exec: a command line; file: a file with targets, one in each line
     """
 
     kind: str

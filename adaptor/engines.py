@@ -16,10 +16,11 @@ from adaptor.config import Config
 class Engine(Protocol):
     """An engine, without arguments.
 
-    has_own_agent  True: the agents and the controller of `ttprun` drive the job. False: torch elastic's own
-                   agent starts the workers, and they drive themselves.
-    runtime        the class of `adaptor.worker.engine.WorkerRuntime` that each worker makes of its settings
-                   and its environment, as `module:name`; it is imported in workers alone
+    Attributes:
+        has_own_agent: True: the agents and the controller of `ttprun` drive the job. False: torch elastic's
+            own agent starts the workers, and they drive themselves.
+        runtime: the class of `adaptor.worker.engine.WorkerRuntime` that each worker makes of its settings and
+            its environment, as `module:name`; it is imported in workers alone
     """
 
     has_own_agent: bool

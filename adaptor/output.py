@@ -36,7 +36,8 @@ _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 class Writer:
     """Runs what it is given in order, in a thread of its own; for one place that may fail or hang.
 
-    dropped  how many it has not taken, because too many were waiting
+    Attributes:
+        dropped: how many it has not taken, because too many were waiting
     """
 
     def __init__(self, name: str) -> None:

@@ -125,7 +125,8 @@ class Findings:
 class Preflight:
     """The report that is being made in this process, a part of its context; in training there is none.
 
-    findings  what the script that runs is found to be
+    Attributes:
+        findings: what the script that runs is found to be
     """
 
     def __init__(self, context: Context) -> None:
@@ -138,6 +139,7 @@ def examine(
     """Take down every refusal in place of the first, and the layout. In training it is never called.
 
     Args:
+        layout: describes the parallel layout.
         checks: each raises an AdaptorError for one reason to refuse the job.
     """
     findings = context.part(Preflight).findings

@@ -113,7 +113,10 @@ class Background(Generic[T]):
 
 
 def within(limit_s: float, act: Callable[[], T], name: str = "ttp-device") -> T | None:
-    """Return what `act` returns, called in another thread, for it may hang; None after `limit_s`."""
+    """Return what `act` returns, called in a thread of this `name`, for it may hang.
+
+    Returns None after `limit_s` seconds.
+    """
     return Background(act, name).within(limit_s)
 
 

@@ -61,8 +61,9 @@ class Wait:
 class Waits:
     """The waits of this process.
 
-    acts     whether those of the framework go through here: all its groups are gloo's
-    current  the wait that the main thread is in, if it is one of these
+    Attributes:
+        acts: whether those of the framework go through here: all its groups are gloo's
+        current: the wait that the main thread is in, if it is one of these
     """
 
     def __init__(self, context: Context) -> None:

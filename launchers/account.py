@@ -165,7 +165,7 @@ class _Tracker:
 
 
 def conclude(line: str, save: str = "", tracker: _Tracker | None = None) -> None:
-    """Tell the last line of a job, with the newest checkpoint in `save`; after it, where its disk hangs."""
+    """Tell the last `line` of a job, with the newest checkpoint in `save`; after it, where its disk hangs."""
     tracker = _Tracker(save) if tracker is None else tracker
     if tracker.answers:
         say("; ".join(filter(None, [line, tracker.words])))

@@ -51,7 +51,10 @@ async def _until(done: Callable[[], bool], seconds: float) -> None:
 async def clean_up(
     folder_tasks: SaveFolderTasks, host: ControllerHost | None, verdict: Verdict | None, generation: str
 ) -> None:
-    """Remove what this generation has left in the save folder, where the controller is here."""
+    """Remove what this generation has left in the save folder, where the controller is here.
+
+    `folder_tasks` are those of this agent, `host` is that of the controller.
+    """
     # After a time-out a thread may still be at work there, and nothing may be removed under it.
     if folder_tasks.busy or host is None or verdict is None or not verdict.save:
         return

@@ -54,6 +54,7 @@ class OneRequest:
             signal.signal(signal.SIGTERM, self.hear)
 
     def hear(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal; one that comes again within SAME_REQUEST_S seconds is the same request."""
         now = self._clock()
         if self._first is not None and now - self._first < SAME_REQUEST_S:
             return

@@ -56,7 +56,7 @@ async def connect(
 async def try_connect(
     address: str, port: int, secret: bytes, tls: Tls | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """Connect like `connect`, but to a node that may be lost.
+    """Connect like `connect` to `address` and `port`, of a node that may be lost.
 
     Returns:
         The connection; None if nobody listens there, or after TRY_CONNECT_TIMEOUT_S of silence.

@@ -226,6 +226,7 @@ class AgentControl:
         self._report(message)
 
     async def stop_reporting(self) -> None:
+        """Tell the controller nothing more; workers that wait to be holders are told to exit."""
         self._rest(Reports.RELEASES)
 
     def _rest(self, reports: Reports) -> None:
@@ -240,9 +241,11 @@ class AgentControl:
             self.obey(Addressed(message.rank, Exit(0)))
 
     async def say(self, message: FromAgent) -> None:
+        """Send a message of this agent to the controller."""
         self._report(message)
 
     async def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: WorkerStarter) -> None:
+        """Watch the workers, `processes` by rank, and their boards; `starter` makes new ones."""
         self._replacements.begin(starter, spares_alone=not self._may_restart)
         folder = stack_files.folder(self._config.log_path, self.generation)
         self.workers.watch(processes, folder, self._scratch)
@@ -264,6 +267,7 @@ class AgentControl:
         )
 
     def obey(self, order: ControllerToAgent) -> None:
+        """Do what the controller orders, or pass it on to the worker that it is for."""
         match order:
             case Addressed(rank=rank, message=message):
                 if isinstance(message, Freeze):
@@ -339,6 +343,7 @@ class AgentControl:
             tell_error("the status of the job is not written", error)
 
     async def end(self) -> None:
+        """End the generation, with all that is at work for it."""
         self._reports = Reports.IGNORED
         await self.thread.cancel_tasks()
         await self._replacements.end()

@@ -46,6 +46,7 @@ Welcome = Callable[[T, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[No
 
 
 async def read_hello(reader: asyncio.StreamReader) -> AgentHello | None:
+    """Return the first message of a connection; None where it is no hello of an agent."""
     hello = await wire.read(reader, wire.from_agent)
     return hello if isinstance(hello, AgentHello) else None
 

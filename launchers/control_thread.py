@@ -91,6 +91,7 @@ class ControlThread:
         task.add_done_callback(self._on_done)
 
     async def cancel_tasks(self) -> None:
+        """Cancel all tasks, and wait for their ends."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

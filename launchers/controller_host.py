@@ -44,11 +44,6 @@ TICK_S = 0.25
 class ControllerHost:
     """The controller with its clock and its connections, on node `term`, which is this one.
 
-    controller  the pure controller, which decides
-    store       the store over which the ranks of a dump find each other
-    nodes       how many there are
-    dismissed   the other agents may end: every rank has come to its end, or this node leaves
-
     Args:
         term: this node; the number of the controller's term.
         world_size: the number of ranks.
@@ -59,6 +54,12 @@ class ControllerHost:
         rejected: counts messages that an agent may not send.
         recurrence: the faults of earlier generations.
         online_s: so long a recovery without a restart may take; 0: there is none.
+
+    Attributes:
+        controller: the pure controller, which decides
+        store: the store over which the ranks of a dump find each other
+        nodes: how many there are
+        dismissed: the other agents may end: every rank has come to its end, or this node leaves
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class ControllerHost:
     async def serve(
         self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serve the connection of an agent that has proved the secret, until it ends."""
+        """Serve the connection of the agent that has said `hello` and proved the secret, until it ends."""
         node = hello.node
         if not self.receive(node, hello, lambda orders: writer.write(b"".join(map(wire.frame, orders)))):
             return

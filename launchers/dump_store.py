@@ -24,12 +24,13 @@ AHEAD_BYTES = 1 << 20
 class DumpStore:
     """The store of a controller. It listens from the beginning, and answers from `start` to `close`.
 
-    host, port  its address for workers; port 0: `host` is the name of an abstract unix socket
-    secret      32 bytes that workers have to prove
-
     Args:
         address: this node's address for other nodes; the loopback address: only this machine uses it.
         world_size: the number of workers that may connect at once.
+
+    Attributes:
+        host, port: its address for workers; port 0: `host` is the name of an abstract unix socket
+        secret: 32 bytes that workers have to prove
     """
 
     def __init__(self, address: str, world_size: int = 0) -> None:

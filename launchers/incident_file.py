@@ -39,9 +39,10 @@ class Happened(NamedTuple):
 class Timeline:
     """The events of an incident, and what is known of the job that it happened in.
 
-    silent_s  for a hang: how long nothing had moved
-    checkpoint  the folder that was published, and `size` of its files in bytes; None where none was
-    nodes     the node of each rank that has said hello; `hosts` of nodes, `pids` of ranks
+    Attributes:
+        silent_s: for a hang: how long nothing had moved
+        checkpoint: the folder that was published, and `size` of its files in bytes; None where none was
+        nodes: the node of each rank that has said hello; `hosts` of nodes, `pids` of ranks
     """
 
     job: str
@@ -207,11 +208,12 @@ def _between(begin: float | None, end: float | None) -> float | None:
 class GoneOn(NamedTuple):
     """The times at which a job went on after an incident, in Unix seconds.
 
-    ended     when the verdict was given
-    started   when the last worker had been started again; 0.0 where all but failed ones lived on
-    trained   when the last rank began to train
-    finished  when the first step was finished
-    origin    the step from which it went on
+    Attributes:
+        ended: when the verdict was given
+        started: when the last worker had been started again; 0.0 where all but failed ones lived on
+        trained: when the last rank began to train
+        finished: when the first step was finished
+        origin: the step from which it went on
     """
 
     ended: float
@@ -239,14 +241,15 @@ def with_going_on(incident: Incident, after: GoneOn) -> Incident:
 class IncidentFile:
     """A file that is written again when more is known; the thread that writes it makes it.
 
-    actions  what was done after its verdict
-    gone_on  how the job went on, as soon as it has
-
     Args:
         make: makes the file with the verdict.
         ended: when that was given, in Unix seconds.
         generation: in which the incident was.
         online: whether training went on in the same generation.
+
+    Attributes:
+        actions: what was done after its verdict
+        gone_on: how the job went on, as soon as it has
     """
 
     def __init__(self, make: Callable[[], Incident], ended: float, generation: int, *, online: bool) -> None:

@@ -34,10 +34,11 @@ def kind_of(config: Config) -> str:
 class Invitation(NamedTuple):
     """The invitation of one generation of workers.
 
-    restart  whether workers ran before, in this job
-    port    of the controller, at the address of node 0; 0 where it has an abstract socket
-    name    of that socket; plain: a random number that only agents of this job know
-    job     the name of the job's folder below TTP_LOG_PATH
+    Attributes:
+        restart: whether workers ran before, in this job
+        port: of the controller, at the address of node 0; 0 where it has an abstract socket
+        name: of that socket; plain: a random number that only agents of this job know
+        job: the name of the job's folder below TTP_LOG_PATH
     """
 
     kind: str
@@ -49,7 +50,10 @@ class Invitation(NamedTuple):
 
     @classmethod
     def draw(cls, kind: str, restart: bool, job: str) -> Invitation:
-        """Make one for a folder of a job; its port, or socket, is not known yet."""
+        """Make one of this `kind` for the folder of `job`; its port, or socket, is not known yet.
+
+        `restart`: workers ran before.
+        """
         name = secrets.token_hex(32) if kind == PLAIN else _NOTHING
         return cls(kind, secrets.token_hex(8), restart, name=name, job=job)
 
@@ -60,6 +64,7 @@ class Invitation(NamedTuple):
         return f"{self.generation} {self.restart:d} {token} {self.job}".encode()
 
     def encode(self) -> bytes:
+        """Return the text that nodes find in the store of the rendezvous."""
         words = (self.kind, self.generation, f"{self.restart:d}", str(self.port), self.name, self.job)
         return " ".join(words).encode()
 

@@ -39,6 +39,7 @@ class JobFiles:
 
     @property
     def folder(self) -> Path:
+        """Return the folder of the job."""
         return self._log_path / self.job
 
     def append(self, make: Callable[[], Event]) -> None:

@@ -39,7 +39,8 @@ class RendezvousStore(Protocol):
 
     def get(self, key: str) -> bytes: ...
 
-    def set(self, key: str, value: bytes) -> None: ...
+    def set(self, key: str, value: bytes) -> None:
+        """Let other nodes find `value` under `key`."""
 
 
 class Node:

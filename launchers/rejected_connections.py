@@ -15,10 +15,11 @@ LINE_S = 60.0
 class RejectedConnections:
     """The counter of a listener; used on the agent's control thread.
 
-    counted  the number of rejected connections for each reason
-
     Args:
         where: the listener, in words for the log.
+
+    Attributes:
+        counted: the number of rejected connections for each reason
     """
 
     def __init__(self, where: str) -> None:

@@ -141,8 +141,9 @@ class Rendezvous:
 class _Static:
     """The first meeting of nodes that each have a number (--node-rank), over the store on node 0.
 
-    met      all have come
-    missing  which of them are awaited, in words
+    Attributes:
+        met: all have come
+        missing: which of them are awaited, in words
     """
 
     def __init__(self, handler: Any) -> None:

@@ -28,8 +28,9 @@ RESERVE = 2
 class SaveFolderTasks:
     """Carries out the controller's orders; an error becomes an answer, because the controller waits for one.
 
-    moved  a count of progress, like that on the workers' boards
-    saves  the save folders that workers of this node train for; an order for another folder is refused
+    Attributes:
+        moved: a count of progress, like that on the workers' boards
+        saves: the save folders that workers of this node train for; an order for another folder is refused
     """
 
     def __init__(self) -> None:

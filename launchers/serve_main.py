@@ -18,6 +18,7 @@ _FIRST_TO_BE_ENDED = "1000"
 
 
 def main() -> None:
+    """Serve the files of a job, until ttprun has ended."""
     _script.leave_own_path()
     import contextlib
     import os

@@ -15,6 +15,7 @@ from adaptor import _script
 
 
 def main() -> None:
+    """Wait to be a worker, and be one."""
     _script.leave_own_path()
     from adaptor.launchers import spare_imports, worker_main
 

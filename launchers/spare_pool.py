@@ -75,7 +75,9 @@ class Spare:
     def become(
         self, environment: Mapping[str, str], stdout: _Stream | None, stderr: _Stream | None
     ) -> subprocess.Popen[bytes]:
-        """Let it be a worker, which writes to these streams; None: to those of this process.
+        """Let it be a worker with this `environment`.
+
+        It writes to `stdout` and `stderr`; None: to those of this process.
 
         Raises:
             OSError: it has ended.

@@ -109,6 +109,7 @@ def require_interfaces(named: str) -> None:
 
 
 def require_folder(path: str) -> None:
+    """Refuse a folder of logs that cannot be written. Raises ConfigError."""
     what = "the folder cannot be made"
     try:
         Path(path).mkdir(parents=True, exist_ok=True)

@@ -20,11 +20,12 @@ _OF_A_RANK = frozenset({"RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_F
 class Starter:
     """Of one generation.
 
-    of_a_rank  the environment variables that are another one's for each rank
-
     Args:
         context: torch's, with the processes that it has started.
         local_ranks: of the workers, by their ranks.
+
+    Attributes:
+        of_a_rank: the environment variables that are another one's for each rank
     """
 
     def __init__(self, context: SubprocessContext, local_ranks: Mapping[int, int]) -> None:

@@ -21,7 +21,8 @@ _BEGINS_ANEW = [f"--{name.replace('_', '-')}" for name in START_ONLY if name != 
 class Load:
     """The checkpoint that the script was to load.
 
-    step  what --ckpt-step says, None where it says nothing
+    Attributes:
+        step: what --ckpt-step says, None where it says nothing
     """
 
     url: str

@@ -29,7 +29,8 @@ class AgentsStore(Protocol):
 
     def get(self, key: str) -> bytes: ...
 
-    def set(self, key: str, value: bytes) -> None: ...
+    def set(self, key: str, value: bytes) -> None:
+        """Let other nodes find `value` under `key`."""
 
 
 class StoreResume:

@@ -26,6 +26,7 @@ _PR_SET_PTRACER = 0x59616D61
 
 
 def main() -> None:
+    """Be a worker: run the script in the arguments."""
     _script.leave_own_path()
     die_with_the_agent()
     run(sys.argv[1:])

@@ -95,7 +95,10 @@ class Workers:
     def watch(
         self, processes: Mapping[int, subprocess.Popen[bytes]], stacks_folder: Path, scratch: Path
     ) -> None:
-        """Watch the workers, which have been started; `processes` by rank."""
+        """Watch the workers, which have been started; `processes` by rank.
+
+        `stacks_folder` takes their stacks, `scratch` is a folder of this agent.
+        """
         self._stack_collector = StackCollector(stacks_folder, scratch)
         for rank, process in processes.items():
             self._watch_process(rank, process)

@@ -52,9 +52,11 @@ class Part:
 
     @property
     def has_data(self) -> bool:
+        """Return whether this rank has something to write."""
         return bool(self._plan.items)
 
     def write_data(self, file: HashingFile) -> None:
+        """Write this rank's tensors and objects into `file`, one after the other."""
         import torch
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.planner import WriteItemType

@@ -165,7 +165,7 @@ _ANEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write(folder: Path, name: str, content: bytes) -> None:
-    """Make a file with this content in `folder`, on disk."""
+    """Make a file `name` with this `content` in `folder`, on disk."""
     with os.fdopen(create(folder, name), "wb") as file:
         file.write(content)
         file.flush()
@@ -173,7 +173,7 @@ def write(folder: Path, name: str, content: bytes) -> None:
 
 
 def replace(folder: Path, name: str, content: bytes) -> None:
-    """Let `name` in `folder`, which may be a link, become a file with this content: at once or not at all."""
+    """Let `name` in `folder` become a file with this `content`, at once or not at all; it may be a link."""
     draft = f"{name}.{secrets.token_hex(4)}{DRAFT}"
     where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -94,4 +94,5 @@ def _write(content: bytes, file: HashingFile) -> None:
 
 
 def save(value: Any, file: HashingFile) -> None:
+    """Write `value` as torch.save does."""
     torch.save(value, cast(Any, file))

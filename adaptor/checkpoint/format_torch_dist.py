@@ -52,10 +52,11 @@ _ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 class Sharding:
     """A `Form`.
 
-    first     the rank in whose place its group is written
-    metadata  what the framework tells all its `sharded_state_dict`s
-    marks     key and replica id of whatever `first` saves of its model, in order
-    random    ShardedObjects without data: where the random states of the group are saved
+    Attributes:
+        first: the rank in whose place its group is written
+        metadata: what the framework tells all its `sharded_state_dict`s
+        marks: key and replica id of whatever `first` saves of its model, in order
+        random: ShardedObjects without data: where the random states of the group are saved
     """
 
     first: int
@@ -242,6 +243,7 @@ def agree(
     """Agree on how the state is saved: collective, before the first step.
 
     Args:
+        state: the training state of this rank.
         metadata: what the framework tells all its `sharded_state_dict`s.
         random: what it saves of random states: a ShardedObject.
         first: the lowest rank of this rank's group.

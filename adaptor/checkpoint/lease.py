@@ -44,7 +44,8 @@ _Owner = TypeVar("_Owner", bound="Owner")
 class LeaseContent(Owner, frozen=True):
     """The content of the lease file: the owner, and the folder that it saves in, which tells a copy.
 
-    generation  of the workers whose rank 0 has written it; '' if the agent has
+    Attributes:
+        generation: of the workers whose rank 0 has written it; '' if the agent has
     """
 
     device: int = 0
@@ -83,6 +84,7 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 def decode(text: bytes, kind: type[_Owner]) -> _Owner | None:
+    """Return the owner in the `text` of a lease, of this `kind`; None where it is none."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -18,10 +18,11 @@ import msgspec
 class Owner(msgspec.Struct, frozen=True):
     """The identity of a process, unique over time and over machines.
 
-    ticks      when it started, as the kernel counts
-    boot       of the machine, another one after each start of it
-    namespace  of process numbers: a container has its own
-    started    when it started, for people
+    Attributes:
+        ticks: when it started, as the kernel counts
+        boot: of the machine, another one after each start of it
+        namespace: of process numbers: a container has its own
+        started: when it started, for people
     """
 
     host: str

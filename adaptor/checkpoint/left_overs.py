@@ -94,9 +94,9 @@ def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
 
 
 def remove_beside(folders: list[Path], remove: Callable[[Path], object], patience_s: float) -> bool:
-    """Remove folders in a thread that is waited for, but not for ever; return whether it has come to its end.
+    """Call `remove` for each of `folders`, in a thread that is waited for at most `patience_s` seconds.
 
-    What it does not come to is removed by the next start.
+    What it does not come to is removed by the next start. Returns whether it has come to its end.
     """
 
     def remove_all() -> None:

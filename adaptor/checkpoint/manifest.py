@@ -27,8 +27,9 @@ LARGEST = 64 << 20
 class Manifest:
     """The contents of a complete checkpoint folder, who wrote it and when (UTC, ISO 8601).
 
-    generation  of the workers that were at work then, from one start of all of them to the next; empty where
-                nobody has told it
+    Attributes:
+        generation: of the workers that were at work then, from one start of all of them to the next; empty
+            where nobody has told it
     """
 
     step: int
@@ -47,7 +48,10 @@ class Manifest:
         world_size: int,
         generation: str = "",
     ) -> Manifest:
-        """Make a manifest with the time of now; files are sorted by path."""
+        """Make a manifest with the time of now; `files` are sorted by path.
+
+        `groups` and `world_size` are kept as they are.
+        """
         created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         ordered = tuple(sorted(files, key=lambda f: f.path))
         return cls(step, ordered, groups, world_size, created, generation)
@@ -196,9 +200,10 @@ def defects(folder: Path, *, checksums: bool = True, step: int | None = None) ->
 class Examined:
     """A file of a checkpoint, compared with its entry in the manifest.
 
-    state    ok, or unhashed where the manifest has no checksum of it and its size is right; missing, changed;
-             unreadable where that says nothing about the file
-    problem  a line for people; empty where there is none
+    Attributes:
+        state: ok, or unhashed where the manifest has no checksum of it and its size is right; missing,
+            changed; unreadable where that says nothing about the file
+        problem: a line for people; empty where there is none
     """
 
     entry: FileEntry
@@ -207,7 +212,7 @@ class Examined:
 
 
 def examine(folder: Path, entry: FileEntry, *, checksums: bool = True) -> Examined:
-    """Compare a file of the checkpoint in `folder` with its entry.
+    """Compare a file of the checkpoint in `folder` with its `entry`.
 
     Args:
         checksums: False: compare presence and size only.
@@ -235,9 +240,10 @@ def examine(folder: Path, entry: FileEntry, *, checksums: bool = True) -> Examin
 
 
 def compare(folder: Path, files: Iterable[FileEntry], *, checksums: bool = True) -> list[str]:
-    """Return what is wrong with these files of the checkpoint in `folder`, like `defects`.
+    """Return what is wrong with these `files` of the checkpoint in `folder`, like `defects`.
 
-    What cannot be read, and may be intact, is `Unreadable`.
+    Without `checksums` only presence and sizes are compared. What cannot be read, and may be intact, is
+    `Unreadable`.
     """
     examined = (examine(folder, entry, checksums=checksums) for entry in files)
     return [

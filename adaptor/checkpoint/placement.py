@@ -25,11 +25,12 @@ from adaptor.replica.mirror import Mirror
 class CheckpointPlacement:
     """The place of this rank in the checkpoints of a job.
 
-    group   the name of the files that it could write: ranks of one group write the same
-    first   the lowest rank of the group, which the framework lets write
-    stored  per optimizer of the chain: whether this group saves its state
-    shares  what this rank holds, of its own group and of others
-    survives  what of the job may be lost, in words; on rank 0
+    Attributes:
+        group: the name of the files that it could write: ranks of one group write the same
+        first: the lowest rank of the group, which the framework lets write
+        stored: per optimizer of the chain: whether this group saves its state
+        shares: what this rank holds, of its own group and of others
+        survives: what of the job may be lost, in words; on rank 0
     """
 
     group: str

@@ -73,14 +73,29 @@ def publish(
 ) -> bool:
     """Turn the temporary folder of `step`, `term`, `number` into a checkpoint, and let the tracker name it.
 
-    Call it once every group has reported its `files` (paths relative to the folder). `groups` is what the
-    manifest keeps about who wrote which group. Where the folder was made as number `written`, it is taken
-    from whoever may be at work in it. Returns False when a complete checkpoint of this step was there already
-    that the same `generation` of workers has made: that one stays and ours is removed. One of another
-    generation need not have come the same way: it is moved aside. Where the tracker names a later step of the
-    same generation, another controller has saved it, and it stays. Raises CheckpointError when a file is
-    missing or has another size, when parts do not make a whole, or when the disk refuses. There may be
-    thousands of files: `progress` is called for each.
+    Call it once every group has reported its files. A complete checkpoint of this step that the same
+    `generation` of workers has made stays, and ours is removed. One of another generation need not have come
+    the same way: it is moved aside. Where the tracker names a later step of the same generation, another
+    controller has saved it, and it stays.
+
+    Args:
+        root: the save folder.
+        step: the one that is saved.
+        files: of all groups, with paths below the temporary folder.
+        groups: what the manifest keeps about who wrote which group.
+        world_size: the number of ranks.
+        generation: of workers.
+        term: of the controller that ordered the folder.
+        number: of its order to publish.
+        written: the number of the order by which the folder was made, where it is another one; the folder is
+            taken from whoever may be at work in it.
+        progress: is called for each file, of which there may be thousands.
+
+    Returns:
+        False when a complete checkpoint of this step was there already and stays.
+
+    Raises:
+        CheckpointError: a file is missing or has another size, parts make no whole, or the disk refuses.
     """
     names = [naming.temporary_name(step, term, n, generation) for n in range(number + 1)]
     temporary, final = root / names[number], root / naming.final_name(step)

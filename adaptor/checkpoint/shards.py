@@ -33,17 +33,19 @@ class DumpCancelled(CheckpointError):
 class Exchange:
     """An attempt to write a checkpoint, seen from one rank of the process group that was made for it.
 
-    group      `torch.distributed.ProcessGroup` of CPU tensors; None where this rank has everything
-    rank       this rank in it
-    sources    per optimizer of the chain, per shard: the rank of its chosen holder (one entry without shards)
-    mirrors    per optimizer of the chain: this rank's copy of another shard, None where it has none; or empty
-    tag        of all messages
-    progress   is called with the number of bytes that were sent, received or written
-    cancelled  is asked between tensors
-    device     where the tensors of the framework lie
-    on_not_finite
-               is called before anything is written, if some shards are not finite: with what they are, and
-               the ranks of `group` that gave them; what it raises ends the dump
+    Attributes:
+        group: `torch.distributed.ProcessGroup` of CPU tensors; None where this rank has everything
+        rank: this rank in it
+        sources: per optimizer of the chain, per shard: the rank of its chosen holder (one entry without
+            shards)
+        mirrors: per optimizer of the chain: this rank's copy of another shard, None where it has none; or
+            empty
+        tag: of all messages
+        progress: is called with the number of bytes that were sent, received or written
+        cancelled: is asked between tensors
+        device: where the tensors of the framework lie
+        on_not_finite: is called before anything is written, if some shards are not finite: with what they
+            are, and the ranks of `group` that gave them; what it raises ends the dump
     """
 
     group: torch.distributed.ProcessGroup | None
@@ -71,10 +73,11 @@ class Exchange:
 class Bucket:
     """A bucket of a buffer; all in elements.
 
-    offset    where it starts in the buffer
-    world     where it starts in the world tensor
-    unpadded  its size there
-    shard     the size of each of its shards, the last of which may be padding, in part or in whole
+    Attributes:
+        offset: where it starts in the buffer
+        world: where it starts in the world tensor
+        unpadded: its size there
+        shard: the size of each of its shards, the last of which may be padding, in part or in whole
     """
 
     index: int
@@ -128,9 +131,10 @@ def numel_of(buffer: Any) -> int:
 
 
 def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
-    """Sends the shards that this rank was chosen to provide; returns when the rank `writer` has them all.
+    """Send the shards that this rank was chosen to provide; return when the rank `writer` has them all.
 
-    Raises CheckpointError when there is no optimizer state, DumpCancelled, and what the process group raises.
+    `optimizers` are those of the chain. Raises CheckpointError when there is no optimizer state,
+    DumpCancelled, and what the process group raises.
     """
     chosen = False
     for position, (optimizer, sources) in enumerate(zip(optimizers, exchange.sources, strict=True)):

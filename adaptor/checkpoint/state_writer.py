@@ -41,7 +41,7 @@ def _form(state: TrainingState) -> Form:
 
 
 def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
-    """Send the shards that this rank was chosen to provide to rank `writer` of the exchange's group.
+    """Send the shards of `state` that this rank was chosen to provide to rank `writer` of the exchange.
 
     Raises CheckpointError, DumpCancelled, and what the process group raises when a peer is gone.
     """
@@ -56,6 +56,13 @@ def write_files(
 
     Each file is written and fsynced under a name that ends in the number of the `attempt`; its final name
     comes with the publish. So an abandoned attempt that still runs cannot touch the files of another.
+
+    Args:
+        state: what is saved of this rank besides the shards of others.
+        record: what belongs to the step besides tensors.
+        exchange: from whom shards come, and where to.
+        root: the temporary folder.
+        attempt: its number in the incident.
 
     Raises like `send_shards`, and what `exchange.on_not_finite` raises; what was written is removed then.
     """

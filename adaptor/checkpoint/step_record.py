@@ -29,14 +29,15 @@ Groups = tuple[tuple[Mapping[str, Any], ...], ...]
 class StepRecord:
     """A finished step, without its tensors.
 
-    counters   consumed_train_samples, skipped_train_samples, num_floating_point_operations_so_far, and
-               whatever else counts up in the framework's arguments, under its name there
-    scheduler  state dict of the parameter scheduler, None without one
-    groups     per optimizer of the chain, per param group: its scalars
-    scalers    per optimizer of the chain: state dict of its grad scaler, None without one
-    rng        as the framework stores it, one entry for each data-parallel rank that has states of its own
-    buffers    copies of the model's saved buffers (`Buffers.take`)
-    rerun      what some versions store of their rerun state machine; empty: None is stored, None: nothing
+    Attributes:
+        counters: consumed_train_samples, skipped_train_samples, num_floating_point_operations_so_far, and
+            whatever else counts up in the framework's arguments, under its name there
+        scheduler: state dict of the parameter scheduler, None without one
+        groups: per optimizer of the chain, per param group: its scalars
+        scalers: per optimizer of the chain: state dict of its grad scaler, None without one
+        rng: as the framework stores it, one entry for each data-parallel rank that has states of its own
+        buffers: copies of the model's saved buffers (`Buffers.take`)
+        rerun: what some versions store of their rerun state machine; empty: None is stored, None: nothing
     """
 
     step: int
@@ -94,7 +95,10 @@ def take(
     buffers: tuple[torch.Tensor | None, ...],
     rerun: Mapping[str, Any] | None = None,
 ) -> StepRecord:
-    """Take the record of `step` between steps: after the framework moved its scheduler and its counters."""
+    """Take the record of `step` between steps: after the framework moved its scheduler and its counters.
+
+    The arguments are the fields of `StepRecord`; `optimizer` and `scheduler` are the live ones.
+    """
     return StepRecord(
         step=step,
         counters=dict(counters),
@@ -122,12 +126,15 @@ def advance(
 ) -> StepRecord:
     """Derive the record of the step after `record`, as the framework will have it when that step is finished.
 
-    updated    False for a step that the framework skips (overflow): it moves the counters, not the scheduler
-    scheduler  the live one; only its constants are read, it is not changed
-    increment  samples by which the framework moves its scheduler
-    growth     by how much each counter grows; one that is not named stays
-    scalers, rng, buffers, rerun  taken at the door of the new step: what comes after it changes none of them
-    also       what else the framework says to its scheduler's step
+    Args:
+        updated: False for a step that the framework skips (overflow): it moves the counters, not the
+            scheduler
+        scheduler: the live one; only its constants are read, it is not changed
+        increment: samples by which the framework moves its scheduler
+        growth: by how much each counter grows; one that is not named stays
+        scalers, rng, buffers, rerun: taken at the door of the new step: what comes after it changes none of
+            them
+        also: what else the framework says to its scheduler's step
     """
     counters = {name: value + growth.get(name, 0) for name, value in record.counters.items()}
     state, groups = record.scheduler, record.groups

@@ -49,18 +49,19 @@ class _PreUpdateSnapshot:
 class MegatronTrainee:
     """The training state of a rank of a Megatron job: the `Trainee` that a dump reads.
 
-    state      the live objects
-    save       the folder of checkpoints
-    shares     what this rank holds
-    random     the random states that are saved
-    counters   the counters as they are now, under the framework's names
-    growth     by how much the step that runs now moves each counter
-    increment  by how many samples it moves the scheduler
-    barrier    a barrier of all ranks of the job
-    mirrors    per optimizer of the chain: the copy of a neighbour's shard, None where there is none
-    rerun      what a checkpoint has of the framework's rerun state machine, None where it has nothing
-    local_copy of the state before an update; None: with the barrier nobody has to go back
-    also       what else the framework says, as keywords, when it moves the scheduler
+    Attributes:
+        state: the live objects
+        save: the folder of checkpoints
+        shares: what this rank holds
+        random: the random states that are saved
+        counters: the counters as they are now, under the framework's names
+        growth: by how much the step that runs now moves each counter
+        increment: by how many samples it moves the scheduler
+        barrier: a barrier of all ranks of the job
+        mirrors: per optimizer of the chain: the copy of a neighbour's shard, None where there is none
+        rerun: what a checkpoint has of the framework's rerun state machine, None where it has nothing
+        local_copy: of the state before an update; None: with the barrier nobody has to go back
+        also: what else the framework says, as keywords, when it moves the scheduler
     """
 
     state: TrainingState
@@ -220,8 +221,10 @@ def replicas_of(optimizer: Any, size: int, experts: int, again: bool = False) ->
 
 
 def local_copy_of(optimizer: Any, mirrors: Sequence[Mirror | None], again: bool = False) -> LocalCopy | None:
-    """Make the local copy if the user asked for one (TTP_LOCAL_COPY). Rank 0 tells its memory, but not
-    `again`."""
+    """Make the local copy, of `mirrors` too, if the user asked for one (TTP_LOCAL_COPY).
+
+    Rank 0 tells its memory, but not `again`.
+    """
     if not context.get().settings.local_copy:
         return None
     made = LocalCopy(optimizer, mirrors)

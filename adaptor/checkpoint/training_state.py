@@ -34,45 +34,56 @@ class FormatFactory(Protocol):
 
 
 class Form(Protocol):
-    """A format of checkpoints.
+    """A format of checkpoints."""
 
-    model      what the chunks save of themselves, by the chunks' keys, with live weights
-    places     of the tensors in what one chunk saves
-    optimizer  what the chain saves: from what `model` returned, what each optimizer saves without its shards,
-               and the state that was gathered for each, None where it has no shards
-    rng        what is saved of random states
-    files      of all that is saved
-    """
+    def model(self, chunks: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the `chunks` of the model save of themselves, by their keys, with live weights."""
 
-    def model(self, chunks: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    def places(self, saved: Any) -> Sequence[TensorSlot]: ...
+    def places(self, saved: Any) -> Sequence[TensorSlot]:
+        """Return where tensors stand in what one chunk has `saved`, so that others can take their places."""
 
     def optimizer(
         self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], worlds: Sequence[Any]
-    ) -> Any: ...
+    ) -> Any:
+        """Return what the chain of optimizers saves.
 
-    def rng(self, states: Sequence[Mapping[str, Any]]) -> Any: ...
+        Args:
+            state: the training state.
+            model: what the method `model` returned.
+            states: per optimizer of the chain: what it saves without its shards.
+            worlds: per optimizer of the chain: the state that was gathered; None where it has no shards.
+        """
 
-    def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files: ...
+    def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
+        """Return random states as they are saved; `states` has one for each data-parallel rank."""
+
+    def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files:
+        """Return the files of this rank: for each path below the checkpoint a function that writes it.
+
+        Args:
+            state: the training state.
+            body: what is saved besides the optimizer's gathered state.
+            worlds: as for `optimizer`.
+        """
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """The live objects of the framework on this rank.
 
-    model           its chunks, wrapped (DDP, Float16Module) or not
-    optimizer       a ChainedOptimizer or a bare one
-    scheduler       the parameter scheduler, None without one; for records, a dump does not read it
-    folder          of this model-parallel rank below the checkpoint folder, as the framework names it
-    args            the framework's namespace of arguments; None for a library user, who has none
-    args_overrides  what the namespace would say on data-parallel rank 0 without the adaptor (`rank`, ...)
-    extra           further entries beside the framework's own
-    stored          per optimizer of the chain: whether this rank's group saves its state; empty: it does
-    keeps           whether an entry of the model is saved, by its name; None: all are
-    beside          further files of this rank's folder, by name; the framework has none of them
-    live            the optimizer that updates the model, where `optimizer` is a copy of it; else None
-    form            the format to write; None for `torch` (`format_torch.TorchFormat`)
+    Attributes:
+        model: its chunks, wrapped (DDP, Float16Module) or not
+        optimizer: a ChainedOptimizer or a bare one
+        scheduler: the parameter scheduler, None without one; for records, a dump does not read it
+        folder: of this model-parallel rank below the checkpoint folder, as the framework names it
+        args: the framework's namespace of arguments; None for a library user, who has none
+        args_overrides: what the namespace would say on data-parallel rank 0 without the adaptor (`rank`, ...)
+        extra: further entries beside the framework's own
+        stored: per optimizer of the chain: whether this rank's group saves its state; empty: it does
+        keeps: whether an entry of the model is saved, by its name; None: all are
+        beside: further files of this rank's folder, by name; the framework has none of them
+        live: the optimizer that updates the model, where `optimizer` is a copy of it; else None
+        form: the format to write; None for `torch` (`format_torch.TorchFormat`)
     """
 
     model: Sequence[Any]

@@ -90,6 +90,8 @@ class Weights:
         Returns the names of weights that are not finite.
 
         Args:
+            chunk: a part of the model, in which they are trained.
+            places: where the saved tensors stand.
             buffers: copies to save in the place of live buffers, by their address (`Buffers.copies`).
 
         Raises CheckpointError for a trained weight without a main param here.

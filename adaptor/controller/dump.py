@@ -21,8 +21,9 @@ class NonFiniteTracker:
     A state that is not finite can be that of a training that has diverged, and is saved as it was; but a
     device that fails spoils only its own copy.
 
-    ranks  by group, whose shards were doubted
-    said   by group that is on disk, for the verdict; empty where nothing is to be said
+    Attributes:
+        ranks: by group, whose shards were doubted
+        said: by group that is on disk, for the verdict; empty where nothing is to be said
     """
 
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -52,11 +53,12 @@ MAX_ATTEMPTS = 5
 class Writing:
     """The writing of one incident. Invariant: a group that is on disk is not written again at the same step.
 
-    step, attempt  that are being written; no two attempts of an incident have the same number
-    pending        the groups that are not on disk, and who is at them
-    files          of those that are, and the `holders` who gave them
-    avoid          ranks that are chosen only for what nobody else can give, or write
-    failures       attempts that have failed since the last death
+    Attributes:
+        step, attempt: that are being written; no two attempts of an incident have the same number
+        pending: the groups that are not on disk, and who is at them
+        files: of those that are, and the `holders` who gave them
+        avoid: ranks that are chosen only for what nobody else can give, or write
+        failures: attempts that have failed since the last death
     """
 
     layouts: Mapping[int, Layout]
@@ -88,6 +90,7 @@ class Writing:
 
     @property
     def taking_part(self) -> set[int]:
+        """Return the ranks that have something to do in this attempt."""
         return {rank for order in self.pending.values() for rank in order.ranks}
 
     @property
@@ -101,8 +104,10 @@ class Writing:
     def decide(
         self, boards: Mapping[int, BoardRecord], unable: Collection[int] = (), step: int | None = None
     ) -> Plan | NoPlan:
-        """The newest step that there is now, or `step` alone, with all its groups; `unable` ranks can write
-        nothing."""
+        """Return the plan to save the newest step that the `boards` give, or only `step`, with all groups.
+
+        The ranks that are `unable` can write nothing.
+        """
         groups = self.groups
         if unable:
             groups = {k: Group(group.owners, group.writers.difference(unable)) for k, group in groups.items()}
@@ -132,13 +137,21 @@ class Writing:
         return again if any(self.pending[group].writer in there for group in away) else None
 
     def begin_attempt(self, decision: Plan) -> None:
+        """Have the groups of `decision` written, by another attempt."""
         self.pending = {order.group: order for order in decision.groups}
         self.attempt += 1
 
     def orders(
         self, incident: int, folder: str, store: tuple[str, int, bytes], timeout_s: float
     ) -> dict[int, Dump]:
-        """Return what each rank that takes part in this attempt is to do."""
+        """Return what each rank that takes part in this attempt is to do.
+
+        Args:
+            incident: its number.
+            folder: the temporary folder of the checkpoint.
+            store: host, port and secret of the store over which ranks form groups.
+            timeout_s: seconds that a collective of the dump may take.
+        """
         names: dict[int, tuple[str, ...]] = {}
         for name, order in self.pending.items():
             for rank in order.ranks:
@@ -196,6 +209,7 @@ class Writing:
 
     @property
     def all_files(self) -> tuple[FileEntry, ...]:
+        """Return the files of all groups that are on disk."""
         return tuple(entry for group in sorted(self.files) for entry in self.files[group])
 
 

@@ -46,6 +46,7 @@ STANDBYS = 3
 
 
 def stands_by(node: int) -> bool:
+    """Return whether `node` stands by for a controller on node 0."""
     return 0 < node <= STANDBYS
 
 
@@ -103,10 +104,11 @@ LASTING = (
 class Succession:
     """The controllers, one after the other, as the agent of `node` of `nodes` knows them.
 
-    term     of the controller that it obeys, or looks for
-    said     all that a controller must know
-    standby_state  what the first controller has passed on
-    verdict  the one that a controller has given
+    Attributes:
+        term: of the controller that it obeys, or looks for
+        said: all that a controller must know
+        standby_state: what the first controller has passed on
+        verdict: the one that a controller has given
     """
 
     def __init__(self, node: int, nodes: int) -> None:
@@ -120,6 +122,7 @@ class Succession:
 
     @property
     def standby_state(self) -> list[StandbyState]:
+        """Return what a standby has to know: the newest message of each kind and rank."""
         return list(self._standby_state.values())
 
     def keep(self, message: FromAgent) -> None:
@@ -225,6 +228,7 @@ class TakeOver:
         return True
 
     def lose(self, node: int) -> None:
+        """Do not wait for `node` any more: it is lost."""
         self.awaited.discard(node)
 
     def overdue(self, now: float) -> list[int]:

@@ -19,12 +19,13 @@ _NAMED = 4
 class Cause(NamedTuple):
     """The first cause: the rank to blame (-1: none), the exit code of the job, and the words for the user.
 
-    key      see `messages.Fault`
-    ranks    see `messages.Fault`; by default the rank to blame alone
-    mistake  another start would fail in the same way
-    node     the node whose agent was told to end or has failed (-1: no agent's)
-    kind     see `messages.Fault`
-    status   see `messages.Fault`
+    Attributes:
+        key: see `messages.Fault`
+        ranks: see `messages.Fault`; by default the rank to blame alone
+        mistake: another start would fail in the same way
+        node: the node whose agent was told to end or has failed (-1: no agent's)
+        kind: see `messages.Fault`
+        status: see `messages.Fault`
     """
 
     rank: int
@@ -42,17 +43,18 @@ class Cause(NamedTuple):
 class Failures:
     """The failures of an incident, collected from the messages to the controller.
 
-    dead         the status of every process that has ended, by rank
-    ended        ranks whose script had come to its end before
-    unannounced  ranks that ended without announcing it: they have failed, whatever the status
-    noticed      ranks that have ended, in the order in which that was noticed; statuses come later
-    lost         nodes that were lost, with their ranks
-    raised       the first exception of each rank
-    asked        the cause, if the job was told to end while nothing had failed
-    told_to_end  the process that was told to end last, and the signal; also after a failure
-    leaving      nodes whose agents were told to end
-    hang_s       seconds for which nothing had moved, if that was a hang; else 0
-    standing     the positions of the main threads in a hang
+    Attributes:
+        dead: the status of every process that has ended, by rank
+        ended: ranks whose script had come to its end before
+        unannounced: ranks that ended without announcing it: they have failed, whatever the status
+        noticed: ranks that have ended, in the order in which that was noticed; statuses come later
+        lost: nodes that were lost, with their ranks
+        raised: the first exception of each rank
+        asked: the cause, if the job was told to end while nothing had failed
+        told_to_end: the process that was told to end last, and the signal; also after a failure
+        leaving: nodes whose agents were told to end
+        hang_s: seconds for which nothing had moved, if that was a hang; else 0
+        standing: the positions of the main threads in a hang
     """
 
     dead: dict[int, int] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class Failures:
         self.dead.setdefault(rank, status)
 
     def ask(self, rank: int, who: str, name: str, error: str = "", node: int = -1) -> None:
-        """Somebody wants `who` to end, by the signal `name`; or `who` has failed by an `error` of its own.
+        """Note that `who` was told to end by the signal `name`, or has failed by an `error` of its own.
 
         Args:
             rank: the rank that it is; -1: the agent of `node`.

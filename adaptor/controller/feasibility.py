@@ -24,10 +24,11 @@ class CannotRegroupError(Exception):
 class Recoveries:
     """The online recoveries of one generation of workers.
 
-    seconds  how long one may take (TTP_ONLINE); 0: there are none
-    count    so many there were
-    last     the fault of the last one (`Fault.key`), and the step that was gone on from
-    folders  the temporary folders that saves beside them have used are numbered below this
+    Attributes:
+        seconds: how long one may take (TTP_ONLINE); 0: there are none
+        count: so many there were
+        last: the fault of the last one (`Fault.key`), and the step that was gone on from
+        folders: the temporary folders that saves beside them have used are numbered below this
     """
 
     seconds: float
@@ -36,6 +37,7 @@ class Recoveries:
     folders: int = 0
 
     def note(self, key: str, step: int, folders: int) -> None:
+        """Note a recovery: the `key` and step of its fault, and how many `folders` it has taken."""
         self.count += 1
         self.last = (key, step)
         self.folders = folders
@@ -45,7 +47,8 @@ class Recoveries:
 class Feasibility:
     """The conditions of the online recovery of one incident.
 
-    hanging  ranks that answer, and whose main threads will not come any more
+    Attributes:
+        hanging: ranks that answer, and whose main threads will not come any more
     """
 
     state: IncidentState

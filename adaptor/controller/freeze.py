@@ -72,6 +72,7 @@ class FreezeState:
 
     @property
     def is_over(self) -> bool:
+        """Return whether every live rank has answered, and no node is awaited."""
         return not self.waits and not self._awaited and self._state.nodes.keys() <= self._state.boards.keys()
 
     def wait(self) -> None:
@@ -79,6 +80,7 @@ class FreezeState:
         self._explained_by = self._state.opened_at + LAYOUT_WAIT_S
 
     def ask(self) -> None:
+        """Note that ranks are asked to freeze now."""
         self._explained_by = 0.0
 
     def hurry(self, until: float) -> None:
@@ -90,6 +92,7 @@ class FreezeState:
         return self.waits and now >= self._explained_by
 
     def record_answer(self, rank: int, board: BoardRecord) -> None:
+        """Keep the `board` of a rank that is frozen, or that can give no more than that."""
         self._state.boards[rank] = board
         self._newest = max(self._newest, _newest(board))
 

@@ -135,6 +135,7 @@ class Incident:
         return []
 
     def on_layout(self) -> Orders:
+        """Ask for the freeze once the layouts of all ranks are known."""
         return self._freeze() if self._waits and self.freeze_state.knows_all else []
 
     @property
@@ -165,6 +166,7 @@ class Incident:
         return self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> Orders:
+        """Take the answer of a rank to `Freeze`, or to an order to come to a step."""
         if board.finished >= self.step and board.phase != Phase.UNREADABLE:
             # Else its main thread has not come through the door, or never will.
             self._liveness.answer(rank)
@@ -194,6 +196,7 @@ class Incident:
         return self.go_on(self.saving.on_agent_lost(node) if in_save else [])
 
     def on_published(self, step: int) -> Orders:
+        """Note that `step` has its name on disk."""
         if self.state.stage is Stage.FINDING:
             return self._end(self.finding.found(step))
         orders = self.saving.on_published(step)
@@ -202,6 +205,7 @@ class Incident:
         return self.go_on(orders)
 
     def on_publish_failed(self, reason: str, number: int) -> Orders:
+        """Ask another agent, or go on without the save; `number` is that of the attempt."""
         if number != self.target.number:
             return []
         if self.state.stage is Stage.FINDING:
@@ -224,12 +228,15 @@ class Incident:
         return self.go_on(self.regrouping.cancel(self._failures.told_to_end))
 
     def on_joined(self, message: Joined) -> Orders:
+        """Note that a rank has come to the step with new process groups."""
         return self.go_on(self.regrouping.on_joined(message)) if self.regrouping.is_pending else []
 
     def on_regroup_failed(self, message: RegroupFailed) -> Orders:
+        """Note that a rank cannot come to the step."""
         return self.go_on(self.regrouping.on_regroup_failed(message)) if self.regrouping.is_pending else []
 
     def on_tick(self, now: float) -> Orders:
+        """Act on the limits of time that are over at `now`, in seconds."""
         if self.state.outcome is not None:
             return []
         if self.freeze_state.waits:

@@ -21,7 +21,10 @@ from adaptor.protocol.messages import (
 
 
 def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
-    """Tell `incident`; what it orders then."""
+    """Pass `message` to the part of `incident` that it is for; return what is ordered then.
+
+    Messages of other incidents, and answers that nobody has asked for, are ignored.
+    """
     match message:
         case Progress(node=node):
             incident.saving.on_progress(node, now)

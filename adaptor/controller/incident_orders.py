@@ -67,6 +67,7 @@ class IncidentOrders:
         return [self._to(rank, order) for rank, order in orders.items()]
 
     def publish(self) -> Order:
+        """Return the order to check the files, rename the folder and replace the tracker."""
         writing, target = self.writing, self.target
         self.reassignment.io_stalls.expect([target.publisher])
         order = Publish(
@@ -83,6 +84,7 @@ class IncidentOrders:
         return self._ask(order, target.publisher)
 
     def rename(self, rename_rank: int) -> Order:
+        """Return the order to have the script's handler on `rename_rank` give the checkpoint its name."""
         return self._to(rename_rank, Rename(self.number, self.writing.step))
 
     def find(self, step: int) -> Order:

@@ -45,15 +45,16 @@ class IncidentState:
     Kept apart from it: the files on disk (`Writing`), the agent that publishes them (`PublishTarget`), the
     ranks that have joined an online recovery (`Regrouping`), and the members of the job (`Membership`).
 
-    opened_at  monotonic seconds
-    timeout_s  how long it may last without progress (TTP_OT)
-    deadline   it has failed then
-    now        the time at which something was heard last
-    nodes      of the ranks that are alive and were not given up
-    boards     of those of them that have answered
-    silent     ranks that were given up because they did not close their doors in time
-    stuck      ranks that were given up in the dump
-    outcome    set with the last stage
+    Attributes:
+        opened_at: monotonic seconds
+        timeout_s: how long it may last without progress (TTP_OT)
+        deadline: it has failed then
+        now: the time at which something was heard last
+        nodes: of the ranks that are alive and were not given up
+        boards: of those of them that have answered
+        silent: ranks that were given up because they did not close their doors in time
+        stuck: ranks that were given up in the dump
+        outcome: set with the last stage
     """
 
     opened_at: float

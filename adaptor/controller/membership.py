@@ -10,21 +10,22 @@ from adaptor.protocol.messages import AgentHello, BoardRecord, Layout, Share
 class Membership:
     """The members of one generation of workers.
 
-    node_of    the node of each rank
-    agents     nodes whose agents are there
-    lost       nodes whose agents are gone: nobody takes their place in this generation of workers
-    late       of the lost, those whose agents came after all: they are told the verdict, and nothing else
-    connected  ranks that have said hello
-    layouts    what ranks have told that they hold
-    dead       the status of each process that has ended
-    dying      ranks whose main threads are gone, and whose statuses are not known yet
-    vanished   ranks that were lost with their agents: what they had said last may not have come
-    unbegun    other ranks that ended before they had told their layout
-    unprotected  ranks that train what cannot be saved, and why
-    boards     the last ones of ranks that have ended, as far as their agents could tell
-    pids       the processes of ranks that have said hello
-    hosts      the machines of nodes
-    agent_pids  the processes of agents, by node
+    Attributes:
+        node_of: the node of each rank
+        agents: nodes whose agents are there
+        lost: nodes whose agents are gone: nobody takes their place in this generation of workers
+        late: of the lost, those whose agents came after all: they are told the verdict, and nothing else
+        connected: ranks that have said hello
+        layouts: what ranks have told that they hold
+        dead: the status of each process that has ended
+        dying: ranks whose main threads are gone, and whose statuses are not known yet
+        vanished: ranks that were lost with their agents: what they had said last may not have come
+        unbegun: other ranks that ended before they had told their layout
+        unprotected: ranks that train what cannot be saved, and why
+        boards: the last ones of ranks that have ended, as far as their agents could tell
+        pids: the processes of ranks that have said hello
+        hosts: the machines of nodes
+        agent_pids: the processes of agents, by node
     """
 
     def __init__(self, world_size: int) -> None:
@@ -76,6 +77,7 @@ class Membership:
 
     @property
     def everyone_is_dead(self) -> bool:
+        """Return whether every rank of the job has ended."""
         return len(self.dead) >= self.world_size
 
     def left_on(self, node: int) -> list[int]:

@@ -35,8 +35,9 @@ class NewcomerStage(Enum):
 class Newcomer:
     """The new process of a rank.
 
-    ordered     the attempt in which its agent was told to start it
-    has_failed  it has said so, or does not answer
+    Attributes:
+        ordered: the attempt in which its agent was told to start it
+        has_failed: it has said so, or does not answer
     """
 
     stage: NewcomerStage
@@ -60,8 +61,9 @@ FromNewcomer = Hello | Layout | Refused | Unprotected | Raised | RegroupFailed |
 class Newcomers:
     """The new processes of one incident.
 
-    by_rank  the ranks that have failed, in order
-    ended    ranks whose processes are ended for it: they hang, or hold nothing
+    Attributes:
+        by_rank: the ranks that have failed, in order
+        ended: ranks whose processes are ended for it: they hang, or hold nothing
     """
 
     membership: Membership
@@ -105,6 +107,7 @@ class Newcomers:
 
     @property
     def replaced(self) -> tuple[Replacement, ...]:
+        """Return the ranks with a new process, each with its twin."""
         return tuple(newcomer.replacement for newcomer in self.by_rank.values())
 
     def tell(self) -> None:

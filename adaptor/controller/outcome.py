@@ -26,10 +26,12 @@ class Outcome:
 
 
 def do_not_answer(ranks: Iterable[int]) -> str:
+    """Return the words about `ranks` that live and do not answer, for a verdict."""
     return "".join(f"; rank {rank} is alive, but does not answer" for rank in sorted(ranks))
 
 
 def cannot_be_read(boards: Mapping[int, BoardRecord]) -> str:
+    """Return the words about ranks whose devices cannot be read, for a verdict."""
     return "".join(
         f"; rank {rank} is alive, but its device cannot be read: {board.error}"
         for rank, board in boards.items()

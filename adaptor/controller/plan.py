@@ -42,8 +42,9 @@ class NoPlan:
 class Group:
     """The holders of a group's shards, dead ones included.
 
-    owners   of each shard (index, count), in the order of shards: the ranks that hold it, in order
-    writers  the ranks that can write the group's files
+    Attributes:
+        owners: of each shard (index, count), in the order of shards: the ranks that hold it, in order
+        writers: the ranks that can write the group's files
     """
 
     owners: dict[tuple[int, int], list[int]] = field(default_factory=dict)

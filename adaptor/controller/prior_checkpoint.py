@@ -14,7 +14,8 @@ class PriorCheckpointSearch:
         took_over: there is a controller that is lost.
         patience_s: so long, of the time of the incident, it is looked for.
 
-    otherwise  how the incident ends where nothing is found
+    Attributes:
+        otherwise: how the incident ends where nothing is found
     """
 
     def __init__(

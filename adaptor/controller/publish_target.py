@@ -26,11 +26,12 @@ class PublishTarget:
         agents: the nodes with an agent; the owner takes out what is gone.
         first: the number of the first order; those below are of incidents that were recovered online.
 
-    number   of the newest order
-    is_first whether that is the first order of the incident
-    path     of the folder, once it is there, which was made by the order `written`
-    blocked  nodes on which the save folder does not answer
-    hung     for too long, while it was published
+    Attributes:
+        number: of the newest order
+        is_first: whether that is the first order of the incident
+        path: of the folder, once it is there, which was made by the order `written`
+        blocked: nodes on which the save folder does not answer
+        hung: for too long, while it was published
     """
 
     def __init__(self, agents: Collection[int], first: int = 0) -> None:
@@ -47,6 +48,7 @@ class PublishTarget:
 
     @property
     def is_first(self) -> bool:
+        """Return whether the folder is that of the first attempt of the job's first incident."""
         return self.number == self._first
 
     def choose(self, node: int) -> None:

@@ -35,6 +35,7 @@ class IoStallDetector:
         self._since = dict.fromkeys(nodes)
 
     def moved(self, node: int) -> None:
+        """Note that `node` makes progress."""
         if node in self._since:
             self._since[node] = None
 
@@ -52,11 +53,12 @@ STUCK_S = 5.0
 class LivenessProbe:
     """Asks the ranks of a dump that stands still if they are alive.
 
-    unanswered  the ranks that were asked and have not answered yet
-    silent      those of them whose time is over, and that were asked once more
-
     Args:
         patience_s: seconds without progress before ranks are asked, and seconds that they have for an answer.
+
+    Attributes:
+        unanswered: the ranks that were asked and have not answered yet
+        silent: those of them whose time is over, and that were asked once more
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -71,6 +73,7 @@ class LivenessProbe:
         self._moved = True
 
     def answer(self, rank: int) -> None:
+        """Note that `rank` has answered, so that it is asked for its shards again."""
         self.unanswered.discard(rank)
         self.silent.discard(rank)
 

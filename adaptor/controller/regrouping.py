@@ -31,11 +31,12 @@ MAX_ATTEMPTS = 2
 class Regrouping:
     """The online recovery of one incident.
 
-    newcomers   the new processes
-    is_pending  it was begun, and has not failed
-    why_not     why it was not tried, or has failed; empty where nobody needs to know
-    unsaved     why the step that all come to is not on disk; empty where it is
-    presence    of this attempt
+    Attributes:
+        newcomers: the new processes
+        is_pending: it was begun, and has not failed
+        why_not: why it was not tried, or has failed; empty where nobody needs to know
+        unsaved: why the step that all come to is not on disk; empty where it is
+        presence: of this attempt
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class Regrouping:
         return self._orders.regroup(everyone, self.newcomers.replaced, self.timeout_s)
 
     def on_joined(self, message: Joined) -> Orders:
+        """Note that a rank has come to the step; one that came to another state ends the recovery."""
         self.presence.answer(message.rank)
         if not self._awaits(message):
             return []
@@ -216,6 +218,7 @@ class Regrouping:
         return []
 
     def on_regroup_failed(self, message: RegroupFailed) -> Orders:
+        """Try once more with a new process where a rank hangs; end the recovery where one has failed."""
         if message.rank in self.newcomers.by_rank:
             return self.on_newcomer(message)
         if not self._awaits(message):
@@ -233,6 +236,7 @@ class Regrouping:
         return message.rank in self._state.nodes or message.rank in self.newcomers.by_rank
 
     def on_tick(self, now: float) -> Orders:
+        """End a recovery that takes longer than it may; ask again who is there."""
         if now >= self._begun_at + self.timeout_s:
             return self.cancel(f"not done after {self.timeout_s:g} s (TTP_ONLINE)")
         return self._check_presence(now) if self.presence.is_due(now) else []

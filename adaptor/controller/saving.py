@@ -25,7 +25,8 @@ STAGES = (Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING)
 class Saving:
     """The save of one incident.
 
-    outcome  how it has ended; None until then
+    Attributes:
+        outcome: how it has ended; None until then
     """
 
     def __init__(
@@ -82,6 +83,10 @@ class Saving:
         return [self._orders.publish()] if self._stage is Stage.PUBLISHING else []
 
     def on_prepared(self, folder: str, reason: str, number: int) -> Orders:
+        """Order the dump into `folder`, or the folder from another agent where there is a `reason` why not.
+
+        `number` is that of the order to prepare; answers to older ones are ignored.
+        """
         if self._stage is not Stage.PREPARING or number != self._target.number:
             return []
         if reason:
@@ -91,6 +96,7 @@ class Saving:
         return self._dump_again()
 
     def on_written(self, message: Written, now: float) -> Orders:
+        """Note that a group is on disk; order the publication after the last one."""
         if self._stage is not Stage.DUMPING or not self._writing.awaits(message):
             return []
         self._writing.take(message)
@@ -104,6 +110,7 @@ class Saving:
         return [self._orders.rename(self._rename_rank)]
 
     def on_write_failed(self, message: WriteFailed) -> Orders:
+        """Order the dump again without what has failed, or give the save up."""
         self._writing.doubt(message)
         if message.rank in self._state.boards and not message.board.provides(self._writing.step):
             # It will not come to that step any more; with a local copy it still gives the one before.
@@ -116,17 +123,20 @@ class Saving:
 
     def on_published(self, step: int) -> Orders:
         # It may come after the time was over, and all go on from that step online.
+        """Note that the checkpoint has its name."""
         if self._stage in (Stage.PUBLISHING, Stage.REGROUPING):
             step = max(self._writing.step, step)
             self.outcome = Outcome("saved", step, self._freeze_state.further(step))
         return []
 
     def on_renamed(self, rank: int, reason: str) -> Orders:
+        """Note that the handler of the script on `rank` has named the checkpoint, or the `reason` why not."""
         if self._stage is not Stage.PUBLISHING or rank != self._rename_rank:
             return []
         return self._lose(reason) if reason else self.on_published(self._writing.step)
 
     def on_publish_failed(self, reason: str) -> Orders:
+        """Order the publication from another agent, or give the save up for this `reason`."""
         if self._stage is not Stage.PUBLISHING:
             return []
         return [self._orders.publish()] if self._target.refuse(reason) else self._lose(reason)

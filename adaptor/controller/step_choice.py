@@ -12,7 +12,10 @@ NEVER_BEGUN = Outcome("nothing", -1, "no step has finished: training had not beg
 
 
 def choose(state: IncidentState, freeze_state: FreezeState, writing: Writing) -> Plan | Outcome:
-    """Return the plan to save the newest possible step, or the outcome if there is none."""
+    """Return the plan to save the newest possible step, or the outcome if there is none.
+
+    `state` is that of the incident.
+    """
     origin = writing.origin
     if not freeze_state.knows_all:
         if freeze_state.newest_begun <= origin:

@@ -13,6 +13,7 @@ _USAGE = "usage: python -m adaptor.devices NAME [--module] script [args...]"
 
 
 def main() -> None:
+    """Run a script of the user with the stand-ins of a device."""
     _script.leave_own_path()
     from adaptor import devices
     from adaptor.errors import AdaptorError

@@ -31,6 +31,7 @@ class Ranges:
 
     @classmethod
     def parse(cls, text: str) -> Ranges:
+        """Return the ranges in a text such as `0,10-12`. Raises ValueError."""
         pairs = []
         for part in text.split(","):
             match = _PAIR.fullmatch(part)
@@ -51,10 +52,12 @@ class Ranges:
 
     @property
     def first(self) -> int:
+        """Return the lowest number."""
         return min(low for low, _ in self.pairs)
 
     @property
     def last(self) -> int:
+        """Return the highest number."""
         return max(high for _, high in self.pairs)
 
 
@@ -70,9 +73,10 @@ class Profile:
 class Dump:
     """TTP_DUMP: values of the tensors of each step of `steps`, on each rank of `ranks`.
 
-    modules  patterns of names of modules and parameters, as of files: `decoder.layers.0.*`
-    stats    which statistics are written of each tensor; empty: the tensors themselves are
-    limit    MiB that a rank writes at most
+    Attributes:
+        modules: patterns of names of modules and parameters, as of files: `decoder.layers.0.*`
+        stats: which statistics are written of each tensor; empty: the tensors themselves are
+        limit: MiB that a rank writes at most
     """
 
     steps: Ranges

@@ -28,9 +28,10 @@ _LARGEST = 1 << 20  # bytes of a note
 class Note(msgspec.Struct, frozen=True):
     """The checkpoint that the model of a model-parallel rank began from.
 
-    load   the folder of checkpoints, absolute
-    file   of this rank, below it
-    size   in bytes
+    Attributes:
+        load: the folder of checkpoints, absolute
+        file: of this rank, below it
+        size: in bytes
     """
 
     load: str
@@ -39,14 +40,17 @@ class Note(msgspec.Struct, frozen=True):
     xxh3_128: str
 
     def encode(self) -> bytes:
+        """Return the note as JSON."""
         return (json.dumps(msgspec.to_builtins(self), indent=1) + "\n").encode()
 
 
 class AdapterBase:
     """The base of this process's adapters, a part of its context.
 
-    note    of its model-parallel rank; None where checkpoints have the whole model, or nothing is loaded yet
-    pending the folder whose checkpoint lacks what the base has, until that was added
+    Attributes:
+        note: of its model-parallel rank; None where checkpoints have the whole model, or nothing is loaded
+            yet
+        pending: the folder whose checkpoint lacks what the base has, until that was added
     """
 
     def __init__(self, context: Context) -> None:

@@ -27,9 +27,10 @@ HALVES = 2
 class Half:
     """The half of the data-parallel group that this rank is in, and its twin in the other half.
 
-    ranks  of the half; their order is that of the shards
-    group  of these, over which the framework reduces; `gloo` for tensors on the host
-    twins  the group of the ranks that have this shard, one of each half
+    Attributes:
+        ranks: of the half; their order is that of the shards
+        group: of these, over which the framework reduces; `gloo` for tensors on the host
+        twins: the group of the ranks that have this shard, one of each half
     """
 
     ranks: tuple[int, ...]
@@ -120,6 +121,8 @@ def in_charge() -> Iterator[None]:
 def ranges(optimizer: Any, model: Any, dtype: Any) -> dict[str, Any]:
     """Return the result of `build_model_gbuf_range` for this rank's shard, twice as large as without halves.
 
+    `dtype` is that of the buffer.
+
     The buffer with its padding is a multiple of the group's size, so it can be cut like that.
     """
     from ascendspeed.optimizer.distrib_optimizer import Range
@@ -171,6 +174,7 @@ class Buffer:
 
     @property
     def buckets(self) -> list[Buffer]:
+        """Return the buckets of the buffer: it is one."""
         return [self]
 
 

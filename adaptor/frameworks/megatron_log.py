@@ -112,8 +112,9 @@ class StepLog:
         self._sums = {one: sums for one, sums in self._sums.items() if one <= step} or {0: {}}
 
     def complete(self, step: int, everyone: dist.ProcessGroup, optimizer: Any, model: Sequence[Any]) -> None:
-        """Write the line of `step` where the last rank, which writes them, has not; collective.
+        """Write the line of `step` where the last rank, which writes them, has not.
 
+        Collective over `everyone`.
         The framework's counters are those behind the step; the timer of the interval does not run.
         """
         from megatron.training import get_args, get_timers

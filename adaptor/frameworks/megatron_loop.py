@@ -55,7 +55,8 @@ class MegatronLoop:
         given: the arguments of the call of `train`, by their names.
         told: in a newcomer, what the framework would have asked other ranks at its start.
 
-    everyone  the adaptor's group of all ranks
+    Attributes:
+        everyone: the adaptor's group of all ranks
     """
 
     def __init__(self, given: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:

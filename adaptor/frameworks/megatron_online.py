@@ -21,8 +21,9 @@ from adaptor.replica import group
 class Recovery:
     """Online recovery in a process that runs Megatron-LM.
 
-    loop     its training loop, once that was called
-    answers  in a newcomer: what the framework would have asked other ranks at its start
+    Attributes:
+        loop: its training loop, once that was called
+        answers: in a newcomer: what the framework would have asked other ranks at its start
     """
 
     def __init__(self, _context: Context) -> None:

@@ -160,7 +160,7 @@ class RegularSaves:
         request.add_finalize_fn(finalize)
 
     def tell(self, path: str, tracker: str, listener: Callable[[str, str], Any]) -> None:
-        """Tell `listener` of something in the folder of a save, and of its tracker, when both are named.
+        """Tell `listener` of `path` in the folder of a save, and of its `tracker`, when both have names.
 
         The rank that it is called on need not be the one that names them: of a save that the framework goes
         on with, the end is behind a barrier.

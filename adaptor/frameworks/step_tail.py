@@ -16,8 +16,9 @@ from adaptor.worker.processor import CannotRejoinError
 class Behind(NamedTuple):
     """The data with which a newcomer joins at a step.
 
-    before  what was consumed before it; empty: it was not begun in the process that tells
-    read    how often each iterator of validation data was read behind it
+    Attributes:
+        before: what was consumed before it; empty: it was not begun in the process that tells
+        read: how often each iterator of validation data was read behind it
     """
 
     step: int

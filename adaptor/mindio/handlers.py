@@ -22,8 +22,10 @@ class Handler:
 class Handlers:
     """Replaced one by one by the main thread, each as a whole; read by the threads of a dump.
 
-    older  the script has registered its save handler in the older form, `f(save_rank, step, rank_list, args)`
-    args   what was set last with ttp_set_ckpt_args or tft_set_step_args
+    Attributes:
+        older: the script has registered its save handler in the older form, `f(save_rank, step, rank_list,
+            args)`
+        args: what was set last with ttp_set_ckpt_args or tft_set_step_args
     """
 
     save: Handler | None = None

@@ -28,10 +28,11 @@ REST_S = 2.0
 class Job:
     """The interface's state, one per worker process. The main thread calls everything but the handlers.
 
-    apart  of an optimizer that mirrors: how many places behind a rank the one is that has the copy of its
-           shard; 0: there is none
-    exported  the framework whose handlers these are, '' where none was named; its device is stopped and
-              cleaned before a dump, as with TTP_STOP_CLEAN_BEFORE_DUMP=1
+    Attributes:
+        apart: of an optimizer that mirrors: how many places behind a rank the one is that has the copy of its
+            shard; 0: there is none
+        exported: the framework whose handlers these are, '' where none was named; its device is stopped and
+            cleaned before a dump, as with TTP_STOP_CLEAN_BEFORE_DUMP=1
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,13 @@ class Job:
         return self._joined(call).rank
 
     def join(self, call: str, rank: int, world_size: int, has_local_copy: bool) -> None:
-        """The script says who it is; controller and processor of this engine are there already.
+        """Compare who the script says it is with what ttprun says; its controller is there already.
+
+        Args:
+            call: the function of the interface, for messages.
+            rank: of this process.
+            world_size: the number of ranks.
+            has_local_copy: whether there is to be a local copy.
 
         Raises:
             ConfigError: it is somebody else.
@@ -121,7 +128,8 @@ class Job:
     ) -> Callable[..., Any]:
         """`func`, the script's training: an exception that leaves it is told, and the process stays.
 
-        sets_args  where the handlers are to get the arguments of `func`
+        Args:
+            sets_args: where the handlers are to get the arguments of `func`
         """
 
         @functools.wraps(func)

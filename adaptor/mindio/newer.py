@@ -25,13 +25,19 @@ _REPAIRING = (ReportState.RS_INIT_FINISH, ReportState.RS_PREREPAIR_FINISH, Repor
 def tft_init_controller(
     rank: int, world_size: int, enable_local_copy: bool, enable_arf: bool = False, enable_zit: bool = False
 ) -> None:
-    """The controller is in ttprun's agent; the arguments are checked."""
+    """Check the arguments; the controller is in ttprun's agent.
+
+    They are MindIO TTP's: `world_size`, `enable_local_copy`; `enable_arf` and `enable_zit` are refused.
+    """
     _require_no_repair("tft_init_controller", enable_arf, enable_zit)
     job.join("tft_init_controller", rank, world_size, enable_local_copy)
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
-    """Do nothing: the controller runs already. TTP_PORT and TTP_TLS say where and how it listens."""
+    """Do nothing: the controller runs already. TTP_PORT and TTP_TLS say where and how it listens.
+
+    So `bind_ip`, `port`, `enable_tls` and `tls_info` are not used.
+    """
 
 
 def tft_init_processor(
@@ -44,13 +50,20 @@ def tft_init_processor(
     enable_arf: bool = False,
     enable_zit: bool = False,
 ) -> None:
-    """Set rank and world size. Damaged memory (UCE) ends the process, and others save what it held."""
+    """Set rank and world size. Damaged memory (UCE) ends the process, and others save what it held.
+
+    Of MindIO TTP's arguments `world_size` and `enable_local_copy` are checked, `enable_arf` and `enable_zit`
+    refused, `enable_tls`, `tls_info` and `enable_uce` not used.
+    """
     _require_no_repair("tft_init_processor", enable_arf, enable_zit)
     job.join("tft_init_processor", rank, world_size, enable_local_copy)
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
-    """Do nothing: the process has been connected to its agent from the start."""
+    """Do nothing: the process has been connected to its agent from the start.
+
+    So `master_ip`, `port` and `local_ip` are not used.
+    """
 
 
 def tft_destroy_controller() -> None:
@@ -84,7 +97,8 @@ def tft_start_copy_os() -> None:
 def tft_start_updating_os(backup_step: int = -1) -> None:
     """The optimizer state is about to change; returns when it may.
 
-    backup_step  the step of which the script has a copy of it, -1 without one
+    Args:
+        backup_step: the step of which the script has a copy of it, -1 without one
     """
     job.start_update(backup_step)
 

@@ -10,9 +10,10 @@ from adaptor.mindio.job import job
 class ReplicaOptimizer:
     """Base of a framework's optimizer whose shards have copies on other ranks: update window and dump.
 
-    current_step  the step that the optimizer state is that of, or that it is on its way to in an update
-    error_dump    a dump has begun: what is saved now is last words
-    save_args     of the dump: `step`, `rank` (who writes) and `rank_list` (who gives shards)
+    Attributes:
+        current_step: the step that the optimizer state is that of, or that it is on its way to in an update
+        error_dump: a dump has begun: what is saved now is last words
+        save_args: of the dump: `step`, `rank` (who writes) and `rank_list` (who gives shards)
     """
 
     current_step = 0

@@ -25,7 +25,8 @@ _MIRRORED = 2
 class Replicas:
     """The copies of one optimizer's state: `ranks` hold `shards` different ones.
 
-    apart  how many places behind a rank the one is that has the only copy of its shard; 0: see above
+    Attributes:
+        apart: how many places behind a rank the one is that has the only copy of its shard; 0: see above
     """
 
     kind: int

@@ -24,9 +24,10 @@ from adaptor.protocol.state_provider import DumpRun
 class HandledTrainee:
     """A rank of a job that saves by handlers. A step's record is its number.
 
-    barrier     a barrier of all ranks of the job
-    resets      the device is stopped and cleaned before a dump (TTP_STOP_CLEAN_BEFORE_DUMP)
-    await_rest  returns when the main thread, which was woken, stands still
+    Attributes:
+        barrier: a barrier of all ranks of the job
+        resets: the device is stopped and cleaned before a dump (TTP_STOP_CLEAN_BEFORE_DUMP)
+        await_rest: returns when the main thread, which was woken, stands still
     """
 
     rank: int

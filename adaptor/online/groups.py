@@ -49,8 +49,9 @@ class ExchangeError(Exception):
 class Groups:
     """All process groups of this worker since `remember`, in the order in which they were made.
 
-    lone       they are made without other ranks until the first `exchange`
-    remembers  `remember` was called, and `forget` was not
+    Attributes:
+        lone: they are made without other ranks until the first `exchange`
+        remembers: `remember` was called, and `forget` was not
     """
 
     def __init__(self, _context: Context) -> None:

@@ -16,9 +16,10 @@ from adaptor.worker.pace import Measures
 class Told(NamedTuple):
     """The data that a newcomer has got from its twin.
 
-    record    of the step
-    answers   what it would have asked other ranks at its start
-    measures  what steps and phases take (`Pace.measures`)
+    Attributes:
+        record: of the step
+        answers: what it would have asked other ranks at its start
+        measures: what steps and phases take (`Pace.measures`)
     """
 
     record: StepRecord
@@ -40,6 +41,12 @@ def ask_record(order: Regroup, rank: int, line_to: Callable[[int], Line]) -> Tol
 
 def fetch(order: Regroup, rank: int, line_to: Callable[[int], Line], loop: Loop) -> None:
     """Get the shards that this rank updates, and the weights that nobody updates.
+
+    Args:
+        order: by which it joins.
+        rank: this one.
+        line_to: connects to another rank.
+        loop: the training loop, which has the state.
 
     Raises:
         TransferError: nobody gives a shard, or it does not fit.

@@ -312,7 +312,8 @@ class Rejoin:
 class OnlineRecovery:
     """Online recovery in this process, from the first time that it is asked for.
 
-    rejoin  None with TTP_ONLINE=0, and where this process is no worker
+    Attributes:
+        rejoin: None with TTP_ONLINE=0, and where this process is no worker
     """
 
     def __init__(self, _context: Context) -> None:

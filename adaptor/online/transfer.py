@@ -130,7 +130,7 @@ class Line:
 
 
 def answer(line: Line, source: Source, cancelled: Callable[[], bool]) -> None:
-    """Answer what the newcomer asks, until it has all.
+    """Answer what the newcomer asks, until it has all, or this is `cancelled`.
 
     Raises:
         TypeError: there is something in the state that cannot be passed on.

@@ -25,8 +25,9 @@ class ServeError(AdaptorError):
 class Clients(NamedTuple):
     """The token that a client must send, and the certificate that it is shown.
 
-    token  a word that each request must have (`Authorization: Bearer`); '' if none is needed
-    tls    None: without TLS
+    Attributes:
+        token: a word that each request must have (`Authorization: Bearer`); '' if none is needed
+        tls: None: without TLS
     """
 
     token: str

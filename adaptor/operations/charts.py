@@ -21,9 +21,10 @@ class Rect(NamedTuple):
 class Line(NamedTuple):
     """A curve over steps, or anything else that is counted.
 
-    points      of an SVG polyline
-    low, high   the values at the lower and the upper edge
-    first, last of what is counted
+    Attributes:
+        points: of an SVG polyline
+        low, high: the values at the lower and the upper edge
+        first, last: of what is counted
     """
 
     points: str

@@ -38,10 +38,11 @@ _NEXT = {
 class Goodput(msgspec.Struct, kw_only=True, frozen=True):
     """The time of a job by its use, in seconds.
 
-    seconds  in each state: productive, wasted, startup, recovery, down
-    steps    that count: from the first one that was trained to the newest one that is finished
-    lost     steps that had to be trained again
-    ratio    productive seconds over all seconds; None if there are none
+    Attributes:
+        seconds: in each state: productive, wasted, startup, recovery, down
+        steps: that count: from the first one that was trained to the newest one that is finished
+        lost: steps that had to be trained again
+        ratio: productive seconds over all seconds; None if there are none
     """
 
     seconds: dict[str, float]

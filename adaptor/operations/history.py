@@ -19,8 +19,9 @@ _COLOURS = {"training": "first", "startup": "load", "recovery": "write", "down":
 class History(NamedTuple):
     """The columns of a chart, a curve over them, and the times below it.
 
-    total   the share of training since the beginning, at the end of each column
-    ratios  its values
+    Attributes:
+        total: the share of training since the beginning, at the end of each column
+        ratios: its values
     """
 
     rects: list[charts.Rect]

@@ -47,8 +47,9 @@ _RECOVERY = {
 class Section(NamedTuple):
     """The part of a page about one incident, and its line in the list of all.
 
-    order  of incidents: when it began, and its number
-    name   of the section in the page
+    Attributes:
+        order: of incidents: when it began, and its number
+        name: of the section in the page
     """
 
     order: tuple[str, int]

@@ -43,10 +43,11 @@ def newest(save: Path) -> Checkpoint | None:
 class NewestCheckpoint:
     """Looks it up again and again, until `close`.
 
-    looked  set when it was looked up for the first time
-
     Args:
         folder: returns the save folder, '' while it is not known.
+
+    Attributes:
+        looked: set when it was looked up for the first time
     """
 
     def __init__(self, folder: Callable[[], str]) -> None:

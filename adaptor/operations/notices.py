@@ -31,7 +31,10 @@ class NotDeliveredError(Exception):
 
 
 def of_incident(incident: Incident, time: str, kind: str = "incident") -> Notice:
-    """Return the notice of an incident: `incident` with its verdict, `resumed` when training has gone on."""
+    """Return the notice of an incident at `time`.
+
+    `kind`: `incident` with its verdict, `resumed` when training has gone on.
+    """
     lost = incident.steps_lost
     steps = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
     words = f"training goes on{steps}" if kind == "resumed" else incident.reason
@@ -46,7 +49,7 @@ def of_incident(incident: Incident, time: str, kind: str = "incident") -> Notice
 
 
 def of_end(job: str, incidents: int, time: str) -> Notice:
-    """Return the notice that the job has ended."""
+    """Return the notice that `job` has ended after so many `incidents`, at `time`."""
     several = "" if incidents == 1 else "s"
     return Notice(
         type="ended",

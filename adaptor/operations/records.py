@@ -21,14 +21,15 @@ import msgspec
 class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """Something that happened: a line of events.jsonl, and an element of an incident's `events`.
 
-    time        when, as far as the process knew that noticed it
-    job         the name of the job's folder
-    generation  from 1 on: how often workers were started
-    incident    the number of the incident that was open; None between incidents
-    type        what: a word such as `fault-noticed`, `freeze`, `published`, `restart`
-    node, host, rank, pid  where
-    step        the step that it is about
-    data        what else is known; `detail` in words
+    Attributes:
+        time: when, as far as the process knew that noticed it
+        job: the name of the job's folder
+        generation: from 1 on: how often workers were started
+        incident: the number of the incident that was open; None between incidents
+        type: what: a word such as `fault-noticed`, `freeze`, `published`, `restart`
+        node, host, rank, pid: where
+        step: the step that it is about
+        data: what else is known; `detail` in words
     """
 
     time: str
@@ -50,12 +51,13 @@ CauseKind = Literal["signal", "exit", "exception", "hang", "told-to-end", "node-
 class Cause(msgspec.Struct, kw_only=True, frozen=True):
     """The first failure.
 
-    kind       signal: a process was ended by one; exit: it exited; exception: its script raised;
-               hang: nothing moved; told-to-end: by a signal to ttprun or a worker; node-lost: its agent is
-               gone; error: of ttprun itself
-    signal     its name, for kind signal and told-to-end
-    exit_code  of the process, for kind exit
-    exception  type and place, for kind exception
+    Attributes:
+        kind: signal: a process was ended by one; exit: it exited; exception: its script raised; hang: nothing
+            moved; told-to-end: by a signal to ttprun or a worker; node-lost: its agent is gone; error: of
+            ttprun itself
+        signal: its name, for kind signal and told-to-end
+        exit_code: of the process, for kind exit
+        exception: type and place, for kind exception
     """
 
     kind: CauseKind
@@ -67,15 +69,16 @@ class Cause(msgspec.Struct, kw_only=True, frozen=True):
 class Phases(msgspec.Struct, kw_only=True):
     """The durations of the parts of an incident, in seconds.
 
-    detect      from when a node's agent noticed the fault to the controller's first order; for a hang, the
-                seconds in which nothing had moved
-    freeze      from the first order to stop to the last answer
-    write       from the first order to write to the last file written
-    publish     from the order to publish to the checkpoint under its final name
-    regroup     of an online recovery: from the first order to replace or regroup to its end
-    restart     from the verdict until every worker had been started again
-    load        from then until training went on: imports, model, data, checkpoint
-    first_step  from then to the first finished step
+    Attributes:
+        detect: from when a node's agent noticed the fault to the controller's first order; for a hang, the
+            seconds in which nothing had moved
+        freeze: from the first order to stop to the last answer
+        write: from the first order to write to the last file written
+        publish: from the order to publish to the checkpoint under its final name
+        regroup: of an online recovery: from the first order to replace or regroup to its end
+        restart: from the verdict until every worker had been started again
+        load: from then until training went on: imports, model, data, checkpoint
+        first_step: from then to the first finished step
     """
 
     detect: float | None = None
@@ -99,24 +102,25 @@ class Versions(msgspec.Struct, kw_only=True, frozen=True):
 class Incident(msgspec.Struct, kw_only=True):
     """The file of an incident: written with the verdict, and again when the job has gone on.
 
-    id                 of the file
-    incident           its number in this job
-    began, ended       when the fault was noticed, and when the verdict was given
-    cause, reason      the first failure; the line that was printed
-    blamed             the rank to blame, with its node, host and pid; where there is none, host and pid are
-                       those of a ttprun that was told to end
-    failed             ranks that failed by themselves, the first one first
-    silent             ranks that did not answer the order to stop
-    verdict            saved: a checkpoint of `step` was written; recovered: training went on, no restart;
-                       nothing: no finished step to save; lost: the state could not be saved
-    newest_step        the newest step that a rank had finished
-    steps_lost         how many of them must be trained again, as soon as that is known
-    checkpoint         the folder that was written, and `bytes` in its files
-    exit_code          that ttprun ends with, if the job ends
-    next_action        what happens now, in words
-    not_started_again  why restarts that were left are not used
-    runbook            the section of docs/runbook.md about it
-    ranks              that `events` names
+    Attributes:
+        id: of the file
+        incident: its number in this job
+        began, ended: when the fault was noticed, and when the verdict was given
+        cause, reason: the first failure; the line that was printed
+        blamed: the rank to blame, with its node, host and pid; where there is none, host and pid are those of
+            a ttprun that was told to end
+        failed: ranks that failed by themselves, the first one first
+        silent: ranks that did not answer the order to stop
+        verdict: saved: a checkpoint of `step` was written; recovered: training went on, no restart; nothing:
+            no finished step to save; lost: the state could not be saved
+        newest_step: the newest step that a rank had finished
+        steps_lost: how many of them must be trained again, as soon as that is known
+        checkpoint: the folder that was written, and `bytes` in its files
+        exit_code: that ttprun ends with, if the job ends
+        next_action: what happens now, in words
+        not_started_again: why restarts that were left are not used
+        runbook: the section of docs/runbook.md about it
+        ranks: that `events` names
     """
 
     schema: Literal["ttp.incident/1"] = "ttp.incident/1"
@@ -169,20 +173,20 @@ class IncidentSummary(msgspec.Struct, kw_only=True, frozen=True):
 class Status(msgspec.Struct, kw_only=True):
     """The file status.json.
 
-    time          when it was written; if it is older than some seconds the job has ended, hangs, or cannot
-                  write
-    state         starting: workers run, and not all train yet; training; incident: a fault is being handled;
-                  restarting: there is a verdict; ended: ttprun has ended
-    node, host, pid  of the ttprun that has the controller
-    term          of the controller; 0 for the first one
-    restarts      that were made, and `max_restarts` that may be made
-    nodes_lost    nodes whose agents are gone
-    ranks         in the job; `ranks_training` have begun to train, `ranks_ended` have ended
-    step          the newest step that ranks of this node have finished, at `step_time`
-    protected     whether all ranks train what can be saved; None before training
-    why_not       why the job is not protected
-    incidents     in this job; `last_incident` is the id of the newest one's file
-    save          the folder of checkpoints
+    Attributes:
+        time: when it was written; if it is older than some seconds the job has ended, hangs, or cannot write
+        state: starting: workers run, and not all train yet; training; incident: a fault is being handled;
+            restarting: there is a verdict; ended: ttprun has ended
+        node, host, pid: of the ttprun that has the controller
+        term: of the controller; 0 for the first one
+        restarts: that were made, and `max_restarts` that may be made
+        nodes_lost: nodes whose agents are gone
+        ranks: in the job; `ranks_training` have begun to train, `ranks_ended` have ended
+        step: the newest step that ranks of this node have finished, at `step_time`
+        protected: whether all ranks train what can be saved; None before training
+        why_not: why the job is not protected
+        incidents: in this job; `last_incident` is the id of the newest one's file
+        save: the folder of checkpoints
     """
 
     schema: Literal["ttp.status/1"] = "ttp.status/1"
@@ -213,11 +217,12 @@ class Status(msgspec.Struct, kw_only=True):
 class Notice(msgspec.Struct, kw_only=True, frozen=True):
     """The notice that a target of TTP_NOTIFY gets.
 
-    type      incident: with the verdict; resumed: the first step after it is finished; ended: ttprun has
-    time      when
-    job       the name of the job's folder
-    text      one line for people
-    incident  as its file has it, without `events` and `ranks`; None for `ended`
+    Attributes:
+        type: incident: with the verdict; resumed: the first step after it is finished; ended: ttprun has
+        time: when
+        job: the name of the job's folder
+        text: one line for people
+        incident: as its file has it, without `events` and `ranks`; None for `ended`
     """
 
     schema: Literal["ttp.notice/1"] = "ttp.notice/1"

@@ -54,8 +54,9 @@ class Span(NamedTuple):
 class Lane(NamedTuple):
     """The actions of one rank, or of the controller and the agents together.
 
-    note   its part in the incident, '' for none
-    words  what happened there, with the seconds from the fault at which it did
+    Attributes:
+        note: its part in the incident, '' for none
+        words: what happened there, with the seconds from the fault at which it did
     """
 
     name: str

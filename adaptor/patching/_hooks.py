@@ -39,6 +39,9 @@ def around(
     function. The patch acts once, around `function`, even if `function` calls the patched original inside.
 
     Args:
+        group: the patches' group.
+        target: the name, "module:name".
+        function: what the framework is about to put there.
         replacement: the part of `function` that replaces the target itself, if `function` is more than
             wrappers. If that part is patched itself, under the name where it is defined, `function` is
             returned unchanged.

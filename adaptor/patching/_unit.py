@@ -222,7 +222,8 @@ class Unit:
     def patch(
         self, target: str, *, why: str, accepts: str | tuple[str, ...], optional: bool | str = False
     ) -> Callable[[Effect], Effect]:
-        """Declare a wrapper `(wrapped, instance, args, kwargs)` on "module:name" or "module:Class.method".
+        """Declare a wrapper `(wrapped, instance, args, kwargs)` on `target`: "module:name" or
+        "module:Class.method". `why` is for the report.
 
         `accepts` is one signature or several, for a framework that changed it; see `_signature` for the
         language. `optional`: a version of the framework may have no such name; where it has, the signature

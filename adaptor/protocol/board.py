@@ -121,8 +121,9 @@ class BoardMemory:
 class Board:
     """The worker's side: writes the record. The session itself reads `phase`, `oldest` and `finished`, too.
 
-    live  the oldest step whose state the live objects have; what is older is in the local copy
-    kept  what the process whose place this one takes has kept (`keep`); empty: nothing
+    Attributes:
+        live: the oldest step whose state the live objects have; what is older is in the local copy
+        kept: what the process whose place this one takes has kept (`keep`); empty: nothing
     """
 
     def __init__(self, rank: int, path: str, slots: str) -> None:
@@ -279,6 +280,7 @@ class Board:
         self.write()
 
     def fail(self, error: str) -> None:
+        """Write that this rank has failed by `error`, cut to 255 bytes."""
         self._error = error.encode("utf-8", "replace")[:255]
         self.write()
 

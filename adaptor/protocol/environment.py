@@ -26,8 +26,9 @@ NEWCOMER = "TTP_NEWCOMER"
 class Generation:
     """The start of the workers that this process belongs to, a part of its context.
 
-    name     of this start, drawn at random; '' outside of ttprun
-    is_restart  True if workers of this job ran before, so that it goes on from its save folder
+    Attributes:
+        name: of this start, drawn at random; '' outside of ttprun
+        is_restart: True if workers of this job ran before, so that it goes on from its save folder
     """
 
     def __init__(self, context: Context) -> None:
@@ -38,7 +39,8 @@ class Generation:
 class Scratch:
     """The agent's scratch folder, a part of the context of a process.
 
-    path  on a local disk, removed when the agent ends; None outside of ttprun
+    Attributes:
+        path: on a local disk, removed when the agent ends; None outside of ttprun
     """
 
     def __init__(self, context: Context) -> None:
@@ -49,9 +51,10 @@ class Scratch:
 class Place:
     """The place of this process among the workers, as torch elastic tells it; a part of its context.
 
-    rank        0 outside of a job
-    local_size  workers on this node
-    node        the number of this node
+    Attributes:
+        rank: 0 outside of a job
+        local_size: workers on this node
+        node: the number of this node
     """
 
     def __init__(self, context: Context) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 class FileEntry:
     """A file of a checkpoint.
 
-    path      below the checkpoint folder, with `/`
-    bytes     its size
-    xxh3_128  in hexadecimal, None where only the size is known
-    attempt   which attempt wrote it, while it has not been published; None when it has its name already
+    Attributes:
+        path: below the checkpoint folder, with `/`
+        bytes: its size
+        xxh3_128: in hexadecimal, None where only the size is known
+        attempt: which attempt wrote it, while it has not been published; None when it has its name already
     """
 
     path: str

@@ -90,7 +90,10 @@ def is_temporary(name: str) -> bool:
 
 
 def is_temporary_of(name: str, step: int, term: int, number: int) -> bool:
-    """Return whether `name` is what `temporary_name` gives for these, in some generation."""
+    """Return whether `name` is what `temporary_name` gives for the others, in some generation.
+
+    `number` is that of the order to make the folder.
+    """
     made = temporary_name(step, term, number)
     return is_temporary(name) and (name == made or name.startswith(f"{made}_"))
 
@@ -126,7 +129,10 @@ def step_of_replaced(name: str) -> int | None:
 def model_parallel_folder(
     tensor_rank: int, pipeline_rank: int | None = None, expert_rank: int | None = None
 ) -> str:
-    """Megatron's folder of one model-parallel rank; None where that kind of parallelism has size 1."""
+    """Return the name of Megatron's folder of one model-parallel rank.
+
+    `tensor_rank` counts from 0; `pipeline_rank` and `expert_rank` are None where that size is 1.
+    """
     name = f"mp_rank_{tensor_rank:02d}"
     if pipeline_rank is not None:
         name += f"_{pipeline_rank:03d}"

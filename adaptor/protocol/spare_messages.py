@@ -11,9 +11,10 @@ from adaptor.protocol.wire import Decoder
 class Import(Message, frozen=True):
     """agent -> spare: import what the workers have.
 
-    path       their `sys.path`
-    origins    what they have imported, in that order: names, and the files
-    of_a_rank  environment variables that are another one's for each rank: none may be read meanwhile
+    Attributes:
+        path: their `sys.path`
+        origins: what they have imported, in that order: names, and the files
+        of_a_rank: environment variables that are another one's for each rank: none may be read meanwhile
     """
 
     path: tuple[str, ...]

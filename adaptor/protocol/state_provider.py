@@ -101,11 +101,12 @@ class NotFiniteError(Exception):
 class DumpRun:
     """The needs of a dump besides the state: its folder, its partners, and when to stop.
 
-    past    save the local copy, not the live state
-    as_is   write it whether it is finite or not
-    remark  is told what is not finite in what is written
-    groups  all that this rank takes part in, in the order in which `dump` is called for them
-    wake    lets raise what hangs in a collective of this process
+    Attributes:
+        past: save the local copy, not the live state
+        as_is: write it whether it is finite or not
+        remark: is told what is not finite in what is written
+        groups: all that this rank takes part in, in the order in which `dump` is called for them
+        wake: lets raise what hangs in a collective of this process
     """
 
     rank: int

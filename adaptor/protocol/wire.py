@@ -97,7 +97,12 @@ def _checked(length: int) -> int:
 
 
 async def read(stream: asyncio.StreamReader, decode: Decoder[T], slow_s: float | None = None) -> T:
-    """The next message, `slow_s` seconds after its beginning at the latest.
+    """Return the next message of `stream`, `slow_s` seconds after its beginning at the latest.
+
+    Args:
+        stream: the connection.
+        decode: makes the message of its bytes.
+        slow_s: None: there is no limit.
 
     Raises:
         EOFError: the other side is gone (`asyncio.IncompleteReadError` is one).

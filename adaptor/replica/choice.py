@@ -69,7 +69,16 @@ class ReplicaChoice:
         self._no_split = why
 
     def decide(self, distributed_optimizer: bool, size: int, experts: int = 0) -> None:
-        """Take the framework's arguments before anything is built. Raises UnsupportedError like `replica`."""
+        """Take the framework's arguments before anything is built.
+
+        Args:
+            distributed_optimizer: whether there is one.
+            size: of the data-parallel group.
+            experts: ranks that have the same experts.
+
+        Raises:
+            UnsupportedError: like `replica`.
+        """
         self._distributed_optimizer = distributed_optimizer
         if distributed_optimizer:
             self.replica(size, experts)
@@ -101,7 +110,10 @@ class ReplicaChoice:
             self.replica(size)
 
     def wants_mirrors(self, size: int, made: int, experts: int = 0) -> bool:
-        """Tell whether a group of `size` with `made` optimizer instances needs `mirror` replicas."""
+        """Tell whether a group of `size` with `made` optimizer instances needs `mirror` replicas.
+
+        `experts`: ranks that have the same experts.
+        """
         return made == 1 and self.replica(size, experts) == "mirror"
 
 
@@ -109,6 +121,7 @@ def describe(size: int, made: int, sharded: bool, elements: int, mirrored: int, 
     """Return the line about replicas that a user reads at the start.
 
     Args:
+        size: of the data-parallel group.
         made: optimizer instances.
         sharded: whether the optimizer is distributed.
         elements: of the main params that rank 0 updates.

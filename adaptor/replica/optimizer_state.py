@@ -59,7 +59,7 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def make_state(
     optimizer: torch.optim.Optimizer, param: torch.Tensor, entries: Sequence[Entry]
 ) -> list[torch.Tensor]:
-    """Give a param the state that `entries` describe; return its tensors, which are to be filled."""
+    """Give `param` the state that `entries` describe; return its tensors, which are to be filled."""
     made = []
     for entry in entries:
         value: Any = entry.value

@@ -39,7 +39,8 @@ def stride(nodes: Sequence[int]) -> int:
 class Ring:
     """The neighbours of this rank in the ring of `group`, each `step` ranks away (see `stride`).
 
-    previous  the index in the group of the rank that is taken from
+    Attributes:
+        previous: the index in the group of the rank that is taken from
     """
 
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
@@ -75,7 +76,7 @@ class Ring:
     def swap_bytes(
         self, given: bytes, out: Iterable[torch.Tensor] = (), into: Iterable[torch.Tensor] = ()
     ) -> bytes:
-        """Give bytes of any number, and take such; behind them `out` and `into`, as in `swap`."""
+        """Send `given`, any number of bytes, and return what comes; then `out` and `into`, as in `swap`."""
         head = torch.zeros(HEAD, dtype=torch.uint8)
         start = len(given).to_bytes(_LENGTH, "little") + given[: HEAD - _LENGTH]
         head[: len(start)] = _as_tensor(start)

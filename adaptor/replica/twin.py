@@ -12,7 +12,7 @@ import torch
 def make(
     owner: torch.optim.Optimizer, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of the owner's class with other params, without state and without hooks.
+    """Make an optimizer of the class of `owner` with other params, without state and without hooks.
 
     Its class is not called: the arguments of a constructor are not always among its `defaults`.
 

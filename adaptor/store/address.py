@@ -24,8 +24,9 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,62}")
 class Address:
     """A place in an object store.
 
-    bucket  of Azure: the container; of file://: empty
-    prefix  with `/` between its parts; of file://: the absolute path of the folder
+    Attributes:
+        bucket: of Azure: the container; of file://: empty
+        prefix: with `/` between its parts; of file://: the absolute path of the folder
     """
 
     scheme: str

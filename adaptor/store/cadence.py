@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Saved:
     """A complete checkpoint of the save folder.
 
-    place  tells one checkpoint from another of the same step (`layout.place`)
+    Attributes:
+        place: tells one checkpoint from another of the same step (`layout.place`)
     """
 
     step: int

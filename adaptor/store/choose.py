@@ -104,7 +104,7 @@ def examine(store: Store, where: str) -> Checkpoint:
 
 
 def read_parts(store: Store, where: str, there: dict[str, Stored]) -> dict[str, layout.Part]:
-    """Return what the nodes have written, by path, from the lists among the objects that are `there`.
+    """Return what the nodes have written, by path, from the lists among the objects `there` below `where`.
 
     Raises:
         DamagedError: a list cannot be read.
@@ -131,7 +131,7 @@ def hash_object(store: Store, name: str, size: int) -> str:
 
 
 def ranges(store: Store, name: str, size: int) -> Iterator[memoryview]:
-    """Yield the content of an object of `size` bytes, in pieces, one request after the other."""
+    """Yield the content of the object `name` of `size` bytes, in pieces, one request after the other."""
     for start in range(0, size, PIECE):
         yield store.get_range(name, start, min(PIECE, size - start))
 

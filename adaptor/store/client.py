@@ -35,7 +35,9 @@ _LINE = 300
 class Stored:
     """An object as a listing has it.
 
-    etag  of the store for this content; a copy of the object may have another one. Empty where there is none
+    Attributes:
+        etag: of the store for this content; a copy of the object may have another one. Empty where there is
+            none
     """
 
     bytes: int

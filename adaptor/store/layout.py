@@ -31,9 +31,10 @@ _PARTS = "ttp_parts"
 class Part(msgspec.Struct, frozen=True):
     """A file that was written to the store.
 
-    path      below the folder of the checkpoint
-    xxh3_128  of what was sent, in hexadecimal
-    etag      that the store gave it
+    Attributes:
+        path: below the folder of the checkpoint
+        xxh3_128: of what was sent, in hexadecimal
+        etag: that the store gave it
     """
 
     path: str

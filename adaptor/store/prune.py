@@ -13,7 +13,8 @@ from adaptor.store.client import Store
 class Pruned:
     """The result of a prune: the steps that it has removed, or would, in order, and their bytes.
 
-    later  steps after the newest that counts
+    Attributes:
+        later: steps after the newest that counts
     """
 
     kept: list[int]

@@ -27,8 +27,9 @@ Progress = Callable[[int, int], None]
 class Pulled:
     """The result of a pull.
 
-    there     whether the checkpoint was in the folder already
-    problems  of newer checkpoints, which are damaged: a line for each
+    Attributes:
+        there: whether the checkpoint was in the folder already
+        problems: of newer checkpoints, which are damaged: a line for each
     """
 
     step: int

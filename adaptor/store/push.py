@@ -29,8 +29,9 @@ _NODE = "0"
 class Pushed:
     """The result of a push.
 
-    sent   bytes that were written now; the others were there already
-    there  whether the whole checkpoint was
+    Attributes:
+        sent: bytes that were written now; the others were there already
+        there: whether the whole checkpoint was
     """
 
     where: str

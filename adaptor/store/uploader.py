@@ -37,9 +37,10 @@ Tell = Callable[[str], None]
 class Order(msgspec.Struct, frozen=True):
     """The work that an agent gives to its uploader.
 
-    every  steps that lie at least between two checkpoints that are sent
-    keep   how many complete ones stay in the store; 0: all
-    rate   bytes in a second, while the job trains; 0: no limit
+    Attributes:
+        every: steps that lie at least between two checkpoints that are sent
+        keep: how many complete ones stay in the store; 0: all
+        rate: bytes in a second, while the job trains; 0: no limit
     """
 
     url: str

@@ -17,7 +17,7 @@ _GENERATORS = ("torch_rng_state", "cuda_rng_state")  # as tensors; the other two
 
 
 def require_model_file(body: Any, path: Path, optimizers: int) -> None:
-    """Refuse the content of a model's file that is not laid out as the framework does it.
+    """Refuse the `body` of a model's file that is not laid out as the framework does it.
 
     Args:
         optimizers: how many it has: two where there are experts.
@@ -82,7 +82,9 @@ def _require_random_states(states: Any, path: Path) -> None:
 
 
 def optimizer_states(content: Any, path: Path, optimizers: int) -> list[dict[Any, Any] | None]:
-    """Return the content of an optimizer's file: a state for each optimizer, None where another rank has it.
+    """Return the `content` of an optimizer's file: a state for each of so many `optimizers`.
+
+    One is None where another rank has it.
 
     Raises:
         CheckpointError: it is something else.
@@ -94,7 +96,7 @@ def optimizer_states(content: Any, path: Path, optimizers: int) -> list[dict[Any
 
 
 def buffers(state: Mapping[Any, Any], expected: Sequence[Buffer], path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the tensors of each buffer of a state, by their kind (STATES).
+    """Yield the tensors of each of the `expected` buffers of a `state`, by their kind (STATES).
 
     Raises:
         CheckpointError: one is missing, cut short, of another precision, or laid out by other rules.

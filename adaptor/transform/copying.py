@@ -75,6 +75,7 @@ class Files:
         Args:
             shape: of the rank's tensor.
             parts: of all ranks of the source.
+            moments: whether it is a moment of Adam.
         """
         parts = one_of_each(cut, parts)
         wanted = sorted(needed(cut, shape, rank, size, parts), key=lambda one: one[2])

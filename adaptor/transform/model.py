@@ -20,10 +20,12 @@ Group = tuple[float, float, bool, bool]
 class Item:
     """An entry of the whole model.
 
-    name   with the numbers of layers and experts in the whole model
-    shape  of the whole tensor; of the vocabulary with the padding of the source; empty for what is no tensor
-    dtype  empty for what is no tensor
-    value  of what is no tensor
+    Attributes:
+        name: with the numbers of layers and experts in the whole model
+        shape: of the whole tensor; of the vocabulary with the padding of the source; empty for what is no
+            tensor
+        dtype: empty for what is no tensor
+        value: of what is no tensor
     """
 
     name: str
@@ -60,9 +62,10 @@ class Buffer:
 class View:
     """The part of one rank.
 
-    chunks      the entries of each chunk of the model, by its key
-    optimizers  the buffers of the optimizer, and with experts of theirs
-    groups      the order of the groups of params that this rank has, for each optimizer
+    Attributes:
+        chunks: the entries of each chunk of the model, by its key
+        optimizers: the buffers of the optimizer, and with experts of theirs
+        groups: the order of the groups of params that this rank has, for each optimizer
     """
 
     rank: Rank
@@ -75,7 +78,8 @@ class View:
 class Model:
     """A whole model: what is before its layers, its layers, and what is behind them.
 
-    rows  of the vocabulary with padding, in the source
+    Attributes:
+        rows: of the vocabulary with padding, in the source
     """
 
     args: Any
@@ -213,7 +217,7 @@ class Model:
 
 
 def in_whole_model(name: str, layer: int | None, expert: int | None) -> str:
-    """Return the name of an entry of a rank in the whole model."""
+    """Return the name in the whole model of a rank's entry `name`; `layer` and `expert` are of the whole."""
     if layer is not None:
         _, _, rest = name.removeprefix("decoder.layers.").partition(".")
         name = f"decoder.layers.{layer}.{rest}"
@@ -221,7 +225,7 @@ def in_whole_model(name: str, layer: int | None, expert: int | None) -> str:
 
 
 def whole_shape(shape: tuple[int, ...], cut: Cut, tp: int) -> tuple[int, ...]:
-    """Return the shape of a whole tensor from that on one rank."""
+    """Return the shape of a whole tensor from its `shape` on one of `tp` ranks."""
     if cut.axis is None:
         return shape
     whole = list(shape)
@@ -230,7 +234,10 @@ def whole_shape(shape: tuple[int, ...], cut: Cut, tp: int) -> tuple[int, ...]:
 
 
 def resized(args: Any, sizes: Sizes, rows: int, etp: int | None) -> dict[str, Any]:
-    """Return what the framework's arguments say of the sizes of a checkpoint, by name."""
+    """Return what the framework's arguments say of the sizes of a checkpoint, by name.
+
+    `rows` are those of the padded vocabulary, `etp` is the size of experts' tensor parallelism.
+    """
     world = sizes.tp * sizes.pp * sizes.dp * (getattr(args, "context_parallel_size", None) or 1)
     said = {
         "tensor_model_parallel_size": sizes.tp,

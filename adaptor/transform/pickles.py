@@ -32,6 +32,7 @@ def load(data: bytes, path: Path, storages: Mapping[str, tuple[int, int]]) -> An
     """Return what a pickle describes.
 
     Args:
+        data: the pickle.
         path: of the archive, whose name is in the messages and in each `StoredTensor`.
         storages: offset and size of each storage of the archive, in bytes.
 

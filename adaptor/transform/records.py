@@ -79,7 +79,8 @@ class Name:
 class Described:
     """An object that is not made: the class or function it comes from, what that is given, its state.
 
-    is_new  it is made by `__new__`, else by a call
+    Attributes:
+        is_new: it is made by `__new__`, else by a call
     """
 
     what: Name

@@ -27,9 +27,10 @@ OUTPUT = "output_layer.weight"
 class Cut:
     """The way in which tensor-parallel ranks share a tensor.
 
-    axis    that is cut; None: each rank has the whole
-    pieces  1; 2 for the input of a gated MLP: each rank has its part of the gate and its part of the rest
-    rows    the axis is that of the vocabulary, and padded
+    Attributes:
+        axis: that is cut; None: each rank has the whole
+        pieces: 1; 2 for the input of a gated MLP: each rank has its part of the gate and its part of the rest
+        rows: the axis is that of the vocabulary, and padded
     """
 
     axis: int | None = None
@@ -129,7 +130,10 @@ def bucket_size(args: Any, stage: int, chunk: int, numel: int, data_parallel_siz
     """Return the size of the buckets of a chunk; None where it has one.
 
     Args:
+        stage: of the pipeline.
+        chunk: of the stage.
         numel: of all params of the rank.
+        data_parallel_size: that of the framework, of the params of this chunk.
     """
     if (
         not getattr(args, "overlap_grad_reduce", False)
@@ -145,12 +149,19 @@ def bucket_size(args: Any, stage: int, chunk: int, numel: int, data_parallel_siz
 
 
 def group_of(name: str, dimensions: int, expert: bool, decoupled: bool) -> tuple[float, float, bool, bool]:
-    """Return the key of a param's group: weight decay, learning rate, expert, decoupled learning rate."""
+    """Return the key of a param's group: weight decay, learning rate, expert, decoupled learning rate.
+
+    Args:
+        name: of the param.
+        dimensions: how many it has.
+        expert: whether an expert has it.
+        decoupled: whether embeddings have a learning rate of their own.
+    """
     decays = 0.0 if name.endswith(".bias") or dimensions == 1 else 1.0
     return decays, 1.0, expert, decoupled and name in (EMBEDDING, OUTPUT)
 
 
 def padded_rows(vocabulary: int, multiple: int, tp: int) -> int:
-    """Return the rows of the padded vocabulary."""
+    """Return the rows of a `vocabulary` that is padded to a `multiple` on each of `tp` ranks."""
     step = multiple * tp
     return -(-vocabulary // step) * step

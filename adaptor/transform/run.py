@@ -133,7 +133,9 @@ def require_room(folder: Path, needed: int) -> None:
 def run(
     target: Target, order: Order, ranks: Sequence[Rank], workers: int, say: Callable[[str], None]
 ) -> dict[Rank, list[tuple[str, int, str]]]:
-    """Write the files of `ranks`, several at a time; return their files.
+    """Write the files of `ranks`, by so many `workers` at a time; return their files.
+
+    What it does is told to `say`.
 
     Raises:
         CheckpointError: a rank failed; the others' files stay for `--resume`.
@@ -211,6 +213,7 @@ def finish(
     """Publish what was written: manifest, name, tracker.
 
     Args:
+        done: the files of each rank.
         verify: read all of it again first, and compare the checksums.
 
     Raises:

@@ -26,10 +26,11 @@ class Rank:
 class Chunk:
     """A part of the model on one rank.
 
-    key     of its state in the file
-    first   it has the embedding
-    last    it has the output layer
-    layers  of the whole model, from 0
+    Attributes:
+        key: of its state in the file
+        first: it has the embedding
+        last: it has the output layer
+        layers: of the whole model, from 0
     """
 
     key: str

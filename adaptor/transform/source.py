@@ -35,10 +35,11 @@ class Part:
 class Source:
     """A checkpoint: the content of the files of its ranks, without its tensors.
 
-    folder  of the step
-    sizes   that it was saved with
-    bodies  of the model's files
-    states  of the optimizer's files, a list for each rank: of the optimizer, and with experts of theirs
+    Attributes:
+        folder: of the step
+        sizes: that it was saved with
+        bodies: of the model's files
+        states: of the optimizer's files, a list for each rank: of the optimizer, and with experts of theirs
     """
 
     folder: Path

@@ -33,7 +33,8 @@ _REST = 256 << 10
 class Target:
     """A checkpoint in other sizes.
 
-    rows  of its vocabulary, with padding
+    Attributes:
+        rows: of its vocabulary, with padding
     """
 
     source: Source

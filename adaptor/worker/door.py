@@ -37,6 +37,7 @@ class Door:
 
     @property
     def closed(self) -> bool:
+        """Return whether nobody may pass."""
         return self._closed
 
     def enter(self, window: int) -> None:

@@ -47,6 +47,7 @@ class DumpStore(Store):
         self._connection = _connect(place, secret, timeout_s)
 
     def set(self, key: str, value: Any) -> None:
+        """Let others find `value` under `key`."""
         self._connection.settimeout(self._timeout_s)
         self._connection.sendall(wire.frame(Keep(key, bytes(value))))
 
@@ -82,7 +83,10 @@ class DumpStore(Store):
 
 
 def meet(store: Store, prefix: str, rank: int, size: int, timeout_s: float) -> ProcessGroupGloo:
-    """Return a gloo group of `size` processes that owes nothing to the groups of the framework."""
+    """Return a gloo group of `size` processes that owes nothing to the groups of the framework.
+
+    They find each other in `store` below `prefix`; a collective may take `timeout_s` seconds.
+    """
     return ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timedelta(seconds=timeout_s))
 
 

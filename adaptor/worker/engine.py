@@ -11,14 +11,16 @@ class WorkerRuntime(Protocol):
     """A worker's session and its reports of failures, the same for each engine (TTP_ENGINE)."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Return the rank of this process."""
 
     @property
     def pid(self) -> int:
         """Return the process number of the worker; a forked child has another one, and is no worker."""
 
     @property
-    def session(self) -> Session: ...
+    def session(self) -> Session:
+        """Return the session of this process."""
 
     def hear_signals(self) -> None:
         """Install the handlers of signals; on the main thread."""

@@ -73,6 +73,7 @@ class Pace:
         return max(first, max(self._took, default=0.0))
 
     def begin_phase(self, name: str) -> None:
+        """Begin to measure the phase `name` between two steps."""
         self._running.append(_Running(name, time.monotonic()))
         self._turn()
 

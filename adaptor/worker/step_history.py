@@ -72,7 +72,7 @@ class StepHistory:
         )
 
     def add_snapshot(self, step: int, snapshot: Any, updated: bool) -> None:
-        """Add what `step` has changed before its update; `updated`: False if it has none."""
+        """Add the `snapshot` of what `step` has changed before its update, if it has one (`updated`)."""
         self._content = _Content(self._content.records, step, snapshot, updated)
 
     def record_of(self, step: int, trainee: Trainee) -> Any:

@@ -108,9 +108,10 @@ class Watch:
 class UnprotectedTraining:
     """The watch of this process, and what is known of its script; a part of its context.
 
-    framework         the one whose script it is, '' where that is not known
-    of_the_framework  optimizers that it has made for its own training loop
-    setting           TTP_REQUIRE_PROTECTION
+    Attributes:
+        framework: the one whose script it is, '' where that is not known
+        of_the_framework: optimizers that it has made for its own training loop
+        setting: TTP_REQUIRE_PROTECTION
     """
 
     def __init__(self, context: Context) -> None:

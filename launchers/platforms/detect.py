@@ -50,8 +50,9 @@ _ADDRESSES = ("master_addr", "rdzv_endpoint")
 class Filled:
     """The result of reading a platform.
 
-    line  for the user
-    card  where the platform starts a process for each card: which one this is
+    Attributes:
+        line: for the user
+        card: where the platform starts a process for each card: which one this is
     """
 
     line: str

@@ -23,12 +23,13 @@ AGAIN_S = 10.0
 class Machine:
     """This machine, and how a wait passes.
 
-    hostname  its name
-    owns      whether an IP address is one of its own
-    resolves  whether a host name has an address
-    now       seconds of a clock that only goes forward
-    pause     sleeps for so many seconds
-    tell      shows a line to the user
+    Attributes:
+        hostname: its name
+        owns: whether an IP address is one of its own
+        resolves: whether a host name has an address
+        now: seconds of a clock that only goes forward
+        pause: sleeps for so many seconds
+        tell: shows a line to the user
     """
 
     hostname: str

@@ -36,9 +36,10 @@ class Value(Generic[T]):
 class Card:
     """The place of a process that the platform starts once for each card of a node.
 
-    index  among the processes of its node, from 0; number 0 runs the agent
-    count  of these processes on the node
-    job    what tells the processes of this job and node from those of others
+    Attributes:
+        index: among the processes of its node, from 0; number 0 runs the agent
+        count: of these processes on the node
+        job: what tells the processes of this job and node from those of others
     """
 
     index: int
@@ -50,14 +51,15 @@ class Card:
 class Reading:
     """The data of one platform; None: it does not tell.
 
-    platform   its name, as in TTP_PLATFORM
-    nodes      how many `ttprun` there are
-    node_rank  the number of this one
-    per_node   processes on each node
-    address    where the nodes meet: a host name or IP address of node 0
-    port       the port there
-    card       this process, where it is started for one card
-    may_come   the name `address` may be published later than processes start, as in Kubernetes
+    Attributes:
+        platform: its name, as in TTP_PLATFORM
+        nodes: how many `ttprun` there are
+        node_rank: the number of this one
+        per_node: processes on each node
+        address: where the nodes meet: a host name or IP address of node 0
+        port: the port there
+        card: this process, where it is started for one card
+        may_come: the name `address` may be published later than processes start, as in Kubernetes
     """
 
     platform: str
@@ -71,7 +73,7 @@ class Reading:
 
 
 def number(environ: Mapping[str, str], name: str, least: int = 0) -> Value[int]:
-    """Return the variable `name` as a number.
+    """Return the variable `name` of `environ` as a number.
 
     Raises:
         PlatformError: it is not set, is no number, or is less than `least`.
@@ -85,7 +87,7 @@ def number(environ: Mapping[str, str], name: str, least: int = 0) -> Value[int]:
 
 
 def rank(environ: Mapping[str, str], name: str, nodes: Value[int]) -> Value[int]:
-    """Return the variable `name` as the number of a node.
+    """Return the variable `name` of `environ` as the number of one of the `nodes`.
 
     Raises:
         PlatformError: there is no such node, or `name` is no number.

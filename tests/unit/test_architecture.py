@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = {"adaptor": "adaptor", "adaptor.patches": "patches", "adaptor.launchers": "launchers"}
+from tests.unit import source_tree
 
 # From the bottom to the top; a module belongs to the longest of these names that it begins with. It imports
 # modules of its own layer and of those below it. docs/architecture.md says what each is for.
@@ -150,23 +148,8 @@ USES_ANY = {
     "adaptor.worker.step_history": "records, and marks of a device, which only their owners read",
     "adaptor.worker.update_window": "marks of a device, which only it reads",
 }
-# No docstring begins like this.
-QUESTIONS = re.compile(r"(Who|Whom|Whose|What|Whether|Where|Which|When|How)\b")
 # The decisions depend on messages alone.
 PURE = {"adaptor.controller": ("adaptor.controller", "adaptor.protocol")}
-
-
-def _modules() -> dict[str, Path]:
-    found = {}
-    for package, folder in SOURCES.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            # Links to the other two stand among the folders of the first.
-            if package == "adaptor" and path.relative_to(ROOT / folder).parts[0] in ("patches", "launchers"):
-                continue
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            name = ".".join((package, *(part for part in parts if part != "__init__")))
-            found[name] = path
-    return found
 
 
 def _imports(module: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
@@ -182,7 +165,7 @@ def _imports(module: str, path: Path, modules: dict[str, Path]) -> Iterator[str]
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    modules = _modules()
+    modules = source_tree.modules()
     return {
         module: {name for name in _imports(module, path, modules) if name in modules} - {module}
         for module, path in modules.items()
@@ -274,7 +257,7 @@ def _environment(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 def _uses_of_the_environment(kind: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    for module, path in _modules().items():
+    for module, path in source_tree.modules().items():
         for what, node in _environment(ast.parse(path.read_text())):
             if what == kind:
                 found.setdefault(module, []).append(node.lineno)  # type: ignore[attr-defined]
@@ -323,7 +306,7 @@ def _state(tree: ast.Module) -> Iterator[str]:
 def test_state_stands_in_the_context() -> None:
     found = {
         f"{module}.{name}"
-        for module, path in _modules().items()
+        for module, path in source_tree.modules().items()
         for name in _state(ast.parse(path.read_text()))
     }
     assert found - STATE.keys() == set(), "make it a part of the context (adaptor.context)"
@@ -334,7 +317,7 @@ def test_arguments_are_named_and_not_grouped() -> None:
     """`*(a, b)` in a call hides which parameter is which."""
     grouped = [
         f"{module}, line {call.lineno}: {ast.unparse(argument)}"
-        for module, path in _modules().items()
+        for module, path in source_tree.modules().items()
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call)
         for argument in call.args
@@ -346,7 +329,7 @@ def test_arguments_are_named_and_not_grouped() -> None:
 def _uses_any() -> set[str]:
     return {
         module
-        for module, path in _modules().items()
+        for module, path in source_tree.modules().items()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Name) and node.id == "Any"
     }
@@ -374,15 +357,3 @@ def test_messages_are_imported_from_their_package(graph: dict[str, set[str]]) ->
         if other.startswith(f"{package}.") and not _belongs(module, package)
     ]
     assert past_it == []
-
-
-def test_docstrings_say_what_a_thing_is_or_does() -> None:
-    """They begin with a verb or a noun."""
-    questions = [
-        f"{module}, line {node.body[0].lineno}: {text.splitlines()[0]}"
-        for module, path in _modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
-        and QUESTIONS.match(text := ast.get_docstring(node) or "")
-    ]
-    assert questions == []

@@ -33,6 +33,7 @@ class ApexFinder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return where the stand-in for `name` is, None for other modules; not by `path` or `target`."""
         if name not in _FILES:
             return None
         return importlib.util.spec_from_file_location(
@@ -43,5 +44,6 @@ class ApexFinder:
 
 
 def install() -> None:
+    """Let `import apex` find the stand-in, where apex is not installed."""
     if importlib.util.find_spec("apex") is None:
         sys.meta_path.append(ApexFinder)

@@ -57,6 +57,7 @@ def _without_autograd(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def install() -> None:
     # P2POp compares the identity of isend, so both modules must hold the same function.
+    """Replace what torch.distributed does with NCCL."""
     for name, effect in {
         "init_process_group": _group_over_gloo,
         "new_group": _group_over_gloo,

@@ -28,6 +28,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def install(device_count: int) -> None:
+    """Replace what torch.cuda says of `device_count` devices."""
     properties = types.SimpleNamespace(
         name="cpu",
         major=CAPABILITY[0],

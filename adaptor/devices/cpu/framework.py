@@ -11,5 +11,6 @@ GROUP = "device:cpu"
 
 def install() -> None:
     # By name: the declarations stand above this package, which must not depend on them to be imported.
+    """Arm the patches that the framework needs on a CPU."""
     importlib.import_module("adaptor.patches.cpu_megatron")
     patching.arm(GROUP)

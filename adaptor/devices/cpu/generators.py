@@ -34,6 +34,7 @@ def _fork_is_expected(record: logging.LogRecord) -> bool:
 
 
 def install(device_count: int) -> None:
+    """Replace the random generators of `device_count` devices."""
     stand_ins: dict[str, Callable[..., Any]] = {
         "get_rng_state": _get_rng_state,
         "get_rng_state_all": lambda: [_get_rng_state()],

@@ -35,6 +35,7 @@ def _preparation_without_main(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
+    """Let what is loaded come to the CPU."""
     rebind((torch, torch.serialization), "load", _load_to_cpu)
     rebind(torch.utils.data.DataLoader, "__init__", _loader_with_its_own_generator)
     rebind(multiprocessing.spawn, "get_preparation_data", _preparation_without_main)

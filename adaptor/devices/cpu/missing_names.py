@@ -23,6 +23,7 @@ def _supply(module: ModuleType) -> None:
 
 
 def install() -> None:
+    """Supply names that newer versions of packages lack."""
     vars(numpy).setdefault("product", numpy.prod)
     for module in _MISSING:
         wrapt.register_post_import_hook(_supply, module)

@@ -21,7 +21,7 @@ def on_cpu(device: Any) -> Any:
 
 
 def rebind(owners: Any, name: str, effect: Callable[..., Any]) -> None:
-    """Put `effect(original, ...)` in place of `name`, in one owner or in each of a tuple of them.
+    """Put `effect(original, ...)` in place of `name`, in `owners`: one object or a tuple of them.
 
     Plain functions, no proxies: tensor factories and methods are called often, and a method binds as usual.
     """

@@ -25,6 +25,7 @@ class Event:
         return (end_event._recorded - self._recorded) * 1000.0
 
     def query(self) -> bool:
+        """Return whether all work is done: on a CPU it is."""
         return True
 
     def synchronize(self) -> None:
@@ -49,6 +50,7 @@ class Stream:
         return event
 
     def query(self) -> bool:
+        """Return whether all work is done: on a CPU it is."""
         return True
 
     def synchronize(self) -> None:
@@ -93,6 +95,7 @@ def _register_with_the_compiler() -> None:
 
 
 def install() -> None:
+    """Replace streams and events of CUDA."""
     _register_with_the_compiler()
     classes = {
         "Event": Event,

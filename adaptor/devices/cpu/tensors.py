@@ -56,6 +56,7 @@ def _type_named_as_on_cuda(
 
 
 def install() -> None:
+    """Replace what makes tensors on a device, and moves them there."""
     for name in FACTORIES:
         rebind(torch, name, _made_on_cpu)
     for name in METHOD_FACTORIES:

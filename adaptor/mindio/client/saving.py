@@ -39,9 +39,10 @@ class _Left(msgspec.Struct):
 class Saving:
     """The save handlers of one worker, once training has begun.
 
-    groups      all of the job, by name
-    generation  of the workers, the same on every rank and never again
-    timeout_s   for what waits for other ranks
+    Attributes:
+        groups: all of the job, by name
+        generation: of the workers, the same on every rank and never again
+        timeout_s: for what waits for other ranks
     """
 
     rank: int

@@ -51,8 +51,9 @@ class SdkWindow(UpdateWindow):
 class MindioSession(Session):
     """The `Session` in which the SDK replaces the door.
 
-    connect  finds the SDK, and makes it know this rank and what it holds, on all ranks at the same time
-    broke    is told that the barrier broke, and does not return: the state is that of the step before
+    Attributes:
+        connect: finds the SDK, and makes it know this rank and what it holds, on all ranks at the same time
+        broke: is told that the barrier broke, and does not return: the state is that of the step before
     """
 
     window: SdkWindow

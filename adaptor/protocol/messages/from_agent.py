@@ -10,8 +10,9 @@ from adaptor.protocol.messages.parts import BoardRecord, Endpoint, Message, Numb
 class AgentHello(Message, frozen=True):
     """The first message of an agent; `endpoint`: its address, should it take the controller over.
 
-    host  the name of its machine
-    pid   its process there; 0 where it is not known
+    Attributes:
+        host: the name of its machine
+        pid: its process there; 0 where it is not known
     """
 
     node: Number
@@ -49,11 +50,12 @@ class AgentTerminationRequested(Message, frozen=True):
 class NodeStalled(Message, frozen=True):
     """The report that no worker of this node has moved for `seconds`, which is too long for a step.
 
-    inside    the first step that a worker is in the middle of, or does not reach because a phase between two
-              steps lasts too long; -1: there is none
-    between   the lowest step that a worker which may take its time between two steps has finished; -1: there
-              is none
-    overlong  it lasts so long that no rank may be waited for any more
+    Attributes:
+        inside: the first step that a worker is in the middle of, or does not reach because a phase between
+            two steps lasts too long; -1: there is none
+        between: the lowest step that a worker which may take its time between two steps has finished; -1:
+            there is none
+        overlong: it lasts so long that no rank may be waited for any more
     """
 
     node: Number

@@ -41,7 +41,8 @@ class Refused(Message, frozen=True):
 class Raised(Message, frozen=True):
     """An exception left the training script of this rank; its state is intact.
 
-    calls  its innermost calls, in lines: the process that could show them may be replaced
+    Attributes:
+        calls: its innermost calls, in lines: the process that could show them may be replaced
     """
 
     rank: Number
@@ -75,8 +76,10 @@ class BusyReport(Message, frozen=True):
 class Modules(Message, frozen=True):
     """The answer to `ModulesProbe`.
 
-    path    `sys.path`
-    origins by the name of each module that has been imported, in that order: its file, or what else it is
+    Attributes:
+        path: `sys.path`
+        origins: by the name of each module that has been imported, in that order: its file, or what else it
+            is
     """
 
     rank: Number

@@ -10,14 +10,15 @@ from adaptor.protocol.messages.parts import Message
 class Fault(msgspec.Struct, frozen=True, gc=False):
     """The first failure, for those who read of it and for those who compare it with the next one.
 
-    key       its kind and place (`ValueError at train.py:12`), or the signal; empty where that says nothing
-    finished  the step that the rank had finished, -1 before training; None where nobody knows
-    ranks     those that have failed by themselves, the first one first
-    pid       of the first rank, without a rank of the agent that was told to end; 0 where it is not known
-    host      the machine of that process
-    kind      signal, exit, exception, hang, told-to-end, node-lost or error (of ttprun itself); empty where
-              it is not known
-    status    of the process that failed first (negative: the signal)
+    Attributes:
+        key: its kind and place (`ValueError at train.py:12`), or the signal; empty where that says nothing
+        finished: the step that the rank had finished, -1 before training; None where nobody knows
+        ranks: those that have failed by themselves, the first one first
+        pid: of the first rank, without a rank of the agent that was told to end; 0 where it is not known
+        host: the machine of that process
+        kind: signal, exit, exception, hang, told-to-end, node-lost or error (of ttprun itself); empty where
+            it is not known
+        status: of the process that failed first (negative: the signal)
     """
 
     key: str = ""
@@ -61,10 +62,11 @@ class Verdict(Message, frozen=True, kw_only=True):
 class Recovered(Message, frozen=True):
     """The incident is over and all workers go on from `step`; it comes before the workers are told `Proceed`.
 
-    line      for the user
-    replaced  ranks with a new process
-    retried   ranks that had raised, and whose processes live
-    seconds   from the fault, as the controller heard of it, to this
+    Attributes:
+        line: for the user
+        replaced: ranks with a new process
+        retried: ranks that had raised, and whose processes live
+        seconds: from the fault, as the controller heard of it, to this
     """
 
     incident: int

@@ -68,6 +68,7 @@ class BoardRecord(Message, frozen=True):
 
     @property
     def phase_name(self) -> str:
+        """Return the name of the phase, for people."""
         return Phase(self.phase).name
 
     def provides(self, step: int) -> bool:
@@ -109,10 +110,11 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
 class Origin(msgspec.Struct, frozen=True, gc=False):
     """The features by which an exception is known when it comes again.
 
-    kind      its type
-    where     file and line of the innermost call that is neither Python's, nor a package's, nor ours
-    finished  the step that the rank had finished, -1 before training
-    mistake   another start would fail alike (arguments, imports, a missing driver); the first start alone
+    Attributes:
+        kind: its type
+        where: file and line of the innermost call that is neither Python's, nor a package's, nor ours
+        finished: the step that the rank had finished, -1 before training
+        mistake: another start would fail alike (arguments, imports, a missing driver); the first start alone
     """
 
     kind: str = ""

@@ -77,9 +77,10 @@ class ShardSource(msgspec.Struct, frozen=True, gc=False):
 class Replacement(msgspec.Struct, frozen=True, gc=False):
     """A rank whose process is a new one, and where its state comes from.
 
-    twin     a survivor with the same part of the model: it gives the record of the step, and answers what the
-             newcomer would have asked other ranks at its start
-    sources  one for each shard that the rank holds
+    Attributes:
+        twin: a survivor with the same part of the model: it gives the record of the step, and answers what
+            the newcomer would have asked other ranks at its start
+        sources: one for each shard that the rank holds
     """
 
     rank: int
@@ -129,7 +130,8 @@ class Rename(Message, frozen=True):
 class Exit(Message, frozen=True):
     """The incident is over: end this process.
 
-    blamed  it has failed first, or raised first where no rank is to blame: it shows its traceback
+    Attributes:
+        blamed: it has failed first, or raised first where no rank is to blame: it shows its traceback
     """
 
     incident: int
