@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from torch.distributed import PrefixStore
@@ -21,68 +18,35 @@ from adaptor.controller.recurrence import EXIT_NO_PROGRESS
 from adaptor.launchers.account import Account, say
 from adaptor.launchers.elastic_events import ElasticEvents
 from adaptor.launchers.node import Node
+from adaptor.launchers.repeated_sigterm import OneRequest
+from adaptor.launchers.run_record import RunRecord
 from adaptor.launchers.starter import Starter
 from adaptor.launchers.store_resume import StoreResume
 from adaptor.protocol.messages import Verdict
 
-# A scheduler tells a job more than once that it is to end: at a time limit Slurm's daemons and its srun send
-# SIGTERM, some hundredths of a second apart. A person who repeats it has waited longer, or presses Ctrl-C.
-SAME_REQUEST_S = 5.0
-
 # torch's name for the file of a failure that has left none.
 _NO_FILE = "<N/A>"
-
-
-class OneRequest:
-    """A handler of SIGTERM before another: what comes soon after the first is the same request.
-
-    Args:
-        clock: seconds, which only go forward.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._first: float | None = None
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
-
-    def install(self) -> None:
-        """Stand before the handler that is set now; signals that are ignored stay so."""
-        handler = signal.getsignal(signal.SIGTERM)
-        if threading.current_thread() is threading.main_thread() and callable(handler):
-            if handler != self.hear:
-                self._handler = handler
-            signal.signal(signal.SIGTERM, self.hear)
-
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal; one that comes again within SAME_REQUEST_S seconds is the same request."""
-        now = self._clock()
-        if self._first is not None and now - self._first < SAME_REQUEST_S:
-            return
-        self._first = now
-        if self._handler is not None:
-            self._handler(number, frame)
 
 
 class SurvivorsAgent(LocalElasticAgent):
     """torch's local agent; between a failure and the verdict the controller decides about the workers.
 
     After the verdict torch's own rules apply: restart all workers, or fail.
-    """
 
-    last_verdict: Verdict | None = None
-    has_started = False  # workers
-    last_save = ""
-    stopped = ""  # why restarts that were left are not used
-    account = Account(0)
-    has_broken_off = False  # the control thread
-    # Kept to the end: torch's rendezvous must not be dropped while a thread of its own uses it.
-    _current: SurvivorsAgent | None = None
+    Args:
+        settings: the settings.
+        job: the id that the user gave to the job; '' where there is none.
+        resume: brings the checkpoint of an object store to each node before workers start.
+        record: takes what `ttprun` tells at the end.
+        spec: torch's, of the workers; further arguments are torch's, too.
+    """
 
     def __init__(
         self,
         settings: Config,
         job: str,
         resume: StoreResume | None,
+        record: RunRecord,
         spec: WorkerSpec,
         *args: Any,
         **kwargs: Any,
@@ -90,27 +54,31 @@ class SurvivorsAgent(LocalElasticAgent):
         super().__init__(spec, *args, **kwargs)
         self._config = settings
         self._resume = resume
-        SurvivorsAgent.account = Account(spec.max_restarts)
+        self._record = record
+        self._account = record.account = Account(spec.max_restarts)
+        record.end_agent = self.end_control
         # Where torch elastic has no choice of handlers, it has this one, which drops all.
         self._events = ElasticEvents(
             getattr(spec, "event_log_handler", "null"), spec.rdzv_handler.get_run_id()
         )
         self._control = Node(self._config, job, spec.max_restarts)
-        SurvivorsAgent._current = self
         self._generations = 0
         self._interrupted = False
         self._sigterm = OneRequest()
         self._ends = False  # by a verdict
         self._closed = False
+        self._broken_off = False
 
-    @classmethod
-    def close(cls) -> None:
-        """End the control thread, and remove what is left in folders: the last line does not wait for it."""
-        agent = cls._current
-        if agent is not None and not agent._closed:
-            agent._closed = True
-            cls.has_broken_off = agent._control.has_broken_off
-            agent._control.close()
+    def end_control(self) -> bool:
+        """End the control thread, and remove what is left in folders: the last line does not wait for it.
+
+        Returns whether that thread has failed.
+        """
+        if not self._closed:
+            self._closed = True
+            self._broken_off = self._control.has_broken_off
+            self._control.close()
+        return self._broken_off
 
     def _rendezvous(self, worker_group: Any) -> None:
         handler: Any = worker_group.spec.rdzv_handler
@@ -132,7 +100,7 @@ class SurvivorsAgent(LocalElasticAgent):
         )
         self._control.meet()
         started: dict[int, Any] = super()._start_workers(worker_group)
-        SurvivorsAgent.has_started = True
+        self._record.has_started = True
         self._sigterm.install()  # torch has just set its own handler
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._handlers
@@ -156,7 +124,7 @@ class SurvivorsAgent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         # args[0] is the signal that this process got. A second one interrupts this, and comes without it.
         in_time = self._save_first(args[0]) if args else not self._interrupted
-        SurvivorsAgent.last_save = self._control.save
+        self._record.save = self._control.save
         # The deaths that follow are torch's doing, and no failures. It would wait for those that hang.
         self._control.dismiss(at_once=not in_time)
         self._tell_of_recoveries()
@@ -170,7 +138,7 @@ class SurvivorsAgent(LocalElasticAgent):
         in_time = self._control.verdict is not None or not self._control.running
         if not in_time:
             say(f"not saved within {self._config.grace_s:g} s (TTP_GRACE) of {death_signal.name}")
-        verdict = SurvivorsAgent.last_verdict = self._control.verdict
+        verdict = self._record.verdict = self._control.verdict
         if verdict is not None:
             self._tell(verdict)
         return in_time
@@ -189,7 +157,7 @@ class SurvivorsAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         self._tell_of_recoveries()
         if self._control.training_began is not None:
-            self.account.training_began(*self._control.training_began)
+            self._account.training_began(*self._control.training_began)
         verdict = self._control.verdict
         if verdict is not None:
             # Not HEALTHY meanwhile: torch would take agents that are ahead of this one for new nodes.
@@ -198,6 +166,7 @@ class SurvivorsAgent(LocalElasticAgent):
         handlers = self._handlers.values()
         if any(handler.proc.poll() != 0 for handler in handlers):
             # Also if none has failed yet: if one fails while torch looks at them, torch ends the others.
+            # And while ranks are replaced online: torch counts a restart only after FAILED.
             return RunResult(state=WorkerState.HEALTHY)
         if not self._control.over:
             # If this agent left now, it would be missing at a restart; node 0 would take the store along.
@@ -219,18 +188,18 @@ class SurvivorsAgent(LocalElasticAgent):
         return 0 not in verdict.leaves and left >= fewest  # node 0 has the rendezvous store
 
     def _conclude(self, worker_group: Any, verdict: Verdict) -> RunResult:
-        if SurvivorsAgent.last_verdict is not verdict:
-            SurvivorsAgent.last_verdict = verdict
+        if self._record.verdict is not verdict:
+            self._record.verdict = verdict
             self._tell(verdict)
             if verdict.stop and (self._remaining_restarts or verdict.exit_code == EXIT_NO_PROGRESS):
-                SurvivorsAgent.stopped = f"; not started again: {verdict.stop}"
+                self._record.stopped = f"; not started again: {verdict.stop}"
             action = "the job ends"
             if verdict.outcome == "refused" or not self._can_start_again(verdict, worker_group):
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
                 say(verdict.line)
-                action = self.account.restart()
-            self._control.record_next_action(f"{action}{SurvivorsAgent.stopped}")
+                action = self._account.restart()
+            self._control.record_next_action(f"{action}{self._record.stopped}")
             self._ends = self._remaining_restarts <= 0
             if self._ends:
                 self._control.mark_leaving()
@@ -239,13 +208,13 @@ class SurvivorsAgent(LocalElasticAgent):
     def _tell_of_recoveries(self) -> None:
         while not self._control.recovered.empty():
             recovered, report = self._control.recovered.get()
-            self.account.recovered(recovered, report)
+            self._account.recovered(recovered, report)
             self._events.go_on(recovered, self._worker_group.group_rank or 0)
 
     def _tell(self, verdict: Verdict) -> None:
         noticed = self._control.noticed or time.time()
         if verdict.outcome != "refused":
-            self.account.fault(verdict, noticed, self._control.report)
+            self._account.fault(verdict, noticed, self._control.report)
         self._events.conclude(verdict, self._worker_group.group_rank or 0, noticed)
 
     def _failures(self, worker_group: Any, verdict: Verdict) -> dict[int, ProcessFailure]:

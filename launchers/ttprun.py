@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adaptor import _script, config, devices, distributions, engines, output, text
 from adaptor.diagnostics import requests
@@ -21,6 +22,9 @@ from adaptor.launchers import flags, job_server, job_uploads, notifier, plan, st
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
+
+if TYPE_CHECKING:
+    from adaptor.launchers.run_record import RunRecord
 
 USAGE_EXIT_CODE = 2
 # torch's own default of --rdzv-id.
@@ -194,22 +198,24 @@ def _run_with_survivors(
     from adaptor.launchers import waiting
     from adaptor.launchers.agent import SurvivorsAgent
     from adaptor.launchers.rendezvous import Registry
+    from adaptor.launchers.run_record import RunRecord
     from adaptor.launchers.store_resume import StoreResume
 
     output.divert_logging()  # torch's, too: a pipe that nobody reads must not keep a job from starting again
     _insert_program(parsed, WORKER)
     _keep_ignoring_hangups(parsed)
+    record = RunRecord()
     if engine.has_own_agent:
         resume = StoreResume(load, settings.store_endpoint) if load is not None else None
         # torch makes its agent by this name; in this process it is ours.
-        api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), resume)  # type: ignore[misc, assignment]
+        api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), resume, record)  # type: ignore[misc, assignment]
         # And its rendezvous by this one.
         api.rdzv_registry = Registry(api.rdzv_registry)  # type: ignore[assignment]
     code, at_once = 1, False
     try:
-        code = _run_to_the_last_line(parsed, engine)
+        code = _run_to_the_last_line(parsed, engine, record)
     except waiting.Interrupted as error:
-        verdict = SurvivorsAgent.last_verdict
+        verdict = record.verdict
         said = f"ended by {error.sigval.name} while it waited for {error.what}"
         if verdict is None:
             _conclude(f"{said}; nothing was started")
@@ -219,11 +225,11 @@ def _run_with_survivors(
         code, at_once = 128 + error.sigval, True  # the thread that still waits would abort the interpreter
     finally:
         try:
-            SurvivorsAgent.close()
+            # After an error of the control thread's own its tasks would complain at the interpreter's end.
+            at_once = record.end_agent() or at_once
         except SignalException:  # one more signal: at once
             at_once = True
-        # After an error of the control thread's own its tasks would complain at the interpreter's end.
-        if at_once or SurvivorsAgent.has_broken_off:
+        if at_once:
             ends(code)
             output.leave(code)
     return code
@@ -234,27 +240,26 @@ def _job(parsed: argparse.Namespace) -> str:
     return "" if parsed.standalone or parsed.rdzv_id == _NO_ID else str(parsed.rdzv_id)
 
 
-def _run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine) -> int:
+def _run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, record: RunRecord) -> int:
     """Run the job and tell its last line; return the exit code. What touches disks may come afterwards."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from adaptor.launchers import rendezvous_errors
-    from adaptor.launchers.agent import SurvivorsAgent
 
     try:
         run.run(parsed)  # type: ignore[no-untyped-call]
     except AdaptorError as error:
-        verdict = SurvivorsAgent.last_verdict
+        verdict = record.verdict
         if verdict is None:
             output.tell(f"ttprun: error: {error}")
             return USAGE_EXIT_CODE
         _conclude(f"{verdict.line}; the workers cannot be started again: {error}", verdict.save)
         return int(verdict.exit_code)
     except (*rendezvous_errors.UNMET, AssertionError, OSError, RuntimeError, ValueError) as error:
-        verdict = SurvivorsAgent.last_verdict
-        if engine.has_own_agent and not SurvivorsAgent.has_started:
+        verdict = record.verdict
+        if engine.has_own_agent and not record.has_started:
             output.tell(f"ttprun: error: {rendezvous_errors.why_not(error, parsed)}")
             return USAGE_EXIT_CODE
         if verdict is not None and rendezvous_errors.lacks_means(error):
@@ -267,15 +272,15 @@ def _run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine) ->
         _conclude(f"{verdict.line}; nodes cannot meet again, {why}", verdict.save)
         return int(verdict.exit_code)
     except SignalException as error:
-        verdict = SurvivorsAgent.last_verdict
+        verdict = record.verdict
         if verdict is None:
             line = f"ended by {error.sigval.name}, and the workers with it"
-            _conclude(line, SurvivorsAgent.last_save)
+            _conclude(line, record.save)
         else:
-            SurvivorsAgent.account.failed(verdict.line)
+            record.account.failed(verdict.line)
         return 128 + error.sigval
     except ChildFailedError as error:
-        verdict = SurvivorsAgent.last_verdict
+        verdict = record.verdict
         if verdict is None:
             code = error.get_first_failure()[1].exitcode
             meant = engine.exit_code(code)
@@ -286,9 +291,9 @@ def _run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine) ->
         if verdict.outcome == "refused":
             output.tell(f"ttprun: error: {verdict.line}")
         else:
-            SurvivorsAgent.account.failed(f"{verdict.line}{SurvivorsAgent.stopped}")
+            record.account.failed(f"{verdict.line}{record.stopped}")
         return int(verdict.exit_code)
-    SurvivorsAgent.account.ended()
+    record.account.ended()
     return 0
 
 

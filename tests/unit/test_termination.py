@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from adaptor.launchers.agent import SAME_REQUEST_S, OneRequest
+from adaptor.launchers.repeated_sigterm import SAME_REQUEST_S, OneRequest
 
 
 @pytest.fixture(autouse=True)

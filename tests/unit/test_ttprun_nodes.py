@@ -267,7 +267,7 @@ def test_nodes_that_are_awaited(
     "one line, and the exit code of the first",
 )
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("place", ["account.conclude", "agent.SurvivorsAgent.close"])
+@pytest.mark.parametrize("place", ["account.conclude", "agent.SurvivorsAgent.end_control"])
 def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, launcher: Launcher) -> None:
     second = (
         f"\nimport adaptor.launchers.agent as agent, adaptor.launchers.account as account\nbefore = {place}\n"

@@ -1,0 +1,35 @@
+"""The record of a run: torch elastic makes the agent and returns an exit code alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from adaptor.launchers.account import Account
+from adaptor.protocol.messages import Verdict
+
+
+def _nothing() -> bool:
+    return False
+
+
+@dataclass
+class RunRecord:
+    """The notes of the agent for `ttprun`, which tells the last line and the exit code of the job.
+
+    Attributes:
+        verdict: the last one; None: there was none
+        has_started: whether workers were started
+        save: the save folder of the last generation, '' where nobody trained
+        stopped: why restarts that were left are not used, as a part of the last line
+        account: of incidents, restarts and lost steps
+        end_agent: ends the agent's control thread; returns whether that had failed. It keeps the agent to
+            the end: torch's rendezvous must not be dropped while a thread of its own uses it
+    """
+
+    verdict: Verdict | None = None
+    has_started: bool = False
+    save: str = ""
+    stopped: str = ""
+    account: Account = field(default_factory=lambda: Account(0))
+    end_agent: Callable[[], bool] = _nothing
