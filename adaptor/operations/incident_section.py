@@ -114,13 +114,13 @@ def section(
     }
     html = environment.get_template("incident.html.j2").render(
         **fields,
-        mark=hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16],
         figure=lambda seconds: "not known" if seconds is None else duration(seconds),
         after=_after,
         spans=_rects,
         seconds=lambda event: _since(event, fault_at),
         words=timeline.words_of,
     )
+    mark = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]  # what a live page compares
     return Section(
         order=(one.began, one.incident),
         name=name,
@@ -130,7 +130,7 @@ def section(
         action=one.next_action,
         again="" if again is None else duration(again),
         lost="not known" if one.steps_lost is None else str(one.steps_lost),
-        html=Markup(html),
+        html=Markup(html.replace('data-mark=""', f'data-mark="{mark}"', 1)),
     )
 
 
