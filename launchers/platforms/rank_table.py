@@ -4,7 +4,7 @@ Forms, of which the first three are documented for HCCL and the last for ModelAr
 
 1.0, 1.2    servers with an address and the cards of each
 2.0         cards alone, with the rank of each and its number on its node; no server and no address
-group_list  containers with the cards of each, in the order of the ranks
+group_list  containers with the cards of each, whose ranks follow the numbers at the ends of their names
 
 The Ascend operator and ModelArts write the file while containers start: its status is `initializing` until
 all cards are known.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -196,13 +197,33 @@ def _of_groups(table: dict[str, object], where: str) -> list[_Node]:
     _require_count(groups[0], "instance_count", len(instances), where)
     found: list[_Node] = []
     total = 0
-    for instance in instances:
+    for instance in _by_number(instances, where):
         count = len(_list(instance, "devices", where))
         names = [str(instance[key]) for key in (*_ADDRESSES, "pod_name") if instance.get(key)]
         found.append(_Node(list(range(total, total + count)), names))
         total += count
     _require_count(groups[0], "device_count", total, where)
     return found
+
+
+def _by_number(instances: list[dict[str, object]], where: str) -> list[dict[str, object]]:
+    """Return containers in the order of their ranks: by the numbers in their names, as davincirun does.
+
+    Names without a number (of one container, or of another writer) leave the order of the list.
+    """
+    names = [str(instance.get("pod_name", "")) for instance in instances]
+    # More digits are no number of a container, and a million of them would take minutes to read.
+    numbers = [int(found[1]) for name in names if (found := re.search(r"-([0-9]{1,9})$", name))]
+    if not numbers:
+        return instances
+    if len(set(numbers)) != len(names):
+        listed = ", ".join(map(shown, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
+        raise PlatformError(
+            f"{where} has containers with the pod_name {listed}: each must end in a number of its own, by "
+            "which they have their ranks"
+        )
+    numbered = dict(zip(numbers, instances, strict=True))
+    return [numbered[number] for number in sorted(numbered)]
 
 
 def _of_cards(table: dict[str, object], where: str) -> list[_Node]:

@@ -520,6 +520,20 @@ def test_the_own_node_by_its_address(content: object, table: Path) -> None:
     assert f"this is node 1 (own address in {table})" in read.line
 
 
+def test_containers_have_their_ranks_by_the_numbers_of_their_names(table: Path) -> None:
+    """As ModelArts' own davincirun sorts them, whatever the order of the list: 10 comes behind 2."""
+    content = json.loads(json.dumps(GROUPS))
+    (group,) = content["group_list"]
+    (one, two) = group["instance_list"]
+    group["instance_list"] = [one | {"pod_name": "job-worker-10"}, two | {"pod_name": "job-worker-2"}]
+    parsed, _ = fill(with_table(table, content), on=machine(owns=("10.0.0.1",)))
+    assert layout(parsed) == ("2", 1, "2", "10.0.0.2", 29500)
+    for instance in group["instance_list"]:
+        del instance["pod_name"]
+    parsed, _ = fill(with_table(table, content), on=machine(owns=("10.0.0.1",)))
+    assert layout(parsed) == ("2", 0, "2", "10.0.0.1", 29500)
+
+
 @pytest.mark.parametrize(
     "content", [TWO, IN_A_SUPER_POD, OF_CARDS, GROUPS], ids=["1.0", "1.2", "2.0", "groups"]
 )
@@ -604,6 +618,14 @@ BAD_TABLES: dict[str, tuple[object, str]] = {
     "devices": (
         _changed(GROUPS, "group_list", 0, "device_count", to="8"),
         "device_count is 8, but 4 are listed",
+    ),
+    "same number": (
+        _changed(GROUPS, "group_list", 0, "instance_list", 1, "pod_name", to="other-0"),
+        "has containers with the pod_name 'job-worker-0', 'other-0': each must end in a number of its own",
+    ),
+    "one number": (
+        _changed(GROUPS, "group_list", 0, "instance_list", 1, "pod_name", to="other"),
+        "has containers with the pod_name 'job-worker-0', 'other': each must end in a number of its own",
     ),
     "groups": ({**GROUPS, "group_list": GROUPS["group_list"] * 2, "group_count": "2"}, "has 2 groups"),  # type: ignore[operator]
     "no number": (
