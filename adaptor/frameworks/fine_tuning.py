@@ -16,7 +16,7 @@ from adaptor.frameworks import adapter_base, supported_options
 # As `supported_options` has them for Megatron-LM.
 ALLOWED_VALUES: supported_options.Values = (
     ("lu_lora_final_layer_index", (None,), "LU-LoRA, which changes weights in the forward pass,"),
-    ("qlora", (False, None), "QLoRA, whose 4-bit weights were never saved in a test,"),
+    ("qlora_save_dequantize", (False, None), "checkpoints whose weights come back in more than 4 bits"),
     ("stage", (None, "sft", "dpo"), "a stage whose other models were never loaded in a test"),
 )
 
@@ -45,17 +45,11 @@ def checks(config: Any) -> Iterator[Callable[[], None]]:
 
 def _require_whole_model(config: Any) -> None:
     modules = getattr(config, "lora_target_modules", None)
-    if not modules:
-        return
-    if not hasattr(config, "lora_ckpt_filter"):  # as in ModelLink
-        which = "this version"
-    elif getattr(config, "use_mcore_models", None) is False and not hasattr(config, _SINCE_2_2):
-        which = "models without --use-mcore-models"
-    else:
+    if not modules or hasattr(config, _SINCE_2_2) or getattr(config, "use_mcore_models", None) is not False:
         return
     raise UnsupportedError(
-        f"--lora-target-modules is {modules}: checkpoints of {which} lack the model that LoRA began from; "
-        "leave it out, or set ENABLE_TTP=False"
+        f"--lora-target-modules is {modules}: checkpoints of models without --use-mcore-models lack the "
+        "model that LoRA began from; add --use-mcore-models, leave out LoRA, or set ENABLE_TTP=False"
     )
 
 

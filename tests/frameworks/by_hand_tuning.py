@@ -1,10 +1,11 @@
 """Fine-tuning: `python -m tests.frameworks.by_hand_tuning TREE --packages DIR --out OUT`.
 
-TREE is a checkout of MindSpeed-LLM as for `by_hand`, or one of Megatron-LM. DIR has transformers, peft and
-what both import (`pip install --target`); the tests need neither. A base model is trained first, by the same
-checkout; each job begins from it, by `posttrain_gpt.py`, or by Megatron-LM's `pretrain_gpt.py --sft`. Prints
-a row of docs/compatibility.md for each check. The reference is the same checkout under plain torchrun, which
-has saved every step. The exit code is 1 if a check has failed.
+TREE is a checkout of MindSpeed-LLM or ModelLink as for `by_hand`, or one of Megatron-LM. DIR has
+transformers, peft and what both import (`pip install --target`), for QLoRA bitsandbytes, too; the tests need
+neither. A base model is trained first, by the same checkout; each job begins from it, by `posttrain_gpt.py`,
+or by `pretrain_gpt.py` of ModelLink, or of Megatron-LM with `--sft`. Prints a row of docs/compatibility.md
+for each check. The reference is the same checkout under plain torchrun, which has saved every step. The exit
+code is 1 if a check has failed.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ from tests.faults.same import differences
 from tests.frameworks import prepare, record
 from tests.frameworks.by_hand import HEADER
 from tests.frameworks.checks import REFUSED, SAVED
-from tests.frameworks.tuning import BASE, SFT, MegatronSft, Tuning
+from tests.frameworks.tuning import BASE, SFT, MegatronSft, Tuning, quantize, script
 
 MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 LORA = (*SFT, "--lora-r", "4", "--lora-alpha", "8", "--lora-target-modules", *MODULES)
 FILTERED = (*LORA, "--lora-ckpt-filter")
+QLORA = (*LORA, "--qlora")
 RESTARTED = "started again from step {} by itself, trained to the end, bitwise"
 
 
@@ -58,6 +60,8 @@ class Check:
     prepared  options of the framework's preprocessing
     but       the one place in which last words may differ, and what it is
     resumes   whether plain torchrun can go on from last words
+    online    with `TTP_ONLINE` at its default
+    quantized the base has 4-bit weights
     """
 
     way: str
@@ -71,6 +75,8 @@ class Check:
     prepared: tuple[str, ...] = ()
     but: tuple[str, str] | None = None
     resumes: bool = True
+    online: bool = False
+    quantized: bool = False
 
 
 def dies(way: str, layout: Layout, options: tuple[str, ...], rank: int, step: int, phase: str) -> Check:
@@ -102,6 +108,14 @@ def again(check: Check) -> Check:
     return replace(check, restarts=1)
 
 
+def online(check: Check) -> Check:
+    return replace(check, fault=f"{check.fault}; TTP_ONLINE=60", online=True)
+
+
+def quantized(check: Check) -> Check:
+    return replace(check, quantized=True)
+
+
 # Experts are tuned with this dispatcher alone.
 _EXPERTS = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall_seq")
 MOE_DP2 = Layout("moe-dp2", 2, extra=_EXPERTS)
@@ -110,6 +124,8 @@ MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*_EXPERTS, "--expert-model-parallel-si
 VARIABLE = (*SFT, "--no-pad-to-seq-lengths")
 PACKED = (*SFT, "--use-flash-attn", "--reset-attention-mask", "--reset-position-ids")
 NEAT = (*PACKED, "--neat-pack")
+# What a job of this framework says of online recovery, which it does not have; the reason differs.
+NOT_ONLINE = re.compile(r"^\[ttp\] online recovery: no \(.+\); a fault restarts all ranks$", re.MULTILINE)
 # Without dropout: the framework makes the reference model after it has loaded the random states.
 STILL = ("--hidden-dropout", "0", "--attention-dropout", "0")
 DPO_ALONE = ("--stage", "dpo", "--is-pairwise-dataset", "--dpo-loss-type", "sigmoid", *STILL)
@@ -153,6 +169,20 @@ CHECKS = {
     "lora-filter-update": dies("LoRA, filtered", DP2_WHOLE, FILTERED, 1, 6, "update"),
     "lora-filter-restart": again(dies("LoRA, filtered", DP2, FILTERED, 0, 4, "norm")),
     "lora-filter-tensor-restart": again(dies("LoRA, filtered", TP2_DP2, FILTERED, 3, 4, "norm")),
+    "lora-filter-pipeline-restart": again(dies("LoRA, filtered", PP2_DP2, FILTERED, 1, 4, "norm")),
+    "lora-filter-experts-restart": again(dies("LoRA, filtered", MOE_EP2, FILTERED, 1, 4, "norm")),
+    "lora-online": online(again(dies("LoRA", DP2, LORA, 0, 4, "norm"))),
+    "qlora-norm": quantized(dies("QLoRA", DP2, QLORA, 1, 6, "norm")),
+    "qlora-restart": quantized(again(dies("QLoRA", DP2, QLORA, 0, 4, "norm"))),
+    "qlora-filter-restart": quantized(
+        again(dies("QLoRA, filtered", DP2, (*QLORA, "--lora-ckpt-filter"), 0, 4, "norm"))
+    ),
+    "qlora-dequantize": refuses(
+        "QLoRA, --qlora-save-dequantize",
+        (*QLORA, "--qlora-save-dequantize"),
+        "--qlora-save-dequantize is True: ",
+    ),
+    "qlora-tensor-restart": quantized(again(dies("QLoRA", TP2_DP2, QLORA, 3, 4, "norm"))),
     "full-restart": again(dies("full", DP2, SFT, 0, 4, "norm")),
     "variable": dies("full, variable lengths", DP2, VARIABLE, 1, 6, "update"),
     "variable-restart": again(dies("full, variable lengths", DP2, VARIABLE, 0, 4, "norm")),
@@ -177,7 +207,7 @@ class Bench:
 
     def __init__(self, tree: Path, packages: Path, out: Path, name: str) -> None:
         self._tree, self._packages, self._out, self._name = tree, packages, out, name
-        self._megatron = not (tree / "posttrain_gpt.py").is_file()
+        self._megatron = script(tree) is None
 
     def check(self, check: Check, name: str) -> bool:
         """Run one check and print its row; what went wrong goes to stderr."""
@@ -199,12 +229,16 @@ class Bench:
     def _run(self, check: Check, name: str) -> tuple[str, str]:
         """Which replicas the job had, and its outcome."""
         layout = replace(check.layout, instances=self._megatron)
-        tuning = self._program(check, self._base(layout))
+        tuning = self._program(check, self._base(layout, check.quantized))
         out = self._out / name
         shutil.rmtree(out, ignore_errors=True)
         faults = [check.spec] if check.spec else []
         job = Job(out, layout, save=out / "save", restarts=check.restarts, faults=faults, program=tuning)
+        if check.online:
+            job = replace(job, environment={"TTP_ONLINE": "60"})
         ended = harness.run(job)
+        if check.online:
+            assert len(NOT_ONLINE.findall(ended.log)) == 1, ended.log[:3000]
         if check.refused:
             assert ended.code == 2, ended.log[-3000:]
             assert ended.last_line.startswith(f"ttprun: error: {check.refused}"), ended.log[-3000:]
@@ -260,9 +294,10 @@ class Bench:
         """The same under plain torchrun, undisturbed; it saves every step."""
         return self._train(f"{check.way}-{layout.name}".replace(" ", "-"), layout, tuning, 1)
 
-    def _base(self, layout: Layout) -> Path:
+    def _base(self, layout: Layout, with_4_bits: bool = False) -> Path:
         """The model that jobs of this layout begin from."""
-        return self._train(f"base-{layout.name}", layout, self._program(), ITERATIONS) / "save"
+        base = self._train(f"base-{layout.name}", layout, self._program(), ITERATIONS) / "save"
+        return quantize(base, self._tree, self._packages) if with_4_bits else base
 
     def _train(self, name: str, layout: Layout, program: Program, interval: int) -> Path:
         out = self._out / "references" / name
@@ -293,7 +328,7 @@ def main() -> int:
     prepare.build_helpers(tree)
     bench = Bench(tree, parsed.packages.resolve(), parsed.out.resolve(), parsed.name)
     print(HEADER)
-    checks = CHECKS if (tree / "posttrain_gpt.py").is_file() else MEGATRON
+    checks = MEGATRON if script(tree) is None else CHECKS
     passed = [bench.check(checks[name], name) for name in parsed.only or checks]
     return 0 if all(passed) else 1
 

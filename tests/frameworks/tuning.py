@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ TINY = f"""
     --micro-batch-size 1 --global-batch-size 8 --hidden-dropout 0.1 --attention-dropout 0.1
     --init-method-std 0.02 --lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 2
     --clip-grad 1.0 --weight-decay 0.1 --eval-iters 0 --eval-interval 1000000 --log-interval 1
-    --distributed-timeout-minutes 2 --ckpt-format torch --bf16
+    --distributed-timeout-minutes 2 --bf16
 """
 SFT = ("--stage", "sft", "--is-instruction-dataset")
 # In the options of a job: the folder of the model that it begins from.
@@ -49,6 +50,23 @@ trainer = trainers.BpeTrainer(vocab_size=int(sys.argv[3]), special_tokens=specia
 bpe.train([sys.argv[1]], trainer)
 fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[2], pad_token=special[0])
 fast.save_pretrained(sys.argv[2])
+"""
+# Run with bitsandbytes: the matrices of the layers in 4 bits, as the framework's `convert_ckpt.py
+# --qlora-nf4` makes them (`saver.py:_replace_bnb_4bit_in_layer`).
+_QUANTIZE = """
+import sys
+import bitsandbytes.functional
+import torch
+for path in sys.argv[1:]:
+    file = torch.load(path, map_location="cpu", weights_only=False)
+    for name in [name for name in file["model"] if ".linear_" in name and name.endswith(".weight")]:
+        if file["model"][name].dim() == 2:
+            bits, state = bitsandbytes.functional.quantize_4bit(
+                file["model"][name], quant_type="nf4", compress_statistics=True
+            )
+            file["model"][name] = bits
+            file["model"] |= {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+    torch.save(file, path)
 """
 
 
@@ -68,6 +86,29 @@ def _run(environment: dict[str, str], *words: object) -> None:
         command, env=args.environment(**environment), cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def script(tree: Path) -> Path | None:
+    """Return what tunes in a checkout of MindSpeed-LLM or ModelLink; None in one of Megatron-LM."""
+    names = {"mindspeed_llm": "posttrain_gpt.py", "modellink": "pretrain_gpt.py"}
+    return next((tree / name for package, name in names.items() if (tree / package).is_dir()), None)
+
+
+def quantize(base: Path, tree: Path, packages: Path) -> Path:
+    """Return a copy of a checkpoint of the framework in `tree` whose layers have 4-bit weights, for QLoRA."""
+    copy = base.with_name("save-nf4")
+    if not copy.exists():
+        draft = base.with_name("save-nf4.draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(base, draft)
+        _run(
+            _environment(packages, STANDINS, tree),
+            "-c",
+            _QUANTIZE,
+            *draft.glob("iter_*/*/model_optim_rng.pt"),
+        )
+        draft.rename(copy)
+    return copy
 
 
 class Tuning:
@@ -92,7 +133,11 @@ class Tuning:
         prepared: tuple[str, ...] = (),
     ) -> None:
         self._tree, self._work, self._base, self._options = tree, work, base, options
-        self.environment = _environment(packages, STANDINS)
+        # ModelLink has no stages but DPO's.
+        self._words = options[2:] if (tree / "modellink").is_dir() and options[:2] == SFT[:2] else options
+        # Where apex is found, Megatron-LM of the others would take it.
+        apex = (STANDINS / "with_apex",) if (tree / "modellink").is_dir() else ()
+        self.environment = _environment(packages, STANDINS, *apex)
         self._data = self._prepare(prepared)
 
     def __call__(self, job: Job) -> list[str]:
@@ -100,6 +145,9 @@ class Tuning:
         given = [*shlex.split(args.PLAIN), *shlex.split(TINY), "--train-iters", str(ITERATIONS)]
         given += ["--data-path", str(self._data), "--tokenizer-name-or-path", str(self._work / "tokenizer")]
         given += ["--tensor-model-parallel-size", str(layout.tp)]
+        # Up to Megatron-core 0.8 there is no option for the format, which is torch.
+        if "--ckpt-format" in (self._tree / "megatron/training/arguments.py").read_text():
+            given += ["--ckpt-format", "torch"]
         if layout.distributed_optimizer:
             given += ["--use-distributed-optimizer"]
         if job.save is not None:
@@ -112,10 +160,10 @@ class Tuning:
         elif self._base is not None:
             given += ["--load", str(self._base), "--finetune"]
         return [
-            str(self._tree / "posttrain_gpt.py"),
+            str(script(self._tree)),
             *given,
             *layout.arguments,
-            *(str(self._base) if word == BASE else word for word in self._options),
+            *(str(self._base) if word == BASE else word for word in self._words),
             *job.arguments,
         ]
 
@@ -125,7 +173,8 @@ class Tuning:
         prefix = work / "-".join(["data", *(word.lstrip("-") for word in prepared)]) / "instructions"
         if prefix.parent.is_dir():
             return prefix
-        prefix.parent.mkdir(parents=True)
+        draft = prefix.parent.with_suffix(".draft")
+        draft.mkdir(parents=True, exist_ok=True)
         source = work / "instructions.json"
         if not source.exists():
             drawn = random.Random(1234)
@@ -142,11 +191,13 @@ class Tuning:
         _run(
             self.environment,
             *("-m", "adaptor.devices", "cpu", self._tree / "preprocess_data.py"),
-            *("--input", source, "--tokenizer-name-or-path", work / "tokenizer", "--output-prefix", prefix),
+            *("--input", source, "--tokenizer-name-or-path", work / "tokenizer"),
+            *("--output-prefix", draft / prefix.name),
             *("--tokenizer-type", "PretrainedFromHF", "--handler-name", "AlpacaStyleInstructionHandler"),
             *("--prompt-type", "qwen", "--workers", "1", "--log-interval", "1000"),
             *("--seq-length", SEQUENCE, *prepared),
         )
+        draft.rename(prefix.parent)
         return prefix
 
 
