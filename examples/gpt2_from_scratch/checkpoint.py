@@ -97,6 +97,7 @@ def save(folder: Path, step: int, model: Any, optimizer: Any, scheduler: Any, sa
         model: the model itself, without what wraps it for data parallelism.
         said: the result of `about`.
     """
+    # Megatron-core chains optimizers where a model needs several (experts); this one has one in the chain.
     (inner,) = getattr(optimizer, "chained_optimizers", [optimizer])
     whole = inner.get_parameter_state_dp_zero()  # a collective: rank 0 gets the shards of the others
     if parallel_state.get_data_parallel_rank() == 0:

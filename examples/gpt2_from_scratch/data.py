@@ -95,6 +95,7 @@ def write_tokens(prefix: Path, documents: Iterable[list[int]], vocabulary: int) 
         for document in documents:
             out.write(numpy.array(document, dtype=kind).tobytes())
             sizes.append(len(document))
+    # Where each passage begins in .bin, in bytes: the sum of the sizes of all before it.
     starts = numpy.concatenate([[0], numpy.cumsum(sizes)[:-1]]) * kind.itemsize
     with index.open("wb") as out:
         # Sequences, and where documents begin among them: here each document is one sequence.

@@ -62,6 +62,7 @@ def penalize(logits: Tensor, rows: Sequence[Sequence[int]], penalty: float) -> T
     for row, tokens in enumerate(rows):
         seen = torch.tensor(sorted(set(tokens)), device=logits.device)
         values = logits[row, seen]
+        # Less probable means a lower logit: a positive one is divided, a negative one multiplied.
         logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
     return logits
 
@@ -76,6 +77,7 @@ def restrict(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         shares = ordered.softmax(-1)
         # A token is left out where those before it have the probability already: the first one never is.
         beyond = shares.cumsum(-1) - shares >= top_p
+        # `beyond` is in the order of the shares; scatter brings it back to the order of the tokens.
         logits = logits.masked_fill(beyond.scatter(1, order, beyond), -torch.inf)
     return logits
 

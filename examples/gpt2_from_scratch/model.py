@@ -89,7 +89,10 @@ class Attention(nn.Module):
         query, key, value = qkv.view(batch, length, -1, 3 * self.head_size).transpose(1, 2).chunk(3, dim=-1)
         if past is not None:
             key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
+        # How well each query fits each key: [batch, heads, length, past + length]. A sum of `head_size`
+        # products is about sqrt(head_size) in size: its quotient stays where softmax is no step.
         scores = query @ key.transpose(2, 3) / math.sqrt(self.head_size)
+        # The least number in the place of minus infinity: a row that may look nowhere (a filling) is no NaN.
         scores = scores.float().masked_fill(hidden, torch.finfo(torch.float32).min)
         shares = scores.softmax(dim=-1).to(value.dtype)
         if self.training and self.dropout:
@@ -177,7 +180,7 @@ class GPT2(MegatronModule):
         self.dropout = nn.Dropout(config.model.dropout)
         self.blocks = nn.ModuleList(Block(config.model, self.config) for _ in range(config.model.layers))
         self.norm = nn.LayerNorm(config.model.hidden)
-        if config.model.lora_rank:
+        if config.model.lora_rank:  # only the additions are trained
             for name, weight in self.named_parameters():
                 weight.requires_grad_(".lora." in name)
 
@@ -207,6 +210,7 @@ class GPT2(MegatronModule):
         past = cache[0][0].shape[2] if cache else 0
         length = past + tokens.shape[1]
         places = torch.arange(length, device=tokens.device)
+        # [1, 1, new, length]: True where the place that is looked at lies behind the token that looks.
         hidden = places[None, None, None] > places[past:, None]
         position = places[None, past:]
         if padding is not None:
@@ -222,6 +226,7 @@ class GPT2(MegatronModule):
 
     def part_of_logits(self, states: Tensor) -> Tensor:
         """Return the logits of this process's part of the vocabulary. The head is the embedding: tied."""
+        # Forward this does nothing; backward it sums up what the parts of the vocabulary say of the states.
         states = tensor_parallel.copy_to_tensor_model_parallel_region(states)
         return functional.linear(states, self.tokens.weight)
 

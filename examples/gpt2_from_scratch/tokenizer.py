@@ -108,6 +108,8 @@ class Tokenizer:
         `END_OF_TEXT` within it becomes its one token. `decode_bytes` gives bytes back that are no UTF-8.
         """
         if isinstance(text, bytes):
+            # A byte that is no UTF-8 becomes a character of its own (a lone surrogate); `_encode_piece`
+            # makes it that byte again.
             text = text.decode("utf-8", "surrogateescape")
         numbers: list[int] = []
         for n, part in enumerate(text.split(END_OF_TEXT) if self.end is not None else [text]):
@@ -121,6 +123,7 @@ class Tokenizer:
         if piece not in self._cache:
             word = [LETTERS[byte] for byte in piece.encode("utf-8", "surrogateescape")]
             while len(word) > 1:
+                # The pair that training merged first; one that it never merged ranks behind all others.
                 pair = min(itertools.pairwise(word), key=lambda pair: self._rank.get(pair, len(self._rank)))
                 if pair not in self._rank:
                     break
@@ -197,8 +200,10 @@ def train(texts: Iterable[str], size: int) -> Tokenizer:
         if -count < 2:
             break
         merges.append(pair)
+        # Two different pairs may spell the same token, "a" + "bc" and "ab" + "c": it keeps its first number.
         vocabulary.setdefault("".join(pair), len(vocabulary))
         changed = set()
+        # Only words that have the pair change: their old pairs are taken off the counts, the new ones added.
         for index in occurs_in.pop(pair):
             before, words[index] = words[index], merged(words[index], pair)
             for old in itertools.pairwise(before):

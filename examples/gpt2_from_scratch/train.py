@@ -82,7 +82,10 @@ def initial_weights(folder: Path, said: dict[str, Any]) -> dict[str, torch.Tenso
 
 
 def begin(config: configuration.TrainConfig) -> None:
-    """Join the other processes, and seed the random numbers."""
+    """Join the other processes, and seed the random numbers.
+
+    On a CPU `--ttp-device cpu` makes cuda mean the CPU and nccl gloo, here and in all of Megatron-core.
+    """
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
     if torch.distributed.get_world_size() % config.tensor_parallel:
@@ -105,6 +108,7 @@ def build(
     if weights is not None:
         load_own_part(core, weights)
     core = core.cuda().bfloat16() if bf16 else core.cuda()
+    # All gradients of a process lie in one buffer: a few exchanges sum them over the processes.
     wrapped = DistributedDataParallel(
         core.config,
         DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
@@ -183,14 +187,16 @@ def train(
     last = min(settings.steps, args.stop_at or settings.steps)
     for step in range(done + 1, last + 1):
         with protection.step(step):  # (ttp)
-            # The samples follow from the number of the step alone.
+            # The samples follow from the number of the step alone. Each rank takes its own part of them.
             first = (step - 1) * samples + rank * settings.batch
             tokens = train_text.batch(first, settings.batch, settings.seed).cuda()
             wrapped.zero_grad_buffer()
             optimizer.zero_grad()
+            # All but the last token are seen, all but the first are to be said.
             loss = wrapped(tokens[:, :-1], labels=tokens[:, 1:].contiguous()).mean()
-            optimizer.scale_loss(loss).backward()
-            finalize_model_grads([wrapped])
+            optimizer.scale_loss(loss).backward()  # a scale other than 1 is for fp16 alone
+            finalize_model_grads([wrapped])  # each process gets its part of the mean gradient
+            # It updates its part of the weights in fp32, and all gather what the others have updated.
             _, norm, _ = optimizer.step()
             scheduler.step(increment=samples)
             mean = mean_over_ranks(loss.detach())
