@@ -151,7 +151,7 @@ def protect(
     from adaptor import library
 
     if not _enabled:
-        return library.Protection(None)
+        return library.Protection(None, step)
     return library.protect(
         model=model,
         optimizer=optimizer,

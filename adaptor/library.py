@@ -4,19 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adaptor.errors import StepError, UnsupportedError
 from adaptor.worker.session import Session
 
+if TYPE_CHECKING:
+    from adaptor.frameworks.library_loop import Recovery
+
 
 class Protection:
-    """The result of `adaptor.protect`: the training loop tells it which step or phase it is in."""
+    """The result of `adaptor.protect`: the training loop tells it which step or phase it is in.
 
-    def __init__(self, session: Session | None) -> None:
+    Args:
+        session: of this process; None where the adaptor is not enabled.
+        done: the last finished step.
+        recovery: online recovery, where this process has it.
+    """
+
+    def __init__(self, session: Session | None, done: int = 0, recovery: Recovery | None = None) -> None:
         self._session = session
+        self._done = done
+        self._recovery = recovery
+
+    def run_steps(
+        self, one_step: Callable[[int], Any], last: int, go_back: Callable[[int], Any] | None = None
+    ) -> None:
+        """Call `one_step(number)` for each step from the one after `step` of `adaptor.protect` to `last`.
+
+        A script calls it once. Each call is inside of `with protection.step(number):`. Besides, a fault need
+        not start all ranks again (TTP_ONLINE): the survivors stay in this call, a new process of the failed
+        rank runs the script up to it and gets its state from them, and `one_step` is called for the step
+        after the last finished one, once more where it was begun.
+
+        Args:
+            one_step: forward and backward pass, optimizer and scheduler, and what belongs to the step
+                besides, such as its line in a log. The same number gives the same data.
+            last: the number of the last step.
+            go_back: is called on each rank before training goes on after a fault, with the number of the last
+                finished step: what the script counts by itself, and an iterator over its data, continue
+                behind that step.
+
+        Raises:
+            StepError: only some of the optimizers made their update.
+        """
+        if self._recovery is not None and self._session is not None:
+            self._recovery.run(one_step, _whole_number(last), go_back)
+            return
+        for number in range(self._done + 1, _whole_number(last) + 1):
+            with self.step(number):
+                one_step(number)
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -35,6 +74,7 @@ class Protection:
         if self._session is None:
             yield
             return
+        self._begins_by_itself()
         step = _whole_number(step)
         self._session.require_next(step)
         with self._session.step(step, updates_finish=True):
@@ -54,9 +94,16 @@ class Protection:
             StepError: the number does not follow that of the step before.
         """
         if self._session is not None:
+            self._begins_by_itself()
             step = _whole_number(step)
             self._session.require_next(step)
             self._session.begin_step(step, ends_with_update=True, updates_finish=True)
+
+    def _begins_by_itself(self) -> None:
+        """The loop makes its steps without `run_steps`, so they cannot be made once more."""
+        if self._recovery is not None:
+            self._recovery.decline()
+            self._recovery = None
 
     def end_step(self) -> None:
         """Leave the step that `begin_step` began, where it makes no update.
@@ -144,6 +191,8 @@ def protect(
     from adaptor.checkpoint.training_state import TrainingState, unwrapped
     from adaptor.diagnostics.recorder import Recorder
     from adaptor.frameworks import supported_options
+    from adaptor.frameworks.library_loop import Recovery
+    from adaptor.online import rejoin
     from adaptor.protocol.naming import model_parallel_folder
     from adaptor.replica import group
     from adaptor.worker import runtime
@@ -168,10 +217,14 @@ def protect(
         )
     context.part(Recorder).require_ranks(torch.distributed.get_world_size())
     folder.require_writable(save)
-    folder.require_newest(save, step)
+    worker = rejoin.of_this_process()
+    comes_new = worker is not None and worker.newcomer  # this job is in the middle of its training
+    if not comes_new:
+        folder.require_newest(save, step)
     if torch.distributed.get_rank() == 0:
         lease_claim.claim(save)
-        left_overs.clean(Path(save))
+        if not comes_new:
+            left_overs.clean(Path(save))
     where = model_parallel_folder(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank()
@@ -182,35 +235,45 @@ def protect(
         else None,
     )
     everyone = group.of_everyone()
-    mirrors = replicas_of(
-        optimizer,
-        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-        parallel_state.get_expert_data_parallel_world_size(),
-    )
-    place = place_of(optimizer, mirrors, where, everyone)
-    state = TrainingState(
-        model=[unwrapped(chunk) for chunk in model],
-        optimizer=optimizer,
-        scheduler=scheduler,
-        folder=where,
-        extra=extra or {},
-        stored=place.stored,
-    )
-    trainee = MegatronTrainee(
-        state=formats.in_format(format, state, place.first, "format"),
-        save=str(Path(save).resolve()),
-        shares=place.shares,
-        random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
-        counters=dict,
-        growth=dict,
-        increment=lambda: samples_per_step,
-        barrier=lambda: group.barrier(everyone),
-        mirrors=mirrors,
-        local_copy=local_copy_of(optimizer, mirrors),
-        survives=place.survives,
-    )
-    context.part(Watchdogs).warn_if_on()
-    context.part(Recorder).watch(state.model)
+
+    def describe(again: bool) -> MegatronTrainee:
+        """Describe what this rank holds: collective. `again`: the user has been told."""
+        mirrors = replicas_of(
+            optimizer,
+            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+            parallel_state.get_expert_data_parallel_world_size(),
+            again,
+        )
+        place = place_of(optimizer, mirrors, where, everyone)
+        state = TrainingState(
+            model=[unwrapped(chunk) for chunk in model],
+            optimizer=optimizer,
+            scheduler=scheduler,
+            folder=where,
+            extra=extra or {},
+            stored=place.stored,
+        )
+        return MegatronTrainee(
+            state=formats.in_format(format, state, place.first, "format"),
+            save=str(Path(save).resolve()),
+            shares=place.shares,
+            random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
+            counters=dict,
+            growth=dict,
+            increment=lambda: samples_per_step,
+            barrier=lambda: group.barrier(everyone),
+            mirrors=mirrors,
+            local_copy=local_copy_of(optimizer, mirrors, again),
+            survives=place.survives,
+        )
+
     session = runtime.get().session
-    session.begin_training(trainee, step_record.inner(optimizer), step)
-    return Protection(session)
+    context.part(Watchdogs).warn_if_on()
+    recovery = None
+    if worker is not None:
+        recovery = Recovery(worker, session, model, optimizer, where, lambda: describe(again=True))
+    if not comes_new:
+        trainee = describe(again=False)
+        context.part(Recorder).watch(trainee.state.model)
+        session.begin_training(trainee, step_record.inner(optimizer), step)
+    return Protection(session, step, recovery)

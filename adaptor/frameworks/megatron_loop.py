@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptor.checkpoint import shards, step_record
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import FLOPS
@@ -214,12 +213,7 @@ class MegatronLoop:
         self._set_loop(record)
 
     def gather_weights(self) -> None:
-        for one in step_record.chain(self._optimizer):
-            if not shards.is_stub(one) and hasattr(one, "_copy_main_params_to_model_params"):
-                one._copy_main_params_to_model_params()
-        if any(map(shards.is_sharded, step_record.chain(self._optimizer))):
-            for chunk in self._model:
-                chunk.start_param_sync(force_sync=True)
+        megatron_settle.gather_weights(self._model, self._optimizer)
 
 
 def set_args(values: Mapping[str, Any]) -> None:

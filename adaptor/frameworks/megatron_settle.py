@@ -1,4 +1,4 @@
-"""Puts away what an exception leaves half done in Megatron-LM, before its training loop is called again.
+"""Puts away what an exception leaves half done in Megatron, before its training loop is called again.
 
 Lines are those of 0.15.0rc5; the names are the same from 0.12 to main.
 """
@@ -11,15 +11,36 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+from adaptor.checkpoint import shards, step_record
+
 
 def settle(model: Sequence[Any]) -> None:
     """Put it away in the chunks of the model, and in what the framework has one of."""
+    settle_core(model)
+    _settle_globals()
+
+
+def settle_core(model: Sequence[Any]) -> None:
+    """Put it away in the chunks of the model, and in what Megatron-core has one of."""
     for chunk in model:
         for bucket_group in _bucket_groups(chunk):
             _settle_bucket_group(bucket_group)
         for param in chunk.parameters():
             param.grad = None
-    _settle_globals()
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "clear_aux_losses_tracker"):
+        moe_utils.clear_aux_losses_tracker()
+
+
+def gather_weights(model: Sequence[Any], optimizer: Any) -> None:
+    """Make the model's weights from main params: collective, over the new groups."""
+    for one in step_record.chain(optimizer):
+        if not shards.is_stub(one) and hasattr(one, "_copy_main_params_to_model_params"):
+            one._copy_main_params_to_model_params()
+    if any(map(shards.is_sharded, step_record.chain(optimizer))):
+        for chunk in model:
+            chunk.start_param_sync(force_sync=True)
 
 
 def _bucket_groups(chunk: Any) -> list[Any]:
@@ -54,7 +75,3 @@ def _settle_globals() -> None:
         # An evaluation switches it off until its end, which an exception has left out. A rank on which it is
         # on asks all others in each step whether to run that again.
         machine.set_mode(RerunMode(get_args().rerun_mode))
-    from megatron.core.transformer.moe import moe_utils
-
-    if hasattr(moe_utils, "clear_aux_losses_tracker"):
-        moe_utils.clear_aux_losses_tracker()

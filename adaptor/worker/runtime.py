@@ -36,6 +36,8 @@ from adaptor.worker.unprotected import UnprotectedTraining
 
 # TTP_ONLINE is 0: nobody needs to know why.
 OFF = "off"
+# A loop of one's own has not made its first step, which tells.
+UNDECIDED = "its training loop has not begun"
 
 _runtime: WorkerRuntime | None = None
 
@@ -165,7 +167,7 @@ class Runtime:
                 " into it: choose another folder"
             )
         lease_claim.require_same_user(trainee.save)
-        if self.online and self.online != OFF:
+        if self.online not in ("", OFF, UNDECIDED):
             self._go_without_online()
         fingerprint = patching.fingerprint("ttp")
         self.processor.say(

@@ -131,6 +131,12 @@ class Session:
                 self.pace.take_over(measures)
             self._say(trainee, origin)
 
+    def tell_again(self) -> None:
+        """Tell the agent once more what this rank holds: how it is recovered was decided after training
+        began."""
+        assert self.trainee is not None
+        self._say(self.trainee, self._origin)
+
     def _hold_state(self, trainee: Trainee, inner_optimizers: Iterable[object]) -> None:
         """Let the next step begin with the state of `trainee`, which is whole."""
         self.trainee = trainee

@@ -73,12 +73,14 @@ def main() -> None:
         samples_per_step=BATCH * size,
     )
     model.config.grad_scale_func = optimizer.scale_loss
-    for step in range(done + 1, args.iters + 1):
-        with protection.step(step):  # (ttp)
-            loss, grad_norm = train_step(step, model, optimizer)
-            scheduler.step(increment=BATCH * size)
+
+    def one_step(step: int) -> None:  # called again for a step that a fault has cut off
+        loss, grad_norm = train_step(step, model, optimizer)
+        scheduler.step(increment=BATCH * size)
         if torch.distributed.get_rank() == 0:
             print(f"step {step} loss {loss.hex()} grad norm {float(grad_norm).hex()}", flush=True)
+
+    protection.run_steps(one_step, last=args.iters)  # (ttp) in place of `for step in range(...)`
     torch.distributed.destroy_process_group()
 
 

@@ -126,6 +126,7 @@ LOOPS: dict[str, Callable[[Any, int], AbstractContextManager[None]]] = {
     "one-behind": lambda protection, step: begun(protection, step - 1),
     "skips": lambda protection, step: protection.step(step + (step > 4)),
     "no-step": lambda protection, step: contextlib.nullcontext(),
+    "run-steps": lambda protection, step: contextlib.nullcontext(),
     "unprotected": lambda protection, step: contextlib.nullcontext(),
 }
 
@@ -166,7 +167,8 @@ def main() -> None:
             given["optimizer"] = torch.optim.Adam(model.parameters())
         for _ in range(2 if args.give == "twice" else 1):
             protection = adaptor.protect(**given, save=args.save or "", step=step)
-    for iteration in range(step + 1, args.iters + 1):
+
+    def one_step(iteration: int) -> None:
         with LOOPS[args.loop](protection, iteration):
             model.zero_grad_buffer()
             optimizer.zero_grad()
@@ -178,6 +180,12 @@ def main() -> None:
             torch.distributed.all_reduce(mean)
         with protection.phase("logging") if args.loop != "unprotected" else protection:
             recorder.add(iteration, {"lm loss": mean}, grad_norm, skipped=not done)
+
+    if args.loop == "run-steps":
+        protection.run_steps(one_step, args.iters, lambda step: print("back behind step", step, flush=True))
+    else:
+        for iteration in range(step + 1, args.iters + 1):
+            one_step(iteration)
     torch.distributed.destroy_process_group()
 
 

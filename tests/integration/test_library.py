@@ -64,6 +64,20 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path
     assert names == {"profile-rank0-steps2-2", "dump-rank0.jsonl"}
 
 
+def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path, undisturbed: Ended) -> None:
+    """A killed rank is replaced, an exception redoes its step; nobody else is started again."""
+    save = tmp_path / "save"
+    faults = ["rank=2,step=4,phase=backward,kind=sigkill", "rank=0,step=6,phase=reduction,kind=exception"]
+    job = ("--save", str(save), "--loop", "run-steps")
+    ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=("--ttp-online", "60"))
+    assert ended.code == 0, ended.log[-3000:]
+    assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
+    assert [ended.log.count(f"back behind step {step}\n") for step in (3, 5)] == [4, 4]
+    assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
+    outcome.assert_same_training(ended, undisturbed.records)
+    outcome.assert_saved(save, 5)
+
+
 def test_shared_sequences_and_a_frozen_part(tmp_path: Path) -> None:
     """Context parallelism: ranks that share a sequence share the optimizer state, like data-parallel ones."""
     layout = ("--context", "2", "--freeze")
@@ -173,7 +187,7 @@ def test_a_rank_hangs(loop: str, phase: str, kind: str, step: int, words: str, t
 
 
 def test_the_example(tmp_path: Path) -> None:
-    """It goes on by itself after the loss of a rank, and prints what it prints without the adaptor."""
+    """It goes on without a restart after the loss of a rank, and prints what it prints undisturbed."""
     script = tmp_path / "pretrain.py"
     # The harness names a file for records, which the example does not write.
     script.write_text(f"""
@@ -194,6 +208,8 @@ runpy.run_path({str(harness.ROOT / "examples/megatron_core/pretrain.py")!r}, run
 
     undisturbed = run(tmp_path / "undisturbed", "--save", str(tmp_path / "none"), launcher="torchrun")
     fault = "rank=1,step=6,phase=backward,kind=sigkill"
-    ended = run(tmp_path / "job", "--save", str(tmp_path / "save"), restarts=1, faults=[fault])
-    assert steps_of(ended) == steps_of(undisturbed)
+    options = ("--ttp-online", "60")
+    job = run(tmp_path / "job", "--save", str(tmp_path / "save"), restarts=1, faults=[fault], options=options)
+    assert steps_of(job) == steps_of(undisturbed)
+    assert "replaced by pid" in job.log
     outcome.assert_saved(tmp_path / "save", 5)

@@ -125,7 +125,8 @@ def test_a_loop_of_ones_own_says_at_its_start_that_it_is_not_recovered_online(tm
         *(tmp_path / "job", "--save", str(tmp_path / "save")), restarts=1, faults=[fault], options=options
     )
     assert ended.code == 0, ended.log[-3000:]
-    line = "[ttp] online recovery: no (its training loop cannot be called again); a fault restarts all ranks"
+    why = "its training loop does not make its steps by protection.run_steps"
+    line = f"[ttp] online recovery: no ({why}); a fault restarts all ranks"
     assert ended.said.count(line) == 1
     assert "not recovered online" not in ended.log, "it was said"
     assert "restart 1 of 1: from step 5, 0 steps lost" in ended.log

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaptor.frameworks.megatron_online_support import of_data, of_version
+from adaptor.frameworks.megatron_online_support import of_data, of_options, of_version
 
 
 @pytest.mark.parametrize("version", ["0.15.0rc5", "0.15.3", "0.16.1"])
@@ -29,3 +29,15 @@ def test_data_that_cannot_be_read_once_more() -> None:
         {"train_data_iterator": wrapped, "valid_data_iterator": [wrapped, iter([1])]},
     ):
         assert of_data(call).endswith("is a list_iterator, which cannot be read once more")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"cuda_graph_impl": "none", "enable_cuda_graph": False, "async_save": None}, ""),
+        ({"cuda_graph_impl": "local"}, "CUDA graphs hold the groups of the start"),
+        ({"use_sharp": True}, "SHARP is bound to the groups of the start"),
+    ],
+)
+def test_options_that_hold_groups_of_the_start(options: dict[str, object], why: str) -> None:
+    assert of_options(SimpleNamespace(**options)) == why

@@ -648,6 +648,14 @@ def test_phases_in_each_other_and_after_the_loop(worker: Worker) -> None:
         assert worker.board.usual > 0, "it trains again"
 
 
+def test_steps_of_a_function_where_nothing_is_recovered_online(worker: Worker) -> None:
+    worker.loop.begin(4)
+    made: list[tuple[int, int]] = []
+    Protection(worker.session, 4).run_steps(lambda step: made.append((step, worker.board.inside)), 6)
+    Protection(None, 4).run_steps(lambda step: made.append((step, worker.board.inside)), 5)
+    assert made == [(5, 5), (6, 6), (5, -1)]
+
+
 @pytest.mark.robustness(
     "A1", "an exception leaves a step, and the script catches it", "the step is left: no hang is said later"
 )

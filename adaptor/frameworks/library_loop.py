@@ -1,0 +1,140 @@
+"""A training loop of one's own on Megatron-core, which makes its steps by a function (online recovery).
+
+The function is called once more for a step that a fault has cut off. All else that a loop has, its script has
+made before: a new process runs the script up to the loop, and gets the state from a survivor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.errors import StartError
+from adaptor.frameworks import megatron_settle
+from adaptor.frameworks.megatron_online_support import why_not_on_core
+from adaptor.online.rejoin import Rejoin
+from adaptor.worker.runtime import UNDECIDED
+from adaptor.worker.session import Session
+
+
+class LibraryLoop:
+    """A loop of one's own (`rejoin.Loop`).
+
+    Args:
+        model: the chunks of the model.
+        optimizer: the chain of optimizers.
+        group: the folder of this rank's files.
+        describe: describes what this rank holds: collective.
+        go_back: lets the script go back behind a step.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[Any],
+        optimizer: Any,
+        group: str,
+        describe: Callable[[], MegatronTrainee],
+        go_back: Callable[[int], Any] | None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._group = group
+        self._describe = describe
+        self._go_back = go_back
+        self._step: int | None = None  # to go back behind, before the next one
+
+    def group(self) -> str:
+        return self._group
+
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def model(self) -> Any:
+        return self._model
+
+    def answers(self, step: int) -> Mapping[str, Any]:
+        return {}
+
+    def settle(self, step: int) -> None:
+        megatron_settle.settle_core(self._model)
+
+    def trainee(self, record: StepRecord) -> MegatronTrainee:
+        return self._describe()
+
+    def agree(self, step: int) -> None:
+        """Nothing comes after a step: it is in the function."""
+
+    def put_back(self, record: StepRecord) -> None:
+        for chunk in self._model:  # a loop may do so behind its update
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._step = record.step
+
+    def finish_step(self) -> None:
+        step, self._step = self._step, None
+        if step is not None and self._go_back is not None:
+            self._go_back(step)
+
+    def gather_weights(self) -> None:
+        megatron_settle.gather_weights(self._model, self._optimizer)
+
+
+class Recovery:
+    """Online recovery of a loop of one's own; whether there is any is decided when it makes its first step.
+
+    Args:
+        worker: of this process.
+        session: its session.
+        model, optimizer, group, describe: see `LibraryLoop`.
+    """
+
+    def __init__(
+        self,
+        worker: Rejoin,
+        session: Session,
+        model: Sequence[Any],
+        optimizer: Any,
+        group: str,
+        describe: Callable[[], MegatronTrainee],
+    ) -> None:
+        self._worker = worker
+        self._session = session
+        self._given = (model, optimizer, group, describe)
+        config = getattr(optimizer, "config", None)
+        self._why_not = why_not_on_core(model[0].config, model[0].ddp_config, config)
+        worker.decide(self._why_not or UNDECIDED)
+
+    def decline(self) -> None:
+        """The loop makes its steps in another way.
+
+        Raises:
+            StartError: in a process that takes the place of one whose loop did not.
+        """
+        if self._worker.newcomer:
+            raise StartError(
+                "a step was begun outside of protection.run_steps, by which other ranks make theirs"
+            )
+        if not self._why_not:
+            self._worker.decide("its training loop does not make its steps by protection.run_steps")
+            self._session.tell_again()
+
+    def run(self, one_step: Callable[[int], Any], last: int, go_back: Callable[[int], Any] | None) -> None:
+        """Make all steps to `last`, again from the last finished one after each fault."""
+        session, worker = self._session, self._worker
+
+        def train() -> None:
+            for number in range(session.board.finished + 1, last + 1):
+                with session.step(number, updates_finish=True):
+                    one_step(number)
+
+        if self._why_not and not worker.newcomer:
+            train()
+            return
+        worker.decide(self._why_not)
+        if worker.newcomer:
+            worker.ask_record()
+        else:
+            session.tell_again()
+        worker.run(LibraryLoop(*self._given, go_back), train)
