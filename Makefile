@@ -4,6 +4,7 @@
 # make test-torch TORCH=2.4.1   a small set of tests with another torch, in an environment of its own
 # make lint    ruff and mypy
 # make browser the page of a job in Debian's chromium, with axe-core
+# make monitoring   a killed rank through Debian's Prometheus and Alertmanager to a webhook
 # make docs    the pages of this repository as a site, out/site/html/index.html; a link that leads nowhere is an error
 # make clean   what was built and written; make distclean also the environment and the downloads
 #
@@ -32,7 +33,7 @@ export PATH := $(BIN):$(PATH)
 # The tests start thousands of processes: without bytecode each compiles the project and the framework again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-torch check lint browser docs clean distclean
+.PHONY: demo test test-torch check lint browser monitoring docs clean distclean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -61,6 +62,9 @@ browser: $(PROJECT_READY)
 	@$(call need,command -v chromium,there is no chromium (Debian: apt-get install chromium))
 	@$(call logged,installing playwright and axe-core,$(BIN)/pip install -c $(VENV)/constraints.txt -e '.[browser]')
 	@$(BIN)/python -m pytest tests/unit/test_page_in_chromium.py $(TESTS)
+
+monitoring: $(PROJECT_READY) $(FRAMEWORKS_READY)
+	@$(BIN)/python -m tests.integration.monitoring
 
 docs: $(PROJECT_READY)
 	@$(call logged,installing mkdocs,$(BIN)/pip install -c $(VENV)/constraints.txt -e '.[site]')

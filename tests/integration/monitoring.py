@@ -4,7 +4,8 @@
 
 starts `ttprun --ttp-serve` with a training loop on two ranks, Prometheus with the rules as they are in
 examples/monitoring, and Alertmanager with one receiver, all on loopback. It kills rank 1 three times, asks
-Prometheus what it knows, and waits until TTPRestartLoop has come to the receiver. It prints what it saw.
+Prometheus what it knows, and waits until TTPRestartLoop has come to the receiver. It prints what it saw; exit
+code 1 if that is not what it must be, 2 if a program is missing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,14 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "monitoring"
 PROGRAMS = ("prometheus", "prometheus-alertmanager", "promtool")
 KILLS = 3
+# The values that Prometheus must have at the end.
+EXPECTED = {
+    'sum(ttp_incidents_total{cause="signal",verdict="saved"})': KILLS,
+    'sum(ttp_incident_phase_seconds_count{phase="publish"})': KILLS,
+    "ttp_restarts_total": KILLS,
+    "ttp_steps_lost_total": 0,
+    "ttp_protected": 1,
+}
 # Three restarts, each with imports and a load, on a machine that does much else.
 LIMIT_S = 600.0
 _PAUSE_S = 0.2
@@ -205,15 +214,9 @@ def observe(folder: Path) -> Seen:
         posted = came.get(timeout=LIMIT_S)
         seen.seconds["alert at the receiver"] = time.monotonic() - began
         (seen.alert,) = posted["alerts"]
-        database.comes_to('ttp_ranks{state="training"}', 2)
-        for expression in (
-            'sum(ttp_incidents_total{cause="signal",verdict="saved"})',
-            "ttp_restarts_total",
-            "ttp_steps_lost_total",
-            "ttp_protected",
-            'sum(ttp_incident_phase_seconds_count{phase="publish"})',
-            "sum(ttp_checkpoint_step)",
-        ):
+        database.comes_to("ttp_generation", KILLS + 1)
+        database.comes_to("ttp_protected", 1)
+        for expression in EXPECTED:
             seen.metrics[expression] = database.value(expression) or 0.0
         seen.scrape_s = database.value('max_over_time(scrape_duration_seconds{job="ttp"}[1h])') or 0.0
         seen.samples = int(database.value('scrape_samples_scraped{job="ttp"}') or 0)
@@ -228,6 +231,22 @@ def check_metrics(folder: Path) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(["promtool", "check", "metrics"], stdin=text, capture_output=True, check=False)
 
 
+def wrong(seen: Seen) -> list[str]:
+    """Return what is not as it must be: no step is lost, and nothing is counted twice or not at all."""
+    found = [
+        f"{expression} is {seen.metrics[expression]:g}, not {wanted}"
+        for expression, wanted in EXPECTED.items()
+        if seen.metrics[expression] != wanted
+    ]
+    name = seen.alert["labels"]["alertname"]
+    if (name, seen.alert["status"]) != ("TTPRestartLoop", "firing"):
+        found.append(f"{name} came to the receiver, not TTPRestartLoop")
+    runbook = seen.alert["annotations"]["runbook_url"]
+    if not (ROOT / runbook).is_file():
+        found.append(f"{runbook}: there is no such page")
+    return found
+
+
 def main() -> int:
     absent = why_absent()
     if absent:
@@ -235,7 +254,11 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="ttp-monitoring-") as made:
         folder = Path(made)
-        seen = observe(folder)
+        try:
+            seen = observe(folder)
+        except AssertionError as error:
+            print(f"{error}\n{(folder / 'job.log').read_text(errors='replace')[-2000:]}", file=sys.stderr)
+            return 1
         checked = check_metrics(folder)
     labels = ", ".join(f"{name} {value}" for name, value in sorted(seen.alert["labels"].items()))
     print(f"the alert, {seen.alert['status']}: {labels}")
@@ -248,7 +271,10 @@ def main() -> int:
     print(f"a scrape: {seen.samples} samples, {1000 * seen.scrape_s:.0f} ms at most")
     print(f"promtool check metrics: exit code {checked.returncode}")
     print((checked.stdout + checked.stderr).decode(), end="")
-    return 0
+    found = wrong(seen)
+    for line in found:
+        print(f"PROBLEM: {line}", file=sys.stderr)
+    return 1 if found or checked.returncode else 0
 
 
 if __name__ == "__main__":
