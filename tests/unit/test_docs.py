@@ -188,3 +188,19 @@ def test_a_version_is_the_same_everywhere() -> None:
     assert re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE) == [version]
     tagged = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert tagged[:1] in ([], [version])
+
+
+def test_the_memory_of_usual_layouts() -> None:
+    """docs/is_it_for_me.md calculates with the formulas of docs/costs.md."""
+    text = (ROOT / "docs/is_it_for_me.md").read_text()
+    row = re.compile(r"^\| (\d+)B \| TP(\d+) PP(\d+), d = (\d+) \| ([\d,]+) \| (.*) \|$", re.MULTILINE)
+    found = row.findall(text)
+    assert len(found) >= 6
+    for billions, *sizes, ranks, figures in found:
+        tp, pp, d = map(int, sizes)
+        own = int(billions) / (tp * pp)  # GB of one byte for each parameter of the rank
+        wanted = [6 * own + 12 * own / d, 12 * own / d, 16 * own / d, 24 * own / d]
+        assert int(ranks.replace(",", "")) == tp * pp * d
+        assert figures.split(" | ") == [f"{one:.1f}" for one in wanted]
+    costs = (ROOT / "docs/costs.md").read_text()
+    assert all(formula in costs for formula in ("12·N/d", "16·N/d", "24·N/d"))
