@@ -155,7 +155,16 @@ def _job(folder: Path, port: int) -> list[str]:
     script = ROOT / "examples" / "megatron_core" / "pretrain.py"
     return [
         *(str(Path(sys.executable).with_name("ttprun")), "--standalone", "--nproc-per-node", "2"),
-        *("--max-restarts", "9", "--ttp-device", "cpu", "--ttp-log-path", str(folder / "logs")),
+        *(
+            "--max-restarts",
+            "9",
+            "--ttp-online",
+            "0",
+            "--ttp-device",
+            "cpu",
+            "--ttp-log-path",
+            str(folder / "logs"),
+        ),
         *("--ttp-serve", str(port), str(script), "--save", str(folder / "save"), "--iters", "1000000"),
     ]
 
