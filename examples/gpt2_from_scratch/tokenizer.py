@@ -83,7 +83,13 @@ class Tokenizer:
 
         Raises ValueError for files that are no tokenizer.
         """
-        vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+        path = folder / "vocab.json"
+        try:
+            vocabulary = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        if not isinstance(vocabulary, dict) or any(type(n) is not int for n in vocabulary.values()):
+            raise ValueError(f"{path} is no vocabulary: it must give each token its number")
         merges = []
         # Only "\n" ends a line: a token may hold other characters that splitlines() takes for an end. The
         # last merge counts whether or not a "\n" follows it.

@@ -134,6 +134,20 @@ def test_files_that_do_not_fit_each_other(change: Any, words: str, reference: tu
         tokenizer.Tokenizer(vocabulary, merges)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "vocab.json is no JSON: "),
+        ("[1]", "vocab.json is no vocabulary"),
+        ('{"a": "1"}', "is no vocabulary"),
+    ],
+)
+def test_a_file_that_is_no_vocabulary(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        tokenizer.Tokenizer.load(tmp_path)
+
+
 def test_a_vocabulary_too_small() -> None:
     with pytest.raises(ValueError, match="a vocabulary of 256 has no room"):
         tokenizer.train(TEXTS, 256)
