@@ -8,14 +8,14 @@ from importlib import metadata
 from adaptor.errors import ConfigError
 
 OURS = "ttp-adaptor"
-_SAME_NAME = "adaptor"  # of the package index; it is about language models
+_SAME_NAME = "adaptor"  # a project of the package index that has nothing to do with this one
 
 
 def conflict() -> str:
     """Return the line about the other distribution, '' where it is not installed.
 
     Raises:
-        ConfigError: its `adaptor/__init__.py` stands in the place of ours, or has gone along with it.
+        ConfigError: our `adaptor/__init__.py` was overwritten, or was removed when the other was uninstalled.
     """
     try:
         other = f"{_SAME_NAME} {metadata.version(_SAME_NAME)}"
@@ -23,7 +23,11 @@ def conflict() -> str:
         other = ""
     remedy = f"uninstall both, then install {OURS} again"
     if not hasattr(sys.modules["adaptor"], "enable"):
-        who = f"the distribution {other} has replaced it" if other else "another distribution took it along"
+        who = (
+            f"the distribution {other} has replaced it"
+            if other
+            else "it was removed together with another distribution"
+        )
         raise ConfigError(f"adaptor/__init__.py is not that of {OURS}, {who}: {remedy}")
     if not other:
         return ""

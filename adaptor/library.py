@@ -220,7 +220,7 @@ def protect(
     worker = rejoin.of_this_process()
     comes_new = worker is not None and worker.newcomer  # this job is in the middle of its training
     if not comes_new:
-        folder.require_newest(save, step)
+        folder.require_no_later_step(save, step)
     if torch.distributed.get_rank() == 0:
         lease_claim.claim(save)
         if not comes_new:

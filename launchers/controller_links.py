@@ -11,28 +11,32 @@ from adaptor.protocol.messages import ControllerToAgent, FromAgent
 
 
 class LocalLink:
-    """The way to a controller in this process.
+    """The link to a controller in this process.
 
     Args:
         host: drives the controller.
         node: this agent's node.
-        obey: is called with the orders for this node, which may be while `send` runs.
+        on_orders: is called with the orders for this node, possibly before `send` returns.
     """
 
     def __init__(
-        self, host: ControllerHost, node: int, obey: Callable[[Sequence[ControllerToAgent]], None]
+        self, host: ControllerHost, node: int, on_orders: Callable[[Sequence[ControllerToAgent]], None]
     ) -> None:
         self._host = host
         self._node = node
-        self._obey = obey
+        self._on_orders = on_orders
 
     def send(self, message: FromAgent) -> None:
         """Give `message` to the controller."""
-        self._host.receive(self._node, message, self._obey)
+        self._host.receive(self._node, message, self._on_orders)
 
 
 class RemoteLink:
-    """The way to a controller on another node."""
+    """The link to a controller on another node.
+
+    Args:
+        writer: of the connection to it.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer

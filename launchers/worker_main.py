@@ -139,7 +139,10 @@ def _prepare_online(worker: Runtime) -> None:
 
 
 def die_with_the_agent() -> None:
-    """Let the kernel end this worker when its agent dies, because nobody else would."""
+    """Let the kernel end this worker by SIGKILL when its agent dies: nobody else would.
+
+    Where the agent lives and only its connection has ended, the processor ends the worker, with exit code 76.
+    """
     import ctypes
     import signal
 

@@ -73,7 +73,7 @@ def _examine(parsed: Any) -> None:
             instances=1,
         )
 
-    preflight.examine([*_checks(parsed), lambda: folder.require_place(parsed.save)], made, lambda: None)
+    preflight.examine([*_checks(parsed), lambda: folder.require_possible(parsed.save)], made, lambda: None)
 
 
 @training.patch(
@@ -87,7 +87,7 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     from adaptor.frameworks import ascendspeed
 
     patching.check("ttp")
-    folder.require_newest(get_args().save, get_args().iteration)
+    folder.require_no_later_step(get_args().save, get_args().iteration)
     names = ("forward_step_func", "model", "optimizer", "lr_scheduler")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     trainee = ascendspeed.trainee(given["model"], given["optimizer"], given["lr_scheduler"])

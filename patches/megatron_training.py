@@ -92,7 +92,7 @@ def examine(parsed: Any) -> None:
         )
 
     parsed.use_persistent_ckpt_worker = False  # the framework starts it before it looks at all arguments
-    checks = [*_checks(parsed), lambda: folder.require_place(parsed.save)]
+    checks = [*_checks(parsed), lambda: folder.require_possible(parsed.save)]
     preflight.examine(checks, made, lambda: megatron_sizes.model_of(parsed))
 
 
@@ -142,7 +142,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
 
     patching.check("ttp")
     _require_protected(get_args())  # a checkpoint or a yaml file may have changed them
-    folder.require_newest(get_args().save, get_args().iteration)
+    folder.require_no_later_step(get_args().save, get_args().iteration)
     names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     state = (given["model"], given["optimizer"], given["opt_param_scheduler"])

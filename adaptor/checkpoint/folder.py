@@ -14,7 +14,7 @@ from adaptor.checkpoint import disk, saved_steps, tracker
 from adaptor.errors import ConfigError
 from adaptor.protocol.environment import Place
 
-# The beginning of an object store's name, such as msc://profile/folder; a Path has lost the second slash.
+# The beginning of an object store's name, such as msc://profile/folder; pathlib turns `//` into `/`.
 _STORE = re.compile(r"\w+:/")
 _CREDENTIALS = re.compile(r"(:/+)[^/@]*@")  # before the host
 
@@ -38,7 +38,7 @@ def require_writable(save: str | Path | None) -> None:
         ) from None
 
 
-def require_place(save: str | Path | None) -> None:
+def require_possible(save: str | Path | None) -> None:
     """Refuse what `require_writable` would, as far as it can be known without writing anything.
 
     Raises:
@@ -54,17 +54,20 @@ def require_place(save: str | Path | None) -> None:
 
 def _require_folder(save: str | Path | None) -> Path:
     if not save:
-        raise ConfigError("--save is missing: last words need a folder, e.g. --save checkpoints")
-    # A framework may know of it, and would then be given a path of this machine.
+        raise ConfigError(
+            "--save is missing: a folder for the checkpoint after a failure, e.g. --save checkpoints"
+        )
+    # A framework that supports object stores would get a path of this machine instead.
     if _STORE.match(str(save)):
         shown = _CREDENTIALS.sub(r"\1...@", str(save))
         raise ConfigError(
-            f"--save is {shown}: last words need a folder of a file system, not an object store"
+            f"--save is {shown}: the checkpoint after a failure needs a folder of a file system,"
+            " not an object store"
         )
     return Path(save)
 
 
-def require_newest(save: str | Path, step: int) -> None:
+def require_no_later_step(save: str | Path, step: int) -> None:
     """Refuse a run whose save folder holds a step after `step`: a restart would resume from that one.
 
     Raises:

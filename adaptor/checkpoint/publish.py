@@ -103,7 +103,7 @@ def publish(
     _require_names(temporary, files)
     for name in names[number if written is None else written : number]:
         _take(root / name, temporary, files)
-    if not saved_steps.is_of_this_run(root, step, generation):
+    if not saved_steps.is_of_generation(root, step, generation):
         entries = dcp.join(temporary, files)
         if not entries:
             raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
@@ -114,7 +114,7 @@ def publish(
         disk.share(temporary)
         disk.sync_folders(temporary)
     with locked(root):
-        ours = not saved_steps.is_of_this_run(root, step, generation)
+        ours = not saved_steps.is_of_generation(root, step, generation)
         if ours:
             move_in(root, step, temporary, final)
         _tell_tracker(root, step, generation)
@@ -135,7 +135,7 @@ def find(root: Path, step: int, generation: str) -> int:
     """
     for found in reversed(saved_steps.steps(root)):
         candidate = found >= step or saved_steps.are_last_words(root, found)
-        if candidate and saved_steps.is_of_this_run(root, found, generation):
+        if candidate and saved_steps.is_of_generation(root, found, generation):
             with locked(root):
                 _tell_tracker(root, found, generation)
             return found
@@ -168,7 +168,7 @@ def _tell_tracker(root: Path, step: int, generation: str) -> None:
         CheckpointError: the tracker names a later step of another run, which a restart would load.
     """
     named = tracker.tracked_step(root)
-    if named is not None and named > step and not saved_steps.is_of_this_run(root, named, generation):
+    if named is not None and named > step and not saved_steps.is_of_generation(root, named, generation):
         raise CheckpointError(
             f"{root}: the tracker names step {named}, so step {step} would not be resumed from"
         )

@@ -28,9 +28,8 @@ def has_manifest(root: Path, step: int) -> bool:
 def is_complete(root: Path, step: int) -> bool:
     """Return whether `iter_N` is a checkpoint that can be loaded.
 
-    It is when its manifest agrees with its files, or when the framework itself has gone on to name it, or a
-    later one, in the tracker. Checksums are not computed again: a manifest goes under a final name only after
-    every file was on disk.
+    It is when its manifest agrees with its files, or when the tracker names it already, or a later one.
+    Checksums are not computed again: a manifest goes under a final name only after every file was on disk.
     """
     folder = root / naming.final_name(step)
     if not disk.is_folder(folder):
@@ -41,13 +40,13 @@ def is_complete(root: Path, step: int) -> bool:
     return named is not None and named >= step
 
 
-def is_of_this_run(root: Path, step: int, generation: str) -> bool:
+def is_of_generation(root: Path, step: int, generation: str) -> bool:
     """Return True if there is a complete checkpoint of `step` by this generation of workers."""
     return _generation_of(root / naming.final_name(step)) == generation and is_complete(root, step)
 
 
 def are_last_words(root: Path, step: int) -> bool:
-    """Return whether the checkpoint of `step` tells who gave it; of a regular save nobody is asked to."""
+    """Return whether the checkpoint of `step` was written after a failure: its manifest names the groups."""
     try:
         return bool(manifest.read(root / naming.final_name(step)).groups)
     except CheckpointError:

@@ -2,7 +2,8 @@
 
 The weights in the model itself may be half updated or half gathered when a dump begins; the main params of
 the chosen holders are not. A tensor of the model's state dict is recognised by the memory it lies in,
-whatever its name.
+whatever its name. So tied embeddings need no rule: on one pipeline stage both names have the same memory,
+and the copy of the last stage is a param of its own, with a main param of its own.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Feasibility:
                 raise CannotRegroupError(f"rank {cause.rank} hangs, and still gives its state")
             if (cause.key, step) == self.recoveries.last:
                 raise CannotRegroupError(f"{cause.key or 'the same fault'} came again at the same step")
-        for rank in self._behind(step, self.unfit(step)):
+        for rank in self._behind(step, self.ranks_to_replace(step)):
             raise CannotRegroupError(f"rank {rank} lives and cannot go on from step {step}")
 
     def common_step(self, newest: int) -> int:
@@ -107,9 +107,9 @@ class Feasibility:
         them give the one before.
         """
         before = newest - 1
-        if not self._behind(newest, self._torn(newest)) or before <= self.writing.origin:
+        if not self._behind(newest, self._ranks_without_state(newest)) or before <= self.writing.origin:
             return newest
-        return newest if self._behind(before, self._torn(before)) else before
+        return newest if self._behind(before, self._ranks_without_state(before)) else before
 
     def _behind(self, step: int, replaced: Collection[int]) -> list[int]:
         """The survivors but for `replaced` that cannot come to `step`."""
@@ -120,7 +120,7 @@ class Feasibility:
             if boards[rank].phase == Phase.UNREADABLE or not boards[rank].provides(step)
         )
 
-    def _torn(self, step: int) -> set[int]:
+    def _ranks_without_state(self, step: int) -> set[int]:
         """Return the ranks that answer and hold nothing of `step`, nor of any other step, or whose main
         threads hang."""
         return {
@@ -130,16 +130,17 @@ class Feasibility:
             or (board.phase in (Phase.BROKEN, Phase.UNREADABLE) and not board.provides(step))
         }
 
-    def unfit(self, step: int) -> set[int]:
-        """Return the ranks that answer and have to be replaced all the same: they hold nothing of `step`,
-        or cannot go on from it.
+    def ranks_to_replace(self, step: int) -> set[int]:
+        """Return the ranks that answer and need a new process all the same; every other one keeps its own.
+
+        They hold nothing of `step`, or cannot go on from it.
 
         An exception has left their update, or came before it while others made theirs; their device has
         failed; or their main thread hangs.
         """
         boards = self.state.boards
         raised = self.failures.raised.keys() & boards.keys()
-        return self._torn(step) | {rank for rank in raised if not boards[rank].provides(step)}
+        return self._ranks_without_state(step) | {rank for rank in raised if not boards[rank].provides(step)}
 
     def giving(self) -> set[int]:
         """Return the ranks that answer and give the state of any step."""
@@ -151,7 +152,7 @@ class Feasibility:
         Raises:
             CannotRegroupError: nobody else has it.
         """
-        survivors = self.state.nodes.keys() - self.unfit(step)
+        survivors = self.state.nodes.keys() - self.ranks_to_replace(step)
         failed = [rank for rank in range(self.membership.world_size) if rank not in survivors]
         return tuple(self._replacement(rank, survivors) for rank in failed)
 

@@ -23,7 +23,8 @@ from adaptor.protocol.messages import (
 def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
     """Pass `message` to the part of `incident` that it is for; return what is ordered then.
 
-    Messages of other incidents, and answers that nobody has asked for, are ignored.
+    Messages of other incidents are ignored, and so are answers of agents that were not asked
+    (`PublishTarget.is_from_asked_agent`).
     """
     match message:
         case Progress(node=node):
@@ -34,7 +35,7 @@ def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
             Prepared(incident=incident.number)
             | Published(incident=incident.number)
             | PublishFailed(incident=incident.number)
-        ) if incident.target.was_asked(message):
+        ) if incident.target.is_from_asked_agent(message):
             return _on_folder_answer(incident, message)
         case Written(incident=incident.number):
             return incident.go_on(incident.saving.on_written(message, now))

@@ -82,7 +82,11 @@ class IncidentState:
         self.move(Stage.RECOVERED if outcome.kind == "recovered" else Stage.ENDED)
         self.outcome = outcome
 
+    def prolong(self) -> None:
+        """Start the time limit anew: the save has made progress, which does not count against it."""
+        self.deadline = max(self.deadline, self.now + self.timeout_s)
+
     def leave(self, rank: int) -> None:
-        """`rank` has died, or is given up."""
+        """Take `rank` out: it has died, or is given up."""
         self.nodes.pop(rank, None)
         self.boards.pop(rank, None)

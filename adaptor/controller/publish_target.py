@@ -64,7 +64,7 @@ class PublishTarget:
         """Record that `order` goes to the agent of `node`: only its answer will count."""
         self._asked[type(order), order.number] = node, order
 
-    def was_asked(self, answer: Prepared | Published | PublishFailed) -> bool:
+    def is_from_asked_agent(self, answer: Prepared | Published | PublishFailed) -> bool:
         """Return whether `answer` is of the node that was asked, for what was ordered."""
         match answer:
             case Prepared(reason=""):

@@ -121,7 +121,7 @@ class Regrouping:
         While the step is being saved, ranks that give another one are kept.
         """
         kept = set() if self.has_begun else self._feasibility.giving()
-        for rank in self._feasibility.unfit(step) - kept:
+        for rank in self._feasibility.ranks_to_replace(step) - kept:
             self._state.leave(rank)
         replaced = [one for one in self._planned if one.rank not in self._state.nodes]
         started = self.newcomers.begin_attempt(replaced, self._writing.attempt)

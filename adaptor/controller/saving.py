@@ -142,9 +142,9 @@ class Saving:
         return [self._orders.publish()] if self._target.refuse(reason) else self._lose(reason)
 
     def on_progress(self, node: int, now: float) -> None:
-        """The save moves: what it takes is not counted against the time of the incident."""
+        """Note that `node` has made progress with the save; the time limit of the incident starts anew."""
         if self._stage in (Stage.DUMPING, Stage.PUBLISHING):
-            self._state.deadline = max(self._state.deadline, now + self._state.timeout_s)
+            self._state.prolong()
             self._reassignment.moved(node)
 
     def on_tick(self, now: float) -> Orders:

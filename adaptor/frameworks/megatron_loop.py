@@ -21,7 +21,7 @@ from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import FLOPS
 from adaptor.frameworks import megatron_lm, megatron_settle
 from adaptor.frameworks.megatron_log import StepLog
-from adaptor.frameworks.step_tail import Behind, StepTail
+from adaptor.frameworks.step_tail import StepTail, TailState
 from adaptor.online.replay import Replay
 from adaptor.worker import runtime
 
@@ -71,7 +71,7 @@ class MegatronLoop:
         self._config_before = {name: getattr(config, name) for name in _CONFIG if hasattr(config, name)}
         self._start = told.get("start") or {name: getattr(get_args(), name) for name in _START}
         self._is_set = False  # for a call of the loop that has not come to its first step
-        self._tail = StepTail(self._valid, Behind(**told["behind"]) if "behind" in told else None)
+        self._tail = StepTail(self._valid, TailState(**told["tail"]) if "tail" in told else None)
         self._record: StepRecord | None = None
         self.everyone: dist.ProcessGroup | None = None
         board = runtime.get().session.board
@@ -95,7 +95,7 @@ class MegatronLoop:
 
         args = get_args()
         asked = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
-        return {"asked": asked, "start": self._start, "behind": self._tail.behind(step)._asdict()}
+        return {"asked": asked, "start": self._start, "tail": self._tail.state(step)._asdict()}
 
     def begin_step(self, step: int) -> None:
         """`step` begins: the loop has read what was set for it alone."""
@@ -142,8 +142,8 @@ class MegatronLoop:
         set_args({name: value for name, value in record.counters.items() if name != FLOPS})
         self._set_loop(record)
         consumed = args.consumed_train_samples
-        if self._tail.is_left:  # where the size of batches grows then, the loop saves
-            before = self._tail.before(record.step)
+        if self._tail.is_pending:  # where the size of batches grows then, the loop saves
+            before = self._tail.consumed_before(record.step)
             consumed = before["consumed_train_samples"]
             set_args({"consumed_valid_samples": before["consumed_valid_samples"]})
         self.log.go_back(record.step)
@@ -163,7 +163,7 @@ class MegatronLoop:
     def finish_step(self) -> None:
         from megatron.training import get_args, get_timers
 
-        step, record = self._tail.take(), self._record
+        step, record = self._tail.take_pending(), self._record
         if step is None:
             return
         assert record is not None

@@ -97,7 +97,9 @@ def take_place(args: Any) -> None:
     set_args(record.counters)
     set_args({"iteration": record.step})
     context.part(Recovery).answers.update(answers)
-    if before := answers["behind"]["before"]:  # its data begins there, with an evaluation that may come again
+    if before := answers["tail"][
+        "consumed_before"
+    ]:  # its data begins there, with an evaluation that may come again
         set_args({"iteration": record.step - 1, "consumed_valid_samples": before["consumed_valid_samples"]})
 
 

@@ -1,7 +1,7 @@
 """The tail of a step (an evaluation, a regular save): whether it is to be made again, and from where.
 
-A rank that has begun the next step has done it. Where one has not, all do it again, with what was consumed
-before the step.
+A rank that has begun step N + 1 has finished the tail of step N. If any rank has not, all ranks repeat the
+tail, with the counts of consumed samples from before step N.
 """
 
 from __future__ import annotations
@@ -13,85 +13,100 @@ from adaptor.online.replay import STEPS, Replay
 from adaptor.worker.processor import CannotRejoinError
 
 
-class Behind(NamedTuple):
-    """The data with which a newcomer joins at a step.
+class TailState(NamedTuple):
+    """The state of the tail of `step`, for a newcomer.
 
     Attributes:
-        before: what was consumed before it; empty: it was not begun in the process that tells
-        read: how often each iterator of validation data was read behind it
+        step: the step
+        consumed_before: the counts of consumed samples before it; empty: the process that tells this did not
+            begin it
+        reads: how often each iterator of validation data was read in its tail
     """
 
     step: int
-    before: dict[str, int]
-    read: list[int]
+    consumed_before: dict[str, int]
+    reads: list[int]
 
 
 class StepTail:
     """The knowledge of one rank about the tail of its step.
 
     Args:
-        valid: its validation data, in the order of the framework's iterators.
-        told: in a newcomer, what its twin knows.
+        validation: its validation data, in the order of the framework's iterators.
+        from_twin: in a newcomer, the state that its twin has told; else None.
     """
 
-    def __init__(self, valid: Sequence[Replay], told: Behind | None) -> None:
-        self._valid = valid
-        self._told = told
+    def __init__(self, validation: Sequence[Replay], from_twin: TailState | None) -> None:
+        self._validation = validation
+        self._from_twin = from_twin
         self._begun = 0  # the newest step
-        self._before: dict[int, dict[str, int]] = {}  # what was consumed before the last steps, by step
-        self._left: int | None = None  # the step behind which something is to be done
+        self._consumed_before: dict[int, dict[str, int]] = {}  # of the last steps, by step
+        self._pending_step: int | None = None  # the step whose tail is to be repeated
 
     @property
-    def is_left(self) -> bool:
-        """Return whether something behind the step is to be done."""
-        return self._left is not None
+    def is_pending(self) -> bool:
+        """Return whether the tail of a step is to be repeated."""
+        return self._pending_step is not None
 
-    def take(self) -> int | None:
-        """Return the step behind which something is to be done; it is done now."""
-        left, self._left = self._left, None
-        return left
+    def take_pending(self) -> int | None:
+        """Return the step whose tail the caller repeats now; None where there is none."""
+        pending, self._pending_step = self._pending_step, None
+        return pending
 
     def begin_step(self, step: int, consumed: Mapping[str, int]) -> None:
-        """`step` begins, before which so much was consumed."""
+        """Note that `step` begins, with the counts of samples `consumed` before it."""
         self._begun = step
-        kept = {one: count for one, count in self._before.items() if one > step - STEPS}
-        self._before = {**kept, step: dict(consumed)}
-        for one in self._valid:
-            one.begin_step(step)
+        kept = {one: counts for one, counts in self._consumed_before.items() if one > step - STEPS}
+        self._consumed_before = {**kept, step: dict(consumed)}
+        for replay in self._validation:
+            replay.begin_step(step)
 
-    def behind(self, step: int) -> Behind:
-        """Return what a newcomer is told."""
-        return Behind(step, self._before.get(step, {}), [replay.given_in(step) for replay in self._valid])
+    def state(self, step: int) -> TailState:
+        """Return the state of the tail of `step`, for a newcomer."""
+        reads = [replay.given_in(step) for replay in self._validation]
+        return TailState(step, self._consumed_before.get(step, {}), reads)
 
-    def before(self, step: int) -> Mapping[str, int]:
-        """Return what was consumed before `step`.
+    def consumed_before(self, step: int) -> Mapping[str, int]:
+        """Return the counts of samples consumed before `step`.
 
         Raises:
             CannotRejoinError: its twin did not know it, so the data would not be those of the step.
         """
-        if step not in self._before:
+        if step not in self._consumed_before:
             raise CannotRejoinError(f"its twin does not know what had been consumed before step {step}")
-        return self._before[step]
+        return self._consumed_before[step]
 
     def agree(self, step: int, all_have: Callable[[bool], bool]) -> None:
-        """Learn whether what comes behind `step` is to be done again.
+        """Agree with all ranks whether the tail of `step` is to be repeated; collective.
 
         Args:
-            all_have: tells all ranks whether this one has done it, and returns whether all have.
+            step: the one that all go on from.
+            all_have: tells all ranks whether this one has finished the tail; returns whether all have.
         """
-        told, self._told = self._told, None
-        if told is not None:  # it has done nothing, and knows from its twin what had been read before
-            self._before = {step: dict(told.before)} if told.before else {}
-        is_done = told is not None or self._begun > step or step not in self._before
-        self._left = None if all_have(is_done) else step
-        if self._left is not None:
-            self._begun = step
-        elif told is not None:  # another incident may come before its next step
-            self._begun = step + 1
-        for number, one in enumerate(self._valid):
-            if told is None:
-                one.rewind(step if self._left is None else step - 1)
-            elif self._left is None and told.before:
-                one.begin_step(step)
-                for _ in range(told.read[number]):
-                    next(one)
+        twins, self._from_twin = self._from_twin, None
+        if twins is None:
+            self._agree_as_survivor(step, all_have)
+        else:
+            self._agree_as_newcomer(step, twins, all_have)
+
+    def _agree_as_survivor(self, step: int, all_have: Callable[[bool], bool]) -> None:
+        has_finished = self._begun > step or step not in self._consumed_before
+        repeats = not all_have(has_finished)
+        if repeats:
+            self._pending_step = self._begun = step
+        for replay in self._validation:
+            replay.rewind(step - 1 if repeats else step)
+
+    def _agree_as_newcomer(self, step: int, twins: TailState, all_have: Callable[[bool], bool]) -> None:
+        """Count as finished: this process has begun no step, and takes what its twin knows."""
+        self._consumed_before = {step: dict(twins.consumed_before)} if twins.consumed_before else {}
+        repeats = not all_have(True)
+        if repeats:
+            self._pending_step = self._begun = step
+        else:
+            self._begun = step + 1  # another incident may come before its next step
+        if not repeats and twins.consumed_before:
+            for replay, reads in zip(self._validation, twins.reads, strict=True):
+                replay.begin_step(step)
+                for _ in range(reads):
+                    next(replay)

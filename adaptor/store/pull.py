@@ -91,7 +91,7 @@ def _pull_after(
         if local is not None and (known.step < local or (known.step == local and not damaged)):
             break
         _require_later(root, known.step)
-        there = not damaged and saved_steps.is_of_this_run(root, known.step, known.generation)
+        there = not damaged and saved_steps.is_of_generation(root, known.step, known.generation)
         if not there:
             try:
                 if damaged:

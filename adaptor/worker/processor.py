@@ -143,7 +143,8 @@ class Processor:
         try:
             self._hear()
         except (EOFError, OSError):
-            # Without its agent nobody waits for this worker, and nobody would end it.
+            # Nobody waits for this worker, or would end it. If the agent has died, the kernel ends it by
+            # SIGKILL (`worker_main.die_with_the_agent`): this is for an agent that lives and has closed.
             _leave(EXIT_ORPHAN)
         except BaseException as error:
             # This worker cannot answer any more; its agent learns that from its end.

@@ -21,7 +21,7 @@ from adaptor.worker.door import PUBLISH
 from adaptor.worker.freezer import Freezer
 from adaptor.worker.loop_position import LoopPosition
 from adaptor.worker.pace import Measures, Pace
-from adaptor.worker.step_history import Taken
+from adaptor.worker.step_history import TakenRecord
 from adaptor.worker.update_window import UpdateWindow
 
 
@@ -93,7 +93,7 @@ class Session:
         """
         self._leave_earlier_step()
         self._thread = threading.get_ident()
-        self._history.restart()
+        self._history.reset()
         self._hold_state(trainee, inner_optimizers)
         self._origin = origin
         self._is_protected = False
@@ -118,7 +118,7 @@ class Session:
         was started from, and `measures` those of another rank.
         """
         self._thread = threading.get_ident()
-        self._history.restart({step: Taken(record, None)})
+        self._history.reset({step: TakenRecord(record, None)})
         comes_new = self.trainee is None
         self._hold_state(trainee, inner_optimizers)
         self.board.start(step)
@@ -183,11 +183,11 @@ class Session:
         self.window.give_up()  # of a step that an exception left inside its update, which the script caught
         self._thread = threading.get_ident()
         self._report_protection_once()
-        finished, records = self.board.finished, dict[int, Taken]()
+        finished, records = self.board.finished, dict[int, TakenRecord]()
         left_out = not updates_finish and finished < step - 1 and self.trainee.has_state()
         if left_out and finished == self._history.snapshot_step:
-            records[finished] = Taken(self.record_of(finished), None)
-        records[step - 1] = Taken(self.trainee.take_record(step - 1), self.trainee.device.mark())
+            records[finished] = TakenRecord(self.record_of(finished), None)
+        records[step - 1] = TakenRecord(self.trainee.take_record(step - 1), self.trainee.device.mark())
         self._history.add(records, oldest=self.board.oldest, newest=finished)
         self._step = step
         if left_out:  # the framework skipped steps as a whole (Megatron's --iterations-to-skip)

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 from adaptor.protocol.state_provider import Trainee
 
-# The time for a record that is read to be copied, unless a collective that never ends is before it.
+# The longest wait, in seconds, for the device's copy of a record: a collective that never ends may be queued
+# before it.
 RECORD_S = 2.0
 
 
-class Taken(NamedTuple):
-    """A record, and the device's mark behind which its tensors are complete; None: they are."""
+class TakenRecord(NamedTuple):
+    """A record, and the device's event after which its tensors are complete; None: they are complete."""
 
     record: Any
     mark: Any
@@ -34,14 +35,14 @@ class _Content:
         updated: whether that step was updated; False: it was skipped.
     """
 
-    records: dict[int, Taken] = field(default_factory=dict)
+    records: dict[int, TakenRecord] = field(default_factory=dict)
     snapshot_step: int = -1
     snapshot: Any = None
     updated: bool = True
 
 
 class StepHistory:
-    """The history of one training; `restart` begins another."""
+    """The history of one training; `reset` begins another."""
 
     def __init__(self) -> None:
         self._content = _Content()
@@ -51,11 +52,11 @@ class StepHistory:
         """Return the newest step that has come to its update, or was skipped; -1: none."""
         return self._content.snapshot_step
 
-    def restart(self, records: Mapping[int, Taken] | None = None) -> None:
+    def reset(self, records: Mapping[int, TakenRecord] | None = None) -> None:
         """Forget all but `records`, by finished step."""
         self._content = _Content(dict(records or {}))
 
-    def add(self, records: Mapping[int, Taken], oldest: int, newest: int) -> None:
+    def add(self, records: Mapping[int, TakenRecord], oldest: int, newest: int) -> None:
         """Add `records`, by finished step, and drop those of steps that nobody asks for any more.
 
         Args:
@@ -63,7 +64,7 @@ class StepHistory:
             oldest, newest: the finished steps that can be saved from this rank.
         """
         content = self._content
-        # From the record before, that of the step at its update can be derived.
+        # Keep the record of the step before the one at its update, too: that one's can be derived from it.
         oldest = min(oldest, content.snapshot_step - 1)
         newest = max(newest, content.snapshot_step - 1)
         kept = {step: taken for step, taken in content.records.items() if oldest <= step <= newest}
@@ -85,7 +86,7 @@ class StepHistory:
         taken, before = content.records.get(step), content.records.get(step - 1)
         if taken is not None and trainee.device.done(taken.mark):
             return taken.record
-        # Not taken yet, or taken behind a collective of the device that never ends; the door came before it.
+        # Not taken yet, or queued behind a collective that never ends; the snapshot was taken before that.
         if content.snapshot_step == step and before is not None:
             return trainee.derive(before.record, content.snapshot, content.updated)
         if taken is not None and trainee.device.wait(taken.mark, RECORD_S):

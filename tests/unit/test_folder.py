@@ -31,7 +31,7 @@ def test_an_object_store_is_no_folder(
 ) -> None:
     """Last words, and the regular saves beside them, would be in a folder `msc:` of one machine."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"--save is .*: last words need a folder of a file system"):
+    with pytest.raises(ConfigError, match=r"--save is .*: the checkpoint after a failure needs a folder"):
         folder.require_writable(save)
     assert list(tmp_path.iterdir()) == []
 
@@ -47,10 +47,10 @@ def test_checkpoints_that_no_tracker_names_are_told(
         file.write(b"x")
     publish.publish(tmp_path, 30, [file.entry("model.pt")], {}, 1)
     with pytest.raises(ConfigError, match="holds step 30, but training begins at step 0"):
-        folder.require_newest(tmp_path, 0)
+        folder.require_no_later_step(tmp_path, 0)
     assert said(capsys) == ""
     (tmp_path / naming.TRACKER).unlink()
-    folder.require_newest(tmp_path, 0)
+    folder.require_no_later_step(tmp_path, 0)
     assert "holds checkpoints up to step 30 that no tracker names" in said(capsys)
-    folder.require_newest(tmp_path, 30)
+    folder.require_no_later_step(tmp_path, 30)
     assert said(capsys) == ""

@@ -6,12 +6,12 @@ from itertools import count
 
 import pytest
 
-from adaptor.frameworks.step_tail import Behind, StepTail
+from adaptor.frameworks.step_tail import StepTail, TailState
 from adaptor.online.replay import Replay
 from adaptor.worker.processor import CannotRejoinError
 
 
-def tail(told: Behind | None = None) -> tuple[StepTail, Replay]:
+def tail(told: TailState | None = None) -> tuple[StepTail, Replay]:
     valid = Replay(count())
     return StepTail([valid], told), valid
 
@@ -38,8 +38,8 @@ def test_a_rank_in_the_next_step_has_done_it() -> None:
     for rank in (one, other):
         rank.agree(4, lambda is_done: bool(told.append(is_done)) or True)  # type: ignore[func-returns-value]
     assert told == [True, True]
-    assert not one.is_left
-    assert one.take() is None
+    assert not one.is_pending
+    assert one.take_pending() is None
 
 
 def test_where_one_has_not_done_it_all_do_it_again() -> None:
@@ -48,9 +48,9 @@ def test_where_one_has_not_done_it_all_do_it_again() -> None:
     assert [next(valid), next(valid)] == [0, 1]
     train(other, 4)
     assert agree(4, one, other) == [4, 4]
-    assert (one.is_left, dict(one.before(4))) == (True, {"consumed_train_samples": 12})
+    assert (one.is_pending, dict(one.consumed_before(4))) == (True, {"consumed_train_samples": 12})
     assert [next(valid), next(valid)] == [0, 1]
-    assert (one.take(), one.take()) == (4, None)
+    assert (one.take_pending(), one.take_pending()) == (4, None)
 
 
 def test_a_newcomer_reads_on_behind_what_its_twin_has_read() -> None:
@@ -58,7 +58,7 @@ def test_a_newcomer_reads_on_behind_what_its_twin_has_read() -> None:
     train(twin, 4)
     next(valid)
     train(twin, 5)
-    newcomer, its = tail(twin.behind(4))
+    newcomer, its = tail(twin.state(4))
     newcomer.agree(4, lambda is_done: is_done)
     assert next(its) == next(valid)
 
@@ -68,8 +68,8 @@ def test_a_newcomer_whose_twin_does_not_know_the_step_does_not_guess() -> None:
     (twin, _), (other, _) = tail(), tail()
     train(twin, 6, 7)
     train(other, 4)
-    newcomer, _ = tail(twin.behind(4))
+    newcomer, _ = tail(twin.state(4))
     newcomer.agree(4, lambda is_done: False)
-    assert newcomer.is_left
+    assert newcomer.is_pending
     with pytest.raises(CannotRejoinError, match="does not know what had been consumed before step 4"):
-        newcomer.before(4)
+        newcomer.consumed_before(4)
