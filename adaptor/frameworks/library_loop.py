@@ -121,7 +121,10 @@ class Recovery:
             self._session.tell_again()
 
     def run(self, one_step: Callable[[int], Any], last: int, go_back: Callable[[int], Any] | None) -> None:
-        """Make all steps to `last`, again from the last finished one after each fault."""
+        """Make all steps to `last` by `one_step`, again from the last finished one after each fault.
+
+        `go_back` puts the loop's own state to a step; None: it has none.
+        """
         session, worker = self._session, self._worker
 
         def train() -> None:
