@@ -2,7 +2,8 @@
 
 The real controller, in the real hub with its timeline and its log, is given what the agents of such a job
 would say, as it comes off the wire, and its orders are encoded as they go out: all that is left out is the
-network itself, and asyncio's reading and writing. Every shard of the optimizer state has two holders, half of
+network itself, and asyncio's reading and writing. Seconds are those of CPU time of its thread, which another
+load of the machine changes little. Every shard of the optimizer state has two holders, half of
 the job apart.
 """
 
@@ -49,7 +50,7 @@ from adaptor.protocol.messages import (
 from adaptor.protocol.naming import temporary_name
 
 PER_NODE = 8
-TARGET_S = 1.0
+TARGET_S, WHOLE_TARGET_S = 0.2, 0.5
 STEP = 12
 VICTIM, NODE, HOLDER = 7, 3, 11  # a rank that dies; a node that is lost; a holder that dies in the dump
 DIES, ANSWERS = "a rank dies → freezes", "all but one of the answers"
@@ -74,7 +75,7 @@ class Job:
         )
 
     def _send(self, orders: Sequence[ControllerToAgent]) -> None:
-        b"".join(map(wire.frame, orders))  # as an agent's connection is written to
+        self.controller_host.frames(orders)  # as an agent's connection is written to
         self.orders += orders
 
     def shares(self, rank: int) -> tuple[Share, ...]:
@@ -87,14 +88,14 @@ class Job:
         """Returns the kinds of the orders that came out."""
         heard = [(self._node(message), wire.frame(message)[4:], message) for message in messages]
         self.orders.clear()
-        before = time.perf_counter()
+        before = time.thread_time()
         for node, frame, message in heard:
             if isinstance(message, AgentLost):  # no agent says that
                 self.controller_host.lose(node)
             else:
                 said = wire.from_agent(frame)
                 self.controller_host.receive(node, said, self._send if isinstance(said, AgentHello) else None)
-        self.took[name] = self.took.get(name, 0.0) + time.perf_counter() - before
+        self.took[name] = self.took.get(name, 0.0) + time.thread_time() - before
         inner = (order.message if isinstance(order, Addressed) else order for order in self.orders)
         return list(dict.fromkeys(type(order).__name__ for order in inner))
 
@@ -122,9 +123,9 @@ class Job:
         hellos = [AgentHello(n, tuple(range(n * PER_NODE, (n + 1) * PER_NODE))) for n in range(nodes)]
         layouts = [Layout(r, self.shares(r), "/checkpoints", 0, "0" * 32) for r in range(self.ranks)]
         self.controller_host = self._controller_host(1)
-        before = time.perf_counter()
+        before = time.thread_time()
         self.controller_host.take_over([*hellos, *layouts])
-        self.took["take-over"] = time.perf_counter() - before
+        self.took["take-over"] = time.thread_time() - before
         for node in range(1, nodes):
             ranks = hellos[node].ranks
             said = [hellos[node], *(Hello(r, 4000 + r) for r in ranks), *(layouts[r] for r in ranks)]
@@ -171,7 +172,9 @@ def main() -> None:
         parser.error(f"--ranks is {given.ranks}: give a multiple of {PER_NODE} and of {2 * given.groups}")
     benchmark = Benchmark("scale", {"ranks": given.ranks, "groups": given.groups})
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(
+        ignore_cleanup_errors=True
+    ) as folder:  # files may outlive it by a moment
         log = Log(config.load({"TTP_LOG_PATH": folder}))
         found, memory = measure(given.ranks, given.groups, folder)
         log.close()
@@ -180,18 +183,22 @@ def main() -> None:
     rows = [[name, f"{seconds:.3f}"] for name, seconds in found.items()]
     worst = max(found[name] for name in decisions)
     whole = sum(found[name] for name in (DIES, ANSWERS, LAST, PREPARED))
-    verdict = "reached" if worst <= TARGET_S else "MISSED"
+    verdicts = [
+        "reached" if seconds <= target else "MISSED"
+        for seconds, target in ((whole, WHOLE_TARGET_S), (worst, TARGET_S))
+    ]
     benchmark.finish(
         table(["s", ""], rows)
         + f"\n\nmemory at rest: {memory:.0f} MiB"
-        + f"\na rank dies → dump orders out, all that the controller does: {whole:.2f} s"
-        + f"\nslowest decision, orders out: {worst:.2f} s; at most {TARGET_S:g} s: {verdict}",
+        + f"\na rank dies → dump orders out, all that the controller does: {whole:.2f} s; "
+        + f"at most {WHOLE_TARGET_S:g} s: {verdicts[0]}"
+        + f"\nslowest decision, orders out: {worst:.2f} s; at most {TARGET_S:g} s: {verdicts[1]}",
         {
             "seconds": found,
             "whole_s": whole,
             "memory_mib": memory,
-            "target_s": TARGET_S,
-            "reached": worst <= TARGET_S,
+            "targets_s": [WHOLE_TARGET_S, TARGET_S],
+            "reached": worst <= TARGET_S and whole <= WHOLE_TARGET_S,
         },
     )
 

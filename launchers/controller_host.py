@@ -31,6 +31,7 @@ from adaptor.protocol.messages import (
     ControllerToAgent,
     Dismissed,
     FromAgent,
+    Frozen,
     StandbyState,
     ToController,
     Welcome,
@@ -39,6 +40,7 @@ from adaptor.protocol.messages import (
 Send = Callable[[Sequence[ControllerToAgent]], None]
 # How often the controller is told the time: deadlines are tens of seconds.
 TICK_S = 0.25
+_GAP = "the report of the incident has a gap"
 
 
 class ControllerHost:
@@ -59,6 +61,7 @@ class ControllerHost:
         controller: the pure controller, which decides
         store: the store over which the ranks of a dump find each other
         nodes: how many there are
+        frames: makes orders what goes over the connections to agents
         dismissed: the other agents may end: every rank has come to its end, or this node leaves
     """
 
@@ -77,6 +80,7 @@ class ControllerHost:
         self.term = term
         self.nodes = nodes
         self._sends: dict[int, Send] = {}
+        self.frames = wire.OrderFrames()
         # Lives here, in an agent, so that no worker's death takes it along.
         self.store = DumpStore(host, world_size)
         store = (self.store.host, self.store.port, self.store.secret)
@@ -139,11 +143,16 @@ class ControllerHost:
     def _process(self, node: int, message: ToController) -> None:
         """Let the controller decide, and send its orders; only then record them, so that nothing waits."""
         now = time.time()
-        for standby, order in self._replicator.replicate(message) if self._replicator else ():
-            self._send(standby, [order])
-        orders = self._decide(functools.partial(self.controller.handle, message))
-        self._record(functools.partial(self._incident_report.record_message, node, message, now))
-        self._record_orders(orders, now)
+        if self._replicator and not isinstance(message, Frozen):
+            for standby, order in self._replicator.replicate(message):
+                self._send(standby, [order])
+        orders = self._decide(message)
+        try:
+            self._incident_report.record_message(node, message, now)
+        except Exception as error:
+            tell_error(_GAP, error)
+        if orders:
+            self._record_orders(orders, now)
 
     def _send(self, node: int, orders: Sequence[ControllerToAgent]) -> None:
         if node in self._sends:
@@ -173,9 +182,15 @@ class ControllerHost:
             for_node.setdefault(node, []).append(order)
         for node, all_of_it in for_node.items():  # one write a node: an order to all ranks is thousands
             self._send(node, all_of_it)
+        self.frames.forget()
 
     def _record_orders(self, orders: Orders, now: float) -> None:
-        for node, order in orders:
+        others = orders
+        try:
+            others = self._incident_report.note_orders(orders, now)
+        except Exception as error:
+            tell_error(_GAP, error)
+        for node, order in others:
             rank, message = (order.rank, order.message) if isinstance(order, Addressed) else (None, order)
             self._record(functools.partial(self._incident_report.record_order, node, rank, message, now))
 
@@ -184,28 +199,32 @@ class ControllerHost:
         try:
             write()
         except Exception as error:
-            tell_error("the report of the incident has a gap", error)
+            tell_error(_GAP, error)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.time()
-            self._record_orders(self._decide(self.controller.tick), now)
+            self._record_orders(self._decide(None), now)
 
-    def _decide(self, decide: Callable[[float], Orders]) -> Orders:
+    def _decide(self, message: ToController | None) -> Orders:
         """Let the controller decide, and give its orders, which are returned.
 
         An error of its own ends the job, because nobody else would.
+
+        Args:
+            message: what it is told; None: only that time has passed.
         """
-        failure = None
+        failure, now = None, time.monotonic()
         try:
-            orders = decide(time.monotonic())
+            orders = self.controller.tick(now) if message is None else self.controller.handle(message, now)
         except Exception as error:
             orders, failure = self.controller.give_up(text.describe(error)), error
-        self._deliver(orders)
+        if orders:
+            self._deliver(orders)
         if failure is not None:
             tell_error("an error in the controller", failure)
-        if self.controller.membership.everyone_is_dead:
+        if type(message) is not Frozen and self.controller.membership.everyone_is_dead:
             self._dismiss_others()
         return orders
 
@@ -214,7 +233,7 @@ class ControllerHost:
     ) -> None:
         """Serve the connection of the agent that has said `hello` and proved the secret, until it ends."""
         node = hello.node
-        if not self.receive(node, hello, lambda orders: writer.write(b"".join(map(wire.frame, orders)))):
+        if not self.receive(node, hello, lambda orders: writer.write(self.frames(orders))):
             return
         writer.write(wire.frame(Welcome()))
         try:

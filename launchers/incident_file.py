@@ -17,7 +17,22 @@ import msgspec
 from adaptor.controller.failures import SIGNAL_BASE
 from adaptor.operations import notices, records
 from adaptor.operations.records import Cause, CauseKind, Event, Incident, Phases, Versions
-from adaptor.protocol.messages import Fault, Recovered, Verdict
+from adaptor.protocol.messages import (
+    Dump,
+    Exit,
+    Fault,
+    Find,
+    Freeze,
+    Frozen,
+    Message,
+    Prepare,
+    Publish,
+    Recovered,
+    Regroup,
+    Rename,
+    Replace,
+    Verdict,
+)
 
 NOTICED = "fault-noticed"
 # Sections of docs/runbook.md.
@@ -35,6 +50,41 @@ class Happened(NamedTuple):
     step: int | None
 
 
+class Seen(msgspec.Struct, frozen=True, gc=False):
+    """An order to one of many ranks, or its answer, at `at` Unix seconds; `happened` has the words."""
+
+    at: float
+    node: int
+    rank: int
+    message: Message
+
+
+ORDERS: dict[type, str] = {
+    Freeze: "freeze",
+    Replace: "replace",
+    Regroup: "regroup-ordered",
+    Dump: "dump-ordered",
+    Prepare: "prepare",
+    Publish: "publish-ordered",
+    Find: "find-ordered",
+    Rename: "rename-ordered",
+    Exit: "exit",
+}
+
+
+def happened(one: Happened | Seen) -> Happened:
+    """Return `one` in words."""
+    if isinstance(one, Happened):
+        return one
+    if isinstance(one.message, Frozen):
+        board = one.message.board
+        return Happened(
+            one.at, "frozen", one.rank, one.node, f"{board.phase_name} after step {board.finished}", None
+        )
+    step = getattr(one.message, "step", None)
+    return Happened(one.at, ORDERS[type(one.message)], one.rank, one.node, "", step)
+
+
 @dataclass
 class Timeline:
     """The events of an incident, and what is known of the job that it happened in.
@@ -47,7 +97,7 @@ class Timeline:
 
     job: str
     generation: int
-    happened: Sequence[Happened]
+    happened: Sequence[Happened | Seen]
     silent_s: float = 0.0
     checkpoint: str | None = None
     size: int | None = None
@@ -82,10 +132,10 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         name: the id of the file.
         ended: when the verdict was given, in Unix seconds.
     """
-    happened = sorted(timeline.happened, key=lambda one: one.at)
+    events = sorted(map(happened, timeline.happened), key=lambda one: one.at)
     fault = end.fault
     blamed = next(iter(fault.ranks), -1) if isinstance(end, Recovered) else end.cause_rank
-    noticed = _noticed(blamed, happened)
+    noticed = _noticed(blamed, events)
     exit_code, stop, newest, lost = None, "", None, None
     if isinstance(end, Recovered):
         verdict, newest, lost = "recovered", end.step, 0
@@ -111,12 +161,12 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         host=fault.host or None,
         pid=fault.pid or None,
         failed=list(fault.ranks),
-        silent=_silent(happened),
+        silent=_silent(events),
         verdict=verdict,  # type: ignore[arg-type]  # `refused` has no file
         step=step,
         newest_step=newest,
         steps_lost=lost,
-        phases=_phases(happened, noticed, timeline.silent_s if fault.kind == "hang" else 0.0),
+        phases=_phases(events, noticed, timeline.silent_s if fault.kind == "hang" else 0.0),
         checkpoint=timeline.checkpoint,
         bytes=timeline.size,
         exit_code=exit_code,
@@ -124,8 +174,8 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         not_started_again=stop,
         runbook=f"{_RUNBOOK}#{_kind(fault)}",
         versions=_versions(),
-        ranks=sorted({one.rank for one in happened if one.rank is not None}),
-        events=[timeline.event(one, end.incident) for one in happened],
+        ranks=sorted({one.rank for one in events if one.rank is not None}),
+        events=[timeline.event(one, end.incident) for one in events],
     )
 
 

@@ -8,11 +8,21 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from adaptor.launchers.incident_file import GoneOn, Happened, IncidentFile, Timeline, incident_of
+from adaptor.controller.outcome import Orders
+from adaptor.launchers.incident_file import (
+    ORDERS,
+    GoneOn,
+    Happened,
+    IncidentFile,
+    Seen,
+    Timeline,
+    incident_of,
+)
 from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.notifier import Notifier
 from adaptor.operations import notices, records
 from adaptor.protocol.messages import (
+    Addressed,
     AgentHello,
     AgentLost,
     AgentTerminationRequested,
@@ -20,14 +30,12 @@ from adaptor.protocol.messages import (
     Dump,
     Dying,
     Exit,
-    Find,
     Freeze,
     Frozen,
     Hello,
     Joined,
     Layout,
     NodeStalled,
-    Prepare,
     Publish,
     Published,
     PublishFailed,
@@ -35,9 +43,7 @@ from adaptor.protocol.messages import (
     Recovered,
     Regroup,
     RegroupFailed,
-    Rename,
     Renamed,
-    Replace,
     TerminationRequested,
     TimelineEvent,
     ToController,
@@ -48,20 +54,11 @@ from adaptor.protocol.messages import (
 
 _log = logging.getLogger("adaptor")
 
-_ORDERS: dict[type, str] = {
-    Freeze: "freeze",
-    Replace: "replace",
-    Regroup: "regroup-ordered",
-    Dump: "dump-ordered",
-    Prepare: "prepare",
-    Publish: "publish-ordered",
-    Find: "find-ordered",
-    Rename: "rename-ordered",
-    Exit: "exit",
-}
 # Logged at DEBUG only: a line takes longer than the decision about one rank, so with thousands of ranks these
 # would hold orders back. The report has all of them.
 _OF_EACH_RANK = {"calls", "freeze", "frozen", "dump-ordered", "exit", "regroup-ordered", "joined"}
+# Of these orders nothing is worked out before the file is written, unless each is a line of the log.
+_SEEN = frozenset({Freeze, Dump, Exit, Regroup})
 
 # Of so many ranks the report has the calls of their exceptions: those of most only follow from another's.
 MOST_CALLS = 16
@@ -80,7 +77,7 @@ class IncidentReport:
         self._notifier = notifier or Notifier()
         self._generation = 0
         self._records = False  # whether the controller is, or was last, on this node
-        self._happened: list[Happened] = []
+        self._happened: list[Happened | Seen] = []
         self._nodes: dict[int, int] = {}
         self._hosts: dict[int, str] = {}
         self._pids: dict[int, int] = {}
@@ -108,6 +105,10 @@ class IncidentReport:
             now: when it came, in Unix seconds; by default now.
         """
         now = time.time() if now is None else now
+        if type(message) is Frozen and not _log.isEnabledFor(logging.DEBUG):
+            if message.incident > self._over:  # else it comes late: the report is written
+                self._happened.append(Seen(now, node, message.rank, message))
+            return
         match message:
             case AgentHello(node=there, host=host):
                 self._hosts[there] = host
@@ -167,6 +168,25 @@ class IncidentReport:
         self._records = True
         self._add("took-over", time.time(), None, node, "the controllers of earlier terms are lost")
 
+    def note_orders(self, orders: Orders, now: float) -> Orders:
+        """Note those of `orders` of which each rank gets one, given at `now`, in Unix seconds.
+
+        Returns:
+            The others, each of which is for `record_order`.
+        """
+        if _log.isEnabledFor(logging.DEBUG):
+            return orders
+        others, note = [], self._happened.append
+        for told in orders:
+            node, order = told
+            if type(order) is not Addressed or type(order.message) not in _SEEN:
+                others.append(told)
+            elif self._happened:
+                note(Seen(now, node, order.rank, order.message))
+            else:  # the first event of a timeline may need another one before it
+                self.record_order(node, order.rank, order.message, now)
+        return others
+
     def record_order(self, node: int, rank: int | None, order: object, now: float | None = None) -> None:
         """Record an order of the controller; a verdict ends the incident, and writes the report.
 
@@ -195,7 +215,7 @@ class IncidentReport:
             self._add("fault-noticed", now, None, None, f"nothing has moved for {self._still_s:.0f} s")
         if isinstance(order, Publish):
             self._size = sum(entry.bytes for entry in order.files)
-        what = _ORDERS.get(type(order), "")
+        what = ORDERS.get(type(order), "")
         if what:
             self._add(what, now, rank, node, step=getattr(order, "step", None))
 
@@ -275,7 +295,7 @@ class IncidentReport:
         one = Happened(at, what, None, None, detail, step)
         self._files.append(partial(self._timeline([]).event, one, None))
 
-    def _timeline(self, happened: Sequence[Happened]) -> Timeline:
+    def _timeline(self, happened: Sequence[Happened | Seen]) -> Timeline:
         return Timeline(
             self._files.job,
             self._generation,

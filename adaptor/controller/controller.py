@@ -49,7 +49,6 @@ from adaptor.protocol.messages import (
     Refused,
     ReplayComplete,
     StandbyState,
-    Standing,
     TerminationRequested,
     ToController,
     Unprotected,
@@ -117,6 +116,8 @@ class Controller:
         """Take one message of an agent, or of a worker by way of its agent."""
         if self.incident is not None:
             self.incident.state.now = now
+        if type(message) is Frozen:  # first: in each incident there is one from every rank
+            return self._on_frozen(message)
         incident = self.incident if self.verdict is None else None
         if incident is not None and isinstance(message, FromNewcomer):
             newcomers = incident.regrouping.newcomers
@@ -286,14 +287,17 @@ class Controller:
         self._number += 1
         return self._route(self.incident.open(by_death))
 
+    def _on_frozen(self, answer: Frozen) -> Orders:
+        incident = self.incident
+        if incident is None or answer.incident != incident.number:
+            return []
+        if answer.standing is not None:
+            self._failures.standing[answer.rank] = answer.standing
+        return self._route(incident.on_frozen(answer.rank, answer.board))
+
     def _on_incident_message(self, message: ToController, now: float) -> Orders:
         incident = self.incident
-        if incident is None:
-            return []
-        match message:
-            case Frozen(rank=rank, incident=incident.number, standing=Standing() as standing):
-                self._failures.standing[rank] = standing
-        return self._route(dispatch(incident, message, now))
+        return self._route(dispatch(incident, message, now)) if incident is not None else []
 
     def _route(self, orders: Orders) -> Orders:
         """Return what the incident orders, and what follows from its end."""

@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from adaptor.controller.plan import Group, Groups, NoPlan, Plan, groups_of, plan
+from adaptor.controller.membership import Membership
+from adaptor.controller.plan import Group, Groups, NoPlan, Plan, plan
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import BoardRecord, Dump, GroupOrder, Layout, WriteFailed, Written
 
@@ -61,7 +62,7 @@ class Writing:
         failures: attempts that have failed since the last death
     """
 
-    layouts: Mapping[int, Layout]
+    membership: Membership
     step: int = -1
     attempt: int = 0
     pending: dict[str, GroupOrder] = field(default_factory=dict)
@@ -70,8 +71,6 @@ class Writing:
     doubts: NonFiniteTracker = field(default_factory=NonFiniteTracker)
     avoid: set[int] = field(default_factory=set)
     failures: int = 0
-    _told: int = 0
-    _groups: Groups = field(default_factory=dict)
 
     @property
     def save(self) -> str:
@@ -94,12 +93,14 @@ class Writing:
         return {rank for order in self.pending.values() for rank in order.ranks}
 
     @property
+    def layouts(self) -> Mapping[int, Layout]:
+        """Return what ranks have told that they hold."""
+        return self.membership.layouts
+
+    @property
     def groups(self) -> Groups:
-        """Return who holds what, as far as ranks have told it; who tells it twice says the same."""
-        if len(self.layouts) != self._told:
-            self._told = len(self.layouts)
-            self._groups = groups_of({rank: layout.shares for rank, layout in self.layouts.items()})
-        return self._groups
+        """Return who holds what."""
+        return self.membership.groups
 
     def decide(
         self, boards: Mapping[int, BoardRecord], unable: Collection[int] = (), step: int | None = None

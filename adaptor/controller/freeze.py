@@ -73,7 +73,10 @@ class FreezeState:
     @property
     def is_over(self) -> bool:
         """Return whether every live rank has answered, and no node is awaited."""
-        return not self.waits and not self._awaited and self._state.nodes.keys() <= self._state.boards.keys()
+        nodes, boards = self._state.nodes, self._state.boards
+        if len(boards) < len(nodes) or self.waits or self._awaited:
+            return False
+        return nodes.keys() <= boards.keys()
 
     def wait(self) -> None:
         """Wait for all layouts: an exception may follow from a death that is not reported yet."""

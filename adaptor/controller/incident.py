@@ -83,7 +83,7 @@ class Incident:
             took_over=took_over,
             answer_s=min(half, answer_s or half),
         )
-        self.writing = Writing(membership.layouts)
+        self.writing = Writing(membership)
         self.target = PublishTarget(membership.agents, recoveries.folders)
         reassignment = Reassignment(self.state, membership.agents, self.writing, self.target)
         self._liveness = reassignment.liveness
@@ -167,13 +167,15 @@ class Incident:
 
     def on_frozen(self, rank: int, board: BoardRecord) -> Orders:
         """Take the answer of a rank to `Freeze`, or to an order to come to a step."""
-        if board.finished >= self.step and board.phase != Phase.UNREADABLE:
-            # Else its main thread has not come through the door, or never will.
-            self._liveness.answer(rank)
-        if self.state.stage is not Stage.FREEZING or rank not in self.state.nodes:
+        if self.state.stage is not Stage.FREEZING:
+            if board.finished >= self.step and board.phase != Phase.UNREADABLE:
+                # Else its main thread has not come through the door, or never will.
+                self._liveness.answer(rank)
+            return []
+        if rank not in self.state.nodes:
             return []
         self.freeze_state.record_answer(rank, board)
-        return self._decide_when_frozen()
+        return self._save() if self.freeze_state.is_over else []
 
     def on_deaths(self, ranks: Collection[int]) -> Orders:
         """Take ranks out that have died, and were not known to be dead."""

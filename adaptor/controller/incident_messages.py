@@ -5,7 +5,6 @@ from __future__ import annotations
 from adaptor.controller.incident import Incident
 from adaptor.controller.outcome import Orders
 from adaptor.protocol.messages import (
-    Frozen,
     Joined,
     Prepared,
     Present,
@@ -29,8 +28,6 @@ def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
     match message:
         case Progress(node=node):
             incident.saving.on_progress(node, now)
-        case Frozen(rank=rank, incident=incident.number, board=board):
-            return incident.on_frozen(rank, board)
         case (
             Prepared(incident=incident.number)
             | Published(incident=incident.number)

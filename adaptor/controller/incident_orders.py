@@ -40,8 +40,8 @@ class IncidentOrders:
     reassignment: Reassignment
 
     def freeze(self, ranks: Iterable[int], *, stacks: bool = False) -> Orders:
-        order = Freeze(self.number, stacks)
-        return [self._to(rank, order) for rank in ranks]
+        order, node_of = Freeze(self.number, stacks), self.node_of
+        return [(node_of[rank], Addressed(rank, order)) for rank in ranks]
 
     def prepare(self) -> Order:
         self.reassignment.io_stalls.expect([self.target.publisher])
@@ -64,7 +64,8 @@ class IncidentOrders:
                 self.state.nodes[order.writer] for order in writing.pending.values()
             )
         orders = writing.orders(self.number, self.target.path, self.store, self.state.timeout_s)
-        return [self._to(rank, order) for rank, order in orders.items()]
+        node_of = self.node_of
+        return [(node_of[rank], Addressed(rank, order)) for rank, order in orders.items()]
 
     def publish(self) -> Order:
         """Return the order to check the files, rename the folder and replace the tracker."""

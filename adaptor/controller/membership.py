@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from adaptor.controller.plan import Groups, groups_of
 from adaptor.protocol.messages import AgentHello, BoardRecord, Layout, Share
 
 
@@ -45,6 +46,8 @@ class Membership:
         self.pids: dict[int, int] = {}
         self.hosts: dict[int, str] = {}
         self.agent_pids: dict[int, int] = {}
+        self._told = 0
+        self._groups: Groups = {}
 
     def enter(self, hello: AgentHello) -> None:
         """Note where an agent is, and which ranks it has."""
@@ -64,7 +67,17 @@ class Membership:
             )
         self.layouts[layout.rank] = layout
         self.unprotected.pop(layout.rank, None)
+        if len(self.layouts) == self.world_size:  # now, where nothing waits for it
+            _ = self.groups
         return ""
+
+    @property
+    def groups(self) -> Groups:
+        """Return who holds what, as far as ranks have told it; who tells it twice says the same."""
+        if len(self.layouts) != self._told:
+            self._told = len(self.layouts)
+            self._groups = groups_of({rank: layout.shares for rank, layout in self.layouts.items()})
+        return self._groups
 
     def lives(self, rank: int) -> bool:
         return rank not in self.dead and rank not in self.dying

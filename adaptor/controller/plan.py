@@ -17,8 +17,10 @@ A training loop whose ranks do not depend on each other like this may have no su
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from adaptor.protocol.messages import BoardRecord, GroupOrder, Phase, Share
 
@@ -98,19 +100,22 @@ def plan(
     boards = [board for board, _ in alike]
     steps = {s for board in boards for s in steps_of(board)} if only is None else {only}
     for step in sorted(steps, key=lambda step: (may_have_begun(step, boards), step), reverse=True):
-        there = {rank for board, ranks in alike if board.provides(step) for rank in ranks}
+        there = set().union(*(ranks for board, ranks in alike if board.provides(step)))
         orders = _orders(groups, there, avoid)
         if orders is not None:
             return Plan(step, orders)
     return NoPlan(_missing(groups, alive))
 
 
+# What a board says of steps; this way it costs a third of four look-ups by name, for each rank of the job.
+_OF_STEPS = attrgetter("phase", "oldest", "finished", "ahead")
+
+
 def _alike(boards: Mapping[int, BoardRecord]) -> list[tuple[BoardRecord, list[int]]]:
     """Boards that say different things of steps, and which ranks say the same: of thousands, few differ."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for rank, board in boards.items():
-        said = (board.phase, board.oldest, board.finished, board.ahead)
-        alike.setdefault(said, []).append(rank)
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, said in zip(boards, map(_OF_STEPS, boards.values()), strict=True):
+        alike[said].append(rank)
     return [(boards[ranks[0]], ranks) for ranks in alike.values()]
 
 
@@ -121,7 +126,9 @@ def _orders(groups: Groups, there: set[int], avoid: Collection[int]) -> tuple[Gr
     for name, group in groups.items():
         holders: list[int] = []
         for owners in group.owners.values():
-            holder = _first(owners, preferred, there)
+            holder: int | None = owners[0] if owners else None
+            if holder not in preferred:
+                holder = _first(owners, preferred, there)
             if holder is None:
                 return None
             holders.append(holder)

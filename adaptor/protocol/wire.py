@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
 from adaptor import text
 from adaptor.protocol.deadline import deadline
-from adaptor.protocol.messages import ControllerToAgent, FromAgent, FromWorker, Message, ToWorker
+from adaptor.protocol.messages import (
+    Addressed,
+    ControllerToAgent,
+    Dump,
+    FromAgent,
+    FromWorker,
+    Message,
+    ToWorker,
+)
 
 # The largest messages are lists of files: some hundred bytes each, thousands of them.
 MAX_SIZE = 16 * 1024 * 1024
@@ -72,6 +81,31 @@ def frame(message: Message) -> bytes:
     if len(body) > MAX_SIZE:  # the other side would shut the connection
         body = _encoder.encode(_encodable(message, text.LINE))
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+class OrderFrames:
+    """Frames orders for many agents; a dump that several ranks take part in is encoded once."""
+
+    def __init__(self) -> None:
+        # By the id of the order, which is kept, so that no other has it.
+        self._encoded: dict[int, tuple[Dump, msgspec.Raw]] = {}
+
+    def __call__(self, orders: Sequence[ControllerToAgent]) -> bytes:
+        """Return `orders` as they go over one stream."""
+        return b"".join(map(self._frame, orders))
+
+    def forget(self) -> None:
+        """Forget what was encoded: it is not ordered again."""
+        self._encoded.clear()
+
+    def _frame(self, order: ControllerToAgent) -> bytes:
+        if type(order) is not Addressed or type(order.message) is not Dump:
+            return frame(order)
+        known = self._encoded.get(id(order.message))
+        if known is None:
+            body = frame(order.message)[_LENGTH_BYTES:]
+            known = self._encoded[id(order.message)] = (order.message, msgspec.Raw(body))
+        return frame(Addressed(order.rank, cast("ToWorker", known[1])))
 
 
 def _encodable(value: Any, limit: int = MAX_SIZE) -> Any:

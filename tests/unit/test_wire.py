@@ -21,16 +21,20 @@ from hypothesis import strategies as st
 from adaptor.protocol import messages, wire
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
+    Addressed,
     BoardRecord,
     Died,
+    Dump,
     Exit,
     Freeze,
+    GroupOrder,
     Hello,
     Layout,
     Message,
     Phase,
     Raised,
     Share,
+    Welcome,
 )
 from tests.unit.any_message import any_of
 
@@ -117,6 +121,16 @@ def test_round_trip(direction: str, kind: type[Message]) -> None:
         assert decode(framed[4:]) == message
 
     check()
+
+
+def test_orders_that_many_ranks_get_are_framed_as_any_other() -> None:
+    dump = Dump(1, 2, 7, "/save", (GroupOrder("mp_rank_00000", (0, 1), 0),), "host", 1, 120.0)
+    orders = [Addressed(0, dump), Addressed(1, Freeze(1)), Addressed(2, dump), Welcome()]
+    frames = wire.OrderFrames()
+    assert frames(orders) == frames(orders) == b"".join(map(wire.frame, orders))
+    frames.forget()
+    other = msgspec.structs.replace(dump, step=8)
+    assert frames([Addressed(0, other)]) == wire.frame(Addressed(0, other))
 
 
 def test_messages_follow_each_other_over_a_socket(ends: tuple[socket.socket, socket.socket]) -> None:
