@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
+import pytest
 import torch
 
 from adaptor.checkpoint import rng
@@ -46,6 +47,40 @@ def test_numpy_s_state_is_what_numpy_says() -> None:
         taken, real = rng._numpy.take(), numpy.random.get_state()
         assert numpy.array_equal(taken[1], real[1])
         assert (taken[0], *taken[2:]) == (real[0], *real[2:])
+
+
+def test_python_s_state_is_what_python_says() -> None:
+    taken = rng._PythonState()
+    before = random.getstate()
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: random.seed(1),
+        random.random,
+        lambda: [random.random() for _ in range(700)],  # the words are made anew
+        lambda: random.gauss(0.0, 1.0),  # leaves a spare deviate
+        lambda: random.gauss(0.0, 1.0),  # and uses it up: the rest of the state stays
+        lambda: None,
+        lambda: random.setstate(before),
+    ]
+    for change in changes:
+        change()
+        assert taken.take() == random.getstate()
+        assert taken.take() is taken.take()
+
+
+def test_python_s_state_is_taken_each_time_where_its_place_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Other(random.Random):
+        pass
+
+    taken = rng._PythonState()
+    assert taken.take() is taken.take()
+    for generator in (Other(3), random.Random(4)):  # another one takes the place of the module's
+        monkeypatch.setattr(random, "getstate", generator.getstate)
+        for _ in range(2):
+            assert taken.take() == generator.getstate()
+            generator.random()
 
 
 def test_a_generator_of_the_tracker_is_copied() -> None:
