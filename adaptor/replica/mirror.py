@@ -21,7 +21,7 @@ import torch
 from adaptor.errors import UnsupportedError
 from adaptor.replica import optimizer_state, twin
 from adaptor.replica.optimizer_state import Entry, entries_of, make_state, tensors_of
-from adaptor.replica.ring import Ring, chunks, pieces
+from adaptor.replica.ring import Ring, chunks, make_inbox, pieces
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -67,7 +67,9 @@ class Mirror:
     ) -> None:
         self._owner = owner
         self._ring = ring
-        theirs: _Shard = optimizer_state.decode(ring.swap_bytes(_encoded(_described(owner, where))), _Shard)
+        inbox, _ = make_inbox(0, torch.device("cpu"))
+        described = ring.swap_bytes(_encoded(_described(owner, where)), (), inbox)
+        theirs: _Shard = optimizer_state.decode(described, _Shard)
         self.index = ring.previous
         self._pieces = theirs.pieces
         made = [
@@ -76,13 +78,15 @@ class Mirror:
         ]
         self.optimizer = twin.make(owner, made, theirs.groups)
         self._params = twin.params(self.optimizer)
-        self._grads = torch.zeros(sum(p.numel() for p in self._params), dtype=torch.float32, device=device)
+        sizes = [param.numel() for param in self._params]
+        self._inbox, grads = make_inbox(sum(sizes), device)
+        self._grads = torch.split(grads, sizes)
         self._fill(theirs)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copy, gradients included, once it has all of Adam's state."""
-        return 16 * self._grads.numel()
+        return 16 * sum(param.numel() for param in self._params)
 
     def exchange(self) -> None:
         """Send this rank's gradients to the next rank, receive those of the previous one; before the door."""
@@ -90,14 +94,11 @@ class Mirror:
         present = bytes(param.grad is not None for param in own)
         update = _encoded(_Update(twin.scalars(self._owner), present))
         given = (torch.zeros_like(param) if param.grad is None else param.grad for param in own)
-        taken = self._ring.swap_bytes(update, chunks(given), pieces(self._grads))
+        taken = self._ring.swap_bytes(update, given, self._inbox)
         theirs: _Update = optimizer_state.decode(taken, _Update)
         for group, scalars in zip(self.optimizer.param_groups, theirs.groups, strict=True):
             group.update(scalars)
-        sizes = [param.numel() for param in self._params]
-        for param, grad, there in zip(
-            self._params, torch.split(self._grads, sizes), theirs.present, strict=True
-        ):
+        for param, grad, there in zip(self._params, self._grads, theirs.present, strict=True):
             param.grad = grad if there else None
 
     def update(self) -> None:
@@ -121,7 +122,7 @@ class Mirror:
         """Take the params and their state, once."""
         own = [param.detach().reshape(-1) for param in twin.params(self._owner)]
         sizes = [param.numel() for param in self._params]
-        taken = torch.empty(self._grads.numel(), dtype=torch.float32)
+        taken = torch.empty(sum(sizes), dtype=torch.float32)
         self._ring.swap(chunks(own), pieces(taken))
         for param, part in zip(self._params, torch.split(taken, sizes), strict=True):
             param.copy_(part)

@@ -16,9 +16,10 @@ import torch.distributed as dist
 CHUNK = 1 << 22
 # Where tensors must lie for a backend; any other takes those of the host.
 _DEVICES = {"nccl": "cuda", "hccl": "npu"}
-# Bytes that go ahead of tensors in one message, their number in the first eight of it. What an update needs
-# besides gradients is shorter, up to some thousands of params: then nobody waits twice.
+# Bytes that go ahead of tensors in the first message, their number in the first eight of it. What an update
+# needs besides gradients is shorter, up to some thousands of params: then it costs no message of its own.
 HEAD = 1 << 14
+_ELEMENT = 4  # bytes of a float32
 _LENGTH = 8
 
 
@@ -73,20 +74,33 @@ class Ring:
         for message in on_their_way:
             _land(*message)
 
-    def swap_bytes(
-        self, given: bytes, out: Iterable[torch.Tensor] = (), into: Iterable[torch.Tensor] = ()
-    ) -> bytes:
-        """Send `given`, any number of bytes, and return what comes; then `out` and `into`, as in `swap`."""
+    def swap_bytes(self, given: bytes, out: Iterable[torch.Tensor], inbox: torch.Tensor) -> bytes:
+        """Give bytes of any number, and take such, with float32 tensors in the same messages.
+
+        Args:
+            given: the bytes.
+            out: flat float32 tensors, all on the device of `inbox`.
+            inbox: made by `make_inbox` for as many numbers as the other rank gives.
+
+        Returns:
+            The bytes that were taken.
+        """
         head = torch.zeros(HEAD, dtype=torch.uint8)
         start = len(given).to_bytes(_LENGTH, "little") + given[: HEAD - _LENGTH]
         head[: len(start)] = _as_tensor(start)
-        taken = torch.empty_like(head)
-        self.swap(chain([head], out), chain([taken], into))
-        theirs = taken.numpy().tobytes()
+        # Bytes as numbers are moved and never computed with, so they stay what they are.
+        self.swap(chunks(chain([head.view(torch.float32).to(inbox.device)], out)), pieces(inbox))
+        theirs = inbox[: HEAD // _ELEMENT].cpu().view(torch.uint8).numpy().tobytes()
         length = int.from_bytes(theirs[:_LENGTH], "little")
         rest = torch.empty(max(0, length - HEAD + _LENGTH), dtype=torch.uint8)
         self.swap(pieces(_as_tensor(given[HEAD - _LENGTH :])), pieces(rest))
         return theirs[_LENGTH : _LENGTH + length] + rest.numpy().tobytes()
+
+
+def make_inbox(elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an inbox for `Ring.swap_bytes`, and the part of it where so many float32 numbers arrive."""
+    inbox = torch.zeros(HEAD // _ELEMENT + elements, dtype=torch.float32, device=device)
+    return inbox, inbox[HEAD // _ELEMENT :]
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
