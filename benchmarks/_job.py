@@ -69,6 +69,7 @@ class Job:
         gate: str = "",
         cost: bool = False,
         holds: str = "",
+        parts: str = "",
         faults: Sequence[Fault] = (),
         environment: Mapping[str, str] | None = None,
         nodes: int = 1,
@@ -79,9 +80,9 @@ class Job:
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
         without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
-        `watch`, `native`, `gate`, `cost` and `holds` are `_worker.py`'s; the ranks are divided among `nodes`,
-        all on this machine, each in its part of `network` if there is one; `warm`: workers are forks that
-        have torch imported, which is quicker where nothing is timed (`tests/faults/warm.py`)."""
+        `watch`, `native`, `gate`, `cost`, `holds` and `parts` are `_worker.py`'s; the ranks are divided among
+        `nodes`, all on this machine, each in its part of `network` if there is one; `warm`: workers are forks
+        that have torch imported, which is quicker where nothing is timed (`tests/faults/warm.py`)."""
         self.folder = folder
         self.save = save or folder / "ckpt"
         self.logs = folder / "logs"
@@ -101,13 +102,14 @@ class Job:
         if not adaptor:
             self._command += ["-m", "adaptor.devices", "cpu"]
         self._command += [str(Path(record.__file__)), str(folder / "records")]
-        if watch or native or gate or holds:
+        if watch or native or gate or holds or parts:
             self._command += [str(HERE / "_worker.py"), "--out", str(folder / "watched")]
             self._command += ["--watch"] if watch else []
             self._command += ["--native", str(folder / "native")] if native else []
             self._command += ["--gate", gate] if gate else []
             self._command += ["--cost"] if cost else []
             self._command += ["--holds", holds] if holds else []
+            self._command += ["--parts", parts] if parts else []
         if faults:
             self._command += [str(Path(inject.__file__)), "--stamp", str(self.stamps)]
             self._command += [word for fault in faults for word in ("--fault", str(fault))]

@@ -4,6 +4,7 @@
 --native  calls the framework's own save, unpatched and timed, after the second step of each start
 --gate    waits before every block of iterations until the benchmark says that it is this job's turn
 --holds   writes down, after each INTERVAL-th step (from AT on), what the process holds
+--parts   turns the adaptor off and on every few steps, and writes down what each part of a step takes
 --cost    writes down, at the third gate, the memory and parameters of the process, and what it sends
 
 Lines of JSON go to OUT/rank<R>.jsonl: what, time (when it ended), seconds, restart. It hooks from outside,
@@ -30,6 +31,7 @@ from typing import Any
 
 import wrapt
 from _holdings import Holdings
+from _parts import Parts
 
 RANK = int(os.environ.get("RANK", "0"))
 # The parts of a dump: (what, module, function). Those of one dump never run at the same time.
@@ -208,6 +210,7 @@ def main() -> None:
     parser.add_argument("--gate", metavar="SOCKET,ARM,BLOCK")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--holds", metavar="INTERVAL,AT")
+    parser.add_argument("--parts", metavar="BLOCK,PAIRS,SEED")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parsed = parser.parse_args()
@@ -220,6 +223,8 @@ def main() -> None:
         interval, at = map(int, parsed.holds.split(","))
         holdings = Holdings(notes, interval, at)
         hook("megatron.training.training", "train_step", holdings.after_step)
+    if parsed.parts:
+        Parts(notes.add, hook, parsed.parts)
     if parsed.gate:
         hook(
             "megatron.training.training",
