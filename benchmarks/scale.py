@@ -172,9 +172,8 @@ def main() -> None:
         parser.error(f"--ranks is {given.ranks}: give a multiple of {PER_NODE} and of {2 * given.groups}")
     benchmark = Benchmark("scale", {"ranks": given.ranks, "groups": given.groups})
 
-    with tempfile.TemporaryDirectory(
-        ignore_cleanup_errors=True
-    ) as folder:  # files may outlive it by a moment
+    # Files of the jobs may be written a moment longer.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         log = Log(config.load({"TTP_LOG_PATH": folder}))
         found, memory = measure(given.ranks, given.groups, folder)
         log.close()
