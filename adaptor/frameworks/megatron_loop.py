@@ -161,20 +161,28 @@ class MegatronLoop:
             set_args({FLOPS: record.counters[FLOPS]})
 
     def finish_step(self) -> None:
+        record, self._record = self._record, None
+        if record is None:  # the loop is called for the first time
+            return
+        set_args({**self._start, "curr_iteration": record.step - 1})
+        assert self.everyone is not None
+        if record.step > self._start["iteration"]:  # else its line is in the log of the job before
+            # A rank that was lost before it wrote the line may have let all others begin the next step.
+            self.log.complete(record.step, self.everyone, self._optimizer, self._model)
+        if self._tail.take_pending() is not None:
+            self._make_tail(record)
+        self._set_loop(record)
+
+    def _make_tail(self, record: StepRecord) -> None:
+        """Evaluate and save behind the step of `record` as the loop does."""
         from megatron.training import get_args, get_timers
 
-        step, record = self._tail.take_pending(), self._record
-        if step is None:
-            return
-        assert record is not None
         training, args, given = importlib.import_module("megatron.training.training"), get_args(), self._given
-        set_args({**self._start, "curr_iteration": step - 1})
+        step = record.step
         if importlib.util.find_spec("megatron.core.rerun_state_machine") is not None:
             from megatron.core.rerun_state_machine import get_rerun_state_machine
 
             get_rerun_state_machine().current_iteration = step
-        assert self.everyone is not None
-        self.log.complete(step, self.everyone, self._optimizer, self._model)
         for one in self._valid:
             one.begin_step(step)
         if args.do_valid and args.eval_interval and step % args.eval_interval == 0:
@@ -210,7 +218,6 @@ class MegatronLoop:
         timer.reset()
         if ends:
             sys.exit(0)
-        self._set_loop(record)
 
     def gather_weights(self) -> None:
         megatron_settle.gather_weights(self._model, self._optimizer)

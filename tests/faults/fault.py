@@ -7,6 +7,7 @@ import ctypes
 import gc
 import json
 import math
+import mmap
 import os
 import signal
 import sys
@@ -17,7 +18,8 @@ from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
-from adaptor.protocol.environment import NEWCOMER
+from adaptor.protocol.board import SLOT, BoardMemory
+from adaptor.protocol.environment import BOARD, BOARD_RANKS, NEWCOMER
 from tests import waiting
 from tests.faults import cgroups, disks, namespaces
 
@@ -66,6 +68,8 @@ KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")
 KINDS += ("oom",)
 # It is killed when a spare process waits on its node.
 KINDS += ("sigkill-beside-a-spare",)
+# It is killed when all other ranks have begun the next step.
+KINDS += ("sigkill-behind-all",)
 # What is done to the agent of the rank.
 KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint", "agent-sigint-twice")
 # SIGTERM to the agent and to every process below it, the children of workers included.
@@ -194,9 +198,11 @@ class Injector:
             os.close(descriptor)
         if fault.also is not None:
             os.kill(_sibling(fault.also), signal.SIGKILL)
+        if fault.kind == "sigkill-behind-all":
+            _until_all_others_are_in(self.step + 1)
         sys.stdout.flush()
         match fault.kind:
-            case "sigkill" | "sigkill-beside-a-spare":
+            case "sigkill" | "sigkill-beside-a-spare" | "sigkill-behind-all":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -286,6 +292,25 @@ def _until_it_is_known() -> None:
 def _until_it_is_stopped(rank: int) -> None:
     stat = Path(f"/proc/{_sibling(rank)}/stat")
     waiting.until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", f"rank {rank} is stopped")
+
+
+class _Boards(BoardMemory):
+    """The boards of this node's ranks, read by one of them."""
+
+    def __init__(self, path: str, slots: str) -> None:
+        ranks = [int(rank) for rank in slots.split(",")]
+        self._slots = {rank: slot * SLOT for slot, rank in enumerate(ranks)}
+        with Path(path).open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), SLOT * len(ranks), prot=mmap.PROT_READ)
+        self._sequences = memoryview(self._memory).cast("Q")
+
+
+def _until_all_others_are_in(step: int) -> None:
+    from adaptor.worker import runtime
+
+    boards = _Boards(os.environ[BOARD], os.environ[BOARD_RANKS])
+    others = {int(rank) for rank in os.environ[BOARD_RANKS].split(",")} - {runtime.get().rank}
+    waiting.until(lambda: all(boards.read(rank).inside == step for rank in others), "all others go on")
 
 
 def _waiting_spare() -> int:

@@ -29,10 +29,11 @@ import pytest
 import torch
 from packaging.version import Version
 
+from adaptor.frameworks.megatron_online_support import TESTED
 from tests.faults import namespaces, scenario
 from tests.faults.harness import ROOT, Job
 from tests.frameworks import modellink, prepare
-from tests.frameworks.checks import CHECKS, SPLIT_REFUSED
+from tests.frameworks.checks import CHECKS, ONLINE, SPLIT_REFUSED
 from tests.frameworks.checks_mindspeed import EXPERTS, LLM, MINDSPEED, MODELLINK
 
 HEADER = (
@@ -59,6 +60,8 @@ class Bench:
         self._data: tuple[str, ...] = ()
         mindspeed = (tree / "mindspeed").is_dir()
         self.checks = dict(MINDSPEED if mindspeed else CHECKS)
+        if not mindspeed and TESTED.contains(version):
+            self.checks.update(ONLINE)
         if mindspeed:
             os.environ["PYTHONPATH"] = os.pathsep.join(
                 str(ROOT / "tests/standins" / part) for part in ("", "hugging_face")
@@ -162,7 +165,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[*{**CHECKS, **MINDSPEED, **LLM, **EXPERTS, **MODELLINK}, "split"],
+        choices=[*{**CHECKS, **ONLINE, **MINDSPEED, **LLM, **EXPERTS, **MODELLINK}, "split"],
         help="one check; repeat for more",
     )
     parsed = parser.parse_args()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tests.faults import harness, outcome, scenario
-from tests.faults.harness import DP2, DP3_FP32, TP2_DP2, Ended, Job, Layout
+from tests.faults import framework_log, harness, outcome, scenario
+from tests.faults.harness import DP2, DP3_FP32, ITERATIONS, PP2_DP2, TP2_DP2, Ended, Job, Layout
+from tests.faults.same import differences
 from tests.faults.scenario import Baseline
 
 
@@ -54,6 +55,21 @@ def has_local_copy(step: int) -> Callable[[Job, Baseline], Ended]:
 
 def restarts(step: int) -> Callable[[Job, Baseline], Ended]:
     return lambda job, baseline: scenario.restarts(job, baseline, saved={step})
+
+
+def recovers(job: Job, baseline: Baseline) -> Ended:
+    """It trains on without a restart; records, log and last checkpoint are those of the baseline."""
+    assert job.save is not None
+    ended = harness.run(replace(job, options=("--ttp-online", "60")))
+    assert ended.code == 0, ended.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in ended.log, ended.log[-3000:]
+    (saved,) = set(outcome.steps_in(job.save)) - {ITERATIONS}
+    # A rank that was killed when all had finished the step has not recorded it.
+    outcome.assert_same_training(ended, baseline.records, steps=set(range(1, ITERATIONS + 1)) - {saved})
+    framework_log.assert_same(ended, baseline)
+    names = [f"iter_{step:07d}" for step in (saved, ITERATIONS)]
+    assert [differences(job.save / name, baseline.checkpoints / name) for name in names] == [[], []]
+    return ended
 
 
 def refused(line: str) -> Callable[[Job, Baseline], Ended]:
@@ -107,6 +123,20 @@ CHECKS = {
         "rank=0,step=4,phase=backward,kind=sigkill",
         restarts=1,
     ),
+}
+RECOVERED = "recovered online, bitwise"
+# Of the versions with which that has been tested.
+ONLINE = {
+    f"online-{name}": Check(
+        layout, f"{fault} of rank 1, {phase} of step 6", recovers, RECOVERED, spec, restarts=1
+    )
+    for name, layout, fault, phase, spec in (
+        ("backward", DP2, "SIGKILL", "backward", "rank=1,step=6,phase=backward,kind=sigkill"),
+        ("update", DP2, "SIGKILL", "update", "rank=1,step=6,phase=update,kind=sigkill"),
+        ("exception", DP2, "an exception", "backward", "rank=1,step=6,phase=backward,kind=exception"),
+        ("tensor", TP2_DP2, "SIGKILL", "backward", "rank=1,step=6,phase=backward,kind=sigkill"),
+        ("pipeline", PP2_DP2, "SIGKILL", "gather", "rank=1,step=6,phase=gather,kind=sigkill"),
+    )
 }
 REFUSED = "refused in one line before the first step"
 

@@ -30,12 +30,24 @@ def test_a_line_that_was_written_is_not_written_again(tmp_path: Path, baseline_o
     framework_log.assert_same(ended, baseline_of(DP2_RAMPUP))
 
 
-@pytest.mark.parametrize("phase", ["backward", "gather"])
-@pytest.mark.parametrize("step", [5, 6])
-def test_averages_over_an_interval(step: int, phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Those that the lost rank had added up, in the middle of an interval and where a line is due."""
+@pytest.mark.parametrize(
+    ("step", "phase", "kind"),
+    [
+        (5, "backward", "sigkill"),
+        (5, "between", "sigkill-behind-all"),
+        (6, "backward", "sigkill"),
+        (6, "gather", "sigkill"),
+    ],
+)
+def test_averages_over_an_interval(
+    step: int, phase: str, kind: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Those that the lost rank had added up, in the middle of an interval and where a line is due.
+
+    Where none is due all others may have begun the next step, before the lost rank has added up its losses.
+    """
     layout = DP4_EVERY_3RD
-    job = online(tmp_path, layout, [f"rank=3,step={step},phase={phase},kind=sigkill"])
+    job = online(tmp_path, layout, [f"rank=3,step={step},phase={phase},kind={kind}"])
     trains_on(job, baseline_of(layout), log_interval=3)
 
 
