@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from adaptor import endpoints
@@ -55,6 +56,7 @@ class Config:
     notify_secret: str
     profile: requests.Profile | None
     dump: requests.Dump | None
+    layout_only: str
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,13 @@ def _path(text: str) -> str:
     """Refuse the text of a key or certificate where the path of its file belongs."""
     if "\n" in text or "-----" in text:
         raise _NotShownError
+    return text
+
+
+def _new_file(text: str) -> str:
+    """Refuse a file that cannot be there: the job would end without it."""
+    if text and (not text.strip() or Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
+        raise ValueError
     return text
 
 
@@ -416,6 +425,15 @@ SETTINGS = (
         requests.dump,
         "a JSON file (steps, ranks, modules, stats or tensors, limit): values of what modules compute in "
         "these steps, and of gradients, in the log folder",
+    ),
+    Setting(
+        "layout_only",
+        "TTP_LAYOUT_ONLY",
+        "",
+        "a file in a folder that is there",
+        _new_file,
+        "a file: the job builds its model and its optimizer, writes there what each rank has of them, and"
+        " ends before its first step; `python -m adaptor transform --layout` reads it",
     ),
 )
 

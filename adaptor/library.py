@@ -199,6 +199,7 @@ def protect(
     from adaptor.worker.watchdogs import Watchdogs
 
     patching.check("ttp")
+    supported_options.require_no_layout_only()
     step = _whole_number(step)
     model = _require_megatron(model, optimizer)
     if not hasattr(parallel_state, "get_expert_data_parallel_world_size"):

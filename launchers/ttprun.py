@@ -138,6 +138,11 @@ def _run(
         if settings.enabled or settings.device:
             start_checks.require_script(parsed, settings)
             devices.require(settings.device)
+        if settings.layout_only and not settings.enabled:
+            raise ConfigError(
+                "TTP_LAYOUT_ONLY is set and ENABLE_TTP is False: without the adaptor the job would train;"
+                " leave out one of them"
+            )
         engine, load = _check(parsed, settings) if settings.enabled else (None, None)
         if engine is not None:
             if other := distributions.conflict():

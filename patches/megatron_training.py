@@ -138,7 +138,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     """
     from megatron.training import get_args
 
-    from adaptor.frameworks import megatron_lm
+    from adaptor.frameworks import layout_beside, megatron_lm
 
     patching.check("ttp")
     _require_protected(get_args())  # a checkpoint or a yaml file may have changed them
@@ -147,6 +147,8 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     state = (given["model"], given["optimizer"], given["opt_param_scheduler"])
     trainee = megatron_lm.trainee(*state, operations, rerun)
+    if path := context.get().settings.layout_only:
+        layout_beside.write_alone(Path(path), trainee.barrier)
     context.part(Watchdogs).warn_if_on()
     context.part(Recorder).watch(trainee.state.model)
     runtime.get().session.begin_training(trainee, inner_optimizers(given["optimizer"]), get_args().iteration)

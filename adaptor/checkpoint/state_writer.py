@@ -12,6 +12,7 @@ import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,13 @@ def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> t
         found += [(what, exchange.rank) for what in (*whole, *not_finite)]
     if found:
         exchange.on_not_finite(finite.words([what for what, _ in found]), [rank for _, rank in found])
-    return _form(state).files(state, body, worlds), finite.words([what for what, _ in found] or not_finite)
+    files = _form(state).files(state, body, worlds)
+    files |= {name: partial(_write, content) for name, content in state.on_top.items()}
+    return files, finite.words([what for what, _ in found] or not_finite)
+
+
+def _write(content: bytes, file: HashingFile) -> None:
+    file.write(content)
 
 
 def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[Any], list[tuple[str, int]]]:

@@ -82,6 +82,7 @@ class TrainingState:
         stored: per optimizer of the chain: whether this rank's group saves its state; empty: it does
         keeps: whether an entry of the model is saved, by its name; None: all are
         beside: further files of this rank's folder, by name; the framework has none of them
+        on_top: further files of the checkpoint, by path below its folder, in every format
         live: the optimizer that updates the model, where `optimizer` is a copy of it; else None
         form: the format to write; None for `torch` (`format_torch.TorchFormat`)
     """
@@ -96,6 +97,7 @@ class TrainingState:
     stored: tuple[bool, ...] = ()
     keeps: Callable[[str], bool] | None = None
     beside: Mapping[str, bytes] = field(default_factory=dict)
+    on_top: Mapping[str, bytes] = field(default_factory=dict)
     live: Any = None
     form: Form | None = None
 

@@ -48,6 +48,7 @@ def checks(args: Any) -> Iterator[Callable[[], None]]:
     yield from supported_options.checks_of_values(ALLOWED_VALUES, args)
     yield lambda: _require_savable(args)
     yield lambda: supported_options.require_alone(args)
+    yield supported_options.require_no_layout_only
     yield lambda: _require_shards_to_copy(args)
 
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_
 from adaptor.checkpoint.training_state import FLOPS
 from adaptor.context import Context
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import adapter_base, supported_options
+from adaptor.frameworks import adapter_base, layout_beside, supported_options
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import TRACKER
 from adaptor.protocol.start_options import START_ONLY
@@ -208,6 +209,7 @@ def trainee(
         keeps=adapter_base.is_kept if adapter_base.is_filtered(args) else None,
         beside=context.part(adapter_base.AdapterBase).files(),
     )
+    state = replace(state, on_top=layout_beside.take(state, place, everyone))
     return MegatronTrainee(
         # Up to 0.6 there is one format, and no option that names it.
         state=in_format(getattr(args, "ckpt_format", "torch"), state, place.first, "--ckpt-format"),

@@ -10,18 +10,21 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from adaptor import context, descriptors
-from adaptor.checkpoint import checksum_notes, regular_folder, tracker
+from adaptor.checkpoint import checksum_notes, disk, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.context import Context
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation
+from adaptor.protocol.file_entry import FileEntry
 from adaptor.worker import runtime
 
 
@@ -68,6 +71,8 @@ class RegularSaves:
     """The regular saves of this process, a part of its context."""
 
     def __init__(self, context: Context) -> None:
+        # Files of the adaptor's own in every save, by name; where the disk refuses one, the save goes on.
+        self.on_top: Mapping[str, bytes] = {}
         self._running = _OfThread()
         # Those of which only background processes know how far they are.
         self._written_on: list[_Save] = []
@@ -132,10 +137,18 @@ class RegularSaves:
         if save.draft is None:
             old = tracker.tracked_step(save.root) or 0
             if not save.asynchronous:
-                _complete(save)
+                self._complete(save)
             save.draft = _draft()
             os.write(save.draft, str(old).encode())
         return f"/proc/{os.getpid()}/fd/{save.draft}"
+
+    def _complete(self, save: _Save) -> None:
+        """Bring a save to disk that every rank has written, and give it its name."""
+        for name, content in self.on_top.items():
+            with contextlib.suppress(OSError):
+                checksum_notes.leave(save.folder, _write(save.folder, name, content))
+        regular_folder.sync_regular(save.root, save.step, _generation())
+        runtime.get().session.publishing(lambda: _publish(save))
 
     def scheduled(self, request: Any, meet: Callable[[], Any] = lambda: None) -> None:
         """The framework puts off what is to be done when every rank has written: the name comes last of that.
@@ -152,7 +165,7 @@ class RegularSaves:
         def finalize() -> None:
             self._written_on.remove(save)
             if save.draft is not None:
-                _complete(save)
+                self._complete(save)
                 save.drop_draft()
             meet()
             save.end()
@@ -182,6 +195,13 @@ def _hashed(open_archive: Callable[[Any], Any], folder: Path, name: str) -> Iter
     checksum_notes.leave(folder, file.entry(name))
 
 
+def _write(folder: Path, name: str, content: bytes) -> FileEntry:
+    """Write a file; it is on disk with all others."""
+    with os.fdopen(disk.create(folder, name), "wb") as file:
+        file.write(content)
+    return FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content))
+
+
 def _draft() -> int:
     """Return the descriptor of a file without a name; the system may refuse one in memory."""
     with contextlib.suppress(OSError):
@@ -189,11 +209,6 @@ def _draft() -> int:
     descriptor, path = tempfile.mkstemp("-ttp-tracker")
     Path(path).unlink()
     return descriptor
-
-
-def _complete(save: _Save) -> None:
-    regular_folder.sync_regular(save.root, save.step, _generation())
-    runtime.get().session.publishing(lambda: _publish(save))
 
 
 def _publish(save: _Save) -> None:

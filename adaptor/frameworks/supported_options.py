@@ -54,6 +54,14 @@ _OTHERS = ("enable_high_availability", "ttp_enabled")
 _PROFILERS = ("profile", "use_pytorch_profiler")
 
 
+def require_no_layout_only() -> None:
+    """Refuse TTP_LAYOUT_ONLY in a loop that would train with it. Raises UnsupportedError."""
+    if context.get().settings.layout_only:
+        raise UnsupportedError(
+            "TTP_LAYOUT_ONLY is set: only Megatron-LM's own training loop says its layout; leave it out"
+        )
+
+
 def require_alone(args: Any) -> None:
     """Refuse a job that a second system would save, too: both would hold its processes and write its files.
 

@@ -22,6 +22,7 @@ import re
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "ttp_manifest.json"
+LAYOUT = "ttp_layout.json.gz"
 MODEL_FILE = "model_optim_rng.pt"  # of a model-parallel rank, in the format torch
 OPTIMIZER_FILE = "distrib_optim.pt"  # with a distributed optimizer
 BASE = "ttp_base.json"  # in a model-parallel rank's folder of a checkpoint of adapters: what they adapt

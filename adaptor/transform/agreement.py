@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from adaptor.checkpoint.layout_file import Piece
 from adaptor.errors import CheckpointError
 from adaptor.protocol.naming import MODEL_FILE
 from adaptor.transform.contents import STATES
@@ -88,16 +89,15 @@ def require_replicas(source: Source, files: Files, everything: bool) -> None:
         if not item.dtype:
             continue
         for kind in (WEIGHT, *STATES):
-            parts = source.parts(item.name, kind)
-            for same in _replicas(parts, item.cut.axis is None):
+            for same in _replicas(source.parts(item.name, kind)):
                 if same[0].stored.bytes <= _SMALL or everything:
                     _require_equal(item.name, kind, same, files)
 
 
-def _replicas(parts: Sequence[Part], whole: bool) -> list[list[Part]]:
-    by_place: dict[int, list[Part]] = {}
+def _replicas(parts: Sequence[Part]) -> list[list[Part]]:
+    by_place: dict[tuple[Piece, ...], list[Part]] = {}
     for part in parts:
-        by_place.setdefault(0 if whole else part.rank.tp, []).append(part)
+        by_place.setdefault(part.pieces, []).append(part)
     return [same for same in by_place.values() if len(same) > 1]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor.errors import CheckpointError, UnsupportedError
+from adaptor.protocol import naming
 from adaptor.transform.sizes import Sizes
 
 # What is read of the arguments. Larger numbers are of no model; they would only take memory.
@@ -53,6 +54,9 @@ _REFUSED = {
     "moe_grouped_gemm": "--moe-grouped-gemm",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
     "is_hybrid_model": "--is-hybrid-model",
+}
+# Those that move layers between stages: what a layout file says, and no rule.
+UNEVEN = {
     "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
     "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
     "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
@@ -94,17 +98,30 @@ def _cannot_be(path: Path, name: str, value: Any, right: str) -> CheckpointError
     return CheckpointError(f"{path}: its arguments {given} {what}; it must be {right}")
 
 
-def require_supported(args: Namespace, folder: Path) -> None:
-    """Refuse a checkpoint that was saved in a way that is not transformed. Raises UnsupportedError."""
+def require_supported(args: Namespace, folder: Path, *, described: bool) -> None:
+    """Refuse a checkpoint that was saved in a way that is not transformed.
+
+    Args:
+        described: it has a layout file.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
     for name, option in _REFUSED.items():
         if getattr(args, name, None):
             raise UnsupportedError(f"{folder}: was saved with {option}, which is not transformed")
+    for name, option in UNEVEN.items():
+        if getattr(args, name, None) and not described:
+            raise UnsupportedError(
+                f"{folder}: was saved with {option} and has no {naming.LAYOUT}, without which it is not"
+                " transformed"
+            )
     sizes = Sizes.of(args)
-    has_experts = bool(getattr(args, "num_experts", None))
+    has_experts = bool(getattr(args, "num_experts", None)) and not described
     if has_experts and sizes.ep == 1:
         raise UnsupportedError(
             f"{folder}: has experts with an expert-parallel size of 1, where one optimizer has them and all"
-            " else; only sizes from 2 on are transformed"
+            f" else, and no {naming.LAYOUT}; without it only sizes from 2 on are transformed"
         )
     if not args.use_distributed_optimizer:
         raise UnsupportedError(
@@ -116,6 +133,6 @@ def require_supported(args: Namespace, folder: Path) -> None:
     etp = getattr(args, "expert_tensor_parallel_size", None) or sizes.tp
     if has_experts and (etp != sizes.tp or sizes.tp > 1):
         raise UnsupportedError(
-            f"{folder}: has experts with TP{sizes.tp} and expert-tensor-parallel size {etp}; experts are"
-            " transformed only where both are 1"
+            f"{folder}: has experts with TP{sizes.tp} and expert-tensor-parallel size {etp}, and no"
+            f" {naming.LAYOUT}; without it experts are transformed only where both are 1"
         )

@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from adaptor.checkpoint import layout_file
 from adaptor.errors import AdaptorError, CheckpointError, UnsupportedError
 from adaptor.protocol import naming
+from adaptor.transform import described
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.source import Source, open_source
 from adaptor.transform.target import Target, rows_for
@@ -39,6 +41,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             metavar="N",
             help=f"{what}; default: that of SRC" if name != "vpp" else what,
         )
+    parser.add_argument(
+        "--layout",
+        metavar="FILE",
+        type=Path,
+        help="the layout of the target, as `ttprun --ttp-layout-only FILE` writes it; default: by rules",
+    )
     parser.add_argument("--etp", type=int, metavar="N", help="expert-tensor-parallel size; only that of --tp")
     parser.add_argument(
         "--format", choices=("torch", "torch_dist"), default="torch", help="only torch so far"
@@ -140,7 +148,30 @@ def _run(parsed: argparse.Namespace) -> None:
     _write(parsed, target, ranks)
 
 
+def _described(source: Source, parsed: argparse.Namespace) -> Target:
+    """Return the target that a layout file describes."""
+    layout = layout_file.read(parsed.layout)
+    try:
+        sizes = described.sizes_of(layout)
+    except AdaptorError as error:
+        raise type(error)(f"--layout {parsed.layout}: {error}") from error
+    for name in ("tp", "pp", "vpp", "ep", "dp"):
+        value = getattr(parsed, name)
+        if value is not None and value != getattr(sizes, name):
+            raise UnsupportedError(f"--{name} {value}: --layout {parsed.layout} is of {sizes} DP{sizes.dp}")
+    rows = layout.ranks[0].args.get("padded_vocab_size")
+    least = getattr(source.args, "vocab_size", None) or 1
+    if type(rows) is not int or rows < least:
+        raise UnsupportedError(
+            f"--layout {parsed.layout}: is of a vocabulary of {rows} rows with padding; the checkpoint has"
+            f" {least} without"
+        )
+    return Target(source, sizes, rows, layout)
+
+
 def _target(source: Source, parsed: argparse.Namespace) -> Target:
+    if parsed.layout is not None:
+        return _described(source, parsed)
     sizes = replace(
         source.sizes,
         tp=parsed.tp or source.sizes.tp,
@@ -151,10 +182,16 @@ def _target(source: Source, parsed: argparse.Namespace) -> Target:
     dp = parsed.dp or max(source.sizes.dp, sizes.ep)
     sizes = replace(sizes, dp=dp)
     source.model.require_divisible(sizes)
-    if source.model.experts and sizes.ep == 1:
-        raise UnsupportedError("--ep 1: a model with experts is transformed with --ep from 2 on only")
-    if source.model.experts and sizes.tp > 1:
-        raise UnsupportedError(f"--tp {sizes.tp}: a model with experts is transformed with --tp 1 only")
+    if source.model.experts and sizes.ep == 1 and source.layout is None:
+        raise UnsupportedError(
+            "--ep 1: a model with experts is transformed with --ep from 2 on only where SRC has no"
+            f" {naming.LAYOUT}"
+        )
+    if source.model.experts and sizes.tp > 1 and source.layout is None:
+        raise UnsupportedError(
+            f"--tp {sizes.tp}: a model with experts is transformed with --tp 1 only where SRC has no"
+            f" {naming.LAYOUT}"
+        )
     if parsed.etp is not None and parsed.etp != sizes.tp:
         raise UnsupportedError(
             f"--etp {parsed.etp}: experts are transformed with that of --tp only, {sizes.tp}"

@@ -95,8 +95,16 @@ def optimizer_states(content: Any, path: Path, optimizers: int) -> list[dict[Any
     return states
 
 
-def buffers(state: Mapping[Any, Any], expected: Sequence[Buffer], path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the tensors of each of the `expected` buffers of a `state`, by their kind (STATES).
+def buffers(
+    state: Mapping[Any, Any], expected: Sequence[Buffer], path: Path, authority: str
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the tensors of each buffer of a state, by their kind (STATES).
+
+    Args:
+        state: of the optimizer.
+        expected: its buffers.
+        path: of the file.
+        authority: what says how they are laid out, for the message.
 
     Raises:
         CheckpointError: one is missing, cut short, of another precision, or laid out by other rules.
@@ -109,8 +117,8 @@ def buffers(state: Mapping[Any, Any], expected: Sequence[Buffer], path: Path) ->
         numel = stored.get("numel_unpadded")
         if numel != buffer.numel:
             raise CheckpointError(
-                f"{path}: buffer {number} has {_shown(numel)} elements; by the rules of"
-                f" Megatron-core 0.15, which alone are known, it would have {buffer.numel}"
+                f"{path}: buffer {number} has {_shown(numel)} elements; by {authority} it would have"
+                f" {buffer.numel}"
             )
         for kind in STATES:
             _require_whole(stored.get(kind), kind, buffer.numel, f"{path}: buffer {number}")

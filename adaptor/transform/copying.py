@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 
 from adaptor.errors import CheckpointError
-from adaptor.transform.parts import needed, one_of_each
+from adaptor.transform.model import Slot
+from adaptor.transform.parts import needed, one_of_each, pieces_of
 from adaptor.transform.records import SIZES, StoredTensor
-from adaptor.transform.rules import Cut
 from adaptor.transform.source import Part
 
 # Elements of a piece: one of float32 has 1 MiB, which stays in the cache until it is hashed and written. By
@@ -57,29 +57,20 @@ class Files:
         """Return the bytes of a stored tensor."""
         return b"".join(self.pieces(stored))
 
-    def part(
-        self,
-        shape: tuple[int, ...],
-        cut: Cut,
-        rank: int,
-        size: int,
-        parts: Sequence[Part],
-        *,
-        moments: bool,
-    ) -> Iterator[memoryview]:
-        """Yield the bytes of the tensor that tensor rank `rank` of `size` has; each is good until the next.
+    def part(self, slot: Slot, parts: Sequence[Part], *, moments: bool) -> Iterator[memoryview]:
+        """Yield the bytes of the tensor that a rank has; each is good until the next.
 
         Rows of a padded vocabulary that the source has not take the value of its last row, as Megatron's own
         converter does; those of moments are zero. The pieces have as many elements for each kind of tensor.
 
         Args:
-            shape: of the rank's tensor.
+            slot: the rank's tensor.
             parts: of all ranks of the source.
             moments: whether it is a moment of Adam.
         """
-        parts = one_of_each(cut, parts)
-        wanted = sorted(needed(cut, shape, rank, size, parts), key=lambda one: one[2])
-        axis = cut.axis or 0
+        parts = one_of_each(slot, parts)
+        wanted = sorted(needed(slot, parts), key=lambda one: one[2])
+        shape, axis = slot.shape, slot.item.cut.axis or 0
         item = SIZES[parts[0].stored.dtype]
         inner = prod(shape[axis + 1 :]) * item
         if axis:
@@ -88,8 +79,8 @@ class Files:
         for part, theirs, _, length in wanted:
             offset = part.stored.offset + theirs * inner
             yield from self._stretch(part.stored.path, offset, length * inner, _PIECE * item)
-        if cut.rows:
-            yield from self._new_rows(shape[0], rank, parts, moments)
+        if slot.item.cut.rows:
+            yield from self._new_rows(slot, parts[-1], moments)
 
     def _columns(
         self,
@@ -113,9 +104,12 @@ class Files:
                 ]
             yield _flat(made[:count])
 
-    def _new_rows(self, each: int, rank: int, parts: Sequence[Part], moments: bool) -> Iterator[memoryview]:
-        last = parts[-1].stored
-        new = min(each, max(0, (rank + 1) * each - last.shape[0] * len(parts)))
+    def _new_rows(self, slot: Slot, part: Part, moments: bool) -> Iterator[memoryview]:
+        """Yield the rows behind the last one of the source, which `part` has."""
+        last = part.stored
+        rows = slot.item.shape[0]
+        own = pieces_of(0, slot.pieces, slot.shape)
+        new = sum(min(one.length, max(0, one.whole + one.length - rows)) for one in own)
         if not new:
             return
         width = last.bytes // last.shape[0]

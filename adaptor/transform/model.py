@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from adaptor.checkpoint.layout_file import Piece
 from adaptor.errors import UnsupportedError
 from adaptor.transform import rules
 from adaptor.transform.records import DType
@@ -26,6 +27,7 @@ class Item:
             tensor
         dtype: empty for what is no tensor
         value: of what is no tensor
+        param: an optimizer has it
     """
 
     name: str
@@ -33,20 +35,25 @@ class Item:
     dtype: str = ""
     cut: Cut = WHOLE
     value: Any = None
+    param: bool = True
 
 
 @dataclass(frozen=True)
 class Slot:
-    """An entry of the model on one rank: its name and shape there."""
+    """An entry of the model on one rank: its name and shape there.
+
+    pieces  of the axis that is cut; none where the rank has all of it
+    """
 
     name: str
     item: Item
     shape: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def is_param(self) -> bool:
         """Return whether an optimizer has it."""
-        return bool(self.item.dtype) and not rules.is_buffer(self.name)
+        return bool(self.item.dtype) and self.item.param
 
 
 @dataclass(frozen=True)
@@ -66,12 +73,14 @@ class View:
         chunks: the entries of each chunk of the model, by its key
         optimizers: the buffers of the optimizer, and with experts of theirs
         groups: the order of the groups of params that this rank has, for each optimizer
+        stored: for each optimizer, whether the rank's file has its state
     """
 
     rank: Rank
     chunks: Mapping[str, tuple[Slot, ...]]
     optimizers: tuple[tuple[Buffer, ...], ...]
     groups: tuple[tuple[Group, ...], ...]
+    stored: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,8 @@ class Model:
         slots = {chunk.key: tuple(self._slots(chunk, rank, sizes, rows)) for chunk in chunks}
         numel = sum(prod(slot.shape) for own in slots.values() for slot in own if slot.is_param)
         optimizers, groups = [], []
-        for expert in (False, True) if self.experts else (False,):
+        apart = bool(self.experts) and sizes.ep > 1  # else one optimizer has the experts, too
+        for expert in (False, True) if apart else (False,):
             buffers: list[Buffer] = []
             order: dict[Group, None] = {}
             for number, own in enumerate(slots.values()):
@@ -127,13 +137,15 @@ class Model:
                 params = [
                     slot
                     for slot in own
-                    if slot.is_param and (rules.expert_of(slot.name) is not None) == expert
+                    if slot.is_param and (apart and rules.expert_of(slot.name) is not None) == expert
                 ]
                 buffers += self._buffers(params, bucket, sizes)
                 order.update(dict.fromkeys(self._group(slot, expert) for slot in params))
             optimizers.append(tuple(buffers))
             groups.append(tuple(order))
-        return View(rank, slots, tuple(optimizers), tuple(groups))
+        # Ranks of experts share the optimizer of all else.
+        stored = tuple(number == 1 or rank.ep == 0 for number in range(len(optimizers)))
+        return View(rank, slots, tuple(optimizers), tuple(groups), stored)
 
     def _group(self, slot: Slot, expert: bool) -> Group:
         decoupled = getattr(self.args, "decoupled_lr", None) is not None
@@ -179,6 +191,7 @@ class Model:
 
     def _slot(self, name: str, item: Item, rank: Rank, sizes: Sizes, rows: int) -> Slot:
         shape = list(item.shape)
+        pieces: tuple[Piece, ...] = ()
         if item.cut.axis is not None:
             whole = rows if item.cut.rows else shape[item.cut.axis]
             if whole % (sizes.tp * item.cut.pieces):
@@ -191,7 +204,8 @@ class Model:
                     f"--tp {sizes.tp}: {name} has {what} rows or columns, not divisible by it"
                 )
             shape[item.cut.axis] = whole // sizes.tp
-        return Slot(name, item, tuple(shape))
+            pieces = rules.pieces(item.cut, whole, rank.tp, sizes.tp)
+        return Slot(name, item, tuple(shape), pieces)
 
     def require_divisible(self, sizes: Sizes) -> None:
         """Refuse target sizes by which the model is not divisible. Raises UnsupportedError."""
@@ -254,7 +268,9 @@ def resized(args: Any, sizes: Sizes, rows: int, etp: int | None) -> dict[str, An
         "world_size": world,
         "inprocess_active_world_size": world,
         "padded_vocab_size": rows,
-        "sequence_parallel": bool(getattr(args, "sequence_parallel", False)) and sizes.tp > 1,
+        # With experts tensor parallelism needs it.
+        "sequence_parallel": sizes.tp > 1
+        and bool(getattr(args, "sequence_parallel", False) or getattr(args, "num_experts", None)),
     }
     was_interleaved = getattr(args, "virtual_pipeline_model_parallel_size", None) is not None
     if was_interleaved != (sizes.vpp > 1):  # its defaults with, and without, an interleaved pipeline

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adaptor.checkpoint.layout_file import Piece
 from adaptor.errors import UnsupportedError
 
 # In elements: where a param begins in its buffer.
@@ -40,6 +41,7 @@ class Cut:
 
 WHOLE = Cut()
 _LAYER = r"decoder\.layers\.\d+\."
+_LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _MLP = rf"{_LAYER}mlp\.(?:experts\.local_experts\.\d+\.|shared_experts\.)?"
 _RULES: tuple[tuple[str, Cut], ...] = (
     (r"embedding\.word_embeddings\.weight|output_layer\.weight|output_layer\.bias", Cut(0, rows=True)),
@@ -78,6 +80,17 @@ def cut_of(name: str, gated: bool) -> Cut:
     raise UnsupportedError(f"{name}: no rule says how tensor-parallel ranks share it; see docs/transform.md")
 
 
+def pieces(cut: Cut, whole: int, rank: int, size: int) -> tuple[Piece, ...]:
+    """Return the pieces that tensor rank `rank` of `size` has of an axis of length `whole`."""
+    if cut.axis is None:
+        return ()
+    each = whole // cut.pieces // size
+    return tuple(
+        Piece(number * (whole // cut.pieces) + rank * each, number * each, each)
+        for number in range(cut.pieces)
+    )
+
+
 def is_buffer(name: str) -> bool:
     """Return whether a tensor of the model is a buffer of a module, which no optimizer has."""
     return _BUFFERS.fullmatch(name) is not None
@@ -87,6 +100,12 @@ def expert_of(name: str) -> int | None:
     """Return the number of the expert that a tensor belongs to."""
     match = _EXPERT.fullmatch(name)
     return int(match.group(2)) if match else None
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer that an entry of the whole model belongs to."""
+    match = _LAYER_NUMBER.match(name)
+    return int(match.group(1)) if match else None
 
 
 def with_expert(name: str, number: int) -> str:

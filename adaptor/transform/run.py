@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import xxhash
 
 from adaptor.checkpoint import disk, manifest, publish
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.transform import writing
+from adaptor.transform import describing, writing
 from adaptor.transform.copying import Files
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.target import Target
@@ -220,6 +221,10 @@ def finish(
         CheckpointError: what was read is not what was written; it gets no name.
     """
     entries = [FileEntry(*file) for rank in target.sizes.ranks for file in done[rank]]
+    layout = describing.content(target)
+    if layout is not None:
+        disk.replace(order.folder, naming.LAYOUT, layout)
+        entries.append(FileEntry(naming.LAYOUT, len(layout), xxhash.xxh3_128_hexdigest(layout)))
     problems = manifest.compare(order.folder, entries) if verify else []
     if problems:
         raise CheckpointError(problems[0])

@@ -9,13 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from adaptor.checkpoint import tracker
+from adaptor.checkpoint import layout_file, tracker
+from adaptor.checkpoint.layout_file import JobLayout, Piece
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import MODEL_FILE, OPTIMIZER_FILE
-from adaptor.transform import archive, arguments, contents, rules
+from adaptor.transform import archive, arguments, contents, described, rules
 from adaptor.transform.contents import STATES
-from adaptor.transform.model import Item, Model, View, in_whole_model, whole_shape
+from adaptor.transform.model import Item, Model, Slot, View, in_whole_model, whole_shape
 from adaptor.transform.records import SIZES, StoredTensor
 from adaptor.transform.rules import EMBEDDING, OUTPUT
 from adaptor.transform.sizes import Chunk, Rank, Sizes
@@ -25,10 +26,11 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a whole tensor, in a file."""
+    """A rank's part of a whole tensor, in a file; without pieces it is the whole."""
 
     rank: Rank
     stored: StoredTensor
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Source:
         sizes: that it was saved with
         bodies: of the model's files
         states: of the optimizer's files, a list for each rank: of the optimizer, and with experts of theirs
+        layout: that the framework has said when it was saved; None: the rules say it
     """
 
     folder: Path
@@ -48,19 +51,43 @@ class Source:
     args: Namespace
     bodies: Mapping[Rank, dict[str, Any]]
     states: Mapping[Rank, Sequence[dict[Any, Any] | None]]
+    layout: JobLayout | None = None
     _parts: dict[tuple[str, str], list[Part]] = field(default_factory=dict)
 
     @cached_property
     def model(self) -> Model:
         """Return the whole model."""
-        return _describe(self)
+        if self.layout is None:
+            return _describe(self)
+        return described.model_of(self.layout, self.args, self._values(self.layout))
+
+    @property
+    def authority(self) -> str:
+        """Return what says where things lie, for messages."""
+        return "the rules of Megatron-core 0.15" if self.layout is None else f"its {naming.LAYOUT}"
+
+    def _values(self, layout: JobLayout) -> dict[str, Any]:
+        """Return what is no tensor, by its name in the whole model."""
+        return {
+            described.name_of(entry): self.bodies[rank].get(key, {}).get(entry.name)
+            for rank, one in described.by_rank(layout).items()
+            for key, entries in one.chunks.items()
+            for entry in entries
+            if not entry.dtype
+        }
+
+    def _view(self, rank: Rank) -> View:
+        if self.layout is None:
+            return self.model.view(rank, self.sizes, self.model.rows)
+        items = {item.name: item for item in self.model.items()}
+        return described.view_of(described.by_rank(self.layout)[rank], rank, items)
 
     @cached_property
     def views(self) -> Mapping[Rank, View]:
         """Return what each rank has, as the rules say, and as its file has it."""
         found = {}
         for rank in self.sizes.ranks:
-            view = found[rank] = self.model.view(rank, self.sizes, self.model.rows)
+            view = found[rank] = self._view(rank)
             for key, slots in view.chunks.items():
                 body = self.bodies[rank].get(key)
                 said = {slot.name: slot.shape for slot in slots}
@@ -69,9 +96,13 @@ class Source:
                     odd = sorted(set(said.items()) ^ set(stored.items()), key=str)[:1] or "their order"
                     raise UnsupportedError(
                         f"{self.file(rank, MODEL_FILE)}: the tensors of {key} are not those of a GPT model"
-                        f" that is cut as its arguments say ({self.sizes}): {odd}"
+                        f" that is cut as {self._said} ({self.sizes}): {odd}"
                     )
         return found
+
+    @property
+    def _said(self) -> str:
+        return "its arguments say" if self.layout is None else f"its {naming.LAYOUT} says"
 
     def file(self, rank: Rank, name: str) -> Path:
         """Return a file of a rank."""
@@ -81,27 +112,29 @@ class Source:
         """Return all ranks' parts of a tensor: of the weight, or of a state of the optimizer (STATES)."""
         if not self._parts:
             for rank in self.sizes.ranks:
-                for item, kind, stored in self._stored(rank):
-                    self._parts.setdefault((item, kind), []).append(Part(rank, stored))
+                for slot, kind, stored in self._stored(rank):
+                    part = Part(rank, stored, slot.pieces)
+                    self._parts.setdefault((slot.item.name, kind), []).append(part)
         return self._parts.get((name, what), [])
 
-    def _stored(self, rank: Rank) -> Iterator[tuple[str, str, StoredTensor]]:
+    def _stored(self, rank: Rank) -> Iterator[tuple[Slot, str, StoredTensor]]:
         view = self.views[rank]
         for key, slots in view.chunks.items():
             for slot in slots:
                 if slot.item.dtype:
-                    yield slot.item.name, WEIGHT, self.bodies[rank][key][slot.name]
+                    yield slot, WEIGHT, self.bodies[rank][key][slot.name]
         path = self.file(rank, OPTIMIZER_FILE)
         for expected, state in zip(view.optimizers, self.states[rank], strict=True):
             if state is None:
                 continue
-            for buffer, stored in zip(expected, contents.buffers(state, expected, path), strict=True):
+            found = contents.buffers(state, expected, path, self.authority)
+            for buffer, stored in zip(expected, found, strict=True):
                 for kind in STATES:
                     whole = stored[kind]
                     for slot, placed in buffer.slots:
                         offset = whole.offset + placed.begin * SIZES[whole.dtype]
                         one = StoredTensor(whole.path, offset, whole.dtype, slot.shape)
-                        yield slot.item.name, kind, one
+                        yield slot, kind, one
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -144,9 +177,14 @@ def open_source(root: Path, step: int | None) -> Source:
             f"{folder}: has no mp_rank_*/{MODEL_FILE}, so it is no checkpoint of the format torch"
         )
     args = arguments.of(archive.read(first[0]), first[0])
-    arguments.require_supported(args, folder)
+    layout = layout_file.read(path) if (path := folder / naming.LAYOUT).exists() else None
+    arguments.require_supported(args, folder, described=layout is not None)
     sizes = Sizes.of(args)
-    optimizers = 2 if getattr(args, "num_experts", None) else 1
+    if layout is not None and described.sizes_of(layout) != sizes:
+        raise CheckpointError(
+            f"{path}: is of {described.sizes_of(layout)}, and the arguments of {folder} say {sizes}"
+        )
+    optimizers = 2 if getattr(args, "num_experts", None) and sizes.ep > 1 else 1
     bodies: dict[Rank, dict[str, Any]] = {}
     states: dict[Rank, Sequence[dict[Any, Any] | None]] = {}
     for rank in sizes.ranks:
@@ -167,7 +205,7 @@ def open_source(root: Path, step: int | None) -> Source:
             raise CheckpointError(f"{path / OPTIMIZER_FILE}: missing")
         content = archive.read(path / OPTIMIZER_FILE)
         states[rank] = contents.optimizer_states(content, path / OPTIMIZER_FILE, optimizers)
-    return Source(folder, number, sizes, args, bodies, states)
+    return Source(folder, number, sizes, args, bodies, states, layout)
 
 
 def _other_step(body: Any) -> str:
@@ -269,4 +307,5 @@ def _item(source: Source, local: str, name: str, value: Any) -> Item:
     cut = rules.cut_of(local, bool(source.args.swiglu))
     if cut.axis is not None and cut.axis >= len(value.shape):
         raise CheckpointError(f"{local}: has the shape {value.shape}, with no axis {cut.axis} to cut")
-    return Item(name, whole_shape(value.shape, cut, source.sizes.tp), value.dtype, cut)
+    whole = whole_shape(value.shape, cut, source.sizes.tp)
+    return Item(name, whole, value.dtype, cut, param=not rules.is_buffer(local))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adaptor.checkpoint.layout_file import JobLayout
 from adaptor.errors import CheckpointError, UnsupportedError
-from adaptor.transform import rules
+from adaptor.transform import described, rules
+from adaptor.transform.arguments import UNEVEN
 from adaptor.transform.contents import STATES
 from adaptor.transform.model import Buffer, Group, Slot, View, resized
 from adaptor.transform.parts import needed, one_of_each
@@ -35,21 +37,23 @@ class Target:
 
     Attributes:
         rows: of its vocabulary, with padding
+        layout: of its ranks, that the framework has said; None: by the rules
     """
 
     source: Source
     sizes: Sizes
     rows: int
+    layout: JobLayout | None = None
 
     @cached_property
     def views(self) -> Mapping[Rank, View]:
         """Return what each rank has."""
         model = self.source.model
-        return {rank: model.view(rank, self.sizes, self.rows) for rank in self.sizes.ranks}
-
-    def stores(self, rank: Rank, number: int) -> bool:
-        """Return whether a rank's file has the state of an optimizer: experts' ranks share the dense one."""
-        return number == 1 or rank.ep == 0
+        if self.layout is None:
+            return {rank: model.view(rank, self.sizes, self.rows) for rank in self.sizes.ranks}
+        items = {item.name: item for item in model.items()}
+        ranks = described.by_rank(self.layout)
+        return {rank: described.view_of(ranks[rank], rank, items) for rank in self.sizes.ranks}
 
     def bytes(self, rank: Rank) -> int:
         """Return the size of a rank's files, about."""
@@ -60,7 +64,7 @@ class Target:
         states = sum(
             len(STATES) * SIZES["float32"] * buffer.numel
             for number, buffers in enumerate(view.optimizers)
-            if self.stores(rank, number)
+            if view.stored[number]
             for buffer in buffers
         )
         return model + states + 2 * _REST
@@ -69,9 +73,8 @@ class Target:
         """Return the files of the source that a rank is made from."""
         found = set()
         for slot, kind in self._wanted(rank):
-            cut = slot.item.cut
-            parts = one_of_each(cut, self.source.parts(slot.item.name, kind))
-            for part, *_ in needed(cut, slot.shape, rank.tp, self.sizes.tp, parts):
+            parts = one_of_each(slot, self.source.parts(slot.item.name, kind))
+            for part, *_ in needed(slot, parts):
                 found.add(part.stored.path)
         return sorted(found)
 
@@ -82,7 +85,7 @@ class Target:
                 if slot.item.dtype:
                     yield slot, WEIGHT
         for number, buffers in enumerate(view.optimizers):
-            if self.stores(rank, number):
+            if view.stored[number]:
                 for buffer in buffers:
                     for slot, _ in buffer.slots:
                         yield from ((slot, kind) for kind in STATES)
@@ -99,15 +102,13 @@ class Target:
         """Return the content of a rank's OPTIMIZER_FILE."""
         saved: list[Any] = []
         for number, buffers in enumerate(self.views[rank].optimizers):
-            if not self.stores(rank, number):
+            if not self.views[rank].stored[number]:
                 saved.append(None)
                 continue
             state: dict[Any, Any] = {"buckets_coalesced": True}
             for index, buffer in enumerate(buffers):
                 tensors: dict[str, Any] = {
-                    kind: NewTensor(
-                        "float32", (buffer.numel,), partial(self._buffer, buffer, kind, rank, files)
-                    )
+                    kind: NewTensor("float32", (buffer.numel,), partial(self._buffer, buffer, kind, files))
                     for kind in STATES
                 }
                 tensors["numel_unpadded"] = buffer.numel
@@ -115,31 +116,31 @@ class Target:
             saved.append(state)
         return saved if len(saved) > 1 else saved[0]
 
-    def _buffer(self, buffer: Buffer, kind: str, rank: Rank, files: Files) -> Iterator[Any]:
+    def _buffer(self, buffer: Buffer, kind: str, files: Files) -> Iterator[Any]:
         at = 0
         for slot, placed in sorted(buffer.slots, key=lambda one: one[1].begin):
             yield bytes((placed.begin - at) * SIZES["float32"])
-            yield from self._pieces(slot, kind, rank, files)
+            yield from self._pieces(slot, kind, files)
             at = placed.end
         yield bytes((buffer.numel - at) * SIZES["float32"])
 
-    def _pieces(self, slot: Slot, kind: str, rank: Rank, files: Files) -> Iterator[memoryview]:
+    def _pieces(self, slot: Slot, kind: str, files: Files) -> Iterator[memoryview]:
         parts = self.source.parts(slot.item.name, kind)
         moments = kind not in (WEIGHT, "param")
-        return files.part(slot.shape, slot.item.cut, rank.tp, self.sizes.tp, parts, moments=moments)
+        return files.part(slot, parts, moments=moments)
 
-    def _weight(self, slot: Slot, rank: Rank, files: Files) -> Iterator[memoryview]:
+    def _weight(self, slot: Slot, files: Files) -> Iterator[memoryview]:
         """Yield the pieces of a weight. Raises CheckpointError where the main params do not round to it."""
-        pieces = self._pieces(slot, WEIGHT, rank, files)
+        pieces = self._pieces(slot, WEIGHT, files)
         if not slot.is_param:
             yield from pieces
             return
-        mains = self._pieces(slot, "param", rank, files)
+        mains = self._pieces(slot, "param", files)
         for weight, main in zip(pieces, mains, strict=True):
             if not rounds_to(main, weight, slot.item.dtype):
                 raise CheckpointError(
                     f"{slot.item.name}: the main params of the optimizer do not round to the weights, so the"
-                    f" optimizer of {self.source.folder} is not laid out by the rules of Megatron-core 0.15"
+                    f" optimizer of {self.source.folder} is not laid out by {self.source.authority}"
                 )
             yield weight
 
@@ -151,7 +152,7 @@ class Target:
             for slot in own:
                 value = slot.item.value
                 if slot.item.dtype:
-                    pieces = partial(self._weight, slot, rank, files)
+                    pieces = partial(self._weight, slot, files)
                     value = NewTensor(slot.item.dtype, slot.shape, pieces)
                 chunks[key][slot.name] = value
         first = self.source.sizes.ranks[0]
@@ -173,8 +174,12 @@ class Target:
         """Return the framework's arguments, as a run of these sizes would save them."""
         args = Namespace(**vars(self.source.args))
         etp = self.sizes.tp if getattr(args, "expert_tensor_parallel_size", None) is not None else None
-        for name, value in resized(args, self.sizes, self.rows, etp).items():
-            setattr(args, name, value)
+        said: dict[str, Any] = resized(args, self.sizes, self.rows, etp)
+        said |= {name: False if getattr(args, name, None) is False else None for name in UNEVEN}
+        said |= {} if self.layout is None else self.layout.ranks[0].args
+        for name, value in said.items():
+            if hasattr(args, name):
+                setattr(args, name, value)
         context = getattr(args, "context_parallel_size", None) or 1
         number = rank.tp + self.sizes.tp * context * (rank.ep + self.sizes.dp * rank.pp)
         for name in ("rank", "local_rank"):
@@ -185,20 +190,39 @@ class Target:
     def _optimizers(self, rank: Rank) -> Any:
         saved = self.source.bodies[self.source.sizes.ranks[0]]["optimizer"]
         own = saved if isinstance(saved, list) else [saved]
+        groups = {_key(group): group for body in own for group in body["optimizer"]["param_groups"]}
         made = []
-        for number, body in enumerate(own):
-            groups = {_key(group): group for group in body["optimizer"]["param_groups"]}
+        used: set[Group] = set()
+        for number in range(len(self.views[rank].optimizers)):
             order = dict.fromkeys(self.views[rank].groups[number])
             for other in self.sizes.ranks:  # the framework has the same groups on all ranks
                 order.update(dict.fromkeys(self.views[other].groups[number]))
-            if set(order) != set(groups):
-                raise UnsupportedError(
-                    f"{self.source.folder}: the groups of the optimizer are {sorted(groups)}, by the rules of"
-                    f" Megatron-core 0.15 they would be {sorted(order)}"
-                )
-            inner = {**body["optimizer"], "param_groups": [groups[key] for key in order]}
-            made.append({**body, "optimizer": inner})
-        return made if isinstance(saved, list) else made[0]
+            body = own[min(number, len(own) - 1)]
+            chosen = [(key, key if key in groups else _of_other_kind(key)) for key in order]
+            if any(found not in groups for _, found in chosen):
+                raise self._other_groups(groups, order)
+            used.update(found for _, found in chosen)
+            of_kind = [{**groups[found], **_said(key, groups[found])} for key, found in chosen]
+            made.append({**body, "optimizer": {**body["optimizer"], "param_groups": of_kind}})
+        if len(made) == len(own) and used != set(groups):
+            raise self._other_groups(groups, used)
+        return made if len(made) > 1 else made[0]
+
+    def _other_groups(self, found: Iterable[Group], expected: Iterable[Group]) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.source.folder}: the groups of the optimizer are {sorted(found)}, by"
+            f" {self.source.authority} they would be {sorted(expected)}"
+        )
+
+
+def _of_other_kind(key: Group) -> Group:
+    """Return the key that a group of experts has where one optimizer has all params, and the other way."""
+    decays, rate, expert, decoupled = key
+    return decays, rate, not expert, decoupled
+
+
+def _said(key: Group, group: Mapping[str, Any]) -> dict[str, bool]:
+    return {"is_expert_parallel": key[2]} if bool(group.get("is_expert_parallel")) != key[2] else {}
 
 
 def _key(group: Mapping[str, Any]) -> Group:

@@ -5,10 +5,13 @@ The framework's own way to other sizes is its format `torch_dist`, from which it
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from adaptor.__main__ import main
+from adaptor.protocol import naming
 from tests.faults import harness, outcome, same
 from tests.faults.harness import EXPERTS, Job, Layout
 
@@ -31,13 +34,15 @@ _OF_THE_JOB = (
 
 TP2 = Layout("tp2", 2, tp=2, extra=(*_GATED, *_RESHARDABLE))
 PP2_VPP2 = Layout("pp2-vpp2", 2, pp=2, extra=(*TP2.extra, "--num-layers-per-virtual-pipeline-stage", "1"))
+PP2_UNEVEN = Layout("pp2-uneven", 2, pp=2, extra=(*TP2.extra, "--decoder-first-pipeline-num-layers", "1"))
 # `mirror`: without the instances of the optimizer that the reference of `split` has.
 EP2 = Layout("ep2", 2, replica="mirror", extra=(*EXPERTS, "--expert-model-parallel-size", "2", *_RESHARDABLE))
 EP2_PP2 = replace(EP2, name="ep2-pp2", processes=4, pp=2)
 
 
-def _train(tmp_path: Path, name: str, layout: Layout, *arguments: str, **more: Path) -> harness.Ended:
-    ended = harness.run(Job(tmp_path / name, layout, launcher="torchrun", arguments=arguments, **more))
+def _train(tmp_path: Path, name: str, layout: Layout, *arguments: str, **more: Any) -> harness.Ended:
+    given: dict[str, Any] = {"launcher": "torchrun", **more}
+    ended = harness.run(Job(tmp_path / name, layout, arguments=arguments, **given))
     assert ended.code == 0, ended.log[-3000:]
     return ended
 
@@ -63,10 +68,19 @@ def _transform(source: Path, target: Path, *options: str) -> Path:
 
 def test_tensor_ranks_become_an_interleaved_pipeline(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    _train(tmp_path, "train", TP2, "--exit-interval", str(STEP), save=saved)
+    _train(tmp_path, "train", TP2, "--exit-interval", str(STEP), save=saved, launcher="ttprun")
     source, expected = (_converted(tmp_path, layout, saved) for layout in (TP2, PP2_VPP2))
+    by_rules = _transform(source, tmp_path / "by-rules", "--tp", "1", "--pp", "2", "--vpp", "2")
+    assert _differences(by_rules, expected) == []
+    # The framework's own conversion has no layout file; it is of the same model, in the same sizes.
+    shutil.copy(saved / f"iter_{STEP:07d}" / naming.LAYOUT, source / f"iter_{STEP:07d}")
     ours = _transform(source, tmp_path / "ours", "--tp", "1", "--pp", "2", "--vpp", "2", "--dp", "1")
     assert _differences(ours, expected) == []
+    uneven = _converted(tmp_path, PP2_UNEVEN, saved)
+    target = tmp_path / "target.json.gz"
+    only = {"launcher": "ttprun", "save": tmp_path / "none", "options": ("--ttp-layout-only", str(target))}
+    _train(tmp_path, "layout", PP2_UNEVEN, **only)
+    assert _differences(_transform(ours, tmp_path / "uneven", "--layout", str(target)), uneven) == []
     # Random states are not carried over by the framework, so there is no dropout.
     as_torch = replace(PP2_VPP2, extra=PP2_VPP2.extra[: len(_GATED)] + PP2_VPP2.extra[-2:])
     mine = _train(tmp_path, "mine", as_torch, *_NO_DROPOUT, load=ours)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
-from adaptor.checkpoint import regular_folder, tracker
+from adaptor.checkpoint import layout_file, regular_folder, tracker
 from adaptor.protocol import naming
-from adaptor.transform import archive
+from adaptor.transform import archive, rules
 from adaptor.transform.records import StoredTensor
 
 STEP = 7
@@ -95,13 +97,14 @@ def random_states() -> dict[str, Any]:
 
 
 def write(
-    root: Path, shape: Shape = SMALL, *, rng_state: bool = False, **more: Any
+    root: Path, shape: Shape = SMALL, *, rng_state: bool = False, described: bool = False, **more: Any
 ) -> dict[str, torch.Tensor]:
     """Write the checkpoint of STEP below `root`, with a manifest; return the weights.
 
     Args:
         shape: the sizes of its model.
         rng_state: with random states.
+        described: its optimizer is laid out as no rule knows it, and a layout file says how.
         more: arguments that are stored.
     """
     draw = torch.Generator().manual_seed(1)
@@ -110,13 +113,14 @@ def write(
     for name, size in _shapes(shape).items():
         model[name] = torch.randn(size, generator=draw).bfloat16()
     model["output_layer._extra_state"] = None
-    for name in reversed(_shapes(shape)):
-        at = -(-at // 64) * 64
+    ordered = list(_shapes(shape)) if described else list(reversed(_shapes(shape)))
+    for name in ordered:
+        at = -(-at // (96 if described else 64)) * (96 if described else 64)
         starts[name] = at
         at += model[name].numel()
     state = {kind: torch.zeros(at) for kind in ("param", "exp_avg", "exp_avg_sq")}
-    for name, start in starts.items():
-        count = model[name].numel()
+    for name in reversed(_shapes(shape)):
+        start, count = starts[name], model[name].numel()
         for kind, whole in state.items():
             drawn = torch.randn(count, generator=draw)
             whole[start : start + count] = model[name].float().flatten() if kind == "param" else drawn
@@ -141,9 +145,53 @@ def write(
         {"buckets_coalesced": True, 0: {dtypes: {**state, "numel_unpadded": at}}},
         folder / naming.OPTIMIZER_FILE,
     )
+    if described:
+        (folder.parent / naming.LAYOUT).write_bytes(layout_file.join([layout(shape, starts, at)]))
     regular_folder.publish_regular(root, STEP)
     tracker.advance(root, STEP)
     return {name: value for name, value in model.items() if value is not None}
+
+
+def layout(shape: Shape, starts: Mapping[str, int], numel: int, **more: Any) -> bytes:
+    """The layout of its only rank, as the framework says it: params begin at `starts`."""
+    entries = []
+    for name, size in _shapes(shape).items():
+        cut = rules.cut_of(name, gated=True)
+        pieces = rules.pieces(cut, size[cut.axis], 0, 1) if cut.axis is not None else ()
+        entries.append(
+            layout_file.Entry(
+                name,
+                dtype="bfloat16",
+                shape=size,
+                key=name,
+                whole=size,
+                axis=cut.axis,
+                pieces=pieces,
+                layer=rules.layer_of(name),
+                padded=cut.rows,
+                param=True,
+            )
+        )
+    entries.append(layout_file.Entry("output_layer._extra_state"))
+    places = [
+        layout_file.Place("model", name, start, start + prod(_shapes(shape)[name]))
+        for name, start in starts.items()
+    ]
+    groups = ((1.0, 1.0, False, False), (0.0, 1.0, False, False))
+    buffer = layout_file.BufferLayout(("bfloat16", "float32"), numel, tuple(places))
+    said: dict[str, Any] = {
+        "format": layout_file.FORMAT,
+        "folder": "mp_rank_00",
+        "tp": 0,
+        "pp": 0,
+        "ep": 0,
+        "sizes": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "dp": 1, "cp": 1},
+        "core": "0.15.0",
+        "args": {"num_layers": shape.layers, "padded_vocab_size": shape.rows},
+        "chunks": {"model": tuple(entries)},
+        "optimizers": (layout_file.OptimizerLayout(True, groups, (buffer,)),),
+    }
+    return layout_file.encode(layout_file.RankLayout(**(said | more)))
 
 
 def change(file: Path, edit: Any) -> None:

@@ -118,6 +118,7 @@ USES_ANY = {
     "adaptor.checkpoint.finite": "an entry of a state dict",
     "adaptor.checkpoint.format_torch": "state dicts of Megatron",
     "adaptor.checkpoint.format_torch_dist": "state dicts of Megatron",
+    "adaptor.checkpoint.layout_of_job": "a framework's model and optimizer",
     "adaptor.checkpoint.local_copy": "a framework's optimizer",
     "adaptor.checkpoint.placement": "a framework's model and optimizer",
     "adaptor.checkpoint.rng": "Megatron's RNG tracker",

@@ -50,6 +50,7 @@ DEFAULTS = Config(
     notify_secret="",
     profile=None,
     dump=None,
+    layout_only="",
 )
 
 GOOD: list[tuple[str, str, str, Any]] = [
@@ -291,6 +292,7 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_NOTIFY_SECRET": "--ttp-notify-secret",
         "TTP_PROFILE": "--ttp-profile",
         "TTP_DUMP": "--ttp-dump",
+        "TTP_LAYOUT_ONLY": "--ttp-layout-only",
     }
 
 

@@ -1,0 +1,166 @@
+"""A model and what each rank has of it, from layout files: what the framework has said, in place of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from adaptor.checkpoint.layout_file import Entry, JobLayout, RankLayout
+from adaptor.errors import CheckpointError, UnsupportedError
+from adaptor.transform import rules
+from adaptor.transform.model import Buffer, Item, Model, Slot, View, in_whole_model
+from adaptor.transform.records import SIZES, DType
+from adaptor.transform.rules import EMBEDDING, WHOLE, Cut, Placed
+from adaptor.transform.sizes import Rank, Sizes
+
+
+def sizes_of(layout: JobLayout) -> Sizes:
+    """Return the parallel sizes of a job.
+
+    Raises:
+        UnsupportedError: experts are cut in another way than all else, or a rank has no folder.
+    """
+    said = layout.ranks[0].sizes
+    sizes = Sizes(said["tp"], said["pp"], said["vpp"], said["ep"], said["dp"])
+    if layout.ranks[0].args.get("num_experts") and said["etp"] != sizes.tp:
+        raise UnsupportedError(
+            f"expert-tensor-parallel size {said['etp']} with TP{sizes.tp}: the format torch has no folder for"
+            " each part of the experts"
+        )
+    missing = {sizes.folder(rank) for rank in sizes.ranks} - {rank.folder for rank in layout.ranks}
+    if missing:
+        raise CheckpointError(f"the layout file has no {min(missing)}, and {sizes} has")
+    return sizes
+
+
+def by_rank(layout: JobLayout) -> dict[Rank, RankLayout]:
+    """Return the layouts by rank."""
+    return {Rank(one.tp, one.pp, one.ep): one for one in layout.ranks}
+
+
+def model_of(layout: JobLayout, args: Any, values: Mapping[str, Any]) -> Model:
+    """Return the whole model.
+
+    Args:
+        layout: of the source.
+        args: that are stored.
+        values: of entries that are no tensors, by their names in the whole model.
+
+    Raises:
+        UnsupportedError: it is no GPT model, or is cut in a way that no rule can repeat.
+    """
+    sizes, ranks = sizes_of(layout), by_rank(layout)
+    first: list[Item] = []
+    last: list[Item] = []
+    layers: dict[int, list[Item]] = {}
+    experts: dict[int, list[Item]] = {}  # of other ranks than the first, by layer
+    for number in range(sizes.vpp):
+        for rank in sizes.ranks:
+            if rank.tp:
+                continue
+            for entry in ranks[rank].chunks.get("model" if sizes.vpp == 1 else f"model{number}", ()):
+                if entry.tied or (rank.ep and entry.expert is None):
+                    continue
+                item = _item(entry, values)
+                if entry.layer is None:
+                    (last if layers else first).append(item)
+                elif rank.ep:
+                    experts.setdefault(entry.layer, []).append(item)
+                else:
+                    layers.setdefault(entry.layer, []).append(item)
+    rows = next((item.shape[0] for item in first if item.name == EMBEDDING), 0)
+    if not rows:
+        raise UnsupportedError(f"the layout file has no {EMBEDDING}, so it is of no GPT model")
+    whole = tuple(_joined(layers[number], experts.get(number, [])) for number in sorted(layers))
+    return Model(args, tuple(first), whole, tuple(last), rows)
+
+
+def _joined(layer: list[Item], experts: list[Item]) -> tuple[Item, ...]:
+    """Put the experts of other ranks behind those of the first."""
+    places = [place for place, item in enumerate(layer) if rules.expert_of(item.name) is not None]
+    end = places[-1] + 1 if places else len(layer)
+    return (*layer[:end], *experts, *layer[end:])
+
+
+def name_of(entry: Entry) -> str:
+    """Return the name of an entry in the whole model."""
+    return entry.key if entry.tied else in_whole_model(entry.name, entry.layer, entry.expert)
+
+
+def _item(entry: Entry, values: Mapping[str, Any]) -> Item:
+    name = name_of(entry)
+    if not entry.dtype:
+        return Item(name, value=values.get(name))
+    if entry.dtype not in SIZES:
+        raise UnsupportedError(f"{name}: is {entry.dtype}, which is not transformed")
+    return Item(name, entry.whole, entry.dtype, _cut(entry), param=entry.param)
+
+
+def _cut(entry: Entry) -> Cut:
+    if entry.axis is None:
+        return WHOLE
+    count = len(entry.pieces)
+    each = entry.whole[entry.axis] // count
+    for number, piece in enumerate(entry.pieces):
+        if not number * each <= piece.whole <= piece.whole + piece.length <= (number + 1) * each:
+            raise UnsupportedError(f"{entry.name}: is cut into {count} uneven pieces; not transformed")
+    return Cut(entry.axis, count, entry.padded)
+
+
+def view_of(layout: RankLayout, rank: Rank, items: Mapping[str, Item]) -> View:
+    """Return what a rank has.
+
+    Args:
+        layout: of the rank.
+        rank: its numbers.
+        items: of the whole model, by name.
+
+    Raises:
+        UnsupportedError: the rank has what the model has not, or in another shape or precision.
+    """
+    chunks = {
+        key: tuple(_slot(layout, entry, items) for entry in entries) for key, entries in layout.chunks.items()
+    }
+    by_place = {(key, slot.name): slot for key, slots in chunks.items() for slot in slots}
+    optimizers = tuple(
+        tuple(
+            Buffer(
+                (DType(buffer.dtypes[0]), DType(buffer.dtypes[1])),
+                tuple(
+                    (by_place[one.chunk, one.name], Placed(one.name, one.begin, one.end))
+                    for one in buffer.params
+                ),
+                buffer.numel,
+            )
+            for buffer in optimizer.buffers
+        )
+        for optimizer in layout.optimizers
+    )
+    groups = tuple(optimizer.groups for optimizer in layout.optimizers)
+    stored = tuple(optimizer.stored for optimizer in layout.optimizers)
+    return View(rank, chunks, optimizers, groups, stored)
+
+
+def _slot(layout: RankLayout, entry: Entry, items: Mapping[str, Item]) -> Slot:
+    name = name_of(entry)
+    item = items.get(name)
+    if item is None:
+        if not entry.dtype:
+            return Slot(entry.name, Item(name), ())
+        raise UnsupportedError(f"{layout.folder}: has {name}, which the checkpoint has not")
+    axis = item.cut.axis
+    if item.dtype != entry.dtype or (entry.axis is not None and entry.axis != axis):
+        raise UnsupportedError(
+            f"{name}: is {entry.dtype}, cut along axis {entry.axis}, on {layout.folder};"
+            f" in the checkpoint {item.dtype}, cut along axis {axis}"
+        )
+    same = [
+        (axis is not None and item.cut.rows and place == axis) or ours == theirs
+        for place, (ours, theirs) in enumerate(zip(entry.whole, item.shape, strict=False))
+    ]
+    if len(entry.whole) != len(item.shape) or not all(same):
+        raise UnsupportedError(
+            f"{name}: is {list(entry.whole)} in the layout of {layout.folder}, and"
+            f" {list(item.shape)} in the checkpoint"
+        )
+    return Slot(entry.name, item, entry.shape, entry.pieces)
