@@ -13,13 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor.checkpoint import disk, manifest
+from adaptor.checkpoint import disk, hashing, manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 
 _SUFFIX = ".ttp-xxh3"
 _LARGEST = 1 << 12  # of a note, in bytes
+_SMALL = 64 << 20  # of a file that rank 0 hashes for others, in bytes: a hundredth of a second
 
 
 class _Note(msgspec.Struct):
@@ -41,6 +42,31 @@ def leave(folder: Path, entry: FileEntry) -> None:
             OSError
         ):  # a part of it; `entries` reads no note that is older than its file
             (folder / f"{entry.path}{_SUFFIX}").unlink()
+
+
+def hash_and_leave(folder: Path, path: Path) -> None:
+    """Hash a file of the save in `folder`, which has been written, and leave its checksum.
+
+    Where it cannot be read, there is no note.
+    """
+    with contextlib.suppress(OSError):
+        digest = hashing.hash_file(path)
+        leave(folder, FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, digest))
+
+
+def complete(folder: Path, files: list[Path]) -> None:
+    """Hash the files of a save in `folder` that nobody has hashed on their way, unless they are large.
+
+    Large are only those that a process writes into which the adaptor cannot look.
+
+    Raises:
+        OSError: a file is not there.
+    """
+    for path in files:
+        state = path.stat()
+        note = _read(path, state)
+        if state.st_size <= _SMALL and (note is None or note.bytes != state.st_size):
+            hash_and_leave(folder, path)
 
 
 def is_note(path: Path) -> bool:

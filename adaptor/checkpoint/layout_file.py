@@ -52,18 +52,19 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """An entry of a chunk of the model.
 
-    name    in what the chunk saves
-    dtype   by torch's name; empty for what is no tensor
-    shape   on this rank
-    key     the name of the whole tensor, as the framework's sharded format has it
-    whole   its shape, without the axes of layers and experts that the framework puts in front
-    axis    that tensor-parallel ranks cut; None: each has the whole
-    pieces  of that axis, in their order here: two in a gated MLP
-    layer   its number in the whole model
-    expert  its number in the layer
-    padded  the axis is that of the vocabulary, whose last rows may be padding
-    tied    it is a second copy of a tensor that the first stage has
-    param   an optimizer has it
+    Attributes:
+        name: in what the chunk saves
+        dtype: by torch's name; empty for what is no tensor
+        shape: on this rank
+        key: the name of the whole tensor, as the framework's sharded format has it
+        whole: its shape, without the axes of layers and experts that the framework puts in front
+        axis: that tensor-parallel ranks cut; None: each has the whole
+        pieces: of that axis, in their order here: two in a gated MLP
+        layer: its number in the whole model
+        expert: its number in the layer
+        padded: the axis is that of the vocabulary, whose last rows may be padding
+        tied: it is a second copy of a tensor that the first stage has
+        param: an optimizer has it
     """
 
     name: str
@@ -100,8 +101,10 @@ class BufferLayout(msgspec.Struct, frozen=True):
 class OptimizerLayout(msgspec.Struct, frozen=True):
     """An optimizer of the chain.
 
-    stored  whether this rank's folder has its state: ranks of experts share the one of all else
-    groups  of params, in order: factors of weight decay and learning rate, of experts, with a rate of its own
+    Attributes:
+        stored: whether this rank's folder has its state: ranks of experts share the one of all else
+        groups: of params, in order: factors of weight decay and learning rate, of experts, with a rate
+            of its own
     """
 
     stored: bool
@@ -112,12 +115,15 @@ class OptimizerLayout(msgspec.Struct, frozen=True):
 class RankLayout(msgspec.Struct, frozen=True):
     """The part of a model-parallel rank.
 
-    folder     of the rank, as the format `torch` names it
-    tp, pp, ep its numbers
-    sizes      parallel sizes of the job: tp, pp, vpp, ep, etp, dp, cp
-    core       the version of Megatron-core
-    args       arguments of the framework that say how the model is cut
-    chunks     of the model, by their key in a checkpoint
+    Attributes:
+        folder: of the rank, as the format `torch` names it
+        tp: its numbers
+        pp: its numbers
+        ep: its numbers
+        sizes: parallel sizes of the job: tp, pp, vpp, ep, etp, dp, cp
+        core: the version of Megatron-core
+        args: arguments of the framework that say how the model is cut
+        chunks: of the model, by their key in a checkpoint
     """
 
     format: int

@@ -35,9 +35,15 @@ def prepare_regular(root: Path, step: int, generation: str = "") -> None:
 
 @disk.one_line
 def sync_regular(root: Path, step: int, generation: str = "") -> None:
-    """Bring a regular save to disk, which may take long, so that `publish_regular` does not."""
-    for path in _written(root / naming.regular_name(step, generation)):
+    """Bring a regular save to disk, which may take long, so that `publish_regular` does not.
+
+    Files that nobody has hashed on their way get a checksum, but for large ones.
+    """
+    saving = root / naming.regular_name(step, generation)
+    files = _written(saving)
+    for path in files:
         disk.sync(path)
+    checksum_notes.complete(saving, files)
 
 
 @disk.one_line

@@ -124,6 +124,16 @@ class RegularSaves:
             return open_archive(file)
         return _hashed(open_archive, save.folder, name)
 
+    def hashing(self, path: str | os.PathLike[str], results: Any) -> Any:
+        """Return a queue in which a writer of the framework says that it has written a file, hashed by then.
+
+        Args:
+            path: of the file.
+            results: the framework's queue.
+        """
+        folder = Path(path).parent
+        return _Hashing(Path(path), results) if naming.is_regular(folder.name, _generation()) else results
+
     def tracker(self, path: str) -> str:
         """Return where the running save writes its tracker: nowhere, since that is done here.
 
@@ -185,6 +195,19 @@ class RegularSaves:
                 save.put_off.append(partial(listener, *map(str, named)))
                 return
         listener(path, tracker)
+
+
+@dataclass(frozen=True)
+class _Hashing:
+    """A queue: what is put into it goes on when the file that was written has its checksum."""
+
+    path: Path
+    results: Any
+
+    def put(self, result: Any) -> None:
+        """Hash the file, and put the result into the framework's queue."""
+        checksum_notes.hash_and_leave(self.path.parent, self.path)
+        self.results.put(result)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,10 @@ def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:
     scenario.restarts(job, baseline_of(DIST), saved={6})
     assert outcome.steps_in(save) == [4, 6, ITERATIONS]
     written = {file.path for file in manifest.read(save / "iter_0000006").files}
-    assert written == {".metadata", "__0_0.distcp", "common.pt", "metadata.json"}
+    assert written == {".metadata", "__0_0.distcp", "common.pt", "metadata.json", "ttp_layout.json.gz"}
+    regular = manifest.read(save / "iter_0000004").files
+    assert [file.path for file in regular if file.xxh3_128 is None] == []
+    assert sum(file.path.endswith(".distcp") for file in regular) > 1
 
 
 def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:

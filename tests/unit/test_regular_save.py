@@ -17,6 +17,7 @@ import torch
 from adaptor import context, patches, patching
 from adaptor.checkpoint import checksum_notes, hashing, manifest, regular_folder
 from adaptor.frameworks.regular_save import RegularSaves
+from adaptor.protocol import naming
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.naming import MANIFEST, TRACKER
@@ -180,8 +181,9 @@ def _armed() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_rank_0", "_armed")
-def test_a_changed_byte_is_found(tmp_path: Path) -> None:
+def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `torch.save` writes into the folder of the save is hashed; a copy elsewhere is left alone."""
+    monkeypatch.setattr(checksum_notes, "_SMALL", -1)  # else what nobody has hashed would be, too
     with saves().regular(str(tmp_path), 3):
         folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
         (folder / "mp_rank_00").mkdir()
@@ -265,3 +267,42 @@ def test_a_note_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Path, "unlink", refuses)
     regular_folder.publish_regular(tmp_path, 3)
     assert manifest.defects(tmp_path / "iter_0000003") == []
+
+
+def test_the_tensors_of_torch_dist_have_a_checksum_before_their_writer_says_that_they_are_written(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / naming.regular_name(3)
+    folder.mkdir()
+    file = folder / "__0_0.distcp"
+    file.write_bytes(b"tensors")
+    found = []
+
+    class Results:
+        def put(self, result: str) -> None:
+            found.append((result, checksum_notes.entries(folder, [file])))
+
+    results = Results()
+    saves().hashing(file, results).put("written")
+    assert found == [("written", [FileEntry("__0_0.distcp", 7, hashing.hash_file(file))])]
+    elsewhere = tmp_path / "x.distcp"
+    assert saves().hashing(elsewhere, results) is results
+
+
+def test_what_nobody_has_hashed_gets_a_checksum_unless_it_is_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = tmp_path / naming.regular_name(3)
+    saving.mkdir()
+    for name, size in ((".metadata", 10), ("__0_0.distcp", 11)):
+        (saving / name).write_bytes(bytes(size))
+    monkeypatch.setattr(checksum_notes, "_SMALL", 10)
+    regular_folder.sync_regular(tmp_path, 3)
+    regular_folder.publish_regular(tmp_path, 3)
+    final = tmp_path / "iter_0000003"
+    entries = {entry.path: entry for entry in manifest.read(final).files}
+    assert entries[".metadata"].xxh3_128 == hashing.hash_file(final / ".metadata")
+    assert entries["__0_0.distcp"].xxh3_128 is None
+    assert {path.name for path in final.iterdir()} == {*entries, MANIFEST}
+    (final / ".metadata").write_bytes(bytes(9) + b"x")
+    assert manifest.defects(final) == [f"{final / '.metadata'}: checksum differs from the manifest"]
