@@ -57,6 +57,10 @@ class JobFiles:
             if not self._writer.submit(partial(self._write_status, status)):
                 self._status_waits = False
 
+    def calculate(self, work: Callable[[], None]) -> None:
+        """Call `work` in the writer's thread: what takes long, and is for people."""
+        self._writer.submit(work)
+
     def incident_path(self, incident: str) -> Path:
         """Return the path of the file with the id `incident`."""
         return self.folder / INCIDENTS / f"{incident}.json"

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
 
 from adaptor.controller.controller import Controller
+from adaptor.controller.membership import Membership
+from adaptor.controller.plan import groups_of
 from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.job_files import JobFiles
+from adaptor.launchers.step_timer import StepTimer
 from adaptor.operations.records import Status, utc
-from adaptor.protocol.messages import BoardRecord
+from adaptor.protocol.messages import BoardRecord, Share
 
 # How often the file is replaced.
 STATUS_S = 1.0
@@ -25,7 +29,7 @@ State = Literal["starting", "training", "incident", "restarting"]
 class JobStatus:
     """Writes the status of a job while the controller is on this node.
 
-    It reads counts only, never each rank: it runs on the thread that decides, each second.
+    Each second it reads counts only, never each rank: it runs on the thread that decides.
 
     Args:
         files: the files of the job.
@@ -42,6 +46,8 @@ class JobStatus:
         self._written = 0.0  # when it was written last, on the monotonic clock
         self._step = -1
         self._step_time = 0.0
+        self._timer = StepTimer()
+        self._holders: tuple[object, int | None] = (None, None)  # of which members, and how many
         self._trains = 0  # the newest generation whose ranks were all seen to train
 
     def look(
@@ -60,8 +66,9 @@ class JobStatus:
         step = max((board.finished for board in boards), default=-1)
         if step != self._step and step >= 0:
             self._step, self._step_time = step, now
-        members = controller.membership
+        members, state = controller.membership, _state_of(controller)
         training = len(members.layouts)
+        self._timer.look(step, time.monotonic(), counts=state == "training")
         if training == members.world_size and generation > self._trains:
             self._trains = generation
             self._report.record_training()
@@ -72,7 +79,7 @@ class JobStatus:
         self._last = Status(
             time=utc(now),
             job=self._files.job,
-            state=_state_of(controller),
+            state=state,
             generation=generation,
             node=node,
             host=self._host,
@@ -92,8 +99,28 @@ class JobStatus:
             incidents=self._report.incidents,
             last_incident=self._report.last_id,
             save=members.save,
+            lost_nodes=sorted(members.lost),
+            shard_holders=self._count_holders(members, generation) if state == "training" else None,
+            step_times=self._timer.times(),
         )
         self._files.write_status(self._last)
+
+    def _count_holders(self, members: Membership, generation: int) -> int | None:
+        """Return the holders of the shard that has the fewest; None where that is not known yet.
+
+        With many ranks it takes long: the writer's thread counts, once for each generation and incident.
+        """
+        key = (generation, self._report.incidents)
+        counted, holders = self._holders
+        if counted != key:
+            self._holders = (key, None)
+            shares = {rank: layout.shares for rank, layout in members.layouts.items()}
+            self._files.calculate(partial(self._keep_holders, key, shares))
+            return None
+        return holders
+
+    def _keep_holders(self, key: object, shares: Mapping[int, tuple[Share, ...]]) -> None:
+        self._holders = (key, _fewest_holders(shares))
 
     def end(self) -> None:
         """Write that ttprun ends, if this node has written the status."""
@@ -118,3 +145,9 @@ def _state_of(controller: Controller) -> State:
         return "incident"
     members = controller.membership
     return "training" if len(members.layouts) == members.world_size else "starting"
+
+
+def _fewest_holders(shares: Mapping[int, tuple[Share, ...]]) -> int | None:
+    """Return how many ranks hold that shard which the fewest hold; None where there is none."""
+    groups = groups_of(shares).values()
+    return min((len(ranks) for group in groups for ranks in group.owners.values()), default=None)

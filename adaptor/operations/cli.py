@@ -93,7 +93,9 @@ def parser_of(more: Callable[[Add], None] | None) -> argparse.ArgumentParser:
         help="a trace of one incident, by default the newest, for ui.perfetto.dev in place of the page",
     )
     report.add_argument("-o", "--out", type=Path, help="the file (default report.html, or trace.json)")
-    for command in (status, incidents, spent, serve, report):
+    otel = add("otel", _otel, "send the incidents of a job to an OpenTelemetry collector, each as one trace")
+    otel.add_argument("--follow", action="store_true", help="wait for more, until the job has ended")
+    for command in (status, incidents, spent, serve, report, otel):
         command.add_argument(
             "where",
             nargs="?",
@@ -233,11 +235,20 @@ def _write(out: Path, made: str, what: str) -> int:
     return OK
 
 
-def _missing(error: ModuleNotFoundError, package: str, command: str) -> Exception:
+def _missing(error: ModuleNotFoundError, package: str, command: str, extra: str = "ops") -> Exception:
     """Return what to raise where a package is not installed that only a command of `ttp` needs."""
-    if error.name != package:
+    if (error.name or "").partition(".")[0] != package:
         return error
-    return job_folder.JobFolderError(f"{command} needs {package}: pip install 'ttp-adaptor[ops]'")
+    return job_folder.JobFolderError(f"{command} needs {package}: pip install 'ttp-adaptor[{extra}]'")
+
+
+def _otel(parsed: argparse.Namespace) -> int:
+    try:
+        from adaptor.operations import otel
+    except ModuleNotFoundError as error:
+        raise _missing(error, "opentelemetry", "ttp otel", "otel") from None
+    otel.check_variables()
+    return otel.send(_where(parsed), follow=parsed.follow)
 
 
 def _port(text: str) -> int:

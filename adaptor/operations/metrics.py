@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
+from itertools import accumulate
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -23,7 +24,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.newest_checkpoint import Checkpoint
-from adaptor.operations.records import IncidentSummary, Phases, Status, unix
+from adaptor.operations.records import IncidentSummary, Phases, Status, StepTimes, unix
 
 # From the milliseconds in which a death is noticed to the minutes in which a large job starts again.
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -84,6 +85,14 @@ def _of_status(status: Status) -> Iterator[Metric]:
     if status.step is not None and status.step_time is not None:
         yield _gauge("ttp_finished_step", "the newest finished step", status.step)
         yield _gauge("ttp_last_step_timestamp_seconds", "when it was finished", unix(status.step_time))
+    if status.step_times is not None:
+        yield _of_steps(status.step_times)
+    if status.shard_holders is not None:
+        yield _gauge(
+            "ttp_shard_holders_min",
+            "ranks that hold that shard of the state which the fewest hold",
+            status.shard_holders,
+        )
     yield _gauge("ttp_generation", "starts of the workers, from 1 on", status.generation)
     ranks = GaugeMetricFamily("ttp_ranks", "ranks in each state", labels=["state"])
     starting = max(0, status.ranks - status.ranks_training - status.ranks_ended)
@@ -94,6 +103,11 @@ def _of_status(status: Status) -> Iterator[Metric]:
     nodes.add_metric(["up"], status.nodes - status.nodes_lost)
     nodes.add_metric(["lost"], status.nodes_lost)
     yield nodes
+    agents = GaugeMetricFamily("ttp_agent_up", "1 while the agent of a node is there", labels=["node"])
+    lost = set(status.lost_nodes)
+    for node in range(status.nodes):
+        agents.add_metric([str(node)], float(node not in lost))
+    yield agents
     yield _gauge(
         "ttp_incident_open", "1 while a fault is handled", status.state in ("incident", "restarting")
     )
@@ -104,6 +118,14 @@ def _of_status(status: Status) -> Iterator[Metric]:
     yield _gauge(
         "ttp_controller_term", "0 for the first controller, else the node that took over", status.term
     )
+
+
+def _of_steps(times: StepTimes) -> Metric:
+    limits = [*map(str, times.limits), "+Inf"]
+    counts = [float(count) for count in accumulate(times.counts)]
+    found = HistogramMetricFamily("ttp_step_duration_seconds", "how long steps took")
+    found.add_metric([], buckets=list(zip(limits, counts, strict=True)), sum_value=times.sum)
+    return found
 
 
 def _of_incidents(incidents: Sequence[IncidentSummary]) -> Iterator[Metric]:

@@ -170,6 +170,23 @@ class IncidentSummary(msgspec.Struct, kw_only=True, frozen=True):
     bytes: int | None
 
 
+class StepTimes(msgspec.Struct, kw_only=True):
+    """The durations of steps since this ttprun has had the controller, as a histogram.
+
+    A step lasts from the end of the one before it: evaluations, saves and waiting for data are in it. The one
+    in which an incident was, and the first one after a start of the workers, are not counted.
+
+    Attributes:
+        limits: upper limits of the buckets, in seconds
+        counts: steps in each bucket alone; one more than limits: the last one has the steps above all limits
+        sum: seconds of all of them
+    """
+
+    limits: list[float]
+    counts: list[int]
+    sum: float
+
+
 class Status(msgspec.Struct, kw_only=True):
     """The file status.json.
 
@@ -180,13 +197,16 @@ class Status(msgspec.Struct, kw_only=True):
         node, host, pid: of the ttprun that has the controller
         term: of the controller; 0 for the first one
         restarts: that were made, and `max_restarts` that may be made
-        nodes_lost: nodes whose agents are gone
+        nodes_lost: nodes whose agents are gone; `lost_nodes` are their numbers
         ranks: in the job; `ranks_training` have begun to train, `ranks_ended` have ended
         step: the newest step that ranks of this node have finished, at `step_time`
         protected: whether all ranks train what can be saved; None before training
         why_not: why the job is not protected
         incidents: in this job; `last_incident` is the id of the newest one's file
         save: the folder of checkpoints
+        shard_holders: how many ranks hold that shard of the state which the fewest hold; None while not all
+            ranks train
+        step_times: durations of steps
     """
 
     schema: Literal["ttp.status/1"] = "ttp.status/1"
@@ -212,6 +232,9 @@ class Status(msgspec.Struct, kw_only=True):
     incidents: int
     last_incident: str | None
     save: str
+    lost_nodes: list[int] = []
+    shard_holders: int | None = None
+    step_times: StepTimes | None = None
 
 
 class Notice(msgspec.Struct, kw_only=True, frozen=True):

@@ -66,7 +66,8 @@ def _names(incident: Incident) -> Iterator[Entry]:
         yield {"ph": "M", "name": "thread_name", "pid": on + 1, "tid": rank + 1, "args": {"name": name}}
 
 
-def _phases(incident: Incident) -> Iterator[Entry]:
+def parts(incident: Incident) -> Iterator[tuple[str, float, float]]:
+    """Yield the parts of an incident that are known: the field of `Phases`, its begin (Unix), its seconds."""
     phases = incident.phases
     frozen = _first(incident, ("freeze",))
     begin = {name: _first(incident, orders) for name, orders in _BEGIN.items()}
@@ -81,7 +82,12 @@ def _phases(incident: Incident) -> Iterator[Entry]:
     for name, since in begin.items():
         took = getattr(phases, name)
         if since is not None and took is not None:
-            yield _span(name.replace("_", " "), since, took, {"pid": _JOB, "tid": _JOB})
+            yield name, since, took
+
+
+def _phases(incident: Incident) -> Iterator[Entry]:
+    for name, since, took in parts(incident):
+        yield _span(name.replace("_", " "), since, took, {"pid": _JOB, "tid": _JOB})
 
 
 def _first(incident: Incident, types: tuple[str, ...]) -> float | None:

@@ -20,8 +20,9 @@ from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.job_status import JobStatus
 from adaptor.launchers.notifier import Notifier
+from adaptor.launchers.step_timer import LIMITS_S, StepTimer
 from adaptor.operations import cli, records
-from adaptor.operations.records import Status
+from adaptor.operations.records import Status, StepTimes
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -275,10 +276,26 @@ def test_the_status_of_a_job(tmp_path: Path) -> None:
     job.hears(*(Layout(rank, shares, "/save", 0, "") for rank in (0, 1)))
     status = job.look(5, 4)
     assert (status.state, status.protected, status.step, status.save) == ("training", True, 5, "/save")
+    assert job.look(5, 5).shard_holders == 2  # it was counted meanwhile
     job.hears(Dying(1, 2.0, BoardRecord(1, 71, Phase.RUNNING, 5, 5)))
-    assert job.look(5, 5).state == "incident"
+    status = job.look(5, 5)
+    assert (status.state, status.shard_holders) == ("incident", None)
     job.status.end()
     assert job.read().state == "ended"
+
+
+def test_steps_are_timed_between_readings_while_the_job_trains() -> None:
+    timer = StepTimer()
+    for now, step in enumerate([-1, 3, 3, 4, 6, 6]):  # when step 3 ended is not known
+        timer.look(step, 2.0 * now, counts=True)
+    assert timer.times() == StepTimes(limits=list(LIMITS_S), counts=[0, 0, 2, 0, 0, 0, 0, 0, 0], sum=2.0)
+    timer.look(7, 20.0, counts=False)
+    timer.look(7, 21.0, counts=True)  # after an incident: trained again, or not
+    timer.look(8, 22.0, counts=True)
+    timer.look(9, 422.0, counts=True)
+    times = timer.times()
+    assert times is not None
+    assert (times.counts, times.sum) == ([0, 0, 2, 0, 0, 0, 0, 0, 1], 402.0)
 
 
 def test_a_job_that_is_not_protected_says_why(tmp_path: Path) -> None:

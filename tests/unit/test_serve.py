@@ -25,7 +25,17 @@ from adaptor.operations.goodput import Goodput, TimeSpent
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.metrics import exposition
 from adaptor.operations.newest_checkpoint import Checkpoint
-from adaptor.operations.records import Cause, Event, Incident, IncidentSummary, Phases, Status, Versions, utc
+from adaptor.operations.records import (
+    Cause,
+    Event,
+    Incident,
+    IncidentSummary,
+    Phases,
+    Status,
+    StepTimes,
+    Versions,
+    utc,
+)
 from tests import certificates
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -93,6 +103,9 @@ def status(**changes: object) -> Status:
         incidents=1,
         last_incident="20260101T000000Z-1",
         save="",
+        lost_nodes=[1],
+        shard_holders=2,
+        step_times=StepTimes(limits=[0.1, 1.0], counts=[3, 2, 1], sum=7.5),
     )
     return msgspec.structs.replace(first, **changes)
 
@@ -179,6 +192,12 @@ def test_the_metrics_of_a_job(job: Path) -> None:
         "ttp_ranks{state=training}": 7,
         "ttp_ranks{state=ended}": 1,
         "ttp_nodes{state=lost}": 1,
+        "ttp_agent_up{node=0}": 1,
+        "ttp_agent_up{node=1}": 0,
+        "ttp_shard_holders_min": 2,
+        "ttp_step_duration_seconds_bucket{le=1.0}": 5,
+        "ttp_step_duration_seconds_count": 6,
+        "ttp_step_duration_seconds_sum": 7.5,
         "ttp_incident_open": 0,
         "ttp_restarts_total": 1,
         "ttp_restarts_remaining": 2,

@@ -1,0 +1,193 @@
+"""`ttp otel`: sends the incidents of a job to an OpenTelemetry collector, each as one trace.
+
+It reads the files that ttprun writes, in a process of its own. Where it sends to, and how, is said by the
+variables OTEL_EXPORTER_OTLP_* (OTLP over HTTP), OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of
+OpenTelemetry. The ids of a trace are made from the incident's: what is sent twice is the same trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import Event as Mark
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace.status import Status, StatusCode
+
+from adaptor.operations import job_folder
+from adaptor.operations.job_folder import JobFolderError, Summaries
+from adaptor.operations.records import Incident, IncidentSummary, unix
+from adaptor.operations.trace import parts
+from adaptor.operations.words import FINDING, OK, shown
+
+_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_HTTP = "http/protobuf"
+_SERVICE = "ttp"
+# How often the files of a job that goes on are looked at; ttprun replaces its status as often.
+_LOOK_S = 1.0
+# Of a span: an incident of thousands of ranks has more, and collectors refuse what is too large.
+_MOST_MARKS = 1000
+_SCOPE = InstrumentationScope("ttp-adaptor")
+
+
+def check_variables() -> None:
+    """Check what the exporter would fail at, or take for something else.
+
+    Raises:
+        JobFolderError: a variable names no URL, or a protocol other than OTLP over HTTP.
+    """
+    for name in _VARIABLES:
+        value = os.environ.get(name, "")
+        try:
+            parsed = urlsplit(value)
+            good = parsed.scheme in ("http", "https") and bool(parsed.hostname) and parsed.port != 0
+        except ValueError:
+            good = False
+        if value and not good:
+            raise JobFolderError(f"{name} is {shown(value)}: it must be a URL, such as http://collector:4318")
+    for name in _PROTOCOLS:
+        value = os.environ.get(name, "")
+        if value not in ("", _HTTP):
+            raise JobFolderError(f"{name} is {shown(value)}: ttp otel speaks {_HTTP} alone")
+
+
+def send(job: Path, *, follow: bool) -> int:
+    """Send the incidents of a job; return the exit code: 1 if one was not taken.
+
+    Args:
+        job: its folder.
+        follow: wait for more until the job has ended, and send each when all that is to be known of it is.
+
+    Raises:
+        JobFolderError: the files of the job cannot be read.
+    """
+    logging.getLogger("opentelemetry").addHandler(logging.NullHandler())  # what failed is said below
+    exporter = OTLPSpanExporter()
+    shut_down: Callable[[], None] = exporter.shutdown  # which has no types
+    resource = Resource.create()
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # no variable has named it
+        resource = resource.merge(Resource({SERVICE_NAME: _SERVICE}))
+    summaries, done, refused = Summaries(), set[str](), 0
+    try:
+        while True:
+            is_last = not follow or not job_folder.goes_on(job)
+            found = summaries.of(job)
+            for place, one in enumerate(found):
+                if one.id in done or not (is_last or place + 1 < len(found) or _is_complete(one)):
+                    continue
+                done.add(one.id)
+                incident = job_folder.read(job / job_folder.INCIDENTS / f"{one.id}.json", Incident)
+                taken = exporter.export(spans(incident, resource)) is SpanExportResult.SUCCESS
+                refused += not taken
+                said = "sent" if taken else "NOT TAKEN by the collector"
+                print(f"[ttp] incident {shown(one.id)}: {said}", flush=True)
+            if is_last:
+                break
+            time.sleep(_LOOK_S)
+    finally:
+        shut_down()
+    print(f"{len(done) - refused} of {len(done)} incidents sent")
+    return FINDING if refused else OK
+
+
+def _is_complete(one: IncidentSummary) -> bool:
+    return one.phases.first_step is not None
+
+
+def spans(incident: Incident, resource: Resource) -> list[ReadableSpan]:
+    """Return the trace of an incident: a span for it, and below it one for each part that is known.
+
+    Args:
+        incident: as its file has it.
+        resource: what the spans are of.
+    """
+    found = list(parts(incident))
+    began = min((unix(incident.began), *(since for _, since, _ in found)))
+    ended = max((unix(incident.ended), *(since + took for _, since, took in found)))
+    root = _context(incident, "")
+    marks = [
+        Mark(
+            event.type,
+            {
+                **event.data,
+                **{
+                    f"ttp.{name}": value
+                    for name in ("node", "rank", "step")
+                    if (value := getattr(event, name)) is not None
+                },
+            },
+            _ns(unix(event.time)),
+        )
+        for event in incident.events[:_MOST_MARKS]
+    ]
+    about: dict[str, str | int | None] = {
+        "ttp.job": incident.job,
+        "ttp.incident": incident.id,
+        "ttp.generation": incident.generation,
+        "ttp.cause": incident.cause.kind,
+        "ttp.verdict": incident.verdict,
+        "ttp.rank": incident.blamed,
+        "ttp.node": incident.node,
+        "host.name": incident.host,
+        "process.pid": incident.pid,
+        "ttp.step": incident.step,
+        "ttp.steps_lost": incident.steps_lost,
+        "ttp.bytes": incident.bytes,
+        "ttp.checkpoint": incident.checkpoint,
+        "ttp.next_action": incident.next_action,
+    }
+    return [
+        ReadableSpan(
+            "incident",
+            root,
+            resource=resource,
+            attributes={name: value for name, value in about.items() if value is not None},
+            events=marks,
+            kind=SpanKind.INTERNAL,
+            status=Status(StatusCode.ERROR, incident.reason),
+            start_time=_ns(began),
+            end_time=_ns(ended),
+            instrumentation_scope=_SCOPE,
+        ),
+        *(
+            ReadableSpan(
+                name,
+                _context(incident, name),
+                parent=root,
+                resource=resource,
+                kind=SpanKind.INTERNAL,
+                start_time=_ns(since),
+                end_time=_ns(since + took),
+                instrumentation_scope=_SCOPE,
+            )
+            for name, since, took in found
+        ),
+    ]
+
+
+def _context(incident: Incident, part: str) -> SpanContext:
+    trace, span = (
+        hashlib.sha256("\0".join(("ttp", incident.job, incident.id, *more)).encode()).digest()
+        for more in ((), ("span", part))
+    )
+    return SpanContext(
+        int.from_bytes(trace[:16], "big"),
+        int.from_bytes(span[:8], "big"),
+        is_remote=False,
+        trace_flags=TraceFlags(TraceFlags.SAMPLED),
+    )
+
+
+def _ns(at: float) -> int:
+    return int(at * 1e9)
