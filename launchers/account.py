@@ -22,11 +22,12 @@ class Account:
 
     Args:
         restarts: the number of restarts that the job may make (--max-restarts).
+        begun: how many it has made before this node came.
     """
 
-    def __init__(self, restarts: int) -> None:
+    def __init__(self, restarts: int, begun: int = 0) -> None:
         self._restarts = restarts
-        self._begun = 0  # restarts
+        self._begun = begun  # restarts
         self._last: Verdict | None = None  # since training has gone on
         self._newest = -1  # the newest step that was finished before the faults since then
         self._noticed = 0.0  # the first of these faults, on the monotonic clock
@@ -70,6 +71,11 @@ class Account:
         """Count a restart: the workers are about to be started again. Return which one it is, in words."""
         self._begun += 1
         return self._which
+
+    @property
+    def begun(self) -> int:
+        """Return how many restarts the job has made."""
+        return self._begun
 
     @property
     def _which(self) -> str:

@@ -18,6 +18,7 @@ from adaptor.controller.recurrence import EXIT_NO_PROGRESS
 from adaptor.launchers.account import Account, say
 from adaptor.launchers.elastic_events import ElasticEvents
 from adaptor.launchers.node import Node
+from adaptor.launchers.places import Places
 from adaptor.launchers.repeated_sigterm import OneRequest
 from adaptor.launchers.run_record import RunRecord
 from adaptor.launchers.starter import Starter
@@ -55,14 +56,17 @@ class SurvivorsAgent(LocalElasticAgent):
         self._config = settings
         self._resume = resume
         self._record = record
-        self._account = record.account = Account(spec.max_restarts)
+        place = record.place
+        self._account = record.account = Account(spec.max_restarts, place.restarts if place else 0)
         record.end_agent = self.end_control
         # Where torch elastic has no choice of handlers, it has this one, which drops all.
         self._events = ElasticEvents(
             getattr(spec, "event_log_handler", "null"), spec.rdzv_handler.get_run_id()
         )
         self._control = Node(self._config, job, spec.max_restarts)
-        self._generations = 0
+        self._generations = place.generations if place else 0
+        self._remaining_restarts -= place.restarts if place else 0
+        self._places: Places | None = None
         self._interrupted = False
         self._sigterm = OneRequest()
         self._ends = False  # by a verdict
@@ -87,6 +91,7 @@ class SurvivorsAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         workers = worker_group.workers
         store = self._store_of_this_generation(worker_group)
+        self._keep_place(worker_group)
         if self._resume is not None:
             self._resume.prepare(worker_group.group_rank, worker_group.group_world_size, store)
         self._control.begin(
@@ -98,6 +103,7 @@ class SurvivorsAgent(LocalElasticAgent):
             host=worker_group.master_addr,
             may_restart=self._remaining_restarts > 0,
         )
+        self._open_gate(worker_group)
         self._control.meet()
         started: dict[int, Any] = super()._start_workers(worker_group)
         self._record.has_started = True
@@ -120,6 +126,24 @@ class SurvivorsAgent(LocalElasticAgent):
             return worker_group.store
         self._generations += 1
         return PrefixStore(f"ttp/{self._generations}", worker_group.store)
+
+    def _keep_place(self, worker_group: Any) -> None:
+        """Check that no spare node has the place of this node.
+
+        Raises:
+            StartError: one has: this node was taken for lost.
+        """
+        if self._record.common is None:
+            return
+        if self._places is None:
+            self._places = Places(worker_group.store, worker_group.group_rank, self._record.place)
+        self._places.require_own()
+
+    def _open_gate(self, worker_group: Any) -> None:
+        """Let spare nodes wait at node 0, from the first start of workers on."""
+        if self._places is not None and worker_group.group_rank == 0 and self._generations == 1:
+            assert self._record.common is not None
+            self._places.announce(self._control.open_gate(self._record.common, worker_group.master_addr))
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         # args[0] is the signal that this process got. A second one interrupts this, and comes without it.
@@ -181,11 +205,21 @@ class SurvivorsAgent(LocalElasticAgent):
         if verdict.stop:
             return False
         if verdict.lost and worker_group.spec.rdzv_handler.get_backend() == "static":
-            return False  # no other node can take the place of a lost one
+            return self._fill(verdict, worker_group)
         settings = getattr(worker_group.spec.rdzv_handler, "settings", None)
         fewest = int(getattr(settings, "min_nodes", worker_group.group_world_size))
         left = worker_group.group_world_size - len(verdict.leaves)
         return 0 not in verdict.leaves and left >= fewest  # node 0 has the rendezvous store
+
+    def _fill(self, verdict: Verdict, worker_group: Any) -> bool:
+        """Return True if spare nodes take the places of all lost nodes; node 0 decides, for all."""
+        if self._places is None or self._remaining_restarts <= 0 or verdict.leaves or 0 in verdict.lost:
+            return False  # the rendezvous store is on node 0
+        generation = self._generations
+        if worker_group.group_rank == 0:
+            restarts = self._account.begun + 1
+            self._places.settle(generation, self._control.fill(verdict.lost, restarts, generation))
+        return self._places.are_filled(generation)
 
     def _conclude(self, worker_group: Any, verdict: Verdict) -> RunResult:
         if self._record.verdict is not verdict:

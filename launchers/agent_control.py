@@ -31,6 +31,7 @@ from adaptor.launchers.job_uploads import JobUploads
 from adaptor.launchers.log import tell_error
 from adaptor.launchers.replacements import Replacements, WorkerStarter
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
+from adaptor.launchers.spare_gate import SpareGate
 from adaptor.launchers.worker_news import WorkerNews
 from adaptor.launchers.worker_processes import Workers
 from adaptor.protocol import stack_files
@@ -82,6 +83,7 @@ class AgentControl:
         files: those of the job that operators read.
         server: serves them (TTP_SERVE).
         workers: of this node.
+        gate: where spare nodes wait; None: not here.
         client: the connection to the controller; None while no generation is open.
         news: what the workers of this generation have told.
         verdict: on this generation; None: there is none yet.
@@ -100,6 +102,7 @@ class AgentControl:
         self.incident_report = IncidentReport(self.files, notifier.of_job(config))
         self._status = JobStatus(self.files, self.incident_report, max_restarts)
         self.server = JobServer(config, lambda: self.files.folder)
+        self.gate: SpareGate | None = None
         self.node = 0
         self.begun = 0  # generations
         self.generation = ""
@@ -329,6 +332,10 @@ class AgentControl:
         if self.news.training_began is not None and not self.news.noticed:
             self._replacements.look(boards, self.news.training_began[0])
 
+    @property
+    def _spares_waiting(self) -> int:
+        return self.gate.waiting if self.gate is not None else 0
+
     def _report_status(self, boards: Sequence[BoardRecord]) -> None:
         """Write what operators read; it is for people, so an error in it ends nothing."""
         host = self.controller_host
@@ -337,7 +344,9 @@ class AgentControl:
         try:
             if self.node:
                 self.server.take_over()
-            self._status.look(boards, host.controller, self.node, host.nodes, self.begun)
+            self._status.look(
+                boards, host.controller, self.node, host.nodes, self.begun, self._spares_waiting
+            )
             self.incident_report.record_progress(max((board.finished for board in boards), default=-1))
         except Exception as error:
             tell_error("the status of the job is not written", error)

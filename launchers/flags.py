@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 _PREFIX = "--ttp"
 DRY_RUN = "--dry-run"
+SPARE = "--ttp-spare"
 _COUNT = "a number of processes from 1 on, or auto, cpu, gpu and the like where this machine has them"
 _NODES = "a number of nodes from 1 on, or MIN:MAX"
 _STREAMS = "0, 1, 2 or 3, or that for some of the ranks of this node, as 0:3,1:1"
@@ -48,14 +49,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parsed
 
 
-def without_dry_run(arguments: list[str]) -> tuple[list[str], bool]:
-    """Return the arguments without `--dry-run`, and whether it was among ttprun's own."""
+def without(flag: str, arguments: list[str]) -> tuple[list[str], bool]:
+    """Return the arguments without `flag`, which takes no value, and whether it was among ttprun's own."""
     torchs = _torchs()
     for place, argument in enumerate(arguments):
         if argument == "--":
             break
-        if argument == DRY_RUN:
-            _, before = _split(arguments[:place], torchs)
+        if argument == flag:
+            _, before = _split([each for each in arguments[:place] if each != DRY_RUN], torchs)
             if _comes_before_the_script(before, torchs):
                 return [*arguments[:place], *arguments[place + 1 :]], True
             break
@@ -140,6 +141,7 @@ def whole_parser() -> argparse.ArgumentParser:
         prog="ttprun", parents=[_torchs(), _ours()], add_help=False, conflict_handler="resolve"
     )
     whole.add_argument(DRY_RUN, action="store_true", help="say what protection takes and gives")
+    whole.add_argument(SPARE, action="store_true", help=help.SPARE)
     return whole
 
 
@@ -155,6 +157,7 @@ def _ours() -> argparse.ArgumentParser:
             metavar=setting.variable,
             help=f"{setting.help}; {setting.allowed} (default {setting.default or 'none'})",
         )
+    group.add_argument(SPARE, action="store_true", dest=argparse.SUPPRESS, help=help.SPARE)
     return parser
 
 

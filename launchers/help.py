@@ -45,6 +45,7 @@ TORCHS = (
     "rdzv_endpoint",
     "max_restarts",
 )
+SPARE = "wait, without --node-rank, to take the place of a node that is lost"
 SUMMARY = "torchrun for a job that survives the death, the hang and the exceptions of its processes."
 _EXAMPLES = f"""\
 usage: ttprun [flags] script.py [the script's arguments]
@@ -106,6 +107,8 @@ def short(torchs: argparse.ArgumentParser) -> str:
         for setting in (settings[name] for name in names):
             default = f" (default {setting.default})" if setting.default else ""
             rows.append(_row(setting.flag, f"{setting.help}{default}", width))
+        if title == "Several nodes":
+            rows.append(_row("--ttp-spare", SPARE, width))
         parts.append("\n".join([f"{title}:", *rows, ""]))
     words = {action.dest: action for action in torchs._actions}
     rows = [

@@ -51,7 +51,13 @@ class JobStatus:
         self._trains = 0  # the newest generation whose ranks were all seen to train
 
     def look(
-        self, boards: Sequence[BoardRecord], controller: Controller, node: int, nodes: int, generation: int
+        self,
+        boards: Sequence[BoardRecord],
+        controller: Controller,
+        node: int,
+        nodes: int,
+        generation: int,
+        spare_nodes: int,
     ) -> None:
         """Take a reading of the boards of this node; write the status if a second is over.
 
@@ -61,6 +67,7 @@ class JobStatus:
             node: this one.
             nodes: how many there are.
             generation: of workers, from 1 on.
+            spare_nodes: how many wait here.
         """
         now = time.time()
         step = max((board.finished for board in boards), default=-1)
@@ -102,6 +109,7 @@ class JobStatus:
             lost_nodes=sorted(members.lost),
             shard_holders=self._count_holders(members, generation) if state == "training" else None,
             step_times=self._timer.times(),
+            spare_nodes=spare_nodes,
         )
         self._files.write_status(self._last)
 

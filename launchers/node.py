@@ -28,10 +28,12 @@ from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.invitation import Invitation
 from adaptor.launchers.log import Log
 from adaptor.launchers.replacements import WorkerStarter
+from adaptor.launchers.spare_gate import SpareGate
 from adaptor.launchers.waiting import wait_for
 from adaptor.operations.job_folder import name_of
 from adaptor.protocol.environment import AGENT, BOARD, BOARD_RANKS, GENERATION, IS_RESTART, SCRATCH
 from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, Recovered, Verdict
+from adaptor.protocol.spare_node_messages import SpareHello
 
 
 class RendezvousStore(Protocol):
@@ -139,6 +141,27 @@ class Node:
             if self.control.begun == 1:
                 raise ConfigError(f"TTP_SERVE is {text.say(error)}") from None
             output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(error)}")
+
+    def open_gate(self, common: SpareHello, host: str) -> bytes:
+        """Let spare nodes wait here; return what they find in the rendezvous store.
+
+        Args:
+            common: what they must have in common with this node.
+            host: the address of this node.
+        """
+        gate = self.control.gate = SpareGate(
+            invitation.kind_of(self._config), self._config.port, self._tls, common
+        )
+        return self.control.thread.wait_for(gate.open(host)).encode()
+
+    def fill(self, lost: Sequence[int], restarts: int, generations: int) -> dict[int, str]:
+        """Give the places of lost nodes to spare nodes.
+
+        Args:
+            lost, restarts, generations: as for `SpareGate.fill`, which this calls.
+        """
+        assert self.control.gate is not None
+        return self.control.thread.wait_for(self.control.gate.fill(lost, restarts, generations))
 
     def meet(self) -> None:
         """Wait for the addresses of the nodes that stand by."""
@@ -251,6 +274,8 @@ class Node:
         """Stop the control thread."""
         self.end()
         with contextlib.suppress(ControlThreadError):
+            if self.control.gate is not None:
+                self.control.thread.wait_for(self.control.gate.close())
             self.control.thread.wait_for(self.control.workers.close())
         self.control.thread.stop()
         self.control.close()

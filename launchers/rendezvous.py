@@ -58,10 +58,10 @@ def _wait_for_c10d(params: Any) -> None:
     if utils._matches_machine_hostname(host) if is_host is None else is_host:
         return
     timeout_s = params.get_as_int("read_timeout", _C10D_TIMEOUT_S)
-    _wait_until_it_answers(host, port, time.monotonic() + timeout_s)
+    wait_until_it_answers(host, port, time.monotonic() + timeout_s)
 
 
-def _wait_until_it_answers(host: str, port: int, deadline: float) -> None:
+def wait_until_it_answers(host: str, port: int, deadline: float) -> None:
     """Wait until something listens at `host`:`port`.
 
     torch's own client waits, too, but writes the stack of its C++ functions each time it tries in vain.
@@ -164,7 +164,7 @@ class _Static:
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
         if self._node:
-            _wait_until_it_answers(self._address, self._port, deadline)
+            wait_until_it_answers(self._address, self._port, deadline)
         store = TCPStore(
             self._address,
             self._port,

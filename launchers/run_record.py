@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from adaptor.launchers.account import Account
 from adaptor.protocol.messages import Verdict
+from adaptor.protocol.spare_node_messages import SpareHello, TakePlace
 
 
 def _nothing() -> bool:
@@ -25,6 +26,8 @@ class RunRecord:
         account: of incidents, restarts and lost steps
         end_agent: ends the agent's control thread; returns whether that had failed. It keeps the agent to
             the end: torch's rendezvous must not be dropped while a thread of its own uses it
+        common: what a spare node must have in common with this one; None: the job takes no spare nodes
+        place: that this node has taken as a spare; None: it has one of its own
     """
 
     verdict: Verdict | None = None
@@ -33,3 +36,5 @@ class RunRecord:
     stopped: str = ""
     account: Account = field(default_factory=lambda: Account(0))
     end_agent: Callable[[], bool] = _nothing
+    common: SpareHello | None = None
+    place: TakePlace | None = None

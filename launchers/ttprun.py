@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING
 from adaptor import _script, config, devices, distributions, engines, output, text
 from adaptor.diagnostics import requests
 from adaptor.errors import AdaptorError, ConfigError, StartError
-from adaptor.launchers import flags, job_server, job_uploads, notifier, plan, start_checks, store_load
+from adaptor.launchers import (
+    flags,
+    job_server,
+    job_uploads,
+    notifier,
+    plan,
+    spare_node,
+    start_checks,
+    store_load,
+)
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
@@ -52,9 +61,13 @@ def main(argv: list[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     machine = this_machine()
     try:
-        arguments, dry_run = flags.without_dry_run(arguments)
+        arguments, is_spare = flags.without(flags.SPARE, arguments)
+        arguments, dry_run = flags.without(flags.DRY_RUN, arguments)
         parsed = flags.parse(arguments)
         settings = config.load()
+        parsed.ttp_spare = is_spare
+        if is_spare:
+            spare_node.require(parsed, flags.given(arguments), settings)
         read = detect.fill(parsed, flags.given(arguments), os.environ, settings.platform, machine)
         if dry_run:
             return _plan(parsed, settings)
@@ -207,9 +220,11 @@ def _run_with_survivors(
     from adaptor.launchers.store_resume import StoreResume
 
     output.divert_logging()  # torch's, too: a pipe that nobody reads must not keep a job from starting again
+    record = RunRecord()
+    if _may_have_spares(parsed):
+        record.common = spare_node.about_this_node(parsed)
     _insert_program(parsed, WORKER)
     _keep_ignoring_hangups(parsed)
-    record = RunRecord()
     if engine.has_own_agent:
         resume = StoreResume(load, settings.store_endpoint) if load is not None else None
         # torch makes its agent by this name; in this process it is ours.
@@ -218,7 +233,19 @@ def _run_with_survivors(
         api.rdzv_registry = Registry(api.rdzv_registry)  # type: ignore[assignment]
     code, at_once = 1, False
     try:
+        if parsed.ttp_spare:
+            assert record.common is not None
+            record.place = spare_node.wait(parsed, settings, record.common)
+            if record.place is None:
+                output.tell("[ttp] the job is over; this spare node was not needed")
+                return 0
+            parsed.node_rank = record.place.node
         code = _run_to_the_last_line(parsed, engine, record)
+    except ConfigError as error:
+        output.tell(f"ttprun: error: {error}")
+        code = USAGE_EXIT_CODE
+    except StartError as error:
+        output.tell(f"[ttp] {error}")
     except waiting.Interrupted as error:
         verdict = record.verdict
         said = f"ended by {error.sigval.name} while it waited for {error.what}"
@@ -238,6 +265,14 @@ def _run_with_survivors(
             ends(code)
             output.leave(code)
     return code
+
+
+def _may_have_spares(parsed: argparse.Namespace) -> bool:
+    """Return whether spare nodes may take places in the job: nodes have numbers, and there are several."""
+    from torch.distributed import run
+
+    fewest, most = run.parse_min_max_nnodes(parsed.nnodes)
+    return bool(parsed.rdzv_backend == "static" and not parsed.standalone and fewest == most > 1)
 
 
 def _job(parsed: argparse.Namespace) -> str:

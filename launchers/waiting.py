@@ -41,12 +41,13 @@ class Interrupted(BaseException):
         self.sigval = sigval
 
 
-def wait_for(work: Callable[[], T], what: Callable[[], str]) -> T:
+def wait_for(work: Callable[[], T], what: Callable[[], str], *, quiet: bool = False) -> T:
     """Run `work` in a thread and return its result; call it on the main thread.
 
     Args:
         work: waits for other nodes.
         what: returns what is waited for now, in words; empty: no line. It must not block.
+        quiet: no line says so.
 
     Raises:
         Interrupted: SIGINT, SIGTERM or another signal that torch handles came first. `work` goes on until
@@ -69,7 +70,8 @@ def wait_for(work: Callable[[], T], what: Callable[[], str]) -> T:
         try:
             wait_s = FIRST_S
             while not done.wait(wait_s):
-                _say(what())
+                if not quiet:
+                    _say(what())
                 wait_s = AGAIN_S
         except KeyboardInterrupt:
             ignore_signals()

@@ -265,7 +265,7 @@ class Controller:
         if not self._take_over.has_told(node, now):
             return []
         if verdict is not None and self.verdict is None:
-            self.verdict = msgspec.structs.replace(verdict, leaves=(0,), lost=True)
+            self.verdict = msgspec.structs.replace(verdict, leaves=(0,), lost=(0,))
             return self._broadcast_verdict(verdict.incident)
         return self._route(self.incident.on_replay_complete()) if self.incident is not None else []
 

@@ -55,7 +55,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
         exit_code=cause.exit_code,
         save=membership.save,
         leaves=tuple(sorted(failures.leaving | ({0} & failures.lost.keys()))),
-        lost=bool(failures.lost),
+        lost=tuple(sorted(failures.lost)),
         fault=_fault(cause, failures, membership, incident.state.boards),
         newest=newest,
         stop="another start would fail in the same way" if mistake else "",

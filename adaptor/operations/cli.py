@@ -134,6 +134,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         ago = records.unix(status.time) - records.unix(status.step_time)
         step = f"step {status.step}, finished {duration(max(0.0, ago))} before this"
     away = f", {status.nodes_lost} lost" if status.nodes_lost else ""
+    spare = f", {status.spare_nodes} spare" if status.spare_nodes else ""
     ended = f", {status.ranks_ended} ended" if status.ranks_ended else ""
     last = f", the last {status.last_incident}" if status.last_incident else ""
     rows = {
@@ -141,7 +142,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         "at": status.time,
         "step": step,
         "protection": protection(status),
-        "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {status.nodes} nodes{away}",
+        "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {status.nodes} nodes{away}{spare}",
         "restarts": f"{status.restarts} of {status.max_restarts}",
         "incidents": f"{status.incidents}{last}",
         "controller": f"node {status.node}, host {shown(status.host)}, pid {status.pid}",

@@ -207,6 +207,7 @@ class Status(msgspec.Struct, kw_only=True):
         shard_holders: how many ranks hold that shard of the state which the fewest hold; None while not all
             ranks train
         step_times: durations of steps
+        spare_nodes: nodes that wait, beyond `nodes`, to take the place of one that is lost
     """
 
     schema: Literal["ttp.status/1"] = "ttp.status/1"
@@ -235,6 +236,7 @@ class Status(msgspec.Struct, kw_only=True):
     lost_nodes: list[int] = []
     shard_holders: int | None = None
     step_times: StepTimes | None = None
+    spare_nodes: int = 0
 
 
 class Notice(msgspec.Struct, kw_only=True, frozen=True):

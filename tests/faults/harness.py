@@ -165,6 +165,7 @@ class Job:
     options    of the launcher
     arguments  of the training script, besides those of the layout
     nodes      how many agents, all on this machine; the processes are divided among them
+    spares     how many more wait to take the place of a node that is lost; with `network`, beside node 1
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
@@ -187,6 +188,7 @@ class Job:
     arguments: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     nodes: int = 1
+    spares: int = 0
     network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
@@ -262,7 +264,7 @@ def run(job: Job) -> Ended:
     if job.network is not None:
         environment.update(job.network.environment)
     shared_before = leftovers.shared_memory()
-    logs = [job.out / f"agent{node}.log" for node in range(job.nodes)]
+    logs = [job.out / f"agent{node}.log" for node in range(job.nodes + job.spares)]
     agents = []
     for node, log in enumerate(logs):
         with log.open("wb") as sink:
@@ -315,9 +317,10 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         *("--master-addr", job.network.address if job.network else "127.0.0.1", "--master-port", str(port)),
     ]
     if job.network is not None:
-        command = [*job.network.command(node), *command]
+        command = [*job.network.command(min(node, 1)), *command]
     if job.nodes > 1:
-        command += ["--nnodes", str(job.nodes), "--node-rank", str(node)]
+        command += ["--nnodes", str(job.nodes)]
+        command += ["--node-rank", str(node)] if node < job.nodes else ["--ttp-spare"]
     if job.device == "cpu" and job.launcher == "ttprun":
         command += ["--ttp-device", "cpu"]
     if job.launcher == "ttprun" and layout.replica != "auto":

@@ -46,7 +46,7 @@ def test_commands_and_their_flags(script: Path, tmp_path: Path) -> None:
 
 
 def test_flags_of_ours_and_of_torchrun(script: Path, tmp_path: Path) -> None:
-    ours = {setting.flag for setting in config.SETTINGS}
+    ours = {setting.flag for setting in config.SETTINGS} | {flags.SPARE}
     assert offered(script, "ttprun", "--ttp-", folder=tmp_path) == ours
     assert offered(script, "ttprun", "--max-r", folder=tmp_path) == {"--max-restarts"}
     assert offered(script, "ttprun", "--dry", folder=tmp_path) == {flags.DRY_RUN}

@@ -115,14 +115,17 @@ def test_the_commands_of_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         for setting in config.SETTINGS:
             monkeypatch.setenv(setting.variable, "")
             monkeypatch.delenv(setting.variable)
+        arguments, is_spare = flags.without(flags.SPARE, arguments)
+        assert is_spare is (node == 2)
         parsed = flags.parse(arguments)
         flags.require_sense(parsed)
         settings = config.load()
-        assert (parsed.nnodes, parsed.node_rank, parsed.max_restarts) == ("2", node, 3)
+        rank = 0 if is_spare else node
+        assert (parsed.nnodes, parsed.node_rank, parsed.max_restarts) == ("2", rank, 3)
         assert parsed.training_script == "pretrain_gpt.py"
         assert (settings.tls_cert, settings.tls_key) == (f"node{node}.pem", f"node{node}.key")
         assert variables.keys() == {"GLOO_SOCKET_IFNAME"}
-    assert len(commands) == 2
+    assert len(commands) == 3, "two nodes and a spare"
 
 
 def test_the_certificates_let_two_nodes_meet(tmp_path: Path) -> None:

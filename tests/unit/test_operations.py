@@ -255,7 +255,7 @@ class Watched:
     def look(self, *finished: int) -> Status:
         boards = [BoardRecord(rank, 1, Phase.RUNNING, step, step) for rank, step in enumerate(finished)]
         self.status._written = -1e9  # a second is over
-        self.status.look(boards, self.controller, 0, 1, 1)
+        self.status.look(boards, self.controller, 0, 1, 1, 0)
         return self.read()
 
     def read(self) -> Status:

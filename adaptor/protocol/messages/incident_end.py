@@ -40,9 +40,9 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
 class Verdict(Message, frozen=True, kw_only=True):
     """The end of an incident.
 
-    `outcome` is saved, nothing or lost; `leaves`: nodes that leave the job; `lost`: the agent of one is gone;
-    `newest`: the newest step that anyone had finished, -1 where none is known; `stop`: why the job is not
-    started again, whatever restarts are left.
+    `outcome` is saved, nothing or lost; `leaves`: nodes that leave the job; `lost`: those whose agents are
+    gone; `newest`: the newest step that anyone had finished, -1 where none is known; `stop`: why the job is
+    not started again, whatever restarts are left.
     """
 
     incident: int
@@ -53,7 +53,7 @@ class Verdict(Message, frozen=True, kw_only=True):
     exit_code: int
     save: str
     leaves: tuple[int, ...] = ()
-    lost: bool = False
+    lost: tuple[int, ...] = ()
     fault: Fault = Fault()
     newest: int = -1
     stop: str = ""

@@ -1,0 +1,68 @@
+"""The messages between node 0 and a spare node (`--ttp-spare`), after the proof of the job's secret."""
+
+from __future__ import annotations
+
+import msgspec
+
+from adaptor.protocol.messages import Message
+from adaptor.protocol.wire import Decoder
+
+
+class SpareHello(Message, frozen=True):
+    """spare -> node 0: its first message.
+
+    Attributes:
+        facts: what must be the same on every node: names as a user knows them, and values
+        arguments: of the script
+        host, pid: the machine and the process of its `ttprun`
+    """
+
+    facts: dict[str, str]
+    arguments: tuple[str, ...]
+    host: str
+    pid: int
+
+
+class SpareAccepted(Message, frozen=True):
+    """node 0 -> spare: wait here."""
+
+
+class SpareRefused(Message, frozen=True):
+    """node 0 -> spare: it cannot stand in for a node, because of `reason`."""
+
+    reason: str
+
+
+class SpareAsked(Message, frozen=True):
+    """node 0 -> spare: a node is lost; are you there?"""
+
+
+class SpareReady(Message, frozen=True):
+    """spare -> node 0: the answer to `SpareAsked`."""
+
+
+class TakePlace(Message, frozen=True):
+    """node 0 -> spare: become a node of the job.
+
+    Attributes:
+        node: whose place it takes
+        restarts: how many the job has used, with the one that begins now
+        generations: how many times workers were started before
+        owner: a random name, by which the place is the spare's from now on
+    """
+
+    node: int
+    restarts: int
+    generations: int
+    owner: str
+
+
+class SpareReleased(Message, frozen=True):
+    """node 0 -> spare: the job is over."""
+
+
+FromSpareNode = SpareHello | SpareReady
+ToSpareNode = SpareAccepted | SpareRefused | SpareAsked | TakePlace | SpareReleased
+
+from_spare_node: Decoder[FromSpareNode] = Decoder(msgspec.msgpack.Decoder(FromSpareNode))
+to_spare_node: Decoder[ToSpareNode] = Decoder(msgspec.msgpack.Decoder(ToSpareNode))

@@ -1,0 +1,175 @@
+"""The gate at which spare nodes wait, in the agent of node 0; it lives as long as that agent.
+
+Invariants: a spare that waits has no place in the rendezvous and no worker; a place is given only to spares
+that have just answered, and only if there is one for each lost node; the owner of a place that was given away
+is written down before any worker starts again, so an agent that was taken for lost cannot come back to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from adaptor import output
+from adaptor.launchers.agent_listener import LOOPBACK, AgentListener
+from adaptor.launchers.invitation import UNIX, Invitation
+from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.tls import Tls
+from adaptor.protocol import wire
+from adaptor.protocol.deadline import deadline
+from adaptor.protocol.spare_node_messages import (
+    SpareAccepted,
+    SpareAsked,
+    SpareHello,
+    SpareRefused,
+    SpareReleased,
+    TakePlace,
+    from_spare_node,
+)
+
+# The job's name in the invitation to this gate.
+_NAME = "spares"
+# How long a spare has for its answer: a process that only waits answers in milliseconds, but the kernel of a
+# machine whose process is stopped answers for it.
+ANSWER_S = 3.0
+# How long a spare that is refused has to read why.
+READ_S = 3.0
+
+
+class SpareGate:
+    """The gate.
+
+    Args:
+        kind: how agents of this job meet (`invitation.kind_of`).
+        port: where to listen, or the next free one.
+        tls: the certificates of this node; None: without TLS.
+        mine: what a spare must have in common with this node.
+    """
+
+    def __init__(self, kind: str, port: int, tls: Tls | None, mine: SpareHello) -> None:
+        self._invitation = Invitation.draw(kind, False, _NAME)
+        self._port = port
+        self._tls = tls
+        self._mine = mine
+        self._rejected = RejectedConnections("the gate of spare nodes")
+        self._listener: AgentListener[SpareHello] | None = None
+        self._waiting: list[_Waiting] = []
+
+    async def open(self, address: str) -> Invitation:
+        """Listen from now on; return the invitation. `address`: at which other nodes reach this one."""
+        drawn = self._invitation
+        self._listener = AgentListener(drawn.secret, self._tls, self._rejected, self._welcome, _read_hello)
+        if drawn.kind == UNIX:
+            return drawn._replace(name=self._listener.listen_here())
+        return drawn._replace(port=self._listener.listen(LOOPBACK if address == LOOPBACK else "", self._port))
+
+    async def fill(self, lost: Sequence[int], restarts: int, generations: int) -> dict[int, str]:
+        """Give the places of `lost` to spares.
+
+        Args:
+            lost: the nodes.
+            restarts, generations: as in `TakePlace`.
+
+        Returns:
+            The new owner of each place; empty if there is not a spare for each.
+        """
+        ready: list[_Waiting] = []
+        for spare in list(self._waiting):
+            if len(ready) < len(lost) and await spare.answers():
+                ready.append(spare)
+        if len(ready) < len(lost):
+            return {}
+        owners = {}
+        for node, spare in zip(lost, ready, strict=True):
+            owners[node] = secrets.token_hex(8)
+            self._waiting.remove(spare)
+            spare.writer.write(wire.frame(TakePlace(node, restarts, generations, owners[node])))
+            output.tell(f"[ttp] {spare.where} takes the place of node {node}; {self._left}")
+        return owners
+
+    async def close(self) -> None:
+        """Send the spares home: the job is over."""
+        for spare in self._waiting:
+            spare.writer.write(wire.frame(SpareReleased()))
+        if self._listener is not None:
+            await self._listener.close()
+        self._rejected.close()
+
+    @property
+    def waiting(self) -> int:
+        """Return how many spares wait."""
+        return len(self._waiting)
+
+    @property
+    def _left(self) -> str:
+        count = self.waiting
+        return f"{count} spare node{'' if count == 1 else 's'} left"
+
+    async def _welcome(
+        self, hello: SpareHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if reason := _difference(hello, self._mine):
+            writer.write(wire.frame(SpareRefused(reason)))
+            output.tell(f"[ttp] the spare node {hello.host} (pid {hello.pid}) is refused: {reason}")
+            try:
+                async with deadline(READ_S):
+                    await reader.read()
+            except (OSError, asyncio.TimeoutError):
+                pass
+            return
+        spare = _Waiting(hello, writer)
+        self._waiting.append(spare)
+        writer.write(wire.frame(SpareAccepted()))
+        output.tell(f"[ttp] {spare.where} waits; {self._left}")
+        try:
+            while True:
+                await wire.read(reader, from_spare_node, wire.SLOW_S)
+                spare.has_answered.set()
+        except (EOFError, OSError, msgspec.DecodeError):
+            if spare in self._waiting:  # else it has taken a place
+                self._waiting.remove(spare)
+                output.tell(f"[ttp] {spare.where} is gone; {self._left}")
+
+
+class _Waiting:
+    """A spare node that waits; `where`: it, in words."""
+
+    def __init__(self, hello: SpareHello, writer: asyncio.StreamWriter) -> None:
+        self.writer = writer
+        self.where = f"the spare node {hello.host} (pid {hello.pid})"
+        self.has_answered = asyncio.Event()
+
+    async def answers(self) -> bool:
+        """Return whether it answers now."""
+        self.has_answered.clear()
+        self.writer.write(wire.frame(SpareAsked()))
+        try:
+            async with deadline(ANSWER_S):
+                await self.has_answered.wait()
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+
+async def _read_hello(reader: asyncio.StreamReader) -> SpareHello | None:
+    hello = await wire.read(reader, from_spare_node)
+    return hello if isinstance(hello, SpareHello) else None
+
+
+def _difference(spare: SpareHello, mine: SpareHello) -> str:
+    """Return the first difference that keeps a spare from standing in for a node; '' if there is none."""
+    for name, value in mine.facts.items():
+        if spare.facts.get(name) != value:
+            return f"{name} is {spare.facts.get(name)!r} there and {value!r} on node 0"
+    for there, here in zip(spare.arguments, mine.arguments, strict=False):
+        if there != here:
+            return f"the script's arguments differ: {there!r} there, {here!r} on node 0"
+    if len(spare.arguments) != len(mine.arguments):
+        has_more = len(spare.arguments) > len(mine.arguments)
+        where, longer = ("there", spare) if has_more else ("on node 0", mine)
+        first = longer.arguments[min(len(spare.arguments), len(mine.arguments))]
+        return f"the script's arguments differ: {first!r} is only {where}"
+    return ""

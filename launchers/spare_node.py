@@ -1,0 +1,165 @@
+"""A node beyond those of a job, which waits to take the place of one that is lost (`--ttp-spare`).
+
+It looks into the rendezvous store for the gate of node 0 (`spare_gate.py`), and waits there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from adaptor import engines, output
+from adaptor.config import Config
+from adaptor.errors import ConfigError, StartError
+from adaptor.launchers import flags, invitation, tls
+from adaptor.launchers.agent_connection import connect
+from adaptor.launchers.invitation import UNIX, Invitation
+from adaptor.protocol import wire
+from adaptor.protocol.spare_node_messages import (
+    SpareAsked,
+    SpareHello,
+    SpareReady,
+    SpareRefused,
+    SpareReleased,
+    TakePlace,
+    to_spare_node,
+)
+
+FLAG = flags.SPARE
+# Keys of the rendezvous store, and what comes before them.
+PREFIX = "ttp/spare-nodes"
+GATE = "gate"
+
+
+def require(parsed: argparse.Namespace, given: Iterable[str], settings: Config) -> None:
+    """Refuse `--ttp-spare` where a spare node could not take a place.
+
+    Args:
+        parsed: torchrun's arguments.
+        given: the names of those that were given.
+        settings: the user's.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    if not settings.enabled:
+        raise ConfigError(f"{FLAG}: ENABLE_TTP is False, and only the adaptor has spare nodes")
+    if not engines.find(settings.engine).has_own_agent:
+        raise ConfigError(f"{FLAG}: with TTP_ENGINE={settings.engine} there are no spare nodes")
+    if parsed.standalone or parsed.rdzv_backend != "static" or parsed.nnodes.strip() in ("1", "1:1"):
+        raise ConfigError(
+            f"{FLAG}: give the job's own --nnodes (2 or more), --master-addr and --master-port; with"
+            " --rdzv-backend c10d any ttprun that is started later takes a free place, without this flag"
+        )
+    if "node_rank" in given:
+        raise ConfigError(f"{FLAG} and --node-rank: a spare node has no place; leave one of them out")
+
+
+def about_this_node(parsed: argparse.Namespace) -> SpareHello:
+    """Return what a spare and the nodes of its job must have in common; before ttprun changes `parsed`."""
+    from torch.distributed import run
+
+    arguments = tuple(parsed.training_script_args)
+    facts = {
+        "the version of ttp-adaptor": metadata.version("ttp-adaptor"),
+        "the version of torch": metadata.version("torch"),
+        "--nnodes": str(parsed.nnodes).strip(),
+        "--nproc-per-node": str(run.determine_local_world_size(parsed.nproc_per_node)),
+        "--max-restarts": str(parsed.max_restarts),
+        "the script": Path(parsed.training_script).name,
+        "--save": _value_of("--save", arguments),
+    }
+    return SpareHello(facts, arguments, socket.gethostname(), os.getpid())
+
+
+def _value_of(flag: str, arguments: tuple[str, ...]) -> str:
+    """Return the last value of `flag`; '' where it is not given."""
+    value = ""
+    for place, argument in enumerate(arguments):
+        if argument == flag and place + 1 < len(arguments):
+            value = arguments[place + 1]
+        elif argument.startswith(f"{flag}="):
+            value = argument.partition("=")[2]
+    return value
+
+
+def wait(parsed: argparse.Namespace, settings: Config, mine: SpareHello) -> TakePlace | None:
+    """Wait for a place; return None if the job is over and no place was free.
+
+    Args:
+        parsed: torchrun's arguments.
+        settings: the user's.
+        mine: what node 0 compares.
+
+    Raises:
+        ConfigError: node 0 refuses this spare.
+        StartError: node 0 is lost, or cannot be reached.
+        Interrupted: a signal came first.
+    """
+    from torch.distributed.elastic.rendezvous import utils
+
+    from adaptor.launchers.waiting import wait_for
+
+    endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
+    host, port = utils.parse_rendezvous_endpoint(endpoint, -1)
+    there = f"node 0 at {host}:{port}, as a spare node"
+    said = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id)), lambda: there)
+    found = Invitation.decode(said, invitation.kind_of(settings))
+    return wait_for(
+        lambda: asyncio.run(wait_at_gate(found, host, settings, mine)),
+        lambda: "a place in the job, as a spare node",
+        quiet=True,
+    )
+
+
+def _find_gate(host: str, port: int, run_id: str) -> bytes:
+    """Return the invitation to the gate; node 0 may be started after this spare, at any time."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    from adaptor.launchers import rendezvous
+
+    while True:
+        rendezvous.wait_until_it_answers(host, port, float("inf"))
+        try:
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, multi_tenant=True)
+            gate = PrefixStore(f"{run_id}/{PREFIX}", store)
+            while not gate.check([GATE]):
+                time.sleep(rendezvous.TRY_S)
+            return bytes(gate.get(GATE))
+        except RuntimeError:  # node 0 has gone before it had made its gate; it may be started again
+            time.sleep(rendezvous.TRY_S)
+
+
+async def wait_at_gate(found: Invitation, host: str, settings: Config, mine: SpareHello) -> TakePlace | None:
+    """Wait at the gate to which `found` invites; the rest is as for `wait`."""
+    where = (found.name, 0) if found.kind == UNIX else (host, found.port)
+    reader, writer = await connect(*where, found.secret, tls.load(settings))
+    try:
+        writer.write(wire.frame(mine))
+        while True:
+            match await wire.read(reader, to_spare_node, wire.SLOW_S):
+                case SpareRefused(reason=reason):
+                    raise ConfigError(f"{FLAG}: node 0 refuses this spare node: {reason}")
+                case SpareAsked():
+                    writer.write(wire.frame(SpareReady()))
+                case TakePlace() as place:
+                    output.tell(f"[ttp] this spare node takes the place of node {place.node}")
+                    return place
+                case SpareReleased():
+                    return None
+                case _:  # accepted
+                    output.tell(f"[ttp] this node is a spare: it waits at {host} for a node to be lost")
+    except (EOFError, OSError, msgspec.DecodeError):
+        raise StartError(
+            f"node 0 at {host} is gone, and the rendezvous store with it: a spare node cannot take that place"
+        ) from None
+    finally:
+        writer.close()

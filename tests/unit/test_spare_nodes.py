@@ -1,0 +1,163 @@
+"""Spare nodes at the gate of node 0: over an abstract socket, loopback TCP and TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from torch.distributed import HashStore
+
+from adaptor import config
+from adaptor.errors import ConfigError, StartError
+from adaptor.launchers import flags, invitation, spare_node, tls, ttprun
+from adaptor.launchers.places import Places
+from adaptor.launchers.spare_gate import SpareGate
+from adaptor.launchers.spare_node import wait_at_gate
+from adaptor.protocol.spare_node_messages import SpareHello, TakePlace
+from tests.certificates import Authority
+from tests.ports import free_port
+
+MINE = SpareHello({"--nnodes": "2", "--save": "/shared/a"}, ("--lr", "0.1"), "node0", 1)
+PLACE = TakePlace(1, restarts=2, generations=3, owner="")
+
+
+def _gate(settings: config.Config) -> SpareGate:
+    return SpareGate(invitation.kind_of(settings), free_port(), tls.load(settings), MINE)
+
+
+async def _waits(gate: SpareGate, count: int) -> None:
+    while gate.waiting != count:
+        await asyncio.sleep(0.01)
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+@pytest.fixture(params=["unix", "plain", "tls"])
+def settings(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> config.Config:
+    given = {"unix": {}, "plain": {"TTP_TLS": "plain"}}.get(request.param)
+    if given is None:
+        given = Authority(tmp_path / "signer").settings()
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    return config.load()
+
+
+def test_the_places_of_lost_nodes_go_to_spares_that_are_there(settings: config.Config) -> None:
+    """One of three has gone, so two lost nodes have a spare each; a third one has none."""
+
+    async def work() -> None:
+        gate = _gate(settings)
+        found = await gate.open("127.0.0.1")
+        spares = [asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE)) for _ in range(3)]
+        await _waits(gate, 3)
+        spares[0].cancel()
+        await _waits(gate, 2)
+        assert await gate.fill([1, 2, 3], restarts=2, generations=3) == {}
+        owners = await gate.fill([1, 2], restarts=2, generations=3)
+        taken = await asyncio.gather(*spares[1:])
+        assert {place.node: place for place in taken if place is not None} == {
+            node: msgspec.structs.replace(PLACE, node=node, owner=owner) for node, owner in owners.items()
+        }
+        assert gate.waiting == 0
+        await gate.close()
+
+    _run(work())
+
+
+def test_a_spare_goes_home_when_the_job_is_over(settings: config.Config) -> None:
+    async def work() -> None:
+        gate = _gate(settings)
+        found = await gate.open("127.0.0.1")
+        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE))
+        await _waits(gate, 1)
+        await gate.close()
+        assert await spare is None
+
+    _run(work())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (SpareHello({**MINE.facts, "--save": "/b"}, MINE.arguments, "x", 2), "--save is '/b' there and '/sh"),
+        (
+            SpareHello({**MINE.facts, "--nnodes": "3"}, MINE.arguments, "x", 2),
+            "--nnodes is '3' there and '2'",
+        ),
+        (SpareHello(MINE.facts, ("--lr", "0.2"), "x", 2), "differ: '0.2' there, '0.1' on node 0"),
+        (SpareHello(MINE.facts, ("--lr", "0.1", "-v"), "x", 2), "differ: '-v' is only there"),
+        (SpareHello(MINE.facts, ("--lr",), "x", 2), "differ: '0.1' is only on node 0"),
+    ],
+)
+def test_a_spare_that_differs_is_refused(
+    theirs: SpareHello, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTP_TLS", "plain")
+    settings = config.load()
+
+    async def work() -> None:
+        gate = _gate(settings)
+        found = await gate.open("127.0.0.1")
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            await wait_at_gate(found, "127.0.0.1", settings, theirs)
+        assert gate.waiting == 0
+        await gate.close()
+
+    _run(work())
+
+
+def test_an_agent_that_was_taken_for_lost_cannot_come_back() -> None:
+    store = HashStore()
+    node0, lost = Places(store, 0, None), Places(store, 1, None)
+    lost.require_own()
+    node0.settle(1, {1: "a"})
+    assert node0.are_filled(1)
+    with pytest.raises(StartError, match="node 1 was taken for lost, and a spare node has its place"):
+        lost.require_own()
+    first = Places(store, 1, TakePlace(1, 1, 1, "a"))
+    first.require_own()
+    node0.settle(2, {})
+    assert not first.are_filled(2)
+    node0.settle(3, {1: "b"})
+    with pytest.raises(StartError):
+        first.require_own()
+    Places(store, 1, TakePlace(1, 2, 3, "b")).require_own()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nnodes", "2", "--node-rank", "1"], "--ttp-spare and --node-rank: a spare node has no place"),
+        (["--nnodes", "1"], "--ttp-spare: give the job's own --nnodes (2 or more)"),
+        (["--nnodes", "2", "--rdzv-backend", "c10d"], "--ttp-spare: give the job's own --nnodes"),
+    ],
+)
+def test_a_spare_that_could_take_no_place_is_refused(
+    arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ttprun.main([flags.SPARE, "--ttp-tls", "plain", *arguments, __file__]) == ttprun.USAGE_EXIT_CODE
+    assert f"ttprun: error: {words}" in capfd.readouterr().err
+
+
+def test_the_flag_after_the_script_is_the_script_s() -> None:
+    assert flags.without(flags.SPARE, ["--nnodes", "2", "x.py", "--ttp-spare"])[1] is False
+    rest, found = flags.without(flags.SPARE, ["--ttp-tls", "plain", "--ttp-spare", "--nnodes", "2", "x.py"])
+    assert found
+    assert "--ttp-spare" not in rest
+
+
+def test_what_node_0_compares() -> None:
+    parsed = flags.parse(["--nnodes", "2", "--nproc-per-node", "4", "a/x.py", "--save", "/s", "--save=/t"])
+    mine = spare_node.about_this_node(parsed)
+    assert mine.facts["--save"] == "/t"
+    assert mine.facts["the script"] == "x.py"
+    assert mine.facts["--nproc-per-node"] == "4"
