@@ -18,7 +18,7 @@ PATCHES = "ttp_adaptor.patches"
 DEVICES = "ttp_adaptor.devices"
 # By their names in TTP_ENGINE: classes (`adaptor.engines.Engine`).
 ENGINES = "ttp_adaptor.engines"
-# By their names in --ckpt-format and `adaptor.protect`: what makes a `Form`
+# By their names in --ckpt-format and `adaptor.protect`: what makes a `CheckpointFormat`
 # (`adaptor.checkpoint.training_state.FormatFactory`).
 FORMATS = "ttp_adaptor.formats"
 

@@ -19,7 +19,7 @@ OPTIMIZER_FILE = naming.OPTIMIZER_FILE
 
 
 class TorchFormat:
-    """The `Form` with `model_optim_rng.pt` and, with a distributed optimizer, `distrib_optim.pt`."""
+    """The format with `model_optim_rng.pt` and, with a distributed optimizer, `distrib_optim.pt`."""
 
     def model(self, chunks: Mapping[str, Any]) -> dict[str, Any]:
         return {key: chunk.state_dict_for_save_checkpoint() for key, chunk in chunks.items()}
@@ -28,17 +28,17 @@ class TorchFormat:
         return list(_places("", saved))
 
     def optimizer(
-        self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], worlds: Sequence[Any]
+        self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], gathered: Sequence[Any]
     ) -> Any:
         return states[0] if len(states) == 1 else list(states)
 
     def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
         return states
 
-    def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files:
+    def files(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> Files:
         stored = [
             _as_saved(world, optimizer) if saved and world is not None else None
-            for world, (optimizer, _, saved) in zip(worlds, state.chained, strict=True)
+            for world, (optimizer, _, saved) in zip(gathered, state.chained, strict=True)
         ]
         files: Files = {}
         if any(world is not None for world in stored) and state.saves("optim"):

@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +23,13 @@ import torch.distributed as dist
 
 from adaptor.checkpoint import dcp, shards
 from adaptor.checkpoint.format_torch import TorchFormat, save
-from adaptor.checkpoint.training_state import Files, Form, TrainingState
+from adaptor.checkpoint.optimizer_stand_ins import (
+    REPLACED,
+    gathered_stand_in,
+    plain_stand_in,
+    state_without_memory,
+)
+from adaptor.checkpoint.training_state import CheckpointFormat, Files, TrainingState
 from adaptor.checkpoint.weights import TensorSlot
 from adaptor.errors import CheckpointError, UnsupportedError
 
@@ -32,25 +37,13 @@ from adaptor.errors import CheckpointError, UnsupportedError
 ONE_INSTANCE = "dp_zero_gather_scatter"
 KINDS = (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space", ONE_INSTANCE)
 
-# The attributes that a stand-in replaces; a version that lacks one would gather in another way.
-_CHANGED = (
-    "_build_gbuf_range_map",
-    "_get_main_param_and_optimizer_states",
-    "distributed_optimizer_instance_id",
-    "gbuf_ranges",
-    "get_parameter_state_dp_zero",
-)
-
 # Where a version of Megatron-LM says how its checkpoints are sharded (since 0.13).
 _METADATA = "_build_sharded_state_dict_metadata"
-
-# A data-parallel group of the writer alone.
-_ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """A `Form`.
+    """The format `torch_dist` of one rank, a `CheckpointFormat`.
 
     Attributes:
         first: the rank in whose place its group is written
@@ -81,13 +74,15 @@ class Sharding:
         ]
 
     def optimizer(
-        self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], worlds: Sequence[Any]
+        self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], gathered: Sequence[Any]
     ) -> Any:
         made = [
-            _with_state(optimizer, live, plain)
-            if world is None
-            else _with_everything(optimizer, plain, world, stored)
-            for (optimizer, live, stored), plain, world in zip(state.chained, states, worlds, strict=True)
+            plain_stand_in(optimizer, live, plain)
+            if whole_state is None
+            else gathered_stand_in(optimizer, plain, whole_state, stored)
+            for (optimizer, live, stored), plain, whole_state in zip(
+                state.chained, states, gathered, strict=True
+            )
         ]
         whole = made[0]
         if hasattr(state.optimizer, "chained_optimizers"):
@@ -98,7 +93,7 @@ class Sharding:
     def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
         return [dataclasses.replace(place, data=list(states)) for place in self.random]
 
-    def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files:
+    def files(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> Files:
         from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
         from megatron.core.dist_checkpointing.mapping import ShardedObject
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -146,71 +141,7 @@ def _bases(tree: Any) -> Iterator[Any]:
     return (value for value in nested_values(tree) if isinstance(value, ShardedBase))
 
 
-def _with_state(optimizer: Any, live: Any, plain: Any) -> Any:
-    """Return a stand-in for an optimizer without shards: it saves `plain`, under the params of `live`."""
-    made = copy.copy(optimizer)
-    made.state_dict = lambda *_, **__: plain
-    made.get_parameters = live.get_parameters
-    return made
-
-
-def _with_everything(optimizer: Any, plain: Any, world: Mapping[Any, Any], stored: bool) -> Any:
-    """Return a stand-in for a distributed optimizer that has the state of all its shards.
-
-    Its buffers are those of `world`, which has no padding at the end of buckets.
-
-    Args:
-        plain: what it saves besides the shards.
-        world: the gathered state of its shards, as `shards.gather` returns it.
-        stored: False: another group saves all of it, as the first optimizer instance saves it for the second.
-    """
-    made = copy.copy(optimizer)
-    made.buffers = [_without_padding(optimizer, buffer) for buffer in optimizer.buffers]
-    made.gbuf_ranges = [made._build_gbuf_range_map(buffer) for buffer in made.buffers]
-    made.data_parallel_group = made.data_parallel_group_gloo = _ALONE
-    made.distributed_optimizer_instance_id = 0 if stored else 1
-    made.state_dict = lambda *_, **__: dict(plain)
-    made.get_parameter_state_dp_zero = lambda *_, **__: world
-    whole = {
-        param: {key: tensor[start:end] for key, tensor in tensors.items() if key in shards.KEYS}
-        for number, buffer in enumerate(made.buffers)
-        for tensors in world[number].values()
-        for param, (start, end, _) in buffer.param_index_map.items()
-    }
-    made._get_main_param_and_optimizer_states = lambda param: dict(whole[param])
-    return made
-
-
-def _without_padding(optimizer: Any, buffer: Any) -> SimpleNamespace:
-    """Return what the framework reads of a buffer when it saves, with places as in the gathered state.
-
-    Places in a live buffer count the padding at the end of buckets, which the gathered state does not have:
-    Megatron-core 0.15 and 0.16 save params behind such padding from a wrong place (fully_reshardable).
-    """
-    buckets = shards.buckets_of(optimizer, buffer)
-    return SimpleNamespace(
-        param_dtype=buffer.param_dtype,
-        grad_dtype=buffer.grad_dtype,
-        numel_unpadded=buffer.numel_unpadded,
-        data_parallel_group=_ALONE,
-        num_optimizer_shards=1,
-        buckets=[
-            SimpleNamespace(
-                offset=bucket.world,
-                numel_unpadded=bucket.unpadded,
-                grad_data=torch.empty(bucket.unpadded, device="meta"),
-            )
-            for bucket in buckets
-        ],
-        param_index_map={
-            param: (start - shift, end - shift, number)
-            for param, (start, end, number) in buffer.param_index_map.items()
-            for shift in (buckets[number].offset - buckets[number].world,)
-        },
-    )
-
-
-def make(state: TrainingState, first: int) -> Form:
+def make(state: TrainingState, first: int) -> CheckpointFormat:
     """See `training_state.FormatFactory`.
 
     Versions that do not say how state is sharded get the format `torch`, which they load as well.
@@ -256,7 +187,7 @@ def agree(
     if kind not in KINDS:
         raise UnsupportedError(_refused(f"optimizer state of the kind {kind}"))
     for optimizer, _, _ in state.chained:
-        if shards.is_sharded(optimizer) and not all(hasattr(optimizer, name) for name in _CHANGED):
+        if shards.is_sharded(optimizer) and not all(hasattr(optimizer, name) for name in REPLACED):
             raise UnsupportedError(_refused("the optimizer of this version"))
         if kind == ONE_INSTANCE and (made := _instances(optimizer)) > 1:
             raise UnsupportedError(
@@ -294,24 +225,16 @@ def _rehearse(sharding: Sharding, state: TrainingState) -> None:
 
     empty: dict[str, Any] = {"state": {}, "param_groups": []}
     states = [{**empty, "optimizer": {**empty}, "fp32_from_fp16_params": []} for _ in state.chained]
-    worlds = [_blank(one) if shards.is_sharded(one) else None for one, _, _ in state.chained]
+    gathered = [state_without_memory(one) if shards.is_sharded(one) else None for one, _, _ in state.chained]
     try:
         body = dict(sharding.model(state.chunks))
         if not shards.is_stub(state.optimizer):
-            body["optimizer"] = sharding.optimizer(state, body, states, worlds)
+            body["optimizer"] = sharding.optimizer(state, body, states, gathered)
         dcp.Part(sharding.first, _planner(save_preprocess(body, False)[0]))
     except Exception as error:
         raise UnsupportedError(
             _refused(f"what this version saves ({type(error).__name__}: {error})")
         ) from error
-
-
-def _blank(optimizer: Any) -> dict[Any, Any]:
-    world: dict[Any, Any] = {"buckets_coalesced": True}
-    for number, buffer in enumerate(optimizer.buffers):
-        tensors = {key: torch.empty(buffer.numel_unpadded, device="meta") for key in shards.KEYS}
-        world[number] = {(buffer.param_dtype, buffer.grad_dtype): tensors}
-    return world
 
 
 def _refused(what: str) -> str:

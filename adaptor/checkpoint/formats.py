@@ -23,4 +23,4 @@ def in_format(name: str, state: TrainingState, first: int, setting: str) -> Trai
         UnsupportedError: the format cannot hold this state.
     """
     make = cast(FormatFactory, plug_ins.choose(plug_ins.FORMATS, name, setting, "or set ENABLE_TTP=False"))
-    return replace(state, form=make(state, first))
+    return replace(state, format=make(state, first))

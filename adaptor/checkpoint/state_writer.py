@@ -1,9 +1,10 @@
 """Writes what Megatron's `save_checkpoint` would, from the live objects of a rank and the record of a step.
 
 The files are those of data-parallel rank 0 of a model-parallel rank, in one of the framework's formats
-(`training_state.Form`): the same keys, dtypes and bits. This runs in a thread beside a main thread that may
-hang in a broken collective. So it calls only local functions of the framework (`state_dict` of a module, of
-an optimizer), and takes everything that the main thread changes between two updates from the record.
+(`training_state.CheckpointFormat`): the same keys, dtypes and bits. This runs in a thread beside a main
+thread that may hang in a broken collective. So it calls only local functions of the framework (`state_dict`
+of a module, of an optimizer), and takes everything that the main thread changes between two updates from the
+record.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from adaptor.checkpoint.format_torch import TorchFormat
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.step_record import StepRecord, chain
-from adaptor.checkpoint.training_state import FLOPS, Files, Form, TrainingState
+from adaptor.checkpoint.training_state import FLOPS, CheckpointFormat, Files, TrainingState
 from adaptor.checkpoint.weights import Weights
 from adaptor.errors import CheckpointError
 from adaptor.protocol.file_entry import FileEntry
@@ -37,8 +38,8 @@ class Written:
     not_finite: str
 
 
-def _form(state: TrainingState) -> Form:
-    return state.form or TorchFormat()
+def _format(state: TrainingState) -> CheckpointFormat:
+    return state.format or TorchFormat()
 
 
 def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
@@ -91,14 +92,14 @@ def write_files(
 
 def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> tuple[Files, str]:
     """Return the writers of all files and a text of what is not finite, which `exchange` has been told."""
-    weights, worlds, found = _gathered(state, exchange)
-    body, not_finite = _body(state, record, weights, worlds, exchange)
-    if all(world is None for world in worlds):  # else its tensors have been looked at
+    weights, gathered, found = _gathered(state, exchange)
+    body, not_finite = _body(state, record, weights, gathered, exchange)
+    if all(world is None for world in gathered):  # else its tensors have been looked at
         whole = [] if finite.all_finite(body.get("optimizer")) else ["the optimizer state"]
         found += [(what, exchange.rank) for what in (*whole, *not_finite)]
     if found:
         exchange.on_not_finite(finite.words([what for what, _ in found]), [rank for _, rank in found])
-    files = _form(state).files(state, body, worlds)
+    files = _format(state).files(state, body, gathered)
     files |= {name: partial(_write, content) for name, content in state.on_top.items()}
     return files, finite.words([what for what, _ in found] or not_finite)
 
@@ -111,7 +112,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
     """Return all main params, the state of each optimizer (None without shards), and what of it is not finite
     with the rank that gave it."""
     weights = Weights(exchange.device.to_host)
-    worlds: list[Any] = []
+    gathered: list[Any] = []
     found: list[tuple[str, int]] = []
     optimizers = chain(state.optimizer)
     first, total = 0, sum(shards.shard_of(optimizer)[1] for optimizer in optimizers)
@@ -128,13 +129,13 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
         elif not shards.is_stub(optimizer):
             weights.add_whole(optimizer, live)
         first += shards.shard_of(optimizer)[1]
-        worlds.append(world)
+        gathered.append(world)
     shards.acknowledge(optimizers, exchange)
-    return weights, worlds, found
+    return weights, gathered, found
 
 
 def _body(
-    state: TrainingState, record: StepRecord, weights: Weights, worlds: Sequence[Any], exchange: Exchange
+    state: TrainingState, record: StepRecord, weights: Weights, gathered: Sequence[Any], exchange: Exchange
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the saved dict, keys in the framework's order, and the names of weights that are not finite."""
     body: dict[str, Any] = {}
@@ -142,7 +143,7 @@ def _body(
         body["args"] = _args_of(state, record)
     body["checkpoint_version"] = 3.0
     body["iteration"] = record.step
-    model = _form(state).model(state.chunks)
+    model = _format(state).model(state.chunks)
     if state.keeps is not None:
         model = {
             key: {name: value for name, value in saved.items() if state.keeps(name)}
@@ -152,20 +153,20 @@ def _body(
     if state.saves("optim"):
         if not shards.is_stub(state.optimizer):
             states = _optimizers_of(state, record, exchange)
-            body["optimizer"] = _form(state).optimizer(state, model, states, worlds)
+            body["optimizer"] = _format(state).optimizer(state, model, states, gathered)
         if record.scheduler is not None:
             body["opt_param_scheduler"] = dict(record.scheduler)
     if record.rerun is not None:
         body["rerun_state_machine"] = dict(record.rerun) or None
     if state.saves("rng"):
-        body["rng_state"] = _form(state).rng([dict(states) for states in record.rng])
+        body["rng_state"] = _format(state).rng([dict(states) for states in record.rng])
     if FLOPS in record.counters:
         body[FLOPS] = record.counters[FLOPS]
     body.update(state.extra)
     not_finite: list[str] = []
     buffers = state.buffers.copies(record.buffers)
     for key, chunk in state.chunks.items():  # now that the optimizer needs the live ones no longer
-        bad = weights.rebuild(chunk, _form(state).places(model[key]), buffers)
+        bad = weights.rebuild(chunk, _format(state).places(model[key]), buffers)
         not_finite += [f"{key}.{name}" for name in bad]
         exchange.check()
     return body, not_finite

@@ -21,7 +21,7 @@ Files = dict[str, Callable[[HashingFile], Any]]
 class FormatFactory(Protocol):
     """The function that an entry point of `ttp_adaptor.formats` names; see `formats.in_format`."""
 
-    def __call__(self, state: TrainingState, first: int) -> Form:
+    def __call__(self, state: TrainingState, first: int) -> CheckpointFormat:
         """Make the format in which this rank writes last words; on every rank at the same time.
 
         Args:
@@ -33,7 +33,7 @@ class FormatFactory(Protocol):
         """
 
 
-class Form(Protocol):
+class CheckpointFormat(Protocol):
     """A format of checkpoints."""
 
     def model(self, chunks: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Form(Protocol):
         """Return where tensors stand in what one chunk has `saved`, so that others can take their places."""
 
     def optimizer(
-        self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], worlds: Sequence[Any]
+        self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], gathered: Sequence[Any]
     ) -> Any:
         """Return what the chain of optimizers saves.
 
@@ -51,19 +51,19 @@ class Form(Protocol):
             state: the training state.
             model: what the method `model` returned.
             states: per optimizer of the chain: what it saves without its shards.
-            worlds: per optimizer of the chain: the state that was gathered; None where it has no shards.
+            gathered: per optimizer of the chain: the state that was gathered; None where it has no shards.
         """
 
     def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
         """Return random states as they are saved; `states` has one for each data-parallel rank."""
 
-    def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files:
+    def files(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> Files:
         """Return the files of this rank: for each path below the checkpoint a function that writes it.
 
         Args:
             state: the training state.
             body: what is saved besides the optimizer's gathered state.
-            worlds: as for `optimizer`.
+            gathered: as for `optimizer`.
         """
 
 
@@ -84,7 +84,7 @@ class TrainingState:
         beside: further files of this rank's folder, by name; the framework has none of them
         on_top: further files of the checkpoint, by path below its folder, in every format
         live: the optimizer that updates the model, where `optimizer` is a copy of it; else None
-        form: the format to write; None for `torch` (`format_torch.TorchFormat`)
+        format: the one to write; None for `torch` (`format_torch.TorchFormat`)
     """
 
     model: Sequence[Any]
@@ -99,7 +99,7 @@ class TrainingState:
     beside: Mapping[str, bytes] = field(default_factory=dict)
     on_top: Mapping[str, bytes] = field(default_factory=dict)
     live: Any = None
-    form: Form | None = None
+    format: CheckpointFormat | None = None
 
     @property
     def chunks(self) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
     mirrors = replicas_of(optimizer, size, size)
     place = place_of(optimizer, mirrors, folder, everyone)
     return MegatronTrainee(
-        state=state_at(place, model, optimizer, scheduler, args, form=Form()),
+        state=state_at(place, model, optimizer, scheduler, args, format=AscendSpeedFormat()),
         save=str(Path(args.save).resolve()),
         shares=place.shares,
         random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
@@ -131,14 +131,14 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
     )
 
 
-class Form(format_torch.TorchFormat):
+class AscendSpeedFormat(format_torch.TorchFormat):
     """ModelLink's format: the two archives of Megatron's, with other names inside."""
 
     def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
         (states_of_this_rank,) = states
         return states_of_this_rank
 
-    def files(self, state: TrainingState, body: dict[str, Any], worlds: Sequence[Any]) -> Files:
+    def files(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> Files:
         from ascendspeed.utils import convert_args_to_strs
 
         args = body.pop("args")
@@ -151,7 +151,7 @@ class Form(format_torch.TorchFormat):
             if name == "iteration":
                 named["tokens"] = args.consumed_train_tokens
         files: Files = {f"{state.folder}/{format_torch.MODEL_FILE}": partial(format_torch.save, named)}
-        (world,) = worlds
+        (world,) = gathered
         if world is not None:
             numbered = by_chunk(state.optimizer, world)
             files[f"{state.folder}/{format_torch.OPTIMIZER_FILE}"] = partial(format_torch.save, numbered)

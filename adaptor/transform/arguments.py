@@ -102,6 +102,8 @@ def require_supported(args: Namespace, folder: Path, *, described: bool) -> None
     """Refuse a checkpoint that was saved in a way that is not transformed.
 
     Args:
+        args: the framework's, as they are in the checkpoint.
+        folder: of the checkpoint, for messages.
         described: it has a layout file.
 
     Raises:

@@ -42,7 +42,11 @@ class Item:
 class Slot:
     """An entry of the model on one rank: its name and shape there.
 
-    pieces  of the axis that is cut; none where the rank has all of it
+    Attributes:
+        name: of the entry
+        item: of the whole model
+        shape: on this rank
+        pieces: of the axis that is cut; none where the rank has all of it
     """
 
     name: str

@@ -19,7 +19,7 @@ def one_of_each(slot: Slot, parts: Sequence[Part]) -> list[Part]:
 
 
 def pieces_of(axis: int, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Return the pieces of a rank's tensor along an axis: one where the rank has the whole."""
+    """Return the `pieces` of a rank's tensor of this `shape` along `axis`: one where it has the whole."""
     return pieces or (Piece(0, 0, shape[axis]),)
 
 

@@ -121,6 +121,7 @@ USES_ANY = {
     "adaptor.checkpoint.format_torch_dist": "state dicts of Megatron",
     "adaptor.checkpoint.layout_of_job": "a framework's model and optimizer",
     "adaptor.checkpoint.local_copy": "a framework's optimizer",
+    "adaptor.checkpoint.optimizer_stand_ins": "optimizers of Megatron",
     "adaptor.checkpoint.placement": "a framework's model and optimizer",
     "adaptor.checkpoint.rng": "Megatron's RNG tracker",
     "adaptor.checkpoint.shards": "state dicts of Megatron",
