@@ -99,7 +99,7 @@ def _bandwidth(text: str) -> float:
 
 def _answer(parsed: argparse.Namespace) -> int:
     script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
-    if len(script) < 2:
+    if not script:
         raise ConfigError("name the script and its arguments: ttp plan -- pretrain_gpt.py ARGUMENTS")
     if parsed.nproc_per_node is None and parsed.nnodes > 1:
         raise ConfigError(f"--nnodes is {parsed.nnodes}: say --nproc-per-node, too")

@@ -79,6 +79,15 @@ def test_an_incident_in_figures(tmp_path: Path) -> None:
     assert "Goodput" in text
 
 
+@pytest.mark.parametrize(
+    ("holders", "words"),
+    [(2, "Holders of each shard 2 at least: any one rank may be lost"), (1, "1 of some: if that rank dies")],
+)
+def test_holders_in_the_header(tmp_path: Path, holders: int, words: str) -> None:
+    now = msgspec.structs.replace(status(), shard_holders=holders)
+    assert words in str(Text(html_of(write(tmp_path, None, state=now))))
+
+
 def test_a_job_without_an_incident_and_without_a_step(tmp_path: Path) -> None:
     state = status(step=None, step_time=None, protected=False, why_not="no replica", incidents=0)
     text = str(Text(html_of(write(tmp_path, None, state=state))))
