@@ -52,7 +52,7 @@ class Config:
     log_stdout: bool
     serve: endpoints.Address | None
     serve_token: str
-    notify: endpoints.Target | None
+    notify: endpoints.NoticeTarget | None
     notify_secret: str
     profile: requests.Profile | None
     dump: requests.Dump | None
@@ -149,7 +149,7 @@ class _NotShownError(ValueError):
     """A value makes no sense, and may be a secret."""
 
 
-def _target(text: str) -> endpoints.Target | None:
+def _target(text: str) -> endpoints.NoticeTarget | None:
     """Do not show what is no target: an URL of Slack is a secret."""
     try:
         return endpoints.target(text)

@@ -52,7 +52,7 @@ def address(text: str) -> Address | None:
 TARGETS = "https://..., slack:https://..., exec:COMMAND or file:PATH"
 
 
-class Target(NamedTuple):
+class NoticeTarget(NamedTuple):
     """The targets of notices of incidents.
 
     Attributes:
@@ -72,7 +72,7 @@ class Target(NamedTuple):
         return f"{parts.scheme}://{parts.netloc}"
 
 
-def target(text: str) -> Target | None:
+def target(text: str) -> NoticeTarget | None:
     """Return the target that a text names; None for ''.
 
     Raises:
@@ -84,11 +84,11 @@ def target(text: str) -> Target | None:
     if kind == "exec":
         if not shlex.split(where):
             raise ValueError
-        return Target(kind, where)
+        return NoticeTarget(kind, where)
     if kind == "file":
         if not where:
             raise ValueError
-        return Target(kind, where)
+        return NoticeTarget(kind, where)
     if kind != "slack":
         kind, where = "json", text
     parts = urlsplit(where)
@@ -97,4 +97,4 @@ def target(text: str) -> Target | None:
         raise ValueError
     if not where.isascii() or not where.isprintable() or " " in where:
         raise ValueError
-    return Target(kind, where)
+    return NoticeTarget(kind, where)

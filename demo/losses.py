@@ -17,7 +17,7 @@ class Difference(NamedTuple):
     """
 
     title: str
-    line: charts.Line
+    line: charts.ChartLine
     largest: float
     differ: int
     compared: int
@@ -31,7 +31,7 @@ def losses(steps: list[Step]) -> tuple[list[int], list[float]]:
     return sorted(kept), [kept[iteration].loss for iteration in sorted(kept)]
 
 
-def curve(steps: list[Step]) -> charts.Line:
+def curve(steps: list[Step]) -> charts.ChartLine:
     """Return the loss curve of a run. It must have recorded a step."""
     return charts.line(*losses(steps))
 

@@ -20,7 +20,7 @@ from adaptor import output, text
 from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.launchers.programs import STORE
-from adaptor.store.uploader import End, Order
+from adaptor.store.uploader import End, UploadSettings
 
 # Before it is started again: longer each time.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
@@ -104,7 +104,7 @@ class JobUploads:
             within_s = None if self._until is None else max(0.0, self._until - time.monotonic())
             self._write(self._process, End(within_s))
 
-    def _write(self, process: subprocess.Popen[bytes], message: Order | End) -> None:
+    def _write(self, process: subprocess.Popen[bytes], message: UploadSettings | End) -> None:
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended, which its watcher says
             process.stdin.write(msgspec.json.encode(message) + b"\n")
@@ -115,7 +115,7 @@ class JobUploads:
         # A signal for all processes of the job may come before the new one ignores it: it inherits this mask.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         config, wait_s = self._config, FIRST_WAIT_S
-        order = Order(
+        order = UploadSettings(
             config.store,
             config.store_endpoint,
             str(save),
@@ -137,7 +137,7 @@ class JobUploads:
             self._ends.wait(wait_s)  # if the job ends meanwhile, another process sends the newest one
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    def _run_once(self, order: Order) -> str:
+    def _run_once(self, order: UploadSettings) -> str:
         """Run the process to its end; return how it ended, '' where it was to end."""
         with self._lock:
             if threading.current_thread() is not self._thread:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from adaptor import endpoints, output, text
 from adaptor.config import Config
-from adaptor.endpoints import Target
+from adaptor.endpoints import NoticeTarget
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.operations import access, notices
 from adaptor.operations.records import Notice
@@ -25,7 +25,7 @@ from adaptor.operations.records import Notice
 _MOST_WAITING = 64
 
 
-def targets(config: Config) -> list[Target]:
+def targets(config: Config) -> list[NoticeTarget]:
     """Return where notices go; what TTP_NOTIFY names in a file is read now.
 
     Raises:
@@ -51,7 +51,7 @@ def secret(config: Config) -> str:
         raise ConfigError(str(error)) from None
 
 
-def _read(path: Path) -> list[Target]:
+def _read(path: Path) -> list[NoticeTarget]:
     try:
         lines = access.read_private(path, "TTP_NOTIFY").splitlines()
     except AdaptorError as error:
@@ -85,7 +85,7 @@ class Notifier:
         secret: signs what goes to a target of JSON; '' for none.
     """
 
-    def __init__(self, to: Sequence[Target] = (), secret: str = "") -> None:
+    def __init__(self, to: Sequence[NoticeTarget] = (), secret: str = "") -> None:
         self._secret = secret
         self._closed = False
         self._writers = [(target, output.Writer("ttp-notify")) for target in to]
@@ -112,7 +112,7 @@ class Notifier:
             writer.close(max(0.0, until - time.monotonic()))
         self._closed = True
 
-    def _send(self, target: Target, make: Callable[[], Notice]) -> None:
+    def _send(self, target: NoticeTarget, make: Callable[[], Notice]) -> None:
         if self._closed:
             return
         why: list[str] = [f"no answer within {notices.LIMIT_S:g} s"]
@@ -128,7 +128,7 @@ class Notifier:
             output.tell(f"[ttp] TTP_NOTIFY {target}: the notice {notice.type!r} was not delivered: {why[0]}")
 
 
-def _try(target: Target, notice: Notice, secret: str, why: list[str]) -> None:
+def _try(target: NoticeTarget, notice: Notice, secret: str, why: list[str]) -> None:
     """Deliver a notice, and leave the reason in `why` if that fails; nothing if it does not."""
     try:
         notices.deliver(target, notice, secret)

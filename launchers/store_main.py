@@ -97,7 +97,7 @@ def _send() -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_ENDED)
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=uploader.Order)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=uploader.UploadSettings)
     sending = uploader.Uploader(order, lambda line: output.tell(line, to="stdout"))
 
     def leave(why: str) -> None:

@@ -35,7 +35,7 @@ class _Known:
     extra: Mapping[str, Any] | None
 
 
-class Part:
+class RankPart:
     """The part of a checkpoint that one rank writes.
 
     Args:

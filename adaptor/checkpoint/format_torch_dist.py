@@ -112,7 +112,7 @@ class Sharding:
             files[COMMON_STATE_FNAME] = partial(save, common)
         if self.first == 0:
             files[CONFIG_FNAME] = lambda file: file.write(json.dumps(config).encode())
-        part = dcp.Part(self.first, _planner(sharded))
+        part = dcp.RankPart(self.first, _planner(sharded))
         if part.has_data:
             files[part.data_file] = part.write_data
         files[part.part_file] = part.write_part
@@ -230,7 +230,7 @@ def _rehearse(sharding: Sharding, state: TrainingState) -> None:
         body = dict(sharding.model(state.chunks))
         if not shards.is_stub(state.optimizer):
             body["optimizer"] = sharding.optimizer(state, body, states, gathered)
-        dcp.Part(sharding.first, _planner(save_preprocess(body, False)[0]))
+        dcp.RankPart(sharding.first, _planner(save_preprocess(body, False)[0]))
     except Exception as error:
         raise UnsupportedError(
             _refused(f"what this version saves ({type(error).__name__}: {error})")

@@ -31,7 +31,7 @@ from adaptor.protocol.file_entry import FileEntry
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """The written files; `not_finite` names what among them has a nan or an infinity, empty if nothing."""
 
     files: tuple[FileEntry, ...]
@@ -53,7 +53,7 @@ def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
 
 def write_files(
     state: TrainingState, record: StepRecord, exchange: Exchange, root: Path, attempt: int
-) -> Written:
+) -> WrittenFiles:
     """Gather the shards from their holders and write this rank's files below `root` (iter_N_tmp).
 
     Each file is written and fsynced under a name that ends in the number of the `attempt`; its final name
@@ -87,7 +87,7 @@ def write_files(
             if isinstance(error, OSError):
                 raise CheckpointError(f"{path}: {error.strerror or error}") from error
             raise
-    return Written(tuple(entries), not_finite)
+    return WrittenFiles(tuple(entries), not_finite)
 
 
 def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> tuple[Files, str]:

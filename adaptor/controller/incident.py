@@ -29,7 +29,7 @@ from adaptor.controller.incident_orders import IncidentOrders
 from adaptor.controller.incident_state import IncidentState, Stage
 from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import FromNewcomer
-from adaptor.controller.outcome import Orders, Outcome
+from adaptor.controller.outcome import IncidentOutcome, Orders
 from adaptor.controller.plan import Plan
 from adaptor.controller.prior_checkpoint import PriorCheckpointSearch
 from adaptor.controller.publish_target import PublishTarget
@@ -292,13 +292,13 @@ class Incident:
             orders = orders + self.regrouping.regroup(outcome.reason if outcome.kind == "lost" else "")
         if self.state.stage is Stage.REGROUPING:
             if self.regrouping.is_complete:
-                self.state.end(Outcome("recovered", self.step, ""))
+                self.state.end(IncidentOutcome("recovered", self.step, ""))
             elif not self.regrouping.is_pending:
                 assert outcome is not None
                 return orders + self._end(outcome)
         return orders
 
-    def _end(self, outcome: Outcome) -> Orders:
+    def _end(self, outcome: IncidentOutcome) -> Orders:
         if outcome.kind != "saved" and outcome != NEVER_BEGUN and self.finding.may_find:
             self.state.move(Stage.FINDING)
             self.finding.otherwise = outcome

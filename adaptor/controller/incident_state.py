@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from adaptor.controller.outcome import Outcome
+from adaptor.controller.outcome import IncidentOutcome
 from adaptor.protocol.messages import BoardRecord
 
 
@@ -63,7 +63,7 @@ class IncidentState:
     deadline: float = 0.0
     now: float = 0.0
     stage: Stage = Stage.FREEZING
-    outcome: Outcome | None = None
+    outcome: IncidentOutcome | None = None
     boards: dict[int, BoardRecord] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
     stuck: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class IncidentState:
         assert stage in TRANSITIONS[self.stage], f"{self.stage.name} is not followed by {stage.name}"
         self.stage = stage
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: IncidentOutcome) -> None:
         """The last stage."""
         self.move(Stage.RECOVERED if outcome.kind == "recovered" else Stage.ENDED)
         self.outcome = outcome

@@ -13,7 +13,7 @@ Orders = list[Order]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class IncidentOutcome:
     """The end of an incident: `kind` is recovered, saved, nothing or lost; `reason` is a text for the user.
 
     `unheld`: it is lost because a shard has no live holder, not because a save failed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from adaptor.controller.dump import Writing
 from adaptor.controller.freeze import FreezeState
-from adaptor.controller.outcome import Outcome
+from adaptor.controller.outcome import IncidentOutcome
 
 
 class PriorCheckpointSearch:
@@ -25,7 +25,7 @@ class PriorCheckpointSearch:
         self._writing = writing
         self._took_over = took_over
         self.patience_s = patience_s if took_over else 0.0
-        self.otherwise: Outcome | None = None
+        self.otherwise: IncidentOutcome | None = None
         self._until = 0.0
         self._found_nothing = False
 
@@ -42,12 +42,12 @@ class PriorCheckpointSearch:
         """Return the step from which on a found checkpoint loses nothing."""
         return max(self._freeze_state.newest_told, self._writing.origin + 1)
 
-    def found(self, step: int) -> Outcome:
+    def found(self, step: int) -> IncidentOutcome:
         """Note that `step` was found on disk; last words may be of an earlier step than the newest known."""
         told, begun = self._freeze_state.newest_told, self._freeze_state.newest_begun
         if told > step:
-            return Outcome("saved", step, f"step {told} was not finished on every rank")
-        return Outcome("saved", step, f"step {begun} may have begun" if begun > step else "")
+            return IncidentOutcome("saved", step, f"step {told} was not finished on every rank")
+        return IncidentOutcome("saved", step, f"step {begun} may have begun" if begun > step else "")
 
     def found_nothing(self) -> None:
         """An agent has looked."""

@@ -12,7 +12,7 @@ from adaptor.controller.dump import Writing
 from adaptor.controller.freeze import FreezeState
 from adaptor.controller.incident_orders import IncidentOrders
 from adaptor.controller.incident_state import IncidentState, Stage
-from adaptor.controller.outcome import Orders, Outcome
+from adaptor.controller.outcome import IncidentOutcome, Orders
 from adaptor.controller.plan import NoPlan, Plan
 from adaptor.controller.publish_target import PublishTarget
 from adaptor.controller.reassignment import Reassignment
@@ -46,7 +46,7 @@ class Saving:
         self._reassignment = reassignment
         self._orders = orders
         self._rename_rank = -1
-        self.outcome: Outcome | None = None
+        self.outcome: IncidentOutcome | None = None
 
     @property
     def _stage(self) -> Stage:
@@ -126,7 +126,7 @@ class Saving:
         """Note that the checkpoint has its name."""
         if self._stage in (Stage.PUBLISHING, Stage.REGROUPING):
             step = max(self._writing.step, step)
-            self.outcome = Outcome("saved", step, self._freeze_state.further(step))
+            self.outcome = IncidentOutcome("saved", step, self._freeze_state.further(step))
         return []
 
     def on_renamed(self, rank: int, reason: str) -> Orders:
@@ -192,5 +192,5 @@ class Saving:
         return self._orders.dump()
 
     def _lose(self, reason: str, *, unheld: bool = False) -> Orders:
-        self.outcome = Outcome("lost", -1, reason, unheld)
+        self.outcome = IncidentOutcome("lost", -1, reason, unheld)
         return []

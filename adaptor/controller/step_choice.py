@@ -5,13 +5,13 @@ from __future__ import annotations
 from adaptor.controller.dump import Writing
 from adaptor.controller.freeze import FreezeState
 from adaptor.controller.incident_state import IncidentState
-from adaptor.controller.outcome import Outcome, cannot_be_read, do_not_answer
+from adaptor.controller.outcome import IncidentOutcome, cannot_be_read, do_not_answer
 from adaptor.controller.plan import NoPlan, Plan
 
-NEVER_BEGUN = Outcome("nothing", -1, "no step has finished: training had not begun on every rank")
+NEVER_BEGUN = IncidentOutcome("nothing", -1, "no step has finished: training had not begun on every rank")
 
 
-def choose(state: IncidentState, freeze_state: FreezeState, writing: Writing) -> Plan | Outcome:
+def choose(state: IncidentState, freeze_state: FreezeState, writing: Writing) -> Plan | IncidentOutcome:
     """Return the plan to save the newest possible step, or the outcome if there is none.
 
     `state` is that of the incident.
@@ -21,16 +21,16 @@ def choose(state: IncidentState, freeze_state: FreezeState, writing: Writing) ->
         if freeze_state.newest_begun <= origin:
             return NEVER_BEGUN
         who = ", ".join(map(str, freeze_state.unknown))
-        return Outcome("lost", -1, f"what rank {who} held is not known, word of it was lost")
+        return IncidentOutcome("lost", -1, f"what rank {who} held is not known, word of it was lost")
     decision = writing.decide(state.boards)
     if isinstance(decision, NoPlan):
         if state.boards and freeze_state.newest_begun <= origin:
             return _nothing_since(origin)
         useless = do_not_answer([*state.silent, *state.stuck]) + cannot_be_read(state.boards)
-        return Outcome("lost", -1, decision.reason + useless, unheld=True)
+        return IncidentOutcome("lost", -1, decision.reason + useless, unheld=True)
     return _nothing_since(origin) if decision.step <= origin else decision
 
 
-def _nothing_since(origin: int) -> Outcome:
+def _nothing_since(origin: int) -> IncidentOutcome:
     reason = f"no step has finished since step {origin}" if origin else "no step has finished"
-    return Outcome("nothing", origin, reason)
+    return IncidentOutcome("nothing", origin, reason)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from adaptor.controller.failures import Cause, Failures
 from adaptor.controller.incident import Incident
 from adaptor.controller.membership import Membership
-from adaptor.controller.outcome import Orders, Outcome
+from adaptor.controller.outcome import IncidentOutcome, Orders
 from adaptor.protocol.messages import (
     Addressed,
     BoardRecord,
@@ -29,7 +29,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
     cause = failures.first(incident.state.silent)
     if outcome.kind == "lost" and cause.rank in failures.ended and not failures.hang_s:
         # Others have ended well before, and their states with them; but who hangs is in the middle.
-        outcome = Outcome("nothing", -1, "the training was over")
+        outcome = IncidentOutcome("nothing", -1, "the training was over")
     match outcome.kind:
         case "saved":
             kept = outcome.reason or "no finished step is lost"

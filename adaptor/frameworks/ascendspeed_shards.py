@@ -161,7 +161,7 @@ def add_twins(optimizer: Any) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Buffer:
+class HalfBuffer:
     """A grad buffer, and the one bucket in it, under the names of Megatron-core's (`_ParamAndGradBuffer`)."""
 
     grad_data: torch.Tensor
@@ -173,7 +173,7 @@ class Buffer:
     offset: int = 0
 
     @property
-    def buckets(self) -> list[Buffer]:
+    def buckets(self) -> list[HalfBuffer]:
         """Return the buckets of the buffer: it is one."""
         return [self]
 
@@ -185,7 +185,7 @@ def describe(optimizer: Any) -> None:
     mine = half()
     optimizer.data_parallel_group = mine.group if mine else parallel_state.get_data_parallel_group()
     optimizer.buffers = [
-        Buffer(
+        HalfBuffer(
             buffer.data,
             buffer.numel,
             dtype,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptor.online.transfer import NEWCOMER, SOURCE, Line
+from adaptor.online.transfer import NEWCOMER, SOURCE, TransferChannel
 from adaptor.protocol.messages import Endpoint, Regroup
 
 
@@ -21,7 +21,7 @@ class Meeting:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._stores: list[Any] = []
-        self._lines: dict[tuple[int, int], Line] = {}  # by attempt and source
+        self._lines: dict[tuple[int, int], TransferChannel] = {}  # by attempt and source
 
     def store(self, order: Regroup, name: str) -> Any:
         """Return a store of this attempt, for one thread; it is kept until `close`."""
@@ -34,22 +34,22 @@ class Meeting:
         self._stores.append(store)
         return PrefixStore(f"ttp/{order.incident}/{order.attempt}/{name}", store)
 
-    def to_newcomer(self, order: Regroup, newcomer: int) -> Line:
+    def to_newcomer(self, order: Regroup, newcomer: int) -> TransferChannel:
         """Return this survivor's end of a group with a newcomer."""
         return self._meet(order, newcomer, self._rank, SOURCE)
 
-    def to_source(self, order: Regroup, source: int) -> Line:
+    def to_source(self, order: Regroup, source: int) -> TransferChannel:
         """Return this newcomer's end of its group with a survivor."""
         which = (order.attempt, source)
         if which not in self._lines:
             self._lines[which] = self._meet(order, self._rank, source, NEWCOMER)
         return self._lines[which]
 
-    def _meet(self, order: Regroup, newcomer: int, source: int, place: int) -> Line:
+    def _meet(self, order: Regroup, newcomer: int, source: int, place: int) -> TransferChannel:
         from adaptor.worker.dump_store import meet
 
         store = self.store(order, f"line/{newcomer}/{source}")
-        return Line(meet(store, "two", place, 2, order.timeout_s), 1 - place)
+        return TransferChannel(meet(store, "two", place, 2, order.timeout_s), 1 - place)
 
     def abandon(self) -> None:
         """Let whoever waits at a store raise; from any thread."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.online import state, transfer
 from adaptor.online.loop import Loop
-from adaptor.online.transfer import Line
+from adaptor.online.transfer import TransferChannel
 from adaptor.protocol.messages import Regroup, Replacement
 from adaptor.worker.pace import Measures
 
@@ -27,7 +27,7 @@ class Told(NamedTuple):
     measures: Measures
 
 
-def ask_record(order: Regroup, rank: int, line_to: Callable[[int], Line]) -> Told:
+def ask_record(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel]) -> Told:
     """Ask the twin of `rank` where the job is.
 
     Args:
@@ -39,7 +39,7 @@ def ask_record(order: Regroup, rank: int, line_to: Callable[[int], Line]) -> Tol
     return Told(state.record_of(told), told["answers"], told["measures"])
 
 
-def fetch(order: Regroup, rank: int, line_to: Callable[[int], Line], loop: Loop) -> None:
+def fetch(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel], loop: Loop) -> None:
     """Get the shards that this rank updates, and the weights that nobody updates.
 
     Args:

@@ -28,7 +28,7 @@ from adaptor.online.groups import Groups
 from adaptor.online.loop import Loop
 from adaptor.online.meeting import Meeting
 from adaptor.online.newcomer import Told
-from adaptor.online.transfer import Line
+from adaptor.online.transfer import TransferChannel
 from adaptor.online.unwinding import until_it_comes
 from adaptor.protocol.messages import Joined, Proceed, Regroup, RegroupFailed, Replacement
 from adaptor.waits import Waits
@@ -222,7 +222,7 @@ class Rejoin:
         self._told = newcomer.ask_record(order, self._worker.rank, self._line_to(order))
         return self._told
 
-    def _line_to(self, order: Regroup) -> Callable[[int], Line]:
+    def _line_to(self, order: Regroup) -> Callable[[int], TransferChannel]:
         return lambda source: self._meeting.to_source(order, source)
 
     def _join(self) -> None:

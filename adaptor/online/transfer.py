@@ -46,7 +46,7 @@ class Shard(msgspec.Struct, frozen=True):
     states: list[list[Entry]]
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """The state that a survivor can give."""
 
     device: Device
@@ -61,7 +61,7 @@ class Source(Protocol):
         """Return the weights of the model that are not trained."""
 
 
-class Line:
+class TransferChannel:
     """A connection between the newcomer and a survivor: this process's end of a group of two.
 
     Args:
@@ -129,7 +129,7 @@ class Line:
         self._group.recv([tensor], self._other, 0).wait()
 
 
-def answer(line: Line, source: Source, cancelled: Callable[[], bool]) -> None:
+def answer(line: TransferChannel, source: StateSource, cancelled: Callable[[], bool]) -> None:
     """Answer what the newcomer asks, until it has all, or this is `cancelled`.
 
     Raises:
@@ -160,13 +160,13 @@ def describe(optimizer: torch.optim.Optimizer) -> Shard:
     return Shard(twin.scalars(optimizer), sizes, optimizer_state.entries_of(optimizer))
 
 
-def ask_record(line: Line) -> Any:
+def ask_record(line: TransferChannel) -> Any:
     """Return what the source's `record` returned."""
     line.send(msgspec.msgpack.encode(Request(RECORD)))
     return packing.unpack(line.receive())
 
 
-def ask_shard(line: Line, index: int, optimizer: torch.optim.Optimizer) -> int:
+def ask_shard(line: TransferChannel, index: int, optimizer: torch.optim.Optimizer) -> int:
     """Let `optimizer` have the params and the state of shard `index`; return the number of bytes.
 
     Raises:
@@ -192,13 +192,13 @@ def ask_shard(line: Line, index: int, optimizer: torch.optim.Optimizer) -> int:
     return line.receive_tensors([*params, *landed])
 
 
-def ask_frozen(line: Line, weights: Sequence[torch.Tensor]) -> None:
+def ask_frozen(line: TransferChannel, weights: Sequence[torch.Tensor]) -> None:
     """Fill the weights that are not trained."""
     line.send(msgspec.msgpack.encode(Request(FROZEN)))
     line.receive_tensors(weights)
 
 
-def end(line: Line) -> None:
+def end(line: TransferChannel) -> None:
     """Tell the source that all has arrived."""
     line.send(msgspec.msgpack.encode(Request()))
     line.receive()

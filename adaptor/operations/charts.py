@@ -18,7 +18,7 @@ class Rect(NamedTuple):
     height: str
 
 
-class Line(NamedTuple):
+class ChartLine(NamedTuple):
     """A curve over steps, or anything else that is counted.
 
     Attributes:
@@ -75,7 +75,7 @@ def row(seconds: Mapping[str, float], until: float = 0.0) -> list[Rect]:
 
 def line(
     xs: Sequence[float], ys: Sequence[float], low: float | None = None, high: float | None = None
-) -> Line:
+) -> ChartLine:
     """Return a curve; without `low` and `high` its values fill the chart.
 
     Args:
@@ -92,7 +92,7 @@ def line(
         f"{_number(WIDTH * (x - xs[0]) / wide)},{_number(HEIGHT * (1 - (y - low) / tall))}"
         for x, y in zip(xs, ys, strict=True)
     )
-    return Line(points, low, high, xs[0], xs[-1])
+    return ChartLine(points, low, high, xs[0], xs[-1])
 
 
 def _number(value: float) -> str:

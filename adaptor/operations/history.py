@@ -25,7 +25,7 @@ class History(NamedTuple):
     """
 
     rects: list[charts.Rect]
-    total: charts.Line
+    total: charts.ChartLine
     ratios: list[float]
     ticks: list[str]
 

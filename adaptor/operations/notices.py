@@ -18,7 +18,7 @@ from typing import IO
 
 import msgspec
 
-from adaptor.endpoints import Target
+from adaptor.endpoints import NoticeTarget
 from adaptor.operations.records import Incident, Notice
 
 # How long a target may take for one notice.
@@ -60,7 +60,7 @@ def of_end(job: str, incidents: int, time: str) -> Notice:
     )
 
 
-def deliver(target: Target, notice: Notice, secret: str = "") -> None:
+def deliver(target: NoticeTarget, notice: Notice, secret: str = "") -> None:
     """Deliver a notice; whoever calls it limits the time, for a name server may hang.
 
     Args:

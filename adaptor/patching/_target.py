@@ -23,7 +23,7 @@ class NotFitting(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class PatchTarget:
     """A function in its place: `raw` is what the owner, a module or class, has or inherits as `name`."""
 
     module: ModuleType
@@ -68,7 +68,7 @@ class Target:
             setattr(self.owner, self.name, self.raw)
 
 
-def locate(module: ModuleType, qualname: str) -> Target:
+def locate(module: ModuleType, qualname: str) -> PatchTarget:
     """Find `name` or `Class.method` in a module. Raises NotFitting."""
     owner: Any = module
     *path, name = qualname.split(".")
@@ -83,7 +83,7 @@ def locate(module: ModuleType, qualname: str) -> Target:
         raise NotFitting("no such name", absent=True)
     if isinstance(raw, type):
         raise NotFitting("a class (patch its __init__)")
-    target = Target(module, owner, name, raw, inherited=name not in vars(owner))
+    target = PatchTarget(module, owner, name, raw, inherited=name not in vars(owner))
     if isinstance(raw, property) or not callable(target.function):
         raise NotFitting(f"a {type(raw).__name__}, not a function")
     if not path and (home := _defined_elsewhere(module, name, raw)):

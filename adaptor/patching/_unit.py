@@ -12,7 +12,7 @@ from typing import Any
 
 from adaptor.errors import DriftError
 from adaptor.patching._signature import Expected, parameters_of, render
-from adaptor.patching._target import NotFitting, Target, is_gone, locate
+from adaptor.patching._target import NotFitting, PatchTarget, is_gone, locate
 from adaptor.patching._wrapper import Wrapper
 
 Effect = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -85,7 +85,7 @@ class Patch:
         self.found: str | None = None
         self._file = ""  # in which it was found
         self._wrapper: Wrapper | None = None
-        self._place: Target | None = None
+        self._place: PatchTarget | None = None
         self._outside = threading.local()  # whether it acts now, around what the framework put in the place
 
     @property

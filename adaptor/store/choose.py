@@ -103,7 +103,7 @@ def examine(store: Store, where: str) -> Checkpoint:
     return Checkpoint(where, known)
 
 
-def read_parts(store: Store, where: str, there: dict[str, Stored]) -> dict[str, layout.Part]:
+def read_parts(store: Store, where: str, there: dict[str, Stored]) -> dict[str, layout.UploadedPart]:
     """Return what the nodes have written, by path, from the lists among the objects `there` below `where`.
 
     Raises:
@@ -117,7 +117,7 @@ def read_parts(store: Store, where: str, there: dict[str, Stored]) -> dict[str, 
     return found
 
 
-def _is_new(store: Store, found: Stored, part: layout.Part | None) -> bool:
+def _is_new(store: Store, found: Stored, part: layout.UploadedPart | None) -> bool:
     """Return whether an object may have been written again; that of a folder has the etag of an inode."""
     return store.address.scheme != "file" and (part is None or part.etag != found.etag)
 

@@ -28,7 +28,7 @@ _FORMAT = 1
 _PARTS = "ttp_parts"
 
 
-class Part(msgspec.Struct, frozen=True):
+class UploadedPart(msgspec.Struct, frozen=True):
     """A file that was written to the store.
 
     Attributes:
@@ -46,7 +46,7 @@ class Part(msgspec.Struct, frozen=True):
 class _PartList(msgspec.Struct):
     format: int
     node: str
-    files: tuple[Part, ...]
+    files: tuple[UploadedPart, ...]
 
 
 def place(known: Manifest) -> str:
@@ -85,13 +85,13 @@ def is_parts_name(where: str, name: str) -> bool:
     return name.startswith(f"{where}/{_PARTS}/")
 
 
-def encode_parts(node: str, files: Iterable[Part]) -> bytes:
+def encode_parts(node: str, files: Iterable[UploadedPart]) -> bytes:
     """Return the content of the list of what a node has written."""
     ordered = tuple(sorted(files, key=lambda part: part.path))
     return msgspec.json.format(msgspec.json.encode(_PartList(_FORMAT, node, ordered)), indent=1)
 
 
-def decode_parts(content: bytes, name: str) -> tuple[Part, ...]:
+def decode_parts(content: bytes, name: str) -> tuple[UploadedPart, ...]:
     """Return the files of such a list.
 
     Args:

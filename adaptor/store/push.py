@@ -147,7 +147,9 @@ def _commit(store: Store, known: Manifest) -> None:
     store.put(layout.manifest_name(where), replace(known, files=tuple(entries)).encode())
 
 
-def _send(store: Store, path: Path, name: str, file: FileEntry, pace: Callable[[int], None]) -> layout.Part:
+def _send(
+    store: Store, path: Path, name: str, file: FileEntry, pace: Callable[[int], None]
+) -> layout.UploadedPart:
     digest = xxhash.xxh3_128()
 
     def pieces() -> Iterator[bytes]:
@@ -162,15 +164,15 @@ def _send(store: Store, path: Path, name: str, file: FileEntry, pace: Callable[[
         etag = store.put_pieces(name, pieces(), file.bytes)
     else:
         etag = store.put(name, b"".join(pieces()))
-    return layout.Part(file.path, file.bytes, digest.hexdigest(), etag)
+    return layout.UploadedPart(file.path, file.bytes, digest.hexdigest(), etag)
 
 
-def _hashed(path: Path, file: FileEntry, found: Stored) -> layout.Part:
+def _hashed(path: Path, file: FileEntry, found: Stored) -> layout.UploadedPart:
     digest = xxhash.xxh3_128()
     for piece in _read(path, file):
         digest.update(piece)
     _require_same(path, file, digest.hexdigest())
-    return layout.Part(file.path, file.bytes, digest.hexdigest(), found.etag)
+    return layout.UploadedPart(file.path, file.bytes, digest.hexdigest(), found.etag)
 
 
 def _read(path: Path, file: FileEntry) -> Iterator[bytes]:

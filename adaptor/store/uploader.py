@@ -34,7 +34,7 @@ _PROBE = "ttp_probe"
 Tell = Callable[[str], None]
 
 
-class Order(msgspec.Struct, frozen=True):
+class UploadSettings(msgspec.Struct, frozen=True):
     """The work that an agent gives to its uploader.
 
     Attributes:
@@ -81,7 +81,7 @@ class Uploader:
         tell: prints a line.
     """
 
-    def __init__(self, order: Order, tell: Tell) -> None:
+    def __init__(self, order: UploadSettings, tell: Tell) -> None:
         self._order = order
         self._root = Path(order.save)
         self._tell = tell

@@ -11,7 +11,7 @@ from adaptor.protocol.naming import MODEL_FILE
 from adaptor.transform.contents import STATES
 from adaptor.transform.copying import Files
 from adaptor.transform.records import StoredTensor
-from adaptor.transform.source import WEIGHT, Part, Source
+from adaptor.transform.source import WEIGHT, SourceCheckpoint, StoredPart
 
 # What is the same on all ranks.
 _COMMON = ("iteration", "opt_param_scheduler", "checkpoint_version")
@@ -19,7 +19,7 @@ _COMMON = ("iteration", "opt_param_scheduler", "checkpoint_version")
 _SMALL = 1 << 20
 
 
-def require_common(source: Source, files: Files) -> None:
+def require_common(source: SourceCheckpoint, files: Files) -> None:
     """Refuse ranks that disagree in counters, schedule, scale of the loss, groups of params or their step.
 
     Raises:
@@ -76,7 +76,7 @@ def _optimizers(body: Any) -> list[tuple[Any, dict[Any, Any]]]:
     ]
 
 
-def require_replicas(source: Source, files: Files, everything: bool) -> None:
+def require_replicas(source: SourceCheckpoint, files: Files, everything: bool) -> None:
     """Refuse ranks that should have the same tensor and have not.
 
     Args:
@@ -94,14 +94,14 @@ def require_replicas(source: Source, files: Files, everything: bool) -> None:
                     _require_equal(item.name, kind, same, files)
 
 
-def _replicas(parts: Sequence[Part]) -> list[list[Part]]:
-    by_place: dict[tuple[Piece, ...], list[Part]] = {}
+def _replicas(parts: Sequence[StoredPart]) -> list[list[StoredPart]]:
+    by_place: dict[tuple[Piece, ...], list[StoredPart]] = {}
     for part in parts:
         by_place.setdefault(part.pieces, []).append(part)
     return [same for same in by_place.values() if len(same) > 1]
 
 
-def _require_equal(name: str, kind: str, same: Sequence[Part], files: Files) -> None:
+def _require_equal(name: str, kind: str, same: Sequence[StoredPart], files: Files) -> None:
     for part in same[1:]:
         pieces = zip(files.pieces(same[0].stored), files.pieces(part.stored), strict=True)
         if not all(ours == theirs for ours, theirs in pieces):

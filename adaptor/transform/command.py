@@ -15,8 +15,8 @@ from adaptor.errors import AdaptorError, CheckpointError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.transform import described
 from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.source import Source, open_source
-from adaptor.transform.target import Target, rows_for
+from adaptor.transform.source import SourceCheckpoint, open_source
+from adaptor.transform.target import TargetCheckpoint, rows_for
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -148,7 +148,7 @@ def _run(parsed: argparse.Namespace) -> None:
     _write(parsed, target, ranks)
 
 
-def _described(source: Source, parsed: argparse.Namespace) -> Target:
+def _described(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheckpoint:
     """Return the target that a layout file describes."""
     layout = layout_file.read(parsed.layout)
     try:
@@ -166,10 +166,10 @@ def _described(source: Source, parsed: argparse.Namespace) -> Target:
             f"--layout {parsed.layout}: is of a vocabulary of {rows} rows with padding; the checkpoint has"
             f" {least} without"
         )
-    return Target(source, sizes, rows, layout)
+    return TargetCheckpoint(source, sizes, rows, layout)
 
 
-def _target(source: Source, parsed: argparse.Namespace) -> Target:
+def _target(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheckpoint:
     if parsed.layout is not None:
         return _described(source, parsed)
     sizes = replace(
@@ -196,10 +196,10 @@ def _target(source: Source, parsed: argparse.Namespace) -> Target:
         raise UnsupportedError(
             f"--etp {parsed.etp}: experts are transformed with that of --tp only, {sizes.tp}"
         )
-    return Target(source, sizes, rows_for(source, sizes, parsed.vocab_size))
+    return TargetCheckpoint(source, sizes, rows_for(source, sizes, parsed.vocab_size))
 
 
-def _write(parsed: argparse.Namespace, target: Target, ranks: list[Rank]) -> None:
+def _write(parsed: argparse.Namespace, target: TargetCheckpoint, ranks: list[Rank]) -> None:
     # Imported here: a dry run is quick without numpy.
     from adaptor.transform import agreement, random_states, run
     from adaptor.transform.copying import Files
@@ -216,7 +216,7 @@ def _write(parsed: argparse.Namespace, target: Target, ranks: list[Rank]) -> Non
     if not folder.exists():
         run.require_room(root.resolve(), sum(target.bytes(rank) for rank in ranks))
     folder.mkdir(parents=True, exist_ok=True)
-    order = run.Order(parsed.source, source.step, target.sizes, target.rows, folder)
+    order = run.TransformOrder(parsed.source, source.step, target.sizes, target.rows, folder)
     done = run.run(target, order, ranks, parsed.workers, run.say)
     if parsed.rank:
         print(

@@ -14,7 +14,7 @@ from adaptor.errors import CheckpointError
 from adaptor.transform.model import Slot
 from adaptor.transform.parts import needed, one_of_each, pieces_of
 from adaptor.transform.records import SIZES, StoredTensor
-from adaptor.transform.source import Part
+from adaptor.transform.source import StoredPart
 
 # Elements of a piece: one of float32 has 1 MiB, which stays in the cache until it is hashed and written. By
 # elements, because main params and weights are compared piece by piece.
@@ -57,7 +57,7 @@ class Files:
         """Return the bytes of a stored tensor."""
         return b"".join(self.pieces(stored))
 
-    def part(self, slot: Slot, parts: Sequence[Part], *, moments: bool) -> Iterator[memoryview]:
+    def part(self, slot: Slot, parts: Sequence[StoredPart], *, moments: bool) -> Iterator[memoryview]:
         """Yield the bytes of the tensor that a rank has; each is good until the next.
 
         Rows of a padded vocabulary that the source has not take the value of its last row, as Megatron's own
@@ -88,7 +88,7 @@ class Files:
         axis: int,
         inner: int,
         item: int,
-        wanted: Sequence[tuple[Part, int, int, int]],
+        wanted: Sequence[tuple[StoredPart, int, int, int]],
     ) -> Iterator[memoryview]:
         outer, row = prod(shape[:axis]), shape[axis] * inner
         at_once = max(1, _PIECE * item // max(1, row))
@@ -104,7 +104,7 @@ class Files:
                 ]
             yield _flat(made[:count])
 
-    def _new_rows(self, slot: Slot, part: Part, moments: bool) -> Iterator[memoryview]:
+    def _new_rows(self, slot: Slot, part: StoredPart, moments: bool) -> Iterator[memoryview]:
         """Yield the rows behind the last one of the source, which `part` has."""
         last = part.stored
         rows = slot.item.shape[0]

@@ -7,10 +7,10 @@ from adaptor.checkpoint.layout_file import BufferLayout, Entry, OptimizerLayout,
 from adaptor.transform import rules
 from adaptor.transform.model import Slot, View
 from adaptor.transform.sizes import Rank
-from adaptor.transform.target import Target
+from adaptor.transform.target import TargetCheckpoint
 
 
-def content(target: Target) -> bytes | None:
+def content(target: TargetCheckpoint) -> bytes | None:
     """Return the content of the file; None where the source has none, and rules have said all."""
     if target.layout is not None:
         return layout_file.join(map(layout_file.encode, target.layout.ranks))
@@ -22,7 +22,7 @@ def content(target: Target) -> bytes | None:
     )
 
 
-def _of_rank(target: Target, rank: Rank, view: View, core: str) -> RankLayout:
+def _of_rank(target: TargetCheckpoint, rank: Rank, view: View, core: str) -> RankLayout:
     sizes, args = target.sizes, target.arguments(rank)
     said = {"tp": sizes.tp, "pp": sizes.pp, "vpp": sizes.vpp, "ep": sizes.ep, "etp": sizes.tp, "dp": sizes.dp}
     return RankLayout(
@@ -39,7 +39,7 @@ def _of_rank(target: Target, rank: Rank, view: View, core: str) -> RankLayout:
     )
 
 
-def _entry(target: Target, slot: Slot) -> Entry:
+def _entry(target: TargetCheckpoint, slot: Slot) -> Entry:
     item, cut = slot.item, slot.item.cut
     whole = list(item.shape)
     if cut.rows:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from adaptor.checkpoint.layout_file import Piece
 from adaptor.transform.model import Slot
-from adaptor.transform.source import Part
+from adaptor.transform.source import StoredPart
 
 
-def one_of_each(slot: Slot, parts: Sequence[Part]) -> list[Part]:
+def one_of_each(slot: Slot, parts: Sequence[StoredPart]) -> list[StoredPart]:
     """Return one part for each place in the whole tensor, the first alone of what is not cut."""
     axis = slot.item.cut.axis
     if axis is None:
@@ -23,7 +23,7 @@ def pieces_of(axis: int, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> t
     return pieces or (Piece(0, 0, shape[axis]),)
 
 
-def needed(slot: Slot, parts: Sequence[Part]) -> Iterator[tuple[Part, int, int, int]]:
+def needed(slot: Slot, parts: Sequence[StoredPart]) -> Iterator[tuple[StoredPart, int, int, int]]:
     """Yield what a rank needs for its tensor: a part, where in it, where in its own tensor, how long.
 
     Args:

@@ -18,7 +18,7 @@ from adaptor.errors import UnsupportedError
 from adaptor.transform.copying import Files
 from adaptor.transform.records import NewTensor, StoredTensor
 from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.source import Source
+from adaptor.transform.source import SourceCheckpoint
 
 _WORDS = 624
 # Of a CPU: the seed, how many words are left, a flag, the next word; the words; what is kept of normals.
@@ -27,12 +27,12 @@ _PHILOX_BYTES = 16  # of CUDA and NPU: a seed and an offset
 _OF_STAGE = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state")
 
 
-def is_kept(source: Source, rank: Rank) -> bool:
+def is_kept(source: SourceCheckpoint, rank: Rank) -> bool:
     """Return whether a rank keeps the states of a rank of the source."""
     return rank.tp < source.sizes.tp and rank.pp < source.sizes.pp and rank.ep < source.sizes.ep
 
 
-def line(source: Source, sizes: Sizes) -> str:
+def line(source: SourceCheckpoint, sizes: Sizes) -> str:
     """Return the line that says which states are exact, empty where all are."""
     derived = sum(not is_kept(source, rank) for rank in sizes.ranks)
     if (sizes.tp, sizes.pp, sizes.ep) == (source.sizes.tp, source.sizes.pp, source.sizes.ep):
@@ -44,7 +44,7 @@ def line(source: Source, sizes: Sizes) -> str:
     )
 
 
-def states_of(source: Source, rank: Rank, files: Files) -> list[Any]:
+def states_of(source: SourceCheckpoint, rank: Rank, files: Files) -> list[Any]:
     """Return the random states of a target's rank, one for each data-parallel rank that the source has."""
     kept = is_kept(source, rank)
     origin = rank if kept else Rank(0, min(rank.pp, source.sizes.pp - 1), 0)

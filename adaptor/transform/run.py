@@ -27,7 +27,7 @@ from adaptor.protocol.file_entry import FileEntry
 from adaptor.transform import describing, writing
 from adaptor.transform.copying import Files
 from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.target import Target
+from adaptor.transform.target import TargetCheckpoint
 
 _GENERATION = "transform"
 _NOTE = ".done.json"
@@ -35,7 +35,7 @@ _EVERY_S = 1.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
-class Order:
+class TransformOrder:
     """The arguments with which a worker process makes the same target again."""
 
     source: Path
@@ -65,7 +65,11 @@ class _Stopped(Exception):
 
 
 def write_rank(
-    target: Target, rank: Rank, folder: Path, mark: str, progress: Callable[[int], None] = lambda count: None
+    target: TargetCheckpoint,
+    rank: Rank,
+    folder: Path,
+    mark: str,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> list[tuple[str, int, str]]:
     """Write the files of one rank, and the note that they are there.
 
@@ -106,7 +110,7 @@ def temporary_folder(root: Path, step: int) -> Path:
     return root / naming.temporary_name(step, generation=_GENERATION)
 
 
-def already_done(order: Order, rank: Rank) -> list[tuple[str, int, str]] | None:
+def already_done(order: TransformOrder, rank: Rank) -> list[tuple[str, int, str]] | None:
     """Return the files of a rank that an earlier run has written from the same source; None without."""
     try:
         text = (order.folder / _note_name(order.sizes, rank)).read_bytes()
@@ -132,7 +136,11 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def run(
-    target: Target, order: Order, ranks: Sequence[Rank], workers: int, say: Callable[[str], None]
+    target: TargetCheckpoint,
+    order: TransformOrder,
+    ranks: Sequence[Rank],
+    workers: int,
+    say: Callable[[str], None],
 ) -> dict[Rank, list[tuple[str, int, str]]]:
     """Write the files of `ranks`, by so many `workers` at a time; return their files.
 
@@ -209,7 +217,12 @@ class Progress:
 
 
 def finish(
-    target: Target, order: Order, root: Path, done: dict[Rank, list[tuple[str, int, str]]], *, verify: bool
+    target: TargetCheckpoint,
+    order: TransformOrder,
+    root: Path,
+    done: dict[Rank, list[tuple[str, int, str]]],
+    *,
+    verify: bool,
 ) -> None:
     """Publish what was written: manifest, name, tracker.
 

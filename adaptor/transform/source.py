@@ -25,7 +25,7 @@ WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A rank's part of a whole tensor, in a file; without pieces it is the whole."""
 
     rank: Rank
@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceCheckpoint:
     """A checkpoint: the content of the files of its ranks, without its tensors.
 
     Attributes:
@@ -52,7 +52,7 @@ class Source:
     bodies: Mapping[Rank, dict[str, Any]]
     states: Mapping[Rank, Sequence[dict[Any, Any] | None]]
     layout: JobLayout | None = None
-    _parts: dict[tuple[str, str], list[Part]] = field(default_factory=dict)
+    _parts: dict[tuple[str, str], list[StoredPart]] = field(default_factory=dict)
 
     @cached_property
     def model(self) -> Model:
@@ -108,12 +108,12 @@ class Source:
         """Return a file of a rank."""
         return self.folder / self.sizes.folder(rank) / name
 
-    def parts(self, name: str, what: str) -> list[Part]:
+    def parts(self, name: str, what: str) -> list[StoredPart]:
         """Return all ranks' parts of a tensor: of the weight, or of a state of the optimizer (STATES)."""
         if not self._parts:
             for rank in self.sizes.ranks:
                 for slot, kind, stored in self._stored(rank):
-                    part = Part(rank, stored, slot.pieces)
+                    part = StoredPart(rank, stored, slot.pieces)
                     self._parts.setdefault((slot.item.name, kind), []).append(part)
         return self._parts.get((name, what), [])
 
@@ -157,7 +157,7 @@ def find(root: Path, step: int | None) -> tuple[Path, int]:
     return folder, step
 
 
-def open_source(root: Path, step: int | None) -> Source:
+def open_source(root: Path, step: int | None) -> SourceCheckpoint:
     """Open the checkpoint of `step` below `root`; no tensor is read.
 
     Raises:
@@ -205,7 +205,7 @@ def open_source(root: Path, step: int | None) -> Source:
             raise CheckpointError(f"{path / OPTIMIZER_FILE}: missing")
         content = archive.read(path / OPTIMIZER_FILE)
         states[rank] = contents.optimizer_states(content, path / OPTIMIZER_FILE, optimizers)
-    return Source(folder, number, sizes, args, bodies, states, layout)
+    return SourceCheckpoint(folder, number, sizes, args, bodies, states, layout)
 
 
 def _other_step(body: Any) -> str:
@@ -213,7 +213,7 @@ def _other_step(body: Any) -> str:
     return f", but of step {step}" if isinstance(step, int) else ""
 
 
-def _describe(source: Source) -> Model:
+def _describe(source: SourceCheckpoint) -> Model:
     """Return the whole model, from the names and shapes on the ranks with tensor rank 0."""
     args, sizes = source.args, source.sizes
     count = args.num_layers
@@ -237,7 +237,7 @@ def _describe(source: Source) -> Model:
 
 
 def _entries(
-    source: Source, chunk: Chunk, stage: int
+    source: SourceCheckpoint, chunk: Chunk, stage: int
 ) -> tuple[list[Item], dict[int, list[Item]], list[Item]]:
     sizes = source.sizes
     before: list[Item] = []
@@ -301,7 +301,7 @@ def _require_gate_as_said(args: Namespace, name: str, body: Mapping[str, Any]) -
         )
 
 
-def _item(source: Source, local: str, name: str, value: Any) -> Item:
+def _item(source: SourceCheckpoint, local: str, name: str, value: Any) -> Item:
     if not isinstance(value, StoredTensor):
         return Item(name, value=value)
     cut = rules.cut_of(local, bool(source.args.swiglu))

@@ -22,7 +22,7 @@ from adaptor.transform.random_states import states_of
 from adaptor.transform.records import SIZES, NewTensor
 from adaptor.transform.rounding import rounds_to
 from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.source import WEIGHT, Source
+from adaptor.transform.source import WEIGHT, SourceCheckpoint
 
 if TYPE_CHECKING:
     from adaptor.transform.copying import Files
@@ -32,7 +32,7 @@ _REST = 256 << 10
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetCheckpoint:
     """A checkpoint in other sizes.
 
     Attributes:
@@ -40,7 +40,7 @@ class Target:
         layout: of its ranks, that the framework has said; None: by the rules
     """
 
-    source: Source
+    source: SourceCheckpoint
     sizes: Sizes
     rows: int
     layout: JobLayout | None = None
@@ -234,7 +234,7 @@ def _key(group: Mapping[str, Any]) -> Group:
     )
 
 
-def rows_for(source: Source, sizes: Sizes, vocabulary: int | None) -> int:
+def rows_for(source: SourceCheckpoint, sizes: Sizes, vocabulary: int | None) -> int:
     """Return the rows of the target's vocabulary, with padding.
 
     Args:

@@ -70,7 +70,7 @@ def pair(store: dist.Store, rank: int, size: int) -> None:
     if rank not in (0, size - 1):
         return
     place = transfer.SOURCE if rank == 0 else transfer.NEWCOMER
-    line = transfer.Line(dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=60)), 1 - place)
+    line = transfer.TransferChannel(dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=60)), 1 - place)
     weights = [torch.nn.Parameter(torch.full((4, 3), float(rank))), torch.nn.Parameter(torch.zeros(7))]
     optimizer = torch.optim.AdamW([{"params": weights[:1], "lr": 0.5 - rank}, {"params": weights[1:]}])
     if rank == 0:

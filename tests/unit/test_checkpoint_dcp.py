@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from adaptor.checkpoint import manifest, publish, tracker
-from adaptor.checkpoint.dcp import METADATA, Part
+from adaptor.checkpoint.dcp import METADATA, RankPart
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
 from adaptor.protocol.file_entry import FileEntry
@@ -64,7 +64,7 @@ class Planner:
 def write(folder: Path, parts: list[Planner], attempt: int = 1) -> list[FileEntry]:
     entries = []
     for planner in parts:
-        part = Part(planner.rank, planner)
+        part = RankPart(planner.rank, planner)
         assert part.has_data
         for name, act in ((part.data_file, part.write_data), (part.part_file, part.write_part)):
             with HashingFile(folder / f"{name}.{attempt}") as file:

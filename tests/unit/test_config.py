@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adaptor import config
 from adaptor.config import SETTINGS, Config, Setting
-from adaptor.endpoints import Address, Target
+from adaptor.endpoints import Address, NoticeTarget
 from adaptor.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -97,10 +97,10 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_SERVE", "9470", "serve", Address("127.0.0.1", 9470)),
     ("TTP_SERVE", "0.0.0.0:9470", "serve", Address("0.0.0.0", 9470)),
     ("TTP_SERVE", "[::1]:9470", "serve", Address("::1", 9470)),
-    ("TTP_NOTIFY", "https://a.b/c?d", "notify", Target("json", "https://a.b/c?d")),
-    ("TTP_NOTIFY", "slack:https://a.b/c", "notify", Target("slack", "https://a.b/c")),
-    ("TTP_NOTIFY", "exec:mail -s 'a job' me", "notify", Target("exec", "mail -s 'a job' me")),
-    ("TTP_NOTIFY", "file:/etc/targets", "notify", Target("file", "/etc/targets")),
+    ("TTP_NOTIFY", "https://a.b/c?d", "notify", NoticeTarget("json", "https://a.b/c?d")),
+    ("TTP_NOTIFY", "slack:https://a.b/c", "notify", NoticeTarget("slack", "https://a.b/c")),
+    ("TTP_NOTIFY", "exec:mail -s 'a job' me", "notify", NoticeTarget("exec", "mail -s 'a job' me")),
+    ("TTP_NOTIFY", "file:/etc/targets", "notify", NoticeTarget("file", "/etc/targets")),
     ("TTP_NOTIFY_SECRET", "/etc/secret", "notify_secret", "/etc/secret"),
     ("TTP_SERVE_TOKEN", "/etc/token", "serve_token", "/etc/token"),
 ]

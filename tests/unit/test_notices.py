@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from adaptor import config, output
-from adaptor.endpoints import Target
+from adaptor.endpoints import NoticeTarget
 from adaptor.errors import ConfigError
 from adaptor.launchers import job_server, notifier, ttprun
 from adaptor.launchers.notifier import Notifier
@@ -93,14 +93,14 @@ def hangs() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/hook"
 
 
-def command(text: str) -> Target:
-    return Target("exec", shlex.join([sys.executable, "-c", text]))
+def command(text: str) -> NoticeTarget:
+    return NoticeTarget("exec", shlex.join([sys.executable, "-c", text]))
 
 
 def test_json_is_signed() -> None:
     with receives() as server:
-        notices.deliver(Target("json", server.url), NOTICE, SECRET)
-        notices.deliver(Target("json", server.url), NOTICE)
+        notices.deliver(NoticeTarget("json", server.url), NOTICE, SECRET)
+        notices.deliver(NoticeTarget("json", server.url), NOTICE)
         body, headers = server.got.get_nowait()
         assert "X-TTP-Signature" not in server.got.get_nowait()[1]
     operator_files.assert_notice(json.loads(body))
@@ -111,7 +111,7 @@ def test_json_is_signed() -> None:
 
 def test_slack_gets_a_text() -> None:
     with receives() as server:
-        notices.deliver(Target("slack", server.url), NOTICE, SECRET)
+        notices.deliver(NoticeTarget("slack", server.url), NOTICE, SECRET)
         body, headers = server.got.get_nowait()
     assert json.loads(body) == {"text": "gpt: ttprun has ended, 2 incidents"}
     assert "X-TTP-Signature" not in headers
@@ -120,19 +120,19 @@ def test_slack_gets_a_text() -> None:
 @pytest.mark.parametrize("code", [500, 404, 302, 307])
 def test_another_answer_is_a_failure(code: int) -> None:
     with receives(code) as server, pytest.raises(NotDeliveredError, match=f"it answered {code}"):
-        notices.deliver(Target("json", server.url), NOTICE)
+        notices.deliver(NoticeTarget("json", server.url), NOTICE)
 
 
 def test_nobody_listens() -> None:
     with hangs() as url:
         pass
     with pytest.raises(NotDeliveredError, match="Connection refused"):
-        notices.deliver(Target("json", url), NOTICE)
+        notices.deliver(NoticeTarget("json", url), NOTICE)
 
 
 def test_no_answer() -> None:
     with hangs() as url, pytest.raises(NotDeliveredError, match="timed out"):
-        notices.deliver(Target("json", url), NOTICE)
+        notices.deliver(NoticeTarget("json", url), NOTICE)
 
 
 def test_a_command_has_the_notice_on_its_stdin(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_command_has_the_notice_on_its_stdin(tmp_path: Path) -> None:
     with pytest.raises(NotDeliveredError, match="it ended with status 3"):
         notices.deliver(command("raise SystemExit(3)"), NOTICE)
     with pytest.raises(NotDeliveredError, match="it cannot be started"):
-        notices.deliver(Target("exec", str(tmp_path / "absent")), NOTICE)
+        notices.deliver(NoticeTarget("exec", str(tmp_path / "absent")), NOTICE)
 
 
 def test_a_command_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
@@ -150,13 +150,13 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path)
     hook.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! > {tmp_path}/pids\nwait\n")
     hook.chmod(0o755)
     with pytest.raises(NotDeliveredError, match="it had not ended after 2 s"):
-        notices.deliver(Target("exec", str(hook)), NOTICE)
+        notices.deliver(NoticeTarget("exec", str(hook)), NOTICE)
     waiting.ended(map(int, (tmp_path / "pids").read_text().split()))
 
 
 def test_a_target_that_hangs_holds_up_no_other(capfd: pytest.CaptureFixture[str]) -> None:
     with hangs() as url, receives(500) as broken, receives() as fine:
-        to = [Target("slack", url), Target("json", broken.url), Target("json", fine.url)]
+        to = [NoticeTarget("slack", url), NoticeTarget("json", broken.url), NoticeTarget("json", fine.url)]
         made = Notifier(to)
         for _ in range(100):
             made.submit(lambda: NOTICE)
@@ -172,7 +172,7 @@ def test_a_target_that_hangs_holds_up_no_other(capfd: pytest.CaptureFixture[str]
 
 
 def test_a_command_that_fails_is_shown_without_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:
-    made = Notifier([Target("exec", "/bin/false --token a-secret-word")])
+    made = Notifier([NoticeTarget("exec", "/bin/false --token a-secret-word")])
     made.submit(lambda: NOTICE)
     made.close()
     assert output.drain(LONG_S)
@@ -193,7 +193,7 @@ def test_a_secret_in_the_place_of_its_path_is_not_shown() -> None:
 
 def test_an_incident_and_how_it_goes_on(tmp_path: Path) -> None:
     with receives() as server:
-        job = Recorded(tmp_path, Notifier([Target("json", server.url)]))
+        job = Recorded(tmp_path, Notifier([NoticeTarget("json", server.url)]))
         job.rank_1_is_killed(100.0)
         told = server.notice()
         assert (told["type"], told["job"], told["incident"]["verdict"]) == ("incident", "job_7", "saved")
@@ -216,7 +216,10 @@ def test_targets_of_a_file(tmp_path: Path) -> None:
     path.write_text("# of our group\nslack:https://hooks.example/a\n\nexec:true\n")
     path.chmod(0o600)
     settings = config.load({"TTP_NOTIFY": f"file:{path}"})
-    assert notifier.targets(settings) == [Target("slack", "https://hooks.example/a"), Target("exec", "true")]
+    assert notifier.targets(settings) == [
+        NoticeTarget("slack", "https://hooks.example/a"),
+        NoticeTarget("exec", "true"),
+    ]
     path.write_text("slack:https://hooks.example/a\nhttps//hooks.example/secret\n")
     with pytest.raises(ConfigError, match=r"targets, line 2: it must be https://") as refused:
         notifier.targets(settings)

@@ -145,7 +145,7 @@ def test_who_has_joined_is_a_survivor_of_the_next_fault(memory: BoardMemory) -> 
 
 
 class Given:
-    """What a survivor gives (`transfer.Source`)."""
+    """What a survivor gives (`transfer.StateSource`)."""
 
     device = HOST
 
@@ -177,8 +177,10 @@ def test_a_newcomer_takes_no_shard_that_is_not_finite(is_finite: bool) -> None:
         next(iter(theirs.state.values()))["exp_avg"][1] = torch.nan
     store = dist.HashStore()
 
-    def line(place: int) -> transfer.Line:
-        return transfer.Line(dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=60)), 1 - place)
+    def line(place: int) -> transfer.TransferChannel:
+        return transfer.TransferChannel(
+            dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=60)), 1 - place
+        )
 
     chain = SimpleNamespace(optimizer=own, data_parallel_group=None)
     loop: Any = SimpleNamespace(optimizer=lambda: chain, group=lambda: "g", model=list)

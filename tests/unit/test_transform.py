@@ -26,7 +26,7 @@ from adaptor.transform.copying import Files
 from adaptor.transform.records import NewTensor, StoredTensor
 from adaptor.transform.sizes import Sizes
 from adaptor.transform.source import open_source
-from adaptor.transform.target import Target
+from adaptor.transform.target import TargetCheckpoint
 from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import FFN, STEP
 
@@ -361,10 +361,10 @@ def test_one_rank_then_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_source_that_goes_away(tmp_path: Path) -> None:
     """Its files are gone when the ranks are written: one line, and no wait."""
     small_checkpoint.write(tmp_path / "a")
-    target = Target(open_source(tmp_path / "a", None), Sizes(tp=2), 24)
+    target = TargetCheckpoint(open_source(tmp_path / "a", None), Sizes(tp=2), 24)
     folder = run.temporary_folder(tmp_path / "b", STEP)
     folder.mkdir(parents=True)
-    order = run.Order(tmp_path / "a", STEP, target.sizes, target.rows, folder)
+    order = run.TransformOrder(tmp_path / "a", STEP, target.sizes, target.rows, folder)
     shutil.rmtree(tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"distrib_optim.pt: No such file or directory"):
         run.run(target, order, target.sizes.ranks, 2, lambda line: None)
