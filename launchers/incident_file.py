@@ -5,18 +5,22 @@ It runs in the thread that writes the file, behind the decision.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple, cast, get_args
 
 import msgspec
 
+from adaptor.controller import missing_collectives
 from adaptor.controller.failures import SIGNAL_BASE
 from adaptor.operations import notices, records
 from adaptor.operations.records import Cause, CauseKind, Event, Incident, Phases, Versions
+from adaptor.protocol import collectives
 from adaptor.protocol.messages import (
     Dump,
     Exit,
@@ -133,6 +137,8 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         ended: when the verdict was given, in Unix seconds.
     """
     events = sorted(map(happened, timeline.happened), key=lambda one: one.at)
+    begun = [one for one in events if one.what == "collectives"]
+    events = [one for one in events if one.what != "collectives"]
     fault = end.fault
     blamed = next(iter(fault.ranks), -1) if isinstance(end, Recovered) else end.cause_rank
     noticed = _noticed(blamed, events)
@@ -173,10 +179,28 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         next_action=action,
         not_started_again=stop,
         runbook=f"{_RUNBOOK}#{_kind(fault)}",
+        collectives=_missing(begun),
         versions=_versions(),
         ranks=sorted({one.rank for one in events if one.rank is not None}),
         events=[timeline.event(one, end.incident) for one in events],
     )
+
+
+def _missing(happened: Sequence[Happened]) -> list[str]:
+    """Return which rank misses which collective; it is also written beside the stacks."""
+    files, of_ranks = [], {}
+    for one in happened:
+        if one.rank is not None:
+            with contextlib.suppress(msgspec.MsgspecError):
+                path, of_ranks[one.rank] = collectives.decode(one.detail)
+                files.append(path)
+    found = missing_collectives.missing(of_ranks)
+    if found:
+        with contextlib.suppress(OSError):  # the file of the incident has it, too
+            place = Path(files[0]).with_name("collectives.txt")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text("".join(f"{line}\n" for line in found))
+    return found
 
 
 def _versions() -> Versions:

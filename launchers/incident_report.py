@@ -56,7 +56,16 @@ _log = logging.getLogger("adaptor")
 
 # Logged at DEBUG only: a line takes longer than the decision about one rank, so with thousands of ranks these
 # would hold orders back. The report has all of them.
-_OF_EACH_RANK = {"calls", "freeze", "frozen", "dump-ordered", "exit", "regroup-ordered", "joined"}
+_OF_EACH_RANK = {
+    "calls",
+    "collectives",
+    "freeze",
+    "frozen",
+    "dump-ordered",
+    "exit",
+    "regroup-ordered",
+    "joined",
+}
 # Of these orders nothing is worked out before the file is written, unless each is a line of the log.
 _SEEN = frozenset({Freeze, Dump, Exit, Regroup})
 

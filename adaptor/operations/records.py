@@ -121,6 +121,7 @@ class Incident(msgspec.Struct, kw_only=True):
         not_started_again: why restarts that were left are not used
         runbook: the section of docs/runbook.md about it
         ranks: that `events` names
+        collectives: of a hang: which rank misses which collective, where torch has recorded it
     """
 
     schema: Literal["ttp.incident/1"] = "ttp.incident/1"
@@ -152,6 +153,7 @@ class Incident(msgspec.Struct, kw_only=True):
     versions: Versions
     ranks: list[int]
     events: list[Event]
+    collectives: list[str] = []
 
 
 class IncidentSummary(msgspec.Struct, kw_only=True, frozen=True):

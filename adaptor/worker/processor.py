@@ -7,6 +7,7 @@ receive the order that replaces an attempt, or the order to exit.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import queue
@@ -44,7 +45,7 @@ from adaptor.protocol.messages import (
     TimelineEvent,
     ToWorker,
 )
-from adaptor.worker import abort_gloo, dump_order, modules, stacks
+from adaptor.worker import abort_gloo, dump_order, flight_recorder, modules, stacks
 from adaptor.worker.session import Session
 from adaptor.worker.sigterm import SigtermReports
 
@@ -56,8 +57,9 @@ EXIT_ORPHAN = 76
 # The exit code of a worker that no longer reads its agent's orders, because of an error of ours.
 EXIT_DEAF = 77
 # Threads that an incident needs: to freeze, to look at the main thread or at its device, to dump, one for
-# what hangs, and one in which the main thread may wait for a message (`adaptor.waits`).
-RESERVE = 5
+# what hangs, one to read which collectives were begun, and one in which the main thread may wait for a
+# message (`adaptor.waits`).
+RESERVE = 6
 # Descriptors that an incident needs: the files of some groups, and sockets to the holders of their shards.
 DESCRIPTORS = 32
 # The time for the last lines: shorter than the agent waits for the worker's end, if a terminal blocks.
@@ -229,6 +231,8 @@ class Processor:
 
     def _freeze(self, order: Freeze, again: bool) -> None:
         assert self._session is not None
+        if order.stacks:
+            self._in_thread("collectives", self._note_collectives, order.incident)
         standing = self._look(order.incident) if order.stacks else None
         board = self._session.freezer.freeze(self._timeout_s / 2, again)
         if board is not None:  # else this rank is no holder: the controller does not wait longer than that
@@ -240,6 +244,13 @@ class Processor:
         """Read the position of the main thread before any answer, which may let it go on or end it."""
         path = stack_files.of_incident(self._stacks_folder, incident) / f"rank{self._rank}.txt"
         return stacks.look(path, LOOK_S, lambda: self._note("stacks", str(path)))
+
+    def _note_collectives(self, incident: int) -> None:
+        """Say which collectives this rank has begun; nothing waits for it, and a hang may keep the thread."""
+        path = stack_files.of_incident(self._stacks_folder, incident) / f"rank{self._rank}.collectives.json"
+        with contextlib.suppress(Exception):  # it is for people; the save goes on without it
+            if said := flight_recorder.write(path):
+                self._note("collectives", said)
 
     def _dump(self, order: Dump) -> None:
         assert self._session is not None

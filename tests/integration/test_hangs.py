@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ def test_a_rank_hangs(
     assert words in ended.last_line
     stacks = {path.name for path in (job.out / "logs").glob("stacks-*/*")}
     assert stacks >= {f"rank{each}.txt" for each in range(4)}
+    if kind == "deadlock" and layout is DP4:
+        (incident,) = (job.out / "logs").glob("*/incidents/*.json")
+        missed = json.loads(incident.read_text())["collectives"]
+        assert missed
+        assert all(line.startswith(f"rank {rank} misses ") for line in missed), missed
+        assert stacks >= {"collectives.txt", *(f"rank{each}.collectives.json" for each in range(4))}
 
 
 def test_data_loaders_that_never_return(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -1,0 +1,74 @@
+"""The form in which a worker tells the newest collectives that torch's flight recorder has of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+# More groups of a rank than these are left to its file.
+MOST_GROUPS = 64
+
+
+class Newest(NamedTuple):
+    """The newest collective that a rank has begun in a group, and when: only to be compared in this rank."""
+
+    number: int
+    name: str
+    begun: int
+
+
+# By the backend and the name of the group.
+Collectives = dict[str, Newest]
+
+
+class _Entry(msgspec.Struct):
+    """A record of torch's, version 2.x of its form; of which the rest is not read."""
+
+    collective_seq_id: int
+    process_group: tuple[str, str]
+    profiling_name: str
+    is_p2p: bool
+    record_id: int
+
+
+class _Dump(msgspec.Struct):
+    entries: list[_Entry] = []
+
+
+class _Report(msgspec.Struct, array_like=True):
+    path: str
+    groups: Collectives
+
+
+def newest(dump: object) -> Collectives:
+    """Return the newest collective of each group in a dump of torch's recorder.
+
+    Raises:
+        msgspec.ValidationError: this is no such dump.
+    """
+    found: Collectives = {}
+    for entry in msgspec.convert(dump, _Dump).entries:
+        backend, _, name = entry.profiling_name.rpartition(":")
+        number, group = entry.process_group
+        words = f"group {number}" + (f" ({group})" if group not in ("", "undefined") else "")
+        key = f"{words} of {backend}" if backend else words
+        if not entry.is_p2p and (key not in found or found[key].number < entry.collective_seq_id):
+            found[key] = Newest(entry.collective_seq_id, name, entry.record_id)
+    last = sorted(found.items(), key=lambda pair: -pair[1].begun)[:MOST_GROUPS]
+    return dict(last)
+
+
+def encode(path: str, found: Collectives) -> str:
+    """Return what a rank tells the controller: its file, and the newest collective of each group."""
+    return msgspec.json.encode(_Report(path, found)).decode()
+
+
+def decode(said: str) -> tuple[str, Collectives]:
+    """Return the file and the collectives of what a rank has told.
+
+    Raises:
+        msgspec.MsgspecError: it is not what `encode` makes.
+    """
+    report = msgspec.json.decode(said, type=_Report)
+    return report.path, report.groups

@@ -1,0 +1,42 @@
+"""Reads torch's flight recorder in a hang: the collectives that this rank has begun.
+
+torch keeps the newest of them for each backend that has a recorder. It gives them as JSON, without waiting
+for any of them. Everything here is for people: the save does not wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from adaptor.protocol.collectives import Collectives, encode, newest
+
+# For backends of the CPU, and for NCCL; which there are depends on how torch was built.
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
+
+def write(path: Path) -> str:
+    """Write what is recorded to `path`, and return the newest collective of each group for the controller.
+
+    Returns:
+        '' where nothing is recorded: by this torch, by these backends, or because it is switched off.
+    """
+    dumps = list(_dumps())
+    found: Collectives = {}
+    for dump in dumps:
+        found.update(newest(dump))
+    if not found:
+        return ""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.write_text(json.dumps(dumps))
+    return encode(str(path), found)
+
+
+def _dumps() -> Iterator[object]:
+    from torch._C import _distributed_c10d  # a torch may be built without it
+
+    for name in _RECORDERS:
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is not None:
+            yield json.loads(dump())

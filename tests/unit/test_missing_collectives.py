@@ -1,0 +1,119 @@
+"""Which rank misses which collective, from dumps of torch's flight recorder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from adaptor.controller.missing_collectives import missing
+from adaptor.protocol import collectives
+from adaptor.protocol.messages import Freeze, TimelineEvent
+from adaptor.worker import flight_recorder
+from tests.unit.test_operations import Recorded
+
+WORLD, PAIR = ("0", "default_pg"), ("1", "undefined")
+GROUP = "group 0 (default_pg) of gloo"
+# Group, number in it, name.
+Call = tuple[tuple[str, str], int, str]
+
+
+def dump(calls: Sequence[Call]) -> dict[str, Any]:
+    entries = [
+        {
+            "collective_seq_id": number,
+            "process_group": group,
+            "profiling_name": f"gloo:{name}",
+            "is_p2p": name == "send",
+            "record_id": record,
+            "state": "scheduled",
+        }
+        for record, (group, number, name) in enumerate(calls)
+    ]
+    return {"version": "2.10", "entries": entries}
+
+
+BEGUN: list[Call] = [(WORLD, 1, "all_reduce"), (WORLD, 2, "all_reduce")]
+BARRIER: list[Call] = [*BEGUN, (WORLD, 3, "barrier")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lines"),
+    [
+        ([BEGUN, BEGUN, BEGUN], []),
+        (
+            [BARRIER, BEGUN, BARRIER],
+            ["rank 1 misses barrier 3 of group 0 (default_pg) of gloo, which rank 0, 2 has begun"],
+        ),
+        (
+            [BARRIER, [*BEGUN, (WORLD, 3, "all_reduce")], BARRIER],
+            [f"rank 1 has begun all_reduce as collective 3 of {GROUP}, rank 0, 2 barrier"],
+        ),
+        # Rank 2 only waits for rank 1: it misses what rank 0 has begun, and is not the cause.
+        (
+            [
+                BARRIER,
+                [*BEGUN, (PAIR, 1, "broadcast")],
+                [*BEGUN, (PAIR, 1, "broadcast"), (PAIR, 2, "broadcast")],
+            ],
+            [
+                "rank 1, 2 misses barrier 3 of group 0 (default_pg) of gloo, which rank 0 has begun",
+                "rank 1 misses broadcast 2 of group 1 of gloo, which rank 2 has begun",
+            ],
+        ),
+        # Where a rank has recorded nothing of a group, it may be no member; sends have their own numbers.
+        ([[*BEGUN, (PAIR, 9, "broadcast")], [*BEGUN, (WORLD, 7, "send")]], []),
+    ],
+    ids=["none", "behind", "another one", "a chain", "no member"],
+)
+def test_who_misses_what(ranks: list[list[Call]], lines: list[str]) -> None:
+    told = {}
+    for rank, calls in enumerate(ranks):
+        said = collectives.encode(f"/logs/rank{rank}", collectives.newest(dump(calls)))
+        path, told[rank] = collectives.decode(said)
+        assert path == f"/logs/rank{rank}"
+    assert missing(told) == lines
+
+
+def test_a_dump_of_another_form() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        collectives.newest({"entries": [{"op": 1}]})
+
+
+def test_the_recorder_of_torch(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(2))
+        dist.all_reduce(torch.ones(2))
+        said = flight_recorder.write(tmp_path / "new" / "rank0.collectives.json")
+    finally:
+        dist.destroy_process_group()
+    path, found = collectives.decode(said)
+    ((group, last),) = [(group, one) for group, one in found.items() if "default_pg" in group]
+    assert group.endswith("of gloo")
+    assert (last.name, last.number >= 2) == ("all_reduce", True)
+    (dumped,) = json.loads(Path(path).read_text())
+    assert dumped["version"].startswith("2.")
+
+
+def test_the_report_of_a_hang(tmp_path: Path) -> None:
+    job = Recorded(tmp_path / "logs")
+    folder = tmp_path / "logs" / "stacks-1"
+    job.report.record_order(0, 0, Freeze(1, True), 99.0)
+    for rank, calls in enumerate([[*BEGUN, (WORLD, 3, "barrier")], BEGUN]):
+        said = collectives.encode(str(folder / f"rank{rank}.json"), collectives.newest(dump(calls)))
+        job.report.record_message(rank, TimelineEvent(rank, 1, 99.5, "collectives", said), 99.5)
+    job.report.record_message(1, TimelineEvent(1, 1, 99.6, "collectives", "no JSON"), 99.6)
+    job.rank_1_is_killed(100.0)
+    written = job.incident()
+    line = "rank 1 misses barrier 3 of group 0 (default_pg) of gloo, which rank 0 has begun"
+    assert written["collectives"] == [line]
+    assert "collectives" not in {event["type"] for event in written["events"]}
+    assert (folder / "collectives.txt").read_text() == f"{line}\n"
