@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         device = "cpu"  # a framework refuses a machine without an accelerator before it reads its arguments
     if device:
         devices.activate(device)
-    text, code = _report(script, world_size, ranks_per_node, parsed.json)
+    text, code = _report(script, world_size, ranks_per_node, parsed.racks, parsed.json)
     if stdout is not None:
         with stdout:
             print(text, file=stdout)
@@ -105,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument(
         "--ranks-per-node", metavar="N", help="how many of them are on one node (default: all), for --json"
+    )
+    report.add_argument(
+        "--rack", dest="racks", action="append", default=[], help="of each node, in their order, for --json"
     )
     report.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
     transform.add_to(commands)
@@ -159,7 +162,7 @@ def _has_accelerator() -> bool:
 
 
 def _report(
-    script: list[str], world_size: int | None, ranks_per_node: int | None, as_json: bool
+    script: list[str], world_size: int | None, ranks_per_node: int | None, racks: list[str], as_json: bool
 ) -> tuple[str, int]:
     """Return what is to be printed, and the exit code."""
     import adaptor.patches as patches
@@ -191,7 +194,7 @@ def _report(
     verdict = _verdict(findings, len(lines), examined=len(script) > 1)
     code = 1 if lines else 0
     if as_json:
-        plan = findings.plan(ranks_per_node)
+        plan = findings.plan(ranks_per_node, racks)
         report = {
             "fits": not lines,
             "verdict": verdict,

@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,11 +75,12 @@ class Findings:
     model: Model | None = None
     replica: str = ""
 
-    def plan(self, ranks_per_node: int | None) -> Plan | None:
+    def plan(self, ranks_per_node: int | None, racks: Sequence[str] = ()) -> Plan | None:
         """Return what protection would take and give, None where the layout is not known.
 
         Args:
             ranks_per_node: None: all are on one node.
+            racks: the rack of each node; empty: not known.
         """
         layout = self.layout
         if layout is None or not self.replica:
@@ -91,7 +92,7 @@ class Findings:
             instances=layout.instances,
         )
         ranks = layout.world_size
-        return plan(sharing, self.model, self.replica, ranks, ranks_per_node or ranks)
+        return plan(sharing, self.model, self.replica, ranks, ranks_per_node or ranks, racks)
 
     def cost(self) -> float | None:
         """Return the bytes that replicas take on each rank for each parameter of the model, None if unknown.

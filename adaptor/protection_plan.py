@@ -5,6 +5,7 @@ The formulas are those of docs/costs.md, which docs/layouts.md compares with wha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,8 @@ class Replicas:
         local_copy: bytes more on each rank with TTP_LOCAL_COPY.
         sent: bytes that each rank sends more in a step.
         survives: what may be lost, in words.
+        any_rack: whether any 1 rack may be lost; None where the racks are not known.
+        better: if not: nodes in an order in which it may be; None where none was found.
     """
 
     kind: str
@@ -64,6 +67,8 @@ class Replicas:
     local_copy: float | None
     sent: float | None
     survives: str
+    any_rack: bool | None = None
+    better: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,14 @@ class Sharing:
     instances: int
 
 
-def plan(sharing: Sharing, model: Model | None, chosen: str, ranks: int, ranks_per_node: int) -> Plan:
+def plan(
+    sharing: Sharing,
+    model: Model | None,
+    chosen: str,
+    ranks: int,
+    ranks_per_node: int,
+    racks: Sequence[str] = (),
+) -> Plan:
     """Return the plan of a job.
 
     Args:
@@ -113,12 +125,13 @@ def plan(sharing: Sharing, model: Model | None, chosen: str, ranks: int, ranks_p
         chosen: the kind of replicas that the job would have.
         ranks: of the job, in the framework's usual order: tensor, context, data, pipeline.
         ranks_per_node: how many are on one node.
+        racks: the rack of each node; empty: not known.
     """
     kinds = ("whole",) if not sharing.sharded and chosen != "none" else ("split", "mirror", "none")
     sizes = {size for size in (sharing.dense, sharing.experts) if size}
     fits = {"split": all(size % 2 == 0 for size in sizes), "mirror": sharing.dense > 1}
     rows = [
-        _replicas(kind, sharing, model, kind == chosen, _nodes(ranks, ranks_per_node))
+        _replicas(kind, sharing, model, kind == chosen, _nodes(ranks, ranks_per_node), racks)
         for kind in kinds
         if kind == chosen or fits.get(kind, True)
     ]
@@ -157,18 +170,49 @@ def _save(sharing: Sharing, model: Model, ranks: int) -> float:
 
 
 def _replicas(
-    kind: str, sharing: Sharing, model: Model | None, chosen: bool, node_of: dict[int, int]
+    kind: str,
+    sharing: Sharing,
+    model: Model | None,
+    chosen: bool,
+    node_of: dict[int, int],
+    racks: Sequence[str],
 ) -> Replicas:
     memory = local = sent = None
     if model is not None:
         shard = _shard(sharing, model)
         memory, sent = _COPY.get(kind, 0) * shard, _SENT.get(kind, 0) * shard
         local = _STATE * shard * (2 if kind in _COPY else 1)
-    return Replicas(kind, chosen, memory, local, sent, _survives(kind, sharing, model, node_of))
+    shares = _shares(kind, sharing, model, node_of)
+    words = tolerance.survives(kind, shares, node_of)
+    words = words.removeprefix(f"{kind}; ").partition(":")[0]  # behind it are words for the job's first line
+    any_rack, better = _racks(shares, node_of, racks) if racks else (None, None)
+    return Replicas(kind, chosen, memory, local, sent, words, any_rack, better)
 
 
-def _survives(kind: str, sharing: Sharing, model: Model | None, node_of: dict[int, int]) -> str:
-    """Return what may be lost, as the job itself finds it out when it begins to train."""
+def _racks(
+    shares: dict[int, list[Share]], node_of: dict[int, int], racks: Sequence[str]
+) -> tuple[bool, tuple[int, ...] | None]:
+    """Return whether any 1 rack may be lost, and an order of the nodes in which it may be, if not."""
+
+    def fits(order: Sequence[int]) -> bool:
+        return tolerance.spare(shares, lambda rank: racks[order[node_of[rank]]]) > 0
+
+    nodes = range(len(racks))
+    if fits(nodes):
+        return True, None
+    # Second copies are half a group away (split), or next to each other (mirror): rack after rack puts the
+    # former apart, one node of each rack in turn the latter.
+    sizes = Counter(racks)
+    after = sorted(nodes, key=lambda node: (-sizes[racks[node]], racks[node]))
+    turn = {node: racks[:node].count(racks[node]) for node in nodes}
+    in_turn = sorted(nodes, key=lambda node: (turn[node], after.index(node)))
+    return False, next((tuple(order) for order in (after, in_turn) if fits(order)), None)
+
+
+def _shares(
+    kind: str, sharing: Sharing, model: Model | None, node_of: dict[int, int]
+) -> dict[int, list[Share]]:
+    """Return what each rank would hold."""
     shares: dict[int, list[Share]] = {rank: [] for rank in node_of}
     tensor = model.tensor if model is not None else 1
     for number, group in enumerate(_groups(len(node_of), sharing.dense, tensor)):
@@ -177,8 +221,7 @@ def _survives(kind: str, sharing: Sharing, model: Model | None, node_of: dict[in
         inner = model.expert_tensor * model.expert
         for number, group in enumerate(_groups(len(node_of), sharing.experts, inner)):
             _share(shares, f"experts {number}", group, kind, sharing.instances)
-    words = tolerance.survives(kind, shares, node_of)
-    return words.removeprefix(f"{kind}; ").partition(":")[0]  # behind it are words for the job's first line
+    return shares
 
 
 def _groups(ranks: int, size: int, inner: int) -> list[list[int]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -31,6 +32,8 @@ class _Replicas(msgspec.Struct):
     local_copy: float | None
     sent: float | None
     survives: str
+    any_rack: bool | None = None
+    better: tuple[int, ...] | None = None
 
 
 class _Plan(msgspec.Struct):
@@ -70,6 +73,12 @@ def add(add_command: cli.Add) -> None:
         help="ranks on each node (default: twice the fewest that the arguments allow, on one node)",
     )
     parser.add_argument(
+        "--hosts",
+        type=Path,
+        metavar="FILE",
+        help="a line 'HOST RACK' for each node, in their order: say whether any 1 rack may be lost",
+    )
+    parser.add_argument(
         "--bandwidth",
         type=_bandwidth,
         default=BANDWIDTH,
@@ -103,7 +112,38 @@ def _answer(parsed: argparse.Namespace) -> int:
         raise ConfigError("name the script and its arguments: ttp plan -- pretrain_gpt.py ARGUMENTS")
     if parsed.nproc_per_node is None and parsed.nnodes > 1:
         raise ConfigError(f"--nnodes is {parsed.nnodes}: say --nproc-per-node, too")
-    return show(script, parsed.nnodes, parsed.nproc_per_node, bandwidth=parsed.bandwidth, as_json=parsed.json)
+    hosts = _read_hosts(parsed.hosts) if parsed.hosts is not None else {}
+    if hosts and len(hosts) != parsed.nnodes:
+        raise ConfigError(f"{parsed.hosts} has {len(hosts)} hosts, and --nnodes is {parsed.nnodes}")
+    return show(
+        script,
+        parsed.nnodes,
+        parsed.nproc_per_node,
+        bandwidth=parsed.bandwidth,
+        racks=hosts,
+        as_json=parsed.json,
+    )
+
+
+def _read_hosts(path: Path) -> dict[str, str]:
+    """Return the rack of each host, in the order of the lines."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hosts {path} cannot be read: {text.describe(error)}") from None
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2:
+            raise ConfigError(f"--hosts {path}, line {number}: {line!r}: it must be HOST RACK")
+        if words[0] in found:
+            raise ConfigError(f"--hosts {path}, line {number}: {words[0]} is there twice")
+        found[words[0]] = words[1]
+    if not found:
+        raise ConfigError(f"--hosts {path} names no host: it must have a line 'HOST RACK' for each node")
+    return found
 
 
 def show(
@@ -112,6 +152,7 @@ def show(
     ranks_per_node: int | None,
     *,
     bandwidth: float = BANDWIDTH,
+    racks: Mapping[str, str] | None = None,
     as_json: bool = False,
 ) -> int:
     """Print the plan of a job; return the exit code: 1 if it would be refused, 2 for bad usage.
@@ -121,11 +162,13 @@ def show(
         nodes: of the job.
         ranks_per_node: None: as many as the arguments need for a second copy, on one node.
         bandwidth: of the save folder, in bytes for each second.
+        racks: the rack of each host, in the order of the nodes; None or empty: not known.
         as_json: print one JSON object.
     """
     sizes: list[str] = []
     if ranks_per_node is not None:
         sizes = ["--world-size", str(nodes * ranks_per_node), "--ranks-per-node", str(ranks_per_node)]
+    sizes += [f"--rack={rack}" for rack in (racks or {}).values()]
     command = [sys.executable, "-m", "adaptor", "report", "--json", *sizes, "--", *script]
     made = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if made.returncode not in (OK, FINDING):
@@ -139,11 +182,11 @@ def show(
         whole["plan"] = msgspec.Raw(msgspec.json.encode(plan))
         print(msgspec.json.encode(whole).decode())
     else:
-        print("\n".join(map(text.encodable, _lines(report))))
+        print("\n".join(map(text.encodable, _lines(report, list(racks or {})))))
     return int(made.returncode)
 
 
-def _lines(report: _Report) -> list[str]:
+def _lines(report: _Report, hosts: Sequence[str]) -> list[str]:
     plan = report.plan
     lines = [f"REFUSED {line}" for line in report.refusals]
     if plan is None or report.layout is None:
@@ -164,6 +207,7 @@ def _lines(report: _Report) -> list[str]:
         memory, local, sent = _bytes(row.memory), f"+ {_bytes(row.local_copy)}", _bytes(row.sent)
         lines.append(f"{kind:<12} {memory:>12} {local:>12} {sent:>15}  {row.survives}")
     lines += ["", "* what this job would have; local copy: with TTP_LOCAL_COPY; all of it on each rank"]
+    lines += [line for row in plan.replicas if row.chosen for line in _of_racks(row, hosts)]
     if plan.save_seconds is not None:
         save, speed, writer = map(_bytes, (plan.save, plan.bandwidth, plan.writer))
         seconds = duration(plan.save_seconds)
@@ -171,6 +215,21 @@ def _lines(report: _Report) -> list[str]:
             f"a save       {save}, {seconds} at {speed}/s; one writer gathers {writer} in host memory"
         )
     return [*lines, f"verdict      {report.verdict}"]
+
+
+def _of_racks(row: _Replicas, hosts: Sequence[str]) -> list[str]:
+    if row.any_rack is None:
+        return []
+    if row.any_rack:
+        return ["racks        any 1 rack may be lost, with the nodes in the order of the file"]
+    line = "racks        a rack that is lost takes all holders of a shard along, with this order of the nodes"
+    if row.better is None:
+        return [
+            line,
+            "             nor may any 1 rack be lost with the nodes sorted by rack, or of each rack in turn",
+        ]
+    order = ", ".join(hosts[node] for node in row.better)
+    return [line, f"             any 1 rack may be lost with this order: {order}"]
 
 
 def _billions(count: float) -> str:

@@ -16,18 +16,18 @@ def survives(kind: str, shares: Mapping[int, Iterable[Share]], node_of: Mapping[
         shares: what each rank of the job holds.
         node_of: the node of each rank.
     """
-    ranks = _spare(shares, lambda rank: rank)
+    ranks = spare(shares, lambda rank: rank)
     if not ranks:
         return f"{kind}; exceptions alone: a rank that dies takes the steps since the last save along"
     words = f"{kind}; any {ranks} rank{'s' if ranks > 1 else ''}"
     if len(set(node_of.values())) == 1:
         return words
-    nodes = _spare(shares, node_of.__getitem__)
+    nodes = spare(shares, node_of.__getitem__)
     return f"{words}, any {nodes} node{'s' if nodes > 1 else ''}" if nodes else f"{words}, but no whole node"
 
 
-def _spare(shares: Mapping[int, Iterable[Share]], place_of: Callable[[int], int]) -> int:
-    """Return how many places (ranks or nodes) may be lost, whichever they are.
+def spare(shares: Mapping[int, Iterable[Share]], place_of: Callable[[int], object]) -> int:
+    """Return how many places (ranks, nodes or racks) may be lost, whichever they are.
 
     Every shard then still has a holder, and every group a rank that can write it.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.launchers import flags
+from adaptor.launchers import flags, plan, ttp
 from adaptor.protection_plan import _groups
 from tests.frameworks import prepare
 from tests.frameworks.args import environment, tiny_gpt
@@ -51,6 +51,44 @@ def test_a_job_on_two_nodes(warm_python: Run, tmp_path: Path) -> None:
     chosen = next(row for row in plan["replicas"] if row["chosen"])
     assert (chosen["kind"], chosen["survives"]) == ("split", "any 1 rank, any 1 node")
     assert not (tmp_path / "save").exists()
+
+
+def test_racks(warm_python: Run, tmp_path: Path) -> None:
+    """Of four nodes with one rank each the first and the third, the second and the fourth hold the same."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n0 r0\nn1 r1 # near the door\n\nn2 r0\nn3 r1\n")
+    size = ("--nnodes", "4", "--nproc-per-node", "1", "--hosts", str(hosts))
+    code, found = planned(warm_python, *size, save=tmp_path / "save")
+    rows = {row["kind"]: (row["any_rack"], row["better"]) for row in found["plan"]["replicas"]}
+    assert code == 0
+    assert rows == {"split": (False, [0, 2, 1, 3]), "mirror": (True, None), "none": (False, None)}
+
+
+def test_words_about_racks() -> None:
+    row = plan._Replicas("split", True, None, None, None, "", any_rack=False, better=(0, 2, 1, 3))
+    _, line = plan._of_racks(row, ["a", "b", "c", "d"])
+    assert line.endswith("any 1 rack may be lost with this order: a, c, b, d")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("n0\n", "line 1: 'n0': it must be HOST RACK"),
+        ("n0 r0\nn0 r1\n", "line 2: n0 is there twice"),
+        ("# nothing\n", "names no host: it must have a line 'HOST RACK' for each node"),
+        ("n0 r0\nn1 r1\n", "has 2 hosts, and --nnodes is 1"),
+        (None, "cannot be read: "),
+    ],
+)
+def test_bad_hosts(
+    content: str | None, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = tmp_path / "hosts"
+    if content is not None:
+        hosts.write_text(content)
+    assert ttp.main(["plan", "--hosts", str(hosts), "--", "a.py", "x"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
 
 
 def test_experts_are_counted_once(warm_python: Run, tmp_path: Path) -> None:
