@@ -180,4 +180,4 @@ def test_a_dry_run_refuses_what_a_start_refuses(
 )
 def test_a_dry_run_is_asked_for_before_the_script(arguments: list[str], dry: bool) -> None:
     rest = [one for one in arguments if one != "--dry-run"] if dry else arguments
-    assert flags.without_dry_run(arguments) == (rest, dry)
+    assert flags.without(flags.DRY_RUN, arguments) == (rest, dry)
