@@ -58,7 +58,6 @@ class SurvivorsAgent(LocalElasticAgent):
         self._record = record
         place = record.place
         self._account = record.account = Account(spec.max_restarts, place.restarts if place else 0)
-        record.end_agent = self.end_control
         # Where torch elastic has no choice of handlers, it has this one, which drops all.
         self._events = ElasticEvents(
             getattr(spec, "event_log_handler", "null"), spec.rdzv_handler.get_run_id()
@@ -72,6 +71,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._ends = False  # by a verdict
         self._closed = False
         self._broken_off = False
+        record.end_agent = self.end_control
 
     def end_control(self) -> bool:
         """End the control thread, and remove what is left in folders: the last line does not wait for it.

@@ -18,6 +18,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "megatron_core",
         "megatron_training",
         "megatron_checkpointing",
+        "megatron_dist_checkpointing",
         "ascendspeed_core",
         "ascendspeed_training",
         "ascendspeed_checkpointing",

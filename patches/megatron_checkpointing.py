@@ -73,20 +73,6 @@ def asynchronous_saves_are_named_at_their_end(wrapped: Any, instance: Any, args:
 
 
 @checkpointing.patch(
-    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
-    why="the tensors of a regular save get checksums where they are written, before the save goes on",
-    accepts="(...)",
-    optional=True,  # up to 0.6; without it, tensors of torch_dist have no checksums
-)
-def tensors_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    # In a process or thread of the framework's own, of several that write at the same time.
-    if kwargs.get("write_bucket") is None or kwargs.get("results_queue") is None:
-        return wrapped(*args, **kwargs)
-    path, results = kwargs["write_bucket"][0], kwargs["results_queue"]
-    return wrapped(*args, **{**kwargs, "results_queue": context.part(RegularSaves).hashing(path, results)})
-
-
-@checkpointing.patch(
     "megatron.training.wandb_utils:on_save_checkpoint_success",
     why="Weights & Biases looks into the folder of a save, and keeps its name: it has the final one by then",
     accepts="(checkpoint_path, tracker_filename, save_dir, iteration)",

@@ -19,6 +19,7 @@ from adaptor.launchers.places import Places
 from adaptor.launchers.spare_gate import SpareGate
 from adaptor.launchers.spare_node import wait_at_gate
 from adaptor.protocol.spare_node_messages import SpareHello, TakePlace
+from tests import waiting
 from tests.certificates import Authority
 from tests.ports import free_port
 
@@ -31,8 +32,7 @@ def _gate(settings: config.Config) -> SpareGate:
 
 
 async def _waits(gate: SpareGate, count: int) -> None:
-    while gate.waiting != count:
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(waiting.until, lambda: gate.waiting == count, f"{count} spares wait")
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
@@ -142,8 +142,9 @@ def test_an_agent_that_was_taken_for_lost_cannot_come_back() -> None:
     ],
 )
 def test_a_spare_that_could_take_no_place_is_refused(
-    arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
+    arguments: list[str], words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TTP_TLS", "plain")  # as the flag does, which is undone after the test
     assert ttprun.main([flags.SPARE, "--ttp-tls", "plain", *arguments, __file__]) == ttprun.USAGE_EXIT_CODE
     assert f"ttprun: error: {words}" in capfd.readouterr().err
 

@@ -1,0 +1,29 @@
+"""Megatron-core's writers of `torch_dist`: tensors of a regular save are hashed where they are written.
+
+A unit of its own: a training loop of one's own on Megatron-core imports these writers, and nothing of
+Megatron-LM's `save_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor import context, patching
+from adaptor.frameworks.regular_save import RegularSaves
+from adaptor.patches._versions import MEGATRON
+
+dist_checkpointing = patching.Unit("dist-checkpointing", framework="megatron-core", tested=MEGATRON)
+
+
+@dist_checkpointing.patch(
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
+    why="the tensors of a regular save get checksums where they are written, before the save goes on",
+    accepts="(...)",
+    optional=True,  # up to 0.6; without it, tensors of torch_dist have no checksums
+)
+def tensors_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    # In a process or thread of the framework's own, of several that write at the same time.
+    if kwargs.get("write_bucket") is None or kwargs.get("results_queue") is None:
+        return wrapped(*args, **kwargs)
+    path, results = kwargs["write_bucket"][0], kwargs["results_queue"]
+    return wrapped(*args, **{**kwargs, "results_queue": context.part(RegularSaves).hashing(path, results)})
