@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from adaptor import config, engines, text
-from adaptor.errors import AdaptorError
-from adaptor.launchers import doctor_disk, doctor_machine
+from adaptor.errors import AdaptorError, ConfigError
+from adaptor.launchers import doctor_disk, doctor_machine, doctor_nodes
 from adaptor.launchers.finding import Finding
 from adaptor.operations import cli
 from adaptor.operations.words import FINDING, OK
@@ -33,6 +33,12 @@ def add(add_command: cli.Add) -> None:
     )
     parser.add_argument("--save", type=Path, help="also try the folder of checkpoints (--save) of the job")
     parser.add_argument(
+        "--nodes",
+        type=_nodes,
+        default=1,
+        help="it runs on so many nodes now (srun): also try locks, clocks and routes between them, in --save",
+    )
+    parser.add_argument(
         "--write-mib",
         type=_mebibytes,
         default=256,
@@ -48,9 +54,18 @@ def _mebibytes(text: str) -> int:
     return amount
 
 
+def _nodes(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= number <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number of nodes from 1 on")
+    return number
+
+
 def _answer(parsed: argparse.Namespace) -> int:
+    if parsed.nodes > 1 and parsed.save is None:
+        raise ConfigError(f"--nodes is {parsed.nodes}: name the folder in which they meet: --save DIR")
     found: list[Finding] = []
-    for finding in findings(parsed.save, parsed.write_mib << 20):
+    for finding in findings(parsed.save, parsed.write_mib << 20, parsed.nodes):
         found.append(finding)
         if not parsed.json:
             print(_line(finding), flush=True)
@@ -67,12 +82,13 @@ def _line(finding: Finding) -> str:
     return text.encodable(f"{finding.level:<4} {finding.name:<12} {finding.words}{more}")
 
 
-def findings(save: Path | None, size: int) -> Iterator[Finding]:
+def findings(save: Path | None, size: int, nodes: int = 1) -> Iterator[Finding]:
     """Make every check; an error in one is its finding.
 
     Args:
         save: the folder of checkpoints; None: it is not tried.
         size: the bytes that are written there for its speed.
+        nodes: that make these checks at the same time.
     """
     try:
         settings = config.load()
@@ -88,6 +104,8 @@ def findings(save: Path | None, size: int) -> Iterator[Finding]:
     ]
     if save is not None:
         folder = save
+        if nodes > 1:  # first: while one still writes for the speed, others would wait
+            checks.append(("nodes", lambda: doctor_nodes.between(folder, nodes)))
         checks.append(("save", lambda: doctor_disk.save_folder(folder, size, settings.grace_s)))
     for name, check in checks:
         try:

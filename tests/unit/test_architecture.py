@@ -74,6 +74,7 @@ READS_ENVIRONMENT = {
     "adaptor.devices.cpu": "LOCAL_WORLD_SIZE, without anything else of the adaptor",
     "adaptor.launchers.doctor": "misspelt settings",
     "adaptor.launchers.doctor_machine": "torch's GLOO_SOCKET_IFNAME; whether this is a job of Slurm",
+    "adaptor.launchers.doctor_nodes": "torch's GLOO_SOCKET_IFNAME",
     "adaptor.launchers.spare_imports": "what modules ask of it while a spare imports them",
     "adaptor.launchers.starter": "that of a worker, for the worker that takes its place",
     "adaptor.launchers.ttprun": "misspelt settings, torch's GLOO_SOCKET_IFNAME, variables of platforms",

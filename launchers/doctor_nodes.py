@@ -1,0 +1,208 @@
+"""The checks of `ttp doctor` that need all nodes at once: locks, clocks and routes between them.
+
+Each node has a file in a folder of the save folder, which it writes anew all the time with its clock, until
+each has found the files of all others. One of them holds a lock meanwhile, which the others may not get.
+
+Invariants: a file that nobody writes any more, left by one that was killed, counts for nothing; a node waits
+`MEET_S` for the others at most; the last thing that is removed is the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from adaptor.checkpoint import disk
+from adaptor.launchers.finding import Finding
+from adaptor.launchers.start_checks import INTERFACES
+
+# srun starts its tasks within seconds; a client of NFS sees a new file after its cache of a minute at most.
+MEET_S = 120.0
+_PAUSE_S = 0.1
+# Times of nodes are compared for people alone: the events of a report are out of order by as much.
+SKEW_S = 1.0
+# Asks for the address of an interface (netdevice(7)).
+_SIOCGIFADDR = 0x8915
+
+
+class _Node(msgspec.Struct):
+    """The content of the file of a node.
+
+    Attributes:
+        clock: when it wrote this, in Unix seconds by its own clock
+        count: how often it has written
+        address: where other nodes reach it; '' where that is not known
+        stage: present; locked: it has the lock, for the others to try; done: it needs nothing more
+    """
+
+    host: str
+    clock: float
+    count: int
+    address: str
+    stage: str
+
+
+class _Meeting:
+    """The files of all nodes that are at it."""
+
+    def __init__(self, place: Path, nodes: int) -> None:
+        self._place = place
+        self._nodes = nodes
+        self._until = time.monotonic() + MEET_S
+        host = socket.gethostname()
+        self.name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}.node"
+        self.own = _Node(host, 0.0, 0, _own_address(), "present")
+        self._first: dict[str, int] = {}  # the counts that were seen first, by the names of files
+        self.others: dict[str, _Node] = {}  # by the names of their files, as each was read last
+        self.there: set[str] = set()  # files that were there then
+        self.ahead: dict[str, float] = {}  # by how much a clock is ahead of this node's, at least
+
+    def wait(self, done: Callable[[], bool]) -> bool:
+        """Write and read until `done`; return False when it has not come in time."""
+        while True:
+            self._write()
+            self._read()
+            if len(self.others) == self._nodes - 1 and done():
+                return True
+            if time.monotonic() > self._until:
+                return False
+            time.sleep(_PAUSE_S)  # a file of another node can only be looked for again
+
+    def leave(self) -> None:
+        """Remove the own file, and the folder after the last one."""
+        with contextlib.suppress(OSError):
+            (self._place / self.name).unlink()
+        if not any(self._place.glob("*.node")):
+            disk.remove(self._place)
+
+    def _write(self) -> None:
+        self.own.count += 1
+        self.own.clock = time.time()
+        scratch = self._place / f"{self.name}.new"
+        scratch.write_bytes(msgspec.json.encode(self.own))
+        scratch.replace(self._place / self.name)
+
+    def _read(self) -> None:
+        paths = list(self._place.glob("*.node"))
+        self.there = {path.name for path in paths}
+        for path in paths:
+            try:
+                node = msgspec.json.decode(path.read_bytes(), type=_Node)
+            except (OSError, msgspec.MsgspecError):
+                continue  # it has just left, or is another kind of file
+            now = time.time()
+            if path.name == self.name or self._first.setdefault(path.name, node.count) == node.count:
+                continue
+            self.others[path.name] = node
+            self.ahead[path.name] = max(self.ahead.get(path.name, 0.0), node.clock - now)
+
+
+def between(folder: Path, nodes: int) -> Iterator[Finding]:
+    """Meet the other nodes in `folder`, which they all have, and try what they do together."""
+    place = folder / f"{disk.PROBE}doctor_nodes"
+    folder.mkdir(parents=True, exist_ok=True)
+    place.mkdir(exist_ok=True)
+    meeting = _Meeting(place, nodes)
+    try:
+        if not meeting.wait(lambda: True):
+            there = ", ".join(sorted(node.host for node in meeting.others.values())) or "no other node"
+            words = f"{there} of {nodes - 1} others met this one in {folder} within {MEET_S:.0f} s"
+            remedy = "run it on all nodes at once (srun), with a --save that all of them share"
+            yield Finding("nodes", "FAIL", words, remedy)
+            return
+        yield Finding("nodes", "OK", f"{nodes} nodes share {folder}")
+        yield _lock(place, meeting)
+        yield _clocks(meeting)
+        yield from _routes(meeting)
+    finally:
+        meeting.leave()
+
+
+def _lock(place: Path, meeting: _Meeting) -> Finding:
+    """Try whether a lock of one node keeps the others out; nobody leaves before all have tried."""
+    holder = min(meeting.name, *meeting.others)
+    remedy = "mount it so that locks reach all nodes (Lustre: -o flock, not localflock; NFS: no nolock)"
+    late = Finding("locks", "WARN", "the other nodes did not finish trying a lock", "run it again")
+    with (place / "lock").open("a") as file:
+        if holder == meeting.name:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                return Finding("locks", "FAIL", f"flock does not work ({error.strerror})", remedy)
+            meeting.own.stage = "locked"
+            if not meeting.wait(lambda: all(node.stage == "done" for node in meeting.others.values())):
+                return late
+            return Finding("locks", "OK", "this node held a lock, which the others tried to get")
+        if not meeting.wait(lambda: meeting.others[holder].stage == "locked" or holder not in meeting.there):
+            return late
+        who = meeting.others[holder].host
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found = Finding("locks", "OK", f"a lock of {who} keeps this node out")
+        except OSError as error:
+            found = Finding("locks", "FAIL", f"flock does not work ({error.strerror})", remedy)
+        else:
+            fcntl.flock(file, fcntl.LOCK_UN)
+            found = Finding("locks", "FAIL", f"this node got a lock that {who} holds", remedy)
+        meeting.own.stage = "done"
+        return found if meeting.wait(lambda: holder not in meeting.there) else late
+
+
+def _clocks(meeting: _Meeting) -> Finding:
+    """Compare clocks: what another has written before it was read may not be later than now."""
+    name, most = max(meeting.ahead.items(), key=lambda pair: pair[1])
+    if most < SKEW_S:
+        return Finding("clocks", "OK", f"no clock of the others is ahead of this one by {SKEW_S:.0f} s")
+    words = f"the clock of {meeting.others[name].host} is ahead of this one by at least {most:.1f} s"
+    return Finding("clocks", "WARN", words, "run chrony or ntpd: times in reports would be in a wrong order")
+
+
+def _routes(meeting: _Meeting) -> Iterator[Finding]:
+    own = meeting.own.address
+    wrong = 0
+    for node in sorted(meeting.others.values(), key=lambda node: node.host):
+        leaves = _source(node.address)
+        if own and leaves != own:
+            wrong += 1
+            how = f"leaves from {leaves}" if leaves else f"does not exist (to {node.address or 'no address'})"
+            words = f"the route to {node.host} {how}, and others reach this node at {own}"
+            yield Finding("routes", "WARN", words, f"set {INTERFACES} to the interface that nodes share")
+    if not own:
+        yield Finding("routes", "WARN", "this node has no address for others", f"set {INTERFACES}")
+    elif not wrong:
+        yield Finding(
+            "routes", "OK", f"the routes to the others leave from {own}, where they reach this node"
+        )
+
+
+def _own_address() -> str:
+    """Return the address at which gloo would listen; '' if there is none."""
+    named = os.environ.get(INTERFACES, "").split(",")[0]
+    try:
+        if not named:
+            return socket.gethostbyname(socket.gethostname())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+            told = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("256s", named.encode()))
+            return socket.inet_ntoa(told[20:24])
+    except OSError:
+        return ""
+
+
+def _source(address: str) -> str:
+    """Return the address from which this node sends to `address`; nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""

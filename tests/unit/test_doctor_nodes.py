@@ -1,0 +1,100 @@
+"""`ttp doctor --nodes`: nodes that meet in a folder; each is a thread, or a file that a test writes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from adaptor.launchers import doctor_nodes, ttp
+from adaptor.launchers.finding import Finding
+from tests.unit.threads import LONG_S
+
+
+class Node(threading.Thread):
+    """A node that makes the checks."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        super().__init__(daemon=True)
+        self._folder, self._nodes = folder, nodes
+        self._found: list[Finding] = []
+        self.start()
+
+    def run(self) -> None:
+        self._found.extend(doctor_nodes.between(self._folder, self._nodes))
+
+    def levels(self) -> dict[str, tuple[str, str]]:
+        self.join(LONG_S)
+        assert not self.is_alive()
+        return {one.name: (one.level, one.words) for one in self._found}
+
+
+def test_nodes_that_share_all(tmp_path: Path) -> None:
+    found = [node.levels() for node in [Node(tmp_path, 3) for _ in range(3)]]
+    assert [{name: level for name, (level, _) in one.items() if name != "routes"} for one in found] == [
+        {"nodes": "OK", "locks": "OK", "clocks": "OK"}
+    ] * 3
+    words = sorted(one["locks"][1] for one in found)
+    assert [line.startswith("a lock of ") for line in words] == [True, True, False]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_reaches_one_node_and_a_clock_that_is_wrong(tmp_path: Path) -> None:
+    """The other node says that it has the lock, and nothing of that comes here."""
+    node = Node(tmp_path, 2)
+    place = tmp_path / ".ttp-doctor_nodes"
+    other = doctor_nodes._Node("other", 0.0, 0, "127.0.0.1", "locked")
+
+    def is_done() -> bool:
+        return any(b'"done"' in path.read_bytes() for path in place.glob("*-*.node"))
+
+    _write_until(is_done, place / "!.node", other)
+    (place / "!.node").unlink()
+    found = node.levels()
+    assert found["locks"] == ("FAIL", "this node got a lock that other holds")
+    level, words = found["clocks"]
+    assert level == "WARN"
+    assert words.startswith("the clock of other is ahead of this one by at least ")
+
+
+def _write_until(done: Callable[[], bool], path: Path, node: doctor_nodes._Node) -> None:
+    """Write the file of a node whose clock is 30 s ahead."""
+    until = time.monotonic() + LONG_S
+    while not (path.parent.exists() and done()):
+        assert time.monotonic() < until
+        if path.parent.exists():
+            node.count, node.clock = node.count + 1, time.time() + 30
+            path.with_suffix(".new").write_bytes(msgspec.json.encode(node))
+            path.with_suffix(".new").replace(path)
+        time.sleep(0.01)
+
+
+def test_a_node_that_is_killed_counts_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / ".ttp-doctor_nodes"
+    place.mkdir()
+    left = doctor_nodes._Node("gone", 1.0, 7, "127.0.0.1", "present")
+    (place / "gone.node").write_bytes(msgspec.json.encode(left))
+    monkeypatch.setattr(doctor_nodes, "MEET_S", 0.5)
+    found = Node(tmp_path, 2).levels()
+    assert list(found) == ["nodes"]
+    assert found["nodes"][1].startswith("no other node of 1 others met this one")
+
+
+def test_the_route_that_others_do_not_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert doctor_nodes._own_address() == "127.0.0.1"
+    meeting = doctor_nodes._Meeting(tmp_path, 2)
+    meeting.others["a"] = doctor_nodes._Node("a", 0.0, 1, "127.0.0.1", "done")
+    assert [one.level for one in doctor_nodes._routes(meeting)] == ["OK"]
+    meeting.own.address = "192.0.2.1"
+    (one,) = doctor_nodes._routes(meeting)
+    assert one.words == "the route to a leaves from 127.0.0.1, and others reach this node at 192.0.2.1"
+
+
+def test_nodes_need_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ttp.main(["doctor", "--nodes", "2"]) == 2
+    assert "--nodes is 2: name the folder in which they meet" in capsys.readouterr().err
