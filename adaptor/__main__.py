@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from adaptor import _script, config, context, devices, distributions, engines
+from adaptor import _script, context, devices, distributions, engines, misspelt
 from adaptor.errors import AdaptorError, DriftError, StartError
 from adaptor.operations import verify
 from adaptor.store import command as store
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         settings = context.begin().settings
         engines.find(settings.engine).require(settings)
         devices.require(settings.device)
-        config.refuse_misspelt(os.environ)
+        misspelt.refuse(os.environ)
         warning = distributions.conflict()
     except AdaptorError as error:
         return _bad_usage(str(error))

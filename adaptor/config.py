@@ -6,17 +6,29 @@ the environment of the workers, so that they read the same values.
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from adaptor import endpoints
 from adaptor.diagnostics import requests
 from adaptor.errors import ConfigError
+from adaptor.setting_values import (
+    NotShownError,
+    endpoint,
+    folder,
+    new_file,
+    notice_target,
+    number,
+    one_of,
+    path,
+    rate,
+    store_url,
+    truth,
+    truth_or_auto,
+    zero_or,
+)
 
 
 @dataclass(frozen=True)
@@ -76,97 +88,6 @@ class Setting:
         return "--ttp-" + self.variable.removeprefix("TTP_").removesuffix("_TTP").lower().replace("_", "-")
 
 
-def _truth(text: str) -> bool:
-    lowered = text.strip().lower()
-    if lowered in ("true", "1"):
-        return True
-    if lowered in ("false", "0"):
-        return False
-    raise ValueError
-
-
-def _number(low: float, high: float, kind: Callable[[str], float]) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            raise ValueError
-        return value
-
-    return parse
-
-
-def _zero_or(parse: Callable[[str], float]) -> Callable[[str], float]:
-    return lambda text: 0.0 if text.strip() == "0" else parse(text)
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError
-        return text
-
-    return parse
-
-
-def _path(text: str) -> str:
-    """Refuse the text of a key or certificate where the path of its file belongs."""
-    if "\n" in text or "-----" in text:
-        raise _NotShownError
-    return text
-
-
-def _new_file(text: str) -> str:
-    """Refuse a file that cannot be there: the job would end without it."""
-    if text and (not text.strip() or Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
-        raise ValueError
-    return text
-
-
-def _store(text: str) -> str:
-    """Refuse credentials in the URL: it is shown in messages. The rest is checked where it is opened."""
-    if "@" in text:
-        raise _NotShownError
-    return text
-
-
-def _rate(text: str) -> int:
-    match = re.fullmatch(r"([0-9]{1,12})([kKMG]?)", text.strip())
-    if match is None:
-        raise ValueError
-    return int(match[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]
-
-
-def _endpoint(text: str) -> str:
-    """Refuse credentials in the URL: it is shown in messages."""
-    if "@" in text:
-        raise _NotShownError
-    if text and not re.fullmatch(r"https?://[^\s/?#]+/?", text):
-        raise ValueError
-    return text.rstrip("/")
-
-
-class _NotShownError(ValueError):
-    """A value makes no sense, and may be a secret."""
-
-
-def _target(text: str) -> endpoints.NoticeTarget | None:
-    """Do not show what is no target: an URL of Slack is a secret."""
-    try:
-        return endpoints.target(text)
-    except ValueError:
-        raise (_NotShownError if "/" in text else ValueError) from None
-
-
-def _folder(text: str) -> str:
-    if not text:
-        raise ValueError
-    return text
-
-
-def _truth_or_auto(text: str) -> str:
-    return "auto" if text.strip().lower() == "auto" else str(_truth(text))
-
-
 _PEM = "the path of a PEM file"
 
 SETTINGS = (
@@ -175,7 +96,7 @@ SETTINGS = (
         "ENABLE_TTP",
         "True",
         "True, 1, False or 0",
-        _truth,
+        truth,
         "False is plain torchrun and the plain framework",
     ),
     Setting(
@@ -183,7 +104,7 @@ SETTINGS = (
         "TTP_OT",
         "120",
         "a number of seconds from 10 to 3600",
-        _number(10, 3600, float),
+        number(10, 3600, float),
         "how long an incident may last, besides the time in which the save makes progress",
     ),
     Setting(
@@ -191,7 +112,7 @@ SETTINGS = (
         "TTP_GRACE",
         "25",
         "a number of seconds from 1 to 3600",
-        _number(1, 3600, float),
+        number(1, 3600, float),
         "how long a save may take when ttprun is told to end (SIGTERM, Ctrl-C), before it ends all the same",
     ),
     Setting(
@@ -199,7 +120,7 @@ SETTINGS = (
         "TTP_HANG",
         "120",
         "0, or a number of seconds from 1 to 86400",
-        _zero_or(_number(1, 86400, float)),
+        zero_or(number(1, 86400, float)),
         "a step that takes longer than these seconds, and longer than 3 times the slowest recent step, is a"
         " hang (the first steps of a process may take 15 times as long); 0: never",
     ),
@@ -208,16 +129,16 @@ SETTINGS = (
         "TTP_ONLINE",
         "60",
         "0, or a number of seconds from 1 to 3600",
-        _zero_or(_number(1, 3600, float)),
-        "after a fault only the failed ranks are replaced and the job goes on without a restart, where it can"
-        " and if that takes at most these seconds, and half of TTP_OT; 0: all ranks are started again",
+        zero_or(number(1, 3600, float)),
+        "online recovery: after a fault only the failed ranks are replaced and the job goes on without a"
+        " restart, where that takes at most these seconds and half of TTP_OT; 0: all ranks are started again",
     ),
     Setting(
         "spares",
         "TTP_SPARES",
         "1",
         "a number from 0 to 64",
-        _number(0, 64, int),
+        number(0, 64, int),
         "with TTP_ONLINE: the number of processes on each node that wait, with everything imported, to take"
         " the place of a rank that fails; each takes the host memory of its imports",
     ),
@@ -226,7 +147,7 @@ SETTINGS = (
         "TTP_NO_PROGRESS",
         "3",
         "a number from 0 to 1000",
-        _number(0, 1000, int),
+        number(0, 1000, int),
         "the job ends, with exit code 79, when the same fault comes this many times at the same step without"
         " a newer checkpoint; 0: never",
     ),
@@ -235,7 +156,7 @@ SETTINGS = (
         "TTP_PORT",
         "8000",
         "a port from 1 to 65535",
-        _number(1, 65535, int),
+        number(1, 65535, int),
         "where the controller listens for agents of other nodes; taken: the next free one",
     ),
     Setting(
@@ -243,15 +164,15 @@ SETTINGS = (
         "TTP_TLS",
         "mutual",
         "mutual or plain",
-        _one_of("mutual", "plain"),
+        one_of("mutual", "plain"),
         "agents on several machines speak TLS 1.3, both with certificates; plain: unencrypted, inside "
         "a trusted network",
     ),
-    Setting("tls_cert", "TTP_TLS_CERT", "", _PEM, _path, "the certificate of this node"),
+    Setting("tls_cert", "TTP_TLS_CERT", "", _PEM, path, "the certificate of this node"),
     Setting(
-        "tls_key", "TTP_TLS_KEY", "", _PEM, _path, "the private key of TTP_TLS_CERT, without a passphrase"
+        "tls_key", "TTP_TLS_KEY", "", _PEM, path, "the private key of TTP_TLS_CERT, without a passphrase"
     ),
-    Setting("tls_ca", "TTP_TLS_CA", "", _PEM, _path, "who has signed the certificates of all nodes"),
+    Setting("tls_ca", "TTP_TLS_CA", "", _PEM, path, "who has signed the certificates of all nodes"),
     Setting(
         "device",
         "TTP_DEVICE",
@@ -273,7 +194,7 @@ SETTINGS = (
         "TTP_REPLICA",
         "auto",
         "auto, split, mirror or none",
-        _one_of("auto", "split", "mirror", "none"),
+        one_of("auto", "split", "mirror", "none"),
         "where second copies of optimizer shards live; auto is split where the data-parallel size is even, "
         "else mirror",
     ),
@@ -282,7 +203,7 @@ SETTINGS = (
         "TTP_LOCAL_COPY",
         "False",
         "True, 1, False or 0",
-        _truth,
+        truth,
         "True: each rank copies its optimizer state before an update, in place of a barrier of all ranks",
     ),
     Setting(
@@ -290,7 +211,7 @@ SETTINGS = (
         "TTP_REQUIRE_PROTECTION",
         "auto",
         "auto, True, 1, False or 0",
-        _truth_or_auto,
+        truth_or_auto,
         "True: a script that trains without being protected is ended; False: it is told so; auto: True in "
         "Megatron-LM's, ModelLink's and MindSpeed-LLM's scripts, False in others",
     ),
@@ -299,7 +220,7 @@ SETTINGS = (
         "TTP_PROVIDE_MINDIO",
         "False",
         "True, 1, False or 0",
-        _truth,
+        truth,
         "True: for a script that was adapted to MindIO TTP by hand; importing mindio_ttp, which is not "
         "installed, finds the adaptor's, and no framework is patched",
     ),
@@ -308,7 +229,7 @@ SETTINGS = (
         "TTP_PLATFORM",
         "auto",
         "auto, none, modelarts, ascend, volcano, ranktable, slurm or openmpi",
-        _one_of("auto", "none", "modelarts", "ascend", "volcano", "ranktable", "slurm", "openmpi"),
+        one_of("auto", "none", "modelarts", "ascend", "volcano", "ranktable", "slurm", "openmpi"),
         "where ttprun reads the number of nodes, the rank of this node, the processes per node and the "
         "rendezvous address, unless flags give them; auto: from the platform that started it; none: nowhere",
     ),
@@ -317,7 +238,7 @@ SETTINGS = (
         "TTP_STORE",
         "",
         "the URL of an object store, like s3://bucket/run7",
-        _store,
+        store_url,
         "the checkpoints that are saved are also sent to this object store (s3://bucket/run7, obs://, gs://, "
         "az://, file://), beside the training",
     ),
@@ -326,7 +247,7 @@ SETTINGS = (
         "TTP_STORE_EVERY",
         "1",
         "a number of steps from 1 to 1000000000",
-        _number(1, 10**9, int),
+        number(1, 10**9, int),
         "how many steps lie at least between two checkpoints that are sent to TTP_STORE; last words, and the "
         "newest one at the end of the job, are always sent",
     ),
@@ -335,7 +256,7 @@ SETTINGS = (
         "TTP_STORE_KEEP",
         "0",
         "a number from 0 to 1000000",
-        _number(0, 10**6, int),
+        number(0, 10**6, int),
         "how many checkpoints stay in TTP_STORE: older ones are removed; 0: all",
     ),
     Setting(
@@ -343,7 +264,7 @@ SETTINGS = (
         "TTP_STORE_RATE",
         "0",
         "0, or bytes in a second, like 200M",
-        _rate,
+        rate,
         "how many bytes in a second are sent to TTP_STORE while the job trains, like 200M; 0: no limit",
     ),
     Setting(
@@ -351,7 +272,7 @@ SETTINGS = (
         "TTP_STORE_ENDPOINT",
         "",
         "a URL like https://storage.example.com, without a user",
-        _endpoint,
+        endpoint,
         "where an object store (s3://, obs://, gs://, az://) answers, unless it is that of its provider",
     ),
     Setting(
@@ -359,7 +280,7 @@ SETTINGS = (
         "TTP_LOG_PATH",
         "logs",
         "a folder",
-        _folder,
+        folder,
         "where logs go, and what operators read of each job",
     ),
     Setting(
@@ -367,12 +288,10 @@ SETTINGS = (
         "TTP_LOG_LEVEL",
         "INFO",
         "DEBUG, INFO, WARNING or ERROR",
-        lambda text: _one_of("DEBUG", "INFO", "WARNING", "ERROR")(text.upper()),
+        lambda text: one_of("DEBUG", "INFO", "WARNING", "ERROR")(text.upper()),
         "how much the log file holds",
     ),
-    Setting(
-        "log_stdout", "TTP_LOG_STDOUT", "0", "True, 1, False or 0", _truth, "the log goes to stdout, too"
-    ),
+    Setting("log_stdout", "TTP_LOG_STDOUT", "0", "True, 1, False or 0", truth, "the log goes to stdout, too"),
     Setting(
         "serve",
         "TTP_SERVE",
@@ -388,7 +307,7 @@ SETTINGS = (
         "TTP_SERVE_TOKEN",
         "",
         "the path of a file",
-        _path,
+        path,
         "a file with the word that clients of TTP_SERVE must send, which its owner alone can read",
     ),
     Setting(
@@ -396,7 +315,7 @@ SETTINGS = (
         "TTP_NOTIFY",
         "",
         endpoints.TARGETS,
-        _target,
+        notice_target,
         "where notices of incidents, of training that goes on, and of the end are sent: JSON to an URL, a"
         " message to Slack, JSON on the stdin of a command, or several of these, one in each line of a file",
     ),
@@ -405,7 +324,7 @@ SETTINGS = (
         "TTP_NOTIFY_SECRET",
         "",
         "the path of a file",
-        _path,
+        path,
         "a file with a word, which its owner alone can read: it signs notices of JSON (HMAC-SHA256)",
     ),
     Setting(
@@ -431,7 +350,7 @@ SETTINGS = (
         "TTP_LAYOUT_ONLY",
         "",
         "a file in a folder that is there",
-        _new_file,
+        new_file,
         "a file: the job builds its model and its optimizer, writes there what each rank has of them, and"
         " ends before its first step; `python -m adaptor transform --layout` reads it",
     ),
@@ -450,7 +369,7 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
         text = source.get(setting.variable, setting.default)
         try:
             values[setting.field] = setting.parse(text)
-        except _NotShownError:
+        except NotShownError:
             raise ConfigError(
                 f"{setting.variable} holds a text (not shown): it must be {setting.allowed}"
             ) from None
@@ -465,31 +384,6 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
             "TTP by hand cannot be recorded; leave out one of them"
         )
     return made
-
-
-# The similarity, of 1, from which a name counts as mistyped. Variables of MindIO's SDK, our own internal ones
-# and those of Kubernetes (for a service that is called ttp) are below 0.75.
-_ALIKE = 0.85
-
-
-def refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Refuse a variable whose name is almost that of a setting: it would be ignored without notice.
-
-    Raises:
-        ConfigError: there is one; the message names it and the one that was meant.
-    """
-    settings = {_in_order(setting.variable): setting.variable for setting in SETTINGS}
-    for name in sorted(environ):
-        if "TTP" not in name.upper().split("_") or name in settings.values():
-            continue
-        for meant in difflib.get_close_matches(_in_order(name), settings, 1, _ALIKE):
-            # Without its value: it is not ours, and may be a secret.
-            raise ConfigError(f"{name} is set: there is no such setting; {settings[meant]} is one")
-
-
-def _in_order(name: str) -> str:
-    """Return `name` with its words sorted, so that TTP_ENABLE is found as ENABLE_TTP."""
-    return "_".join(sorted(name.upper().split("_")))
 
 
 def _require_one_kind_of_connection(made: Config) -> None:

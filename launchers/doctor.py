@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor import config, engines, text
+from adaptor import config, engines, misspelt, text
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.launchers import doctor_disk, doctor_machine, doctor_nodes
 from adaptor.launchers.finding import Finding
@@ -92,7 +92,7 @@ def findings(save: Path | None, size: int, nodes: int = 1) -> Iterator[Finding]:
     """
     try:
         settings = config.load()
-        config.refuse_misspelt(os.environ)
+        misspelt.refuse(os.environ)
         engines.find(settings.engine).require(settings)
     except AdaptorError as error:
         yield Finding("settings", "FAIL", str(error))

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptor import _script, config, devices, distributions, engines, output, text
+from adaptor import _script, config, devices, distributions, engines, misspelt, output, text
 from adaptor.diagnostics import requests
 from adaptor.errors import AdaptorError, ConfigError, StartError
 from adaptor.launchers import (
@@ -115,7 +115,7 @@ def _check(
     """Check what can be checked without writing anything; return the engine, and what the job pulls first."""
     engine = engines.find(settings.engine)
     engine.require(settings)
-    config.refuse_misspelt(os.environ)
+    misspelt.refuse(os.environ)
     flags.require_sense(parsed)
     start_checks.require_safe_connections(parsed, settings)
     load = store_load.take(parsed)

@@ -77,7 +77,7 @@ def _optimizers(body: Any) -> list[tuple[Any, dict[Any, Any]]]:
 
 
 def require_replicas(source: SourceCheckpoint, files: Files, everything: bool) -> None:
-    """Refuse ranks that should have the same tensor and have not.
+    """Refuse ranks of the `source` that should have the same tensor and have not.
 
     Args:
         everything: also large tensors (weights of other expert ranks, the embedding on the last stage).

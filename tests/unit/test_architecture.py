@@ -19,6 +19,8 @@ LAYERS = (
     (
         *(
             "adaptor.config",
+            "adaptor.misspelt",
+            "adaptor.setting_values",
             "adaptor.context",
             "adaptor.distributions",
             "adaptor.endpoints",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptor import config
+from adaptor import config, misspelt
 from adaptor.config import SETTINGS, Config, Setting
 from adaptor.endpoints import Address, NoticeTarget
 from adaptor.errors import ConfigError
@@ -202,7 +202,7 @@ def test_any_text_is_a_value_or_one_line(setting: Setting, text: str) -> None:
 )
 def test_a_misspelt_variable_is_not_ignored(name: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.refuse_misspelt({"TTP_GRACE": "9", name: "20"})
+        misspelt.refuse({"TTP_GRACE": "9", name: "20"})
     assert str(caught.value) == f"{name} is set: there is no such setting; {meant} is one"
 
 
@@ -212,7 +212,7 @@ def test_a_misspelt_variable_is_not_ignored(name: str, meant: str) -> None:
 @pytest.mark.parametrize("name", ["TTP_TLS_KYE", "TTP_TLS_KEY", "TTP_TLS_CERT", "TTP_TLS_CA"])
 def test_no_secret_is_shown(name: str) -> None:
     key = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADAN\n-----END PRIVATE KEY-----\n"
-    read = config.refuse_misspelt if name == "TTP_TLS_KYE" else config.load
+    read = misspelt.refuse if name == "TTP_TLS_KYE" else config.load
     with pytest.raises(ConfigError, match=name) as caught:
         read({**FILES, name: key})
     assert "MII" not in str(caught.value)
@@ -231,8 +231,8 @@ def test_other_variables_are_not_ours() -> None:
         TTP_LOG_MODE TTP_RETRY_TIMES TTP_NORMAL_ACTION_TIME_LIMIT TTP_STOP_CLEAN_BEFORE_DUMP
         TTP_ACCLINK_CHECK_PERIOD_HOURS TTP_SERVICE_HOST TTP_SERVICE_PORT TTP_PORT_8000_TCP
         TTP_PORT_8000_TCP_PORT HTTP_PORT HTTP_LOG_PATH ENABLE_HTTP"""
-    config.refuse_misspelt(dict.fromkeys(others.split(), "1"))
-    config.refuse_misspelt({setting.variable: "1" for setting in SETTINGS})
+    misspelt.refuse(dict.fromkeys(others.split(), "1"))
+    misspelt.refuse({setting.variable: "1" for setting in SETTINGS})
 
 
 FILES = {"TTP_TLS_CERT": "c.pem", "TTP_TLS_KEY": "k.pem", "TTP_TLS_CA": "ca.pem"}

@@ -1,0 +1,109 @@
+"""The values of settings: each function reads a text, and raises ValueError where it makes no sense."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from adaptor import endpoints
+
+
+def truth(text: str) -> bool:
+    """Return whether a text says True or 1; False or 0."""
+    lowered = text.strip().lower()
+    if lowered in ("true", "1"):
+        return True
+    if lowered in ("false", "0"):
+        return False
+    raise ValueError
+
+
+def number(low: float, high: float, kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Return what reads a number of this `kind` from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            raise ValueError
+        return value
+
+    return parse
+
+
+def zero_or(parse: Callable[[str], float]) -> Callable[[str], float]:
+    """Return what reads 0, or what `parse` reads."""
+    return lambda text: 0.0 if text.strip() == "0" else parse(text)
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Return what takes one of `choices`."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def path(text: str) -> str:
+    """Refuse the text of a key or certificate where the path of its file belongs."""
+    if "\n" in text or "-----" in text:
+        raise NotShownError
+    return text
+
+
+def new_file(text: str) -> str:
+    """Refuse a file that cannot be there: the job would end without it."""
+    if text and (not text.strip() or Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
+        raise ValueError
+    return text
+
+
+def store_url(text: str) -> str:
+    """Refuse credentials in the URL: it is shown in messages. The rest is checked where it is opened."""
+    if "@" in text:
+        raise NotShownError
+    return text
+
+
+def rate(text: str) -> int:
+    """Return the bytes of a second that a text such as 200M says."""
+    match = re.fullmatch(r"([0-9]{1,12})([kKMG]?)", text.strip())
+    if match is None:
+        raise ValueError
+    return int(match[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]
+
+
+def endpoint(text: str) -> str:
+    """Refuse credentials in the URL: it is shown in messages."""
+    if "@" in text:
+        raise NotShownError
+    if text and not re.fullmatch(r"https?://[^\s/?#]+/?", text):
+        raise ValueError
+    return text.rstrip("/")
+
+
+class NotShownError(ValueError):
+    """A value makes no sense, and may be a secret."""
+
+
+def notice_target(text: str) -> endpoints.NoticeTarget | None:
+    """Do not show what is no target: an URL of Slack is a secret."""
+    try:
+        return endpoints.target(text)
+    except ValueError:
+        raise (NotShownError if "/" in text else ValueError) from None
+
+
+def folder(text: str) -> str:
+    """Refuse an empty name."""
+    if not text:
+        raise ValueError
+    return text
+
+
+def truth_or_auto(text: str) -> str:
+    """Return `auto`, or the text of a truth value."""
+    return "auto" if text.strip().lower() == "auto" else str(truth(text))
