@@ -92,14 +92,13 @@ def _undescribed(function: Function, names: list[str]) -> list[str]:
 
 
 def _plain(function: Function) -> set[str]:
-    """Return the parameters that need no words: their type has their name, or the glossary has."""
+    """Return the parameters that need no words: the name of their type has their own, or PLAIN has."""
     arguments = function.args
     typed = {
         argument.arg
         for argument in (*arguments.args, *arguments.kwonlyargs)
         if argument.annotation is not None
-        and re.sub(r"\W|None|_", "", ast.unparse(argument.annotation)).lower()
-        == argument.arg.replace("_", "")
+        and argument.arg.replace("_", "") in re.sub(r"\W|_", "", ast.unparse(argument.annotation)).lower()
     }
     return typed | PLAIN
 
