@@ -129,7 +129,7 @@ class TransferChannel:
         self._group.recv([tensor], self._other, 0).wait()
 
 
-def answer(line: TransferChannel, source: StateSource, cancelled: Callable[[], bool]) -> None:
+def answer(channel: TransferChannel, source: StateSource, cancelled: Callable[[], bool]) -> None:
     """Answer what the newcomer asks, until it has all, or this is `cancelled`.
 
     Raises:
@@ -137,20 +137,20 @@ def answer(line: TransferChannel, source: StateSource, cancelled: Callable[[], b
         Exception: what the group raises when the newcomer is gone.
     """
     while not cancelled():
-        request = msgspec.msgpack.decode(line.receive(), type=Request)
+        request = msgspec.msgpack.decode(channel.receive(), type=Request)
         if request.what == RECORD:
-            line.send(packing.pack(source.record()))
+            channel.send(packing.pack(source.record()))
         elif request.what == SHARD:
             optimizer = source.shard(request.index)
-            line.send(optimizer_state.encode(describe(optimizer)))
+            channel.send(optimizer_state.encode(describe(optimizer)))
             tensors = [*twin.params(optimizer), *optimizer_state.tensors_of(optimizer)]
             with source.device.beside():
-                line.send_tensors(tensors, source.device.to_host)
+                channel.send_tensors(tensors, source.device.to_host)
         elif request.what == FROZEN:
             with source.device.beside():
-                line.send_tensors(source.frozen(), source.device.to_host)
+                channel.send_tensors(source.frozen(), source.device.to_host)
         else:
-            line.send(b"")  # that the newcomer waits for: the group is given up when all has arrived
+            channel.send(b"")  # that the newcomer waits for: the group is given up when all has arrived
             return
 
 
@@ -160,20 +160,20 @@ def describe(optimizer: torch.optim.Optimizer) -> Shard:
     return Shard(twin.scalars(optimizer), sizes, optimizer_state.entries_of(optimizer))
 
 
-def ask_record(line: TransferChannel) -> Any:
+def ask_record(channel: TransferChannel) -> Any:
     """Return what the source's `record` returned."""
-    line.send(msgspec.msgpack.encode(Request(RECORD)))
-    return packing.unpack(line.receive())
+    channel.send(msgspec.msgpack.encode(Request(RECORD)))
+    return packing.unpack(channel.receive())
 
 
-def ask_shard(line: TransferChannel, index: int, optimizer: torch.optim.Optimizer) -> int:
+def ask_shard(channel: TransferChannel, index: int, optimizer: torch.optim.Optimizer) -> int:
     """Let `optimizer` have the params and the state of shard `index`; return the number of bytes.
 
     Raises:
         TransferError: the optimizer is not laid out as the sender's, or something was damaged on its way.
     """
-    line.send(msgspec.msgpack.encode(Request(SHARD, index)))
-    theirs: Shard = optimizer_state.decode(line.receive(), Shard)
+    channel.send(msgspec.msgpack.encode(Request(SHARD, index)))
+    theirs: Shard = optimizer_state.decode(channel.receive(), Shard)
     sizes = describe(optimizer).sizes
     if sizes != theirs.sizes:
         raise TransferError(
@@ -189,19 +189,19 @@ def ask_shard(line: TransferChannel, index: int, optimizer: torch.optim.Optimize
         for param, entries in zip(params, theirs.states, strict=True)
         for tensor in optimizer_state.make_state(optimizer, param, entries)
     ]
-    return line.receive_tensors([*params, *landed])
+    return channel.receive_tensors([*params, *landed])
 
 
-def ask_frozen(line: TransferChannel, weights: Sequence[torch.Tensor]) -> None:
+def ask_frozen(channel: TransferChannel, weights: Sequence[torch.Tensor]) -> None:
     """Fill the weights that are not trained."""
-    line.send(msgspec.msgpack.encode(Request(FROZEN)))
-    line.receive_tensors(weights)
+    channel.send(msgspec.msgpack.encode(Request(FROZEN)))
+    channel.receive_tensors(weights)
 
 
-def end(line: TransferChannel) -> None:
+def end(channel: TransferChannel) -> None:
     """Tell the source that all has arrived."""
-    line.send(msgspec.msgpack.encode(Request()))
-    line.receive()
+    channel.send(msgspec.msgpack.encode(Request()))
+    channel.receive()
 
 
 def _bytes(data: torch.Tensor) -> Any:
