@@ -179,14 +179,14 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         next_action=action,
         not_started_again=stop,
         runbook=f"{_RUNBOOK}#{_kind(fault)}",
-        collectives=_missing(begun),
+        collectives=_missing(begun, _silent(events)),
         versions=_versions(),
         ranks=sorted({one.rank for one in events if one.rank is not None}),
         events=[timeline.event(one, end.incident) for one in events],
     )
 
 
-def _missing(happened: Sequence[Happened]) -> list[str]:
+def _missing(happened: Sequence[Happened], silent: Sequence[int]) -> list[str]:
     """Return which rank misses which collective; it is also written beside the stacks."""
     files, of_ranks = [], {}
     for one in happened:
@@ -194,7 +194,7 @@ def _missing(happened: Sequence[Happened]) -> list[str]:
             with contextlib.suppress(msgspec.MsgspecError):
                 path, of_ranks[one.rank] = collectives.decode(one.detail)
                 files.append(path)
-    found = missing_collectives.missing(of_ranks)
+    found = missing_collectives.missing(of_ranks, silent)
     if found:
         with contextlib.suppress(OSError):  # the file of the incident has it, too
             place = Path(files[0]).with_name("collectives.txt")

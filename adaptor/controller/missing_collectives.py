@@ -19,17 +19,23 @@ MOST_LINES = 8
 _NAMED = 8
 
 
-def missing(of_ranks: Mapping[int, Collectives]) -> list[str]:
+def missing(of_ranks: Mapping[int, Collectives], silent: Iterable[int] = ()) -> list[str]:
     """Return which rank misses which collective, one sentence for each group, the cause before what follows.
 
     A rank that is missed in one group may only wait in another one: ranks that wait nowhere come first, alone
-    if there are any.
+    if there are any. Ranks that do not answer, `silent`, come before all: nobody knows what they have begun.
     """
     groups = sorted({group for found in of_ranks.values() for group in found})
     found = [one for group in groups if (one := _compare(group, of_ranks)) is not None]
     waiting = {rank for one in found for rank in one.others if _is_last(one.group, of_ranks[rank])}
     causes = [one for one in found if not waiting.issuperset(one.ranks)]
-    return [one.words for one in causes or found][:MOST_LINES]
+    lines = [one.words for one in causes or found]
+    if of_ranks and (unknown := [rank for rank in silent if rank not in of_ranks]):
+        first = (
+            f"{_ranks(unknown)} does not answer: what it has begun is not known, and others may wait for it"
+        )
+        lines.insert(0, first)
+    return lines[:MOST_LINES]
 
 
 class _Difference(NamedTuple):

@@ -81,6 +81,14 @@ def test_who_misses_what(ranks: list[list[Call]], lines: list[str]) -> None:
     assert missing(told) == lines
 
 
+def test_a_rank_that_does_not_answer_comes_first() -> None:
+    told = {rank: collectives.newest(dump(calls)) for rank, calls in ((0, BARRIER), (2, BEGUN))}
+    first, second = missing(told, silent=[1])
+    assert first.startswith("rank 1 does not answer: what it has begun is not known")
+    assert second.startswith("rank 2 misses barrier 3 ")
+    assert missing({}, silent=[1]) == []
+
+
 def test_a_dump_of_another_form() -> None:
     with pytest.raises(msgspec.ValidationError):
         collectives.newest({"entries": [{"op": 1}]})
