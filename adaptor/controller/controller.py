@@ -12,7 +12,7 @@ from collections.abc import Iterable, Set
 
 import msgspec
 
-from adaptor.controller.failover import TakeOver
+from adaptor.controller.failover import AwaitedNodes
 from adaptor.controller.failures import Failures
 from adaptor.controller.feasibility import MAX_RECOVERED, Recoveries
 from adaptor.controller.hang_detector import StalledNodes
@@ -90,7 +90,7 @@ class Controller:
         self._number = number + term * (1 + (MAX_RECOVERED if online_s else 0))
         self.term = term
         self._recurrence = recurrence or Recurrence()
-        self._take_over = TakeOver()
+        self._awaited_nodes = AwaitedNodes()
         self.membership = Membership(world_size)
         self._failures = Failures()
         self._recoveries = Recoveries(online_s)
@@ -110,7 +110,7 @@ class Controller:
                 self.membership.layouts[message.rank] = message
             else:
                 self.membership.enter(message)
-        self._take_over.begin(nodes, self.term, now)
+        self._awaited_nodes.begin(nodes, self.term, now)
 
     def handle(self, message: ToController, now: float) -> Orders:
         """Take one message of an agent, or of a worker by way of its agent."""
@@ -194,7 +194,7 @@ class Controller:
             incident.state.outcome is not None and now >= incident.state.deadline
         ):  # all is done but to learn how they ended
             return self._on_deaths(dict.fromkeys(self.membership.dying, -signal.SIGKILL), now)
-        if overdue := self._take_over.overdue(now):
+        if overdue := self._awaited_nodes.overdue(now):
             # Who has come, and has not told all in time, still hears the verdict: nobody else ends its job.
             self.membership.late |= self.membership.agents & set(overdue)
             return [order for node in overdue for order in self._on_agent_lost(node, now)]
@@ -251,7 +251,7 @@ class Controller:
             return []
         self.membership.agents.discard(node)
         self.membership.lost.add(node)
-        self._take_over.lose(node)
+        self._awaited_nodes.lose(node)
         ranks = self._failures.lost[node] = self.membership.left_on(node)
         self.membership.vanished.update(ranks)
         orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), now)
@@ -262,7 +262,7 @@ class Controller:
         return orders
 
     def _on_replay_complete(self, node: int, verdict: Verdict | None, now: float) -> Orders:
-        if not self._take_over.has_told(node, now):
+        if not self._awaited_nodes.has_told(node, now):
             return []
         if verdict is not None and self.verdict is None:
             self.verdict = msgspec.structs.replace(verdict, leaves=(0,), lost=(0,))
@@ -279,7 +279,7 @@ class Controller:
             opened_at=now,
             timeout_s=self._timeout_s,
             store=self._store,
-            awaited=self._take_over.awaited,
+            awaited=self._awaited_nodes.awaited,
             term=self.term,
             answer_s=ANSWER_S if self._failures.hang_s or self._failures.asked else 0.0,
             recoveries=self._recoveries,

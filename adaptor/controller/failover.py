@@ -4,12 +4,14 @@ The first controller is on node 0; those of later terms are on the nodes that st
 agent tells a new controller all about its own ranks again. What it cannot tell is what the lost ranks held:
 `StandbyReplicator`, at the first controller, passes that on to the nodes that stand by beforehand.
 
-`Succession`, at each agent, knows where the controllers are to be found. An agent that has lost one goes to
-the next, and repeats all that it had said. Invariants: an agent obeys one controller at a time, and after it
-none of an earlier term; it obeys one verdict, the first that it is given. All go through the same terms in
-the same order: an agent that does not know yet where those are goes nowhere, and no worker starts before.
+`Succession`, at each agent, knows where the controllers are to be found. When an agent has lost one, its
+`ControllerClient` (`launchers/controller_client.py`) goes to the next and repeats all that the agent had
+said, or runs the controller itself where `is_mine` says so. Invariants: an agent obeys one controller at a
+time, and after it none of an earlier term; it obeys one verdict, the first that it is given. All go through
+the same terms in the same order: an agent that does not know yet where those are goes nowhere, and no worker
+starts before.
 
-`TakeOver`, at the new controller, knows which nodes are still to come. Nothing is decided while a node is
+`AwaitedNodes`, at the new controller, knows which nodes are still to come. Nothing is decided while a node is
 awaited: it may know that a rank has died, that training has begun, or the verdict, which stands.
 """
 
@@ -207,7 +209,7 @@ RECONNECT_S = 3.0
 TRY_CONNECT_TIMEOUT_S = 2.0
 
 
-class TakeOver:
+class AwaitedNodes:
     """The nodes that one controller awaits; the first one of a job awaits nobody."""
 
     def __init__(self) -> None:

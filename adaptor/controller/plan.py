@@ -1,5 +1,8 @@
 """Chooses the step to save, who gives each shard, and who writes each group's files: a pure function.
 
+A rank has *finished* a step here when it has made the update itself (`BoardRecord.finished`); a job has
+finished it already when the first rank begins the update (docs/promises.md).
+
 Why there is such a step while every shard has a live holder. The gradients of a step are reduced over the
 whole batch, to which every rank contributes in that step, directly or through those with which it shares a
 model. So nobody comes to the door of step m before everybody has finished step m-1. Let m be the newest step

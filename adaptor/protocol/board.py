@@ -123,6 +123,7 @@ class Board:
 
     Attributes:
         live: the oldest step whose state the live objects have; what is older is in the local copy
+        finished: the newest step whose update this rank has made, or that it has ended without one
         kept: what the process whose place this one takes has kept (`keep`); empty: nothing
     """
 

@@ -78,7 +78,7 @@ class Session:
 
     @property
     def may_have_finished_a_step(self) -> bool:
-        """Return True if some rank may have finished a step: all ranks were READY for its update."""
+        """Return True if some rank may have finished a step: this rank was READY, so others may be ahead."""
         return self.has_finished_a_step or (self.trainee is not None and self.board.ahead > self._origin)
 
     # main thread
