@@ -272,7 +272,7 @@ class Incident:
         decision = choose(self.state, self.freeze_state, self.writing)
         if not isinstance(decision, Plan):
             return self._end(decision)
-        decision, orders = self.regrouping.begin(decision)
+        decision, orders = self.regrouping.start_beside_save(decision)
         return self.go_on(orders + self.saving.begin(decision))
 
     @property
@@ -289,7 +289,7 @@ class Incident:
             is_there = outcome.kind == "saved" or (outcome.kind == "lost" and not outcome.unheld)
             if not (is_there and self.regrouping.is_pending):
                 return orders + self._end(outcome)
-            orders = orders + self.regrouping.regroup(outcome.reason if outcome.kind == "lost" else "")
+            orders = orders + self.regrouping.start_joining(outcome.reason if outcome.kind == "lost" else "")
         if self.state.stage is Stage.REGROUPING:
             if self.regrouping.is_complete:
                 self.state.end(IncidentOutcome("recovered", self.step, ""))

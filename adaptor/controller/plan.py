@@ -10,10 +10,14 @@ whose update anyone has begun, the dead included.
 
 With the barrier, everyone was READY for m before: every live rank has finished m, or can be let through.
 
-With local copies, every live rank has finished m-1. Once frozen, it has not begun the update of m, and has
-m-1 live; or it has made it, and has m-1 in its copy until the window of m+1 opens; or an exception has left
-that update, and the copy is whole. So every live rank gives m-1. Those that have come to the door of m give
-m, too, but for such an exception: once everyone has come there, m is saved as with the barrier.
+With local copies, every live rank has finished m-1. Once it is frozen, it is in one of three cases:
+
+- It has not begun the update of m: m-1 is its live state.
+- It has made that update: m-1 is in its copy, until the window of m+1 opens.
+- An exception has left that update in the middle: m-1 is in its copy, which is whole.
+
+So every live rank gives m-1. Those that have come to the door of m give m, too, unless such an exception has
+left their update: once everyone has come there, m is saved as with the barrier.
 
 A training loop whose ranks do not depend on each other like this may have no such step; the reason says so.
 """
@@ -88,8 +92,8 @@ def plan(
 ) -> Plan | NoPlan:
     """The largest step of which every shard of every group has a live holder.
 
-    A step that nobody has begun is taken only where there is no other: who is let through to it leaves the
-    one before, which others may be at, and one more death could leave no step at all.
+    A step that nobody has begun is taken only if there is no other. A rank that is let through to it gives up
+    the step before, which others may still be at; after one more death there could be no common step at all.
 
     Args:
         groups: what is to be saved, and who holds it.
@@ -99,7 +103,7 @@ def plan(
     """
     if not groups:
         return NoPlan("no rank has told what it holds")
-    alike = _alike(alive)
+    alike = _group_equal_boards(alive)
     boards = [board for board, _ in alike]
     steps = {s for board in boards for s in steps_of(board)} if only is None else {only}
     for step in sorted(steps, key=lambda step: (may_have_begun(step, boards), step), reverse=True):
@@ -114,7 +118,7 @@ def plan(
 _OF_STEPS = attrgetter("phase", "oldest", "finished", "ahead")
 
 
-def _alike(boards: Mapping[int, BoardRecord]) -> list[tuple[BoardRecord, list[int]]]:
+def _group_equal_boards(boards: Mapping[int, BoardRecord]) -> list[tuple[BoardRecord, list[int]]]:
     """Boards that say different things of steps, and which ranks say the same: of thousands, few differ."""
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, said in zip(boards, map(_OF_STEPS, boards.values()), strict=True):
@@ -162,7 +166,8 @@ def may_have_begun(step: int, boards: Collection[BoardRecord]) -> bool:
     for board in boards:
         if step <= board.finished or (board.phase == Phase.UPDATING and step == board.ahead):
             return True
-    alive = (Phase.RUNNING, Phase.UNREADABLE)  # READY is ahead
+    # A rank that is READY is left out: no rank can be further than the step that it is READY for.
+    alive = (Phase.RUNNING, Phase.UNREADABLE)
     return not any(board.phase in alive and board.ahead < step for board in boards)
 
 

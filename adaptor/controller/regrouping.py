@@ -83,7 +83,7 @@ class Regrouping:
 
     # beside the save
 
-    def begin(self, decision: Plan) -> tuple[Plan, Orders]:
+    def start_beside_save(self, decision: Plan) -> tuple[Plan, Orders]:
         """Have failed ranks replaced where that can be; return what is to be saved first.
 
         With local copies that may be the step before the newest one.
@@ -104,6 +104,10 @@ class Regrouping:
     def _replace(self, step: int, *, cold: bool) -> Orders:
         """Begin an attempt to come to `step`.
 
+        Args:
+            step: the step.
+            cold: failed ranks get a fresh process, no spare, because the last new process has failed.
+
         Raises:
             CannotRegroupError: says why that cannot be; nothing has changed.
         """
@@ -113,12 +117,12 @@ class Regrouping:
         self._attempts += 1
         if self.has_begun:
             self._begin_attempt()
-        return self._start(step, cold=cold)
+        return self._start_newcomers(step, cold=cold)
 
-    def _start(self, step: int, *, cold: bool) -> Orders:
+    def _start_newcomers(self, step: int, *, cold: bool) -> Orders:
         """Take out the ranks that cannot come to `step`, and start new processes for all that are out.
 
-        While the step is being saved, ranks that give another one are kept.
+        While the step is being saved, ranks that give another one are kept. `cold`: as in `_replace`.
         """
         kept = set() if self.has_begun else self._feasibility.giving()
         for rank in self._feasibility.ranks_to_replace(step) - kept:
@@ -127,8 +131,8 @@ class Regrouping:
         started = self.newcomers.begin_attempt(replaced, self._writing.attempt)
         return self._orders.replace(started, cold=cold)
 
-    def _again(self, reason: str, *, cold: bool) -> Orders:
-        """Try once more, where that is left."""
+    def _retry(self, reason: str, *, cold: bool) -> Orders:
+        """Try once more if an attempt is left, else give it up; `cold`: as in `_replace`."""
         if self._attempts < MAX_ATTEMPTS:
             try:
                 orders = self._replace(self._writing.step, cold=cold)
@@ -138,7 +142,12 @@ class Regrouping:
         return self.cancel(reason)
 
     def cancel(self, reason: str) -> Orders:
-        """Give it up; the save goes on, or is done."""
+        """Give it up; the save goes on, or is done.
+
+        Returns:
+            No orders, always, so that a caller can return it: `Incident` orders what follows, because it sees
+            that `is_pending` is False.
+        """
         if self.is_pending:
             self.is_pending, self.why_not = False, reason
         return []
@@ -154,20 +163,20 @@ class Regrouping:
         """A survivor has died, or a rank that was kept until the save is over."""
         if any(one.rank == rank for one in self._planned) and rank not in self.newcomers.by_rank:
             self.require_possible()  # its node may be lost
-            return self._start(self._writing.step, cold=False) if self.is_pending else []
-        return self._again(f"rank {rank} has died, too", cold=False)
+            return self._start_newcomers(self._writing.step, cold=False) if self.is_pending else []
+        return self._retry(f"rank {rank} has died, too", cold=False)
 
     def on_newcomer(self, message: FromNewcomer) -> Orders:
         """The new process of a rank says something, or has ended."""
         self.presence.answer(message.rank)
         reason = self.newcomers.failure_in(message, self._writing.attempt)
         if reason:
-            return self._again(f"the new process of rank {message.rank} {reason}", cold=True)
+            return self._retry(f"the new process of rank {message.rank} {reason}", cold=True)
         return self._tell_when_ready()
 
     # behind it
 
-    def regroup(self, unsaved: str) -> Orders:
+    def start_joining(self, unsaved: str) -> Orders:
         """The step is saved: let all come to it. `unsaved` says why it is not; empty where it is."""
         self.unsaved = unsaved
         self._state.move(Stage.REGROUPING)
@@ -175,14 +184,14 @@ class Regrouping:
         step, feasibility = self._writing.step, self._feasibility
         try:
             if feasibility.plan(step) != self._planned:
-                return self._again("another rank has failed meanwhile", cold=False)
+                return self._retry("another rank has failed meanwhile", cold=False)
         except CannotRegroupError as error:
             return self.cancel(str(error))
         self.require_possible()
         if not self.is_pending:
             return []
         self._begin_attempt()
-        return self._start(step, cold=False) + self._tell_when_ready()
+        return self._start_newcomers(step, cold=False) + self._tell_when_ready()
 
     def _begin_attempt(self) -> None:
         self._joined = {}
@@ -227,7 +236,7 @@ class Regrouping:
         if not message.hangs:
             return self.cancel(reason)
         self._feasibility.hanging.add(message.rank)
-        return self._again(reason, cold=False)
+        return self._retry(reason, cold=False)
 
     def _awaits(self, message: Joined | RegroupFailed) -> bool:
         """Return whether it is of this attempt, and of a process that takes part."""
@@ -250,8 +259,8 @@ class Regrouping:
         newcomers.fail(starting)
         if survivors:
             self._feasibility.hanging.update(survivors)
-            return self._again(f"rank {survivors[0]} does not answer any more", cold=False)
+            return self._retry(f"rank {survivors[0]} does not answer any more", cold=False)
         if starting:
-            return self._again(f"the new process of rank {starting[0]} does not answer", cold=True)
+            return self._retry(f"the new process of rank {starting[0]} does not answer", cold=True)
         self.presence.begin_round({*nodes, *newcomers.by_rank}, now)
         return self._orders.ask_for(sorted({*nodes, *newcomers.listening}))
