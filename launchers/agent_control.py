@@ -60,7 +60,7 @@ from adaptor.protocol.messages import (
 DESCRIPTORS = 16
 
 
-class Reports(enum.Enum):
+class Forwarding(enum.Enum):
     """The use that the agent makes of a message of a worker of this node, or of the report of its death."""
 
     IGNORED = "no generation is open: nobody waits for it"
@@ -104,7 +104,7 @@ class AgentControl:
         self.server = JobServer(config, lambda: self.files.folder)
         self.gate: SpareGate | None = None
         self.node = 0
-        self.begun = 0  # generations
+        self.generations_begun = 0
         self.generation = ""
         self.client: ControllerClient | None = None
         self._folder_tasks = SaveFolderTasks()
@@ -112,7 +112,7 @@ class AgentControl:
         self._descriptors = Descriptors(0)
         self.lease = JobLease(scratch, config.timeout_s)
         self.uploads = JobUploads(config)
-        self._reports = Reports.IGNORED
+        self._forwarding = Forwarding.IGNORED
         self.verdict: Verdict | None = None
         self.dismissed = False
         self._may_restart = True
@@ -128,7 +128,7 @@ class AgentControl:
         if node != 0:
             self.uploads.stop()
             self.lease.release()  # rank 0, which takes the lease, is on another node from now on
-        self.begun += 1
+        self.generations_begun += 1
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)
         self._folder_tasks.saves.clear()
@@ -137,12 +137,12 @@ class AgentControl:
         self.news = WorkerNews(ranks)
         self.reaped.clear()
         self.settled.clear()
-        self.incident_report.begin(self.begun)
+        self.incident_report.begin(self.generations_begun)
 
     def connect(self, client: ControllerClient) -> None:
         """From now on messages go to the controller by way of `client`."""
         self.client = client
-        self._reports = Reports.SENT
+        self._forwarding = Forwarding.SENT
 
     def close(self) -> None:
         """Close what outlives a generation, once the thread has ended."""
@@ -160,7 +160,7 @@ class AgentControl:
         return self.client.controller_host if self.client is not None else None
 
     @property
-    def report(self) -> str:
+    def report_path(self) -> str:
         """Return the path of the last report, or the node that writes it; '' if no controller has.
 
         A verdict that this agent gave by itself has none: the last one is of an earlier incident.
@@ -187,20 +187,20 @@ class AgentControl:
                 self.reaped.set()
                 self.settled.set()
             else:
-                self._report(AgentTerminationRequested(self.node, "", what))
+                self._forward(AgentTerminationRequested(self.node, "", what))
         except Exception as another:
             what = f"{what}, then {text.describe(another)}"
             self.judge(f"ttprun has failed: {what}", stop="its control thread has failed")
 
-    def _report(self, message: FromAgent) -> None:
+    def _forward(self, message: FromAgent) -> None:
         """Do with `message` what the state says."""
-        match self._reports:
-            case Reports.SENT:
+        match self._forwarding:
+            case Forwarding.SENT:
                 assert self.client is not None
                 self.client.send(message)
-            case Reports.RELEASES:
+            case Forwarding.RELEASES:
                 self._release_worker(message)
-            case Reports.JUDGED_HERE:
+            case Forwarding.JUDGED_HERE:
                 if failure := after_verdict.failure_in(message):
                     self.judge(failure)
 
@@ -226,15 +226,15 @@ class AgentControl:
             case Modules():
                 self._replacements.hear(message)
                 return  # it stays here
-        self._report(message)
+        self._forward(message)
 
     async def stop_reporting(self) -> None:
         """Tell the controller nothing more; workers that wait to be holders are told to exit."""
-        self._rest(Reports.RELEASES)
+        self._stop_sending(Forwarding.RELEASES)
 
-    def _rest(self, reports: Reports) -> None:
+    def _stop_sending(self, forwarding: Forwarding) -> None:
         """Send nothing more to the controller, and ignore its loss."""
-        self._reports = reports
+        self._forwarding = forwarding
         if self.client is not None:
             self.client.rest()
 
@@ -245,7 +245,7 @@ class AgentControl:
 
     async def say(self, message: FromAgent) -> None:
         """Send a message of this agent to the controller."""
-        self._report(message)
+        self._forward(message)
 
     async def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: WorkerStarter) -> None:
         """Watch the workers, `processes` by rank, and their boards; `starter` makes new ones."""
@@ -259,7 +259,7 @@ class AgentControl:
                 self.workers,
                 look=self._look,
                 moved=lambda: self._folder_tasks.moved,
-                report=self._report,
+                report=self._forward,
             )
         )
 
@@ -285,7 +285,7 @@ class AgentControl:
                 self._end_incident(order)
             case Dismissed():
                 self.dismissed = True
-                self._rest(Reports.JUDGED_HERE)
+                self._stop_sending(Forwarding.JUDGED_HERE)
                 assert self.client is not None
                 for told in self.client.said:  # while the controller left: no verdict of it comes any more
                     if failure := after_verdict.failure_in(told):
@@ -295,20 +295,20 @@ class AgentControl:
                 self.thread.spawn(self._reap_workers())
 
     async def _answer(self, work: Coroutine[object, None, FromAgent]) -> None:
-        self._report(await work)
+        self._forward(await work)
 
     async def _replace(self, order: Replace) -> None:
         self._descriptors.release()
         failed = await self._replacements.replace(order, self._wants_replacements)
         if failed is not None:
-            self._report(failed)
+            self._forward(failed)
 
     def _wants_replacements(self) -> bool:
-        return self._reports is Reports.SENT and self.verdict is None
+        return self._forwarding is Forwarding.SENT and self.verdict is None
 
     def _end_incident(self, order: Recovered) -> None:
         """Close an incident after which all ranks go on: pass it to the main thread, and reset."""
-        self.recovered.put((order, self.report))
+        self.recovered.put((order, self.report_path))
         self.news.end_incident()
         self.workers.end_incident()
         self._descriptors.release()
@@ -345,7 +345,7 @@ class AgentControl:
             if self.node:
                 self.server.take_over()
             self._status.look(
-                boards, host.controller, self.node, host.nodes, self.begun, self._spares_waiting
+                boards, host.controller, self.node, host.nodes, self.generations_begun, self._spares_waiting
             )
             self.incident_report.record_progress(max((board.finished for board in boards), default=-1))
         except Exception as error:
@@ -353,7 +353,7 @@ class AgentControl:
 
     async def end(self) -> None:
         """End the generation, with all that is at work for it."""
-        self._reports = Reports.IGNORED
+        self._forwarding = Forwarding.IGNORED
         await self.thread.cancel_tasks()
         await self._replacements.end()
         await self.workers.end()

@@ -109,7 +109,9 @@ class Node:
         wait = control.thread.wait_for
         if node == 0:
             self._serve()
-            made: Invitation = wait(client.host(host, restart=control.begun > 1, job=control.files.job))
+            made: Invitation = wait(
+                client.host(host, restart=control.generations_begun > 1, job=control.files.job)
+            )
             if nodes > 1:
                 store.set(invitation.KEY, made.encode())
             wait(control.say(AgentHello(node, tuple(ranks), host=socket.gethostname(), pid=os.getpid())))
@@ -138,7 +140,7 @@ class Node:
         try:
             self.control.server.start()
         except (AdaptorError, OSError, RuntimeError) as error:
-            if self.control.begun == 1:
+            if self.control.generations_begun == 1:
                 raise ConfigError(f"TTP_SERVE is {text.say(error)}") from None
             output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(error)}")
 
@@ -206,7 +208,7 @@ class Node:
     @property
     def report(self) -> str:
         """Return the path of the last report, or the node that writes it; '' if no controller has."""
-        return self.control.report
+        return self.control.report_path
 
     @property
     def over(self) -> bool:
