@@ -104,7 +104,7 @@ class Recovery:
         self._given = (model, optimizer, group, describe)
         config = getattr(optimizer, "config", None)
         self._why_not = why_not_on_core(model[0].config, model[0].ddp_config, config)
-        worker.decide(self._why_not or UNDECIDED)
+        worker.set_online_support(self._why_not or UNDECIDED)
 
     def decline(self) -> None:
         """The loop makes its steps in another way.
@@ -117,7 +117,9 @@ class Recovery:
                 "a step was begun outside of protection.run_steps, by which other ranks make theirs"
             )
         if not self._why_not:
-            self._worker.decide("its training loop does not make its steps by protection.run_steps")
+            self._worker.set_online_support(
+                "its training loop does not make its steps by protection.run_steps"
+            )
             self._session.tell_again()
 
     def run(self, one_step: Callable[[int], Any], last: int, go_back: Callable[[int], Any] | None) -> None:
@@ -135,7 +137,7 @@ class Recovery:
         if self._why_not and not worker.newcomer:
             train()
             return
-        worker.decide(self._why_not)
+        worker.set_online_support(self._why_not)
         if worker.newcomer:
             worker.ask_record()
         else:

@@ -43,7 +43,7 @@ def train(wrapped: Callable[..., Any], args: Any, kwargs: Any, begin: Callable[[
 
     call = call_of_train(args, kwargs)
     reason = why_not(get_args(), call)
-    worker.decide(reason)
+    worker.set_online_support(reason)
     if reason and not worker.newcomer:
         begin()
         return wrapped(*args, **kwargs)

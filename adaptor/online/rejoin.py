@@ -53,14 +53,16 @@ class Rejoin:
         self._worker = worker
         self._groups = made
         self._session = worker.session
-        self._alone = newcomer  # until it has joined
+        self._is_newcomer = newcomer  # until it has joined
         self._changed = threading.Condition()
         self._order: Regroup | None = None  # the newest
         self._ready: Regroup | None = None  # for the main thread
         self._recovered = 0  # the incident that was recovered last
         self._frozen = 0  # the newest incident in which this rank was frozen
-        self._left = False  # the main thread has left the framework's loop
-        self._gone = False  # and will not call it again: the loop has ended, or the script has left it
+        self._has_left_loop = False  # the main thread has left the framework's loop
+        self._will_not_return = (
+            False  # the main thread will not call the loop again: it has ended, or the script has left it
+        )
         self._settled: Regroup | None = None  # it has put away what the fault has left half done
         self._loop: Loop | None = None
         self._meeting = Meeting(worker.rank)
@@ -70,9 +72,9 @@ class Rejoin:
     @property
     def newcomer(self) -> bool:
         """Return whether this process takes the place of another, and has not joined yet."""
-        return self._alone
+        return self._is_newcomer
 
-    def decide(self, why_not: str) -> None:
+    def set_online_support(self, why_not: str) -> None:
         """On the main thread, before training begins: why this rank is not recovered online; empty: it is."""
         self._worker.online = why_not
         context.part(Waits).acts = not why_not
@@ -93,7 +95,7 @@ class Rejoin:
                 return  # each order has a thread, and that of a newer one was faster
             self._order = order
             self._meeting.abandon()
-            if self._alone:
+            if self._is_newcomer:
                 self._ready = order
                 self._changed.notify_all()
                 return
@@ -102,20 +104,21 @@ class Rejoin:
             raise CannotRejoinError("it is not in its training loop")
 
         def shut() -> int:
-            with self._changed:  # behind that the main thread makes new connections
+            # Once the main thread has settled it makes new connections, which must not be shut.
+            with self._changed:
                 if self._settled is order or self._is_old(order):
                     return 0
                 inodes = self._groups.sockets()
             return wake(inodes)
 
-        wait = functools.partial(until_it_comes, order.timeout_s, shut, is_gone=lambda: self._gone)
-        wait(lambda slice_s: self._brought_to(order, shut, slice_s))
+        wait = functools.partial(until_it_comes, order.timeout_s, shut, is_gone=lambda: self._will_not_return)
+        wait(lambda slice_s: self._bring_to(order, shut, slice_s))
         with self._changed:
             if self._is_old(order):  # all may go on already: the door is open
                 return
             session.door.turn_away()
         shut()
-        wait(lambda slice_s: self._wait(order, lambda: self._left, slice_s))
+        wait(lambda slice_s: self._wait(order, lambda: self._has_left_loop, slice_s))
         with self._changed:
             if self._is_old(order):
                 return
@@ -132,7 +135,7 @@ class Rejoin:
         with self._changed:
             return self._changed.wait_for(lambda: done() or self._is_old(order), timeout_s)
 
-    def _brought_to(self, order: Regroup, wake: Callable[[], int], timeout_s: float) -> bool:
+    def _bring_to(self, order: Regroup, wake: Callable[[], int], timeout_s: float) -> bool:
         try:
             self._session.freezer.bring_to(order.step, wake, timeout_s)
         except TimeoutError:
@@ -153,7 +156,7 @@ class Rejoin:
         with self._changed:
             # From now on this is a survivor of the next incident, of which the order may come before the main
             # thread has seen this one; and no thread of this incident does anything more.
-            self._alone, self._order = False, None
+            self._is_newcomer, self._order = False, None
             self._session.door.open()
             self._recovered = order.incident
             self._changed.notify_all()
@@ -189,14 +192,14 @@ class Rejoin:
         """Return what `train` returns, which is the framework's loop; it is called again after each
         incident from which the job goes on."""
         self._loop = loop
-        self._gone = False
+        self._will_not_return = False
         try:
             return self._run(loop, train)
         finally:
-            self._gone = True
+            self._will_not_return = True
 
     def _run(self, loop: Loop, train: Callable[[], T]) -> T:
-        if self._alone:
+        if self._is_newcomer:
             self._join()
         while True:
             try:
@@ -229,7 +232,7 @@ class Rejoin:
         """Take part in the attempts of an incident, until the job goes on; else this process is ended."""
         done: Regroup | None = None
         with self._changed:
-            self._left = True
+            self._has_left_loop = True
             self._changed.notify_all()
         while (order := self._next(done)) is not None:
             self._take_part(order)
@@ -243,7 +246,7 @@ class Rejoin:
             )
             if self._ready is not done:
                 return self._ready
-            self._left = False
+            self._has_left_loop = False
             self._ready = None
             ended, self._meeting = self._meeting, Meeting(self._worker.rank)
         ended.close()
@@ -252,20 +255,20 @@ class Rejoin:
     def _take_part(self, order: Regroup) -> None:
         where = (self._worker.rank, order.incident, order.attempt)
         try:
-            digest = self._regrouped(order)
+            digest = self._restore_and_regroup(order)
         except Exception as error:
-            self._has_settled(order)
+            self._has_settled(order)  # `regroup` waits for it, and would shut connections in vain
             if not self._is_old(order):
                 self._worker.processor.say(RegroupFailed(*where, why_not(error)))
         else:
             self._worker.processor.say(Joined(*where, order.step, digest))
 
-    def _regrouped(self, order: Regroup) -> str:
+    def _restore_and_regroup(self, order: Regroup) -> str:
         """Exchange the groups and put back the state of the step; return the digest of `Joined`."""
         made, loop, session = self._groups, self._loop, self._session
         assert loop is not None
         trainee = session.trainee
-        told = self._told if self._alone else None
+        told = self._told if self._is_newcomer else None
         if told is not None:
             record = told.record
             if record.step != order.step:
@@ -279,8 +282,8 @@ class Rejoin:
                 assert isinstance(trainee, MegatronTrainee)
                 assert trainee.local_copy is not None
                 with self._changed:
-                    # A controller that takes over freezes this rank, and is told which steps it has: that has
-                    # to stay true.
+                    # A controller that takes over freezes this rank, which answers with the steps that it
+                    # has. After that it must not give one up: `freeze` makes the order an old one.
                     self._require_current(order)
                     session.freezer.go_back(order.step)
                 trainee.local_copy.put_back()

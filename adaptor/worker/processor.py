@@ -203,7 +203,7 @@ class Processor:
                 self._in_thread("rename", self._rename, order)
             case BusyProbe():
                 assert self._session is not None
-                self.say(BusyReport(self._rank, self._session.ends_left_step() or stacks.busy()))
+                self.say(BusyReport(self._rank, self._session.end_step_left_by_break() or stacks.busy()))
             case PresenceProbe():
                 self.say(Present(self._rank, order.incident))
             case ModulesProbe():

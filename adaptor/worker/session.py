@@ -31,9 +31,9 @@ class Session:
     def __init__(
         self,
         board: Board,
-        say: Callable[[Trainee, int], None],
-        broke: Callable[[str], None],
-        protected: Callable[[Trainee, int], None] = lambda trainee, step: None,
+        send_layout: Callable[[Trainee, int], None],
+        report_broken_barrier: Callable[[str], None],
+        on_protected: Callable[[Trainee, int], None] = lambda trainee, step: None,
         recorder: Recorder | None = None,
         window: UpdateWindow | None = None,
     ) -> None:
@@ -41,20 +41,20 @@ class Session:
 
         Args:
             board: of this rank.
-            say: tells the agent which shards this rank holds, and from which step training goes on.
-            broke: tells the agent that the barrier broke.
-            protected: is called once, at the first finished step.
+            send_layout: tells the agent which shards this rank holds, and from which step training goes on.
+            report_broken_barrier: tells the agent that the barrier broke.
+            on_protected: is called once, at the first finished step.
             recorder: is told of each step.
             window: another than ours, where something else than the door stops a rank.
         """
         self.board = board
         self._recorder = recorder
-        self.window = window or UpdateWindow(board, broke)
+        self.window = window or UpdateWindow(board, report_broken_barrier)
         self.door = self.window.door
         self.freezer = Freezer(board, self.window)
         self.trainee: Trainee | None = None
-        self._say = say
-        self._protected = protected
+        self._send_layout = send_layout
+        self._on_protected = on_protected
         self._history = self.window.history
         self._step = -1
         self._origin = -1  # the step that training goes on from
@@ -100,7 +100,7 @@ class Session:
         self.is_training = True
         self.pace.begin()
         self.board.start(origin)
-        self._say(trainee, origin)
+        self._send_layout(trainee, origin)
 
     def begin_again(
         self,
@@ -129,13 +129,13 @@ class Session:
             self.pace.begin()
             if measures is not None:
                 self.pace.take_over(measures)
-            self._say(trainee, origin)
+            self._send_layout(trainee, origin)
 
     def tell_again(self) -> None:
         """Tell the agent once more what this rank holds: how it is recovered was decided after training
         began."""
         assert self.trainee is not None
-        self._say(self.trainee, self._origin)
+        self._send_layout(self.trainee, self._origin)
 
     def _hold_state(self, trainee: Trainee, inner_optimizers: Iterable[object]) -> None:
         """Let the next step begin with the state of `trainee`, which is whole."""
@@ -206,6 +206,10 @@ class Session:
     @contextlib.contextmanager
     def step(self, step: int, *, updates_finish: bool = False) -> Iterator[None]:
         """Begin `step`, and end it.
+
+        It ends where the block is left and not with its update (`ends_with_update` of `begin_step`): what
+        comes after the update in the block belongs to the step. `updates_finish` is that of `begin_step`;
+        with it, an update that only some of the inner optimizers have made is an error, too.
 
         A step that is left by an exception (which the loop may catch), or before its update, has ended, but
         its duration is not used as a measure.
@@ -329,11 +333,11 @@ class Session:
     def _report_protection_once(self) -> None:
         if self.trainee is not None and not self._is_protected and self.has_finished_a_step:
             self._is_protected = True
-            self._protected(self.trainee, self.board.finished)
+            self._on_protected(self.trainee, self.board.finished)
 
     # processor's threads
 
-    def ends_left_step(self) -> bool:
+    def end_step_left_by_break(self) -> bool:
         """End the step that is open where its loop has left it, which nobody tells; return whether it has."""
         step = self.board.inside
         if not self._ends_with_update or self.board.finished >= step:

@@ -1017,16 +1017,16 @@ def test_a_step_without_an_end_that_was_left(worker: Worker, leave: str, stands:
     worker.loop.begin(4)
     with Looping(worker, stands).stood_still(leave):
         assert (worker.board.inside, worker.board.finished) == (9, 8)
-        assert worker.session.ends_left_step()
+        assert worker.session.end_step_left_by_break()
         assert worker.board.inside == -1
-        assert not worker.session.ends_left_step(), "it is said once"
+        assert not worker.session.end_step_left_by_break(), "it is said once"
 
 
 @pytest.mark.parametrize("stands", ["data 8", "forward 8", "data 5"])
 def test_a_step_without_an_end_that_hangs(worker: Worker, stands: str) -> None:
     worker.loop.begin(4)
     with Looping(worker, stands).stood_still():
-        assert not worker.session.ends_left_step()
+        assert not worker.session.end_step_left_by_break()
         assert worker.board.inside == int(stands[-1])
 
 
@@ -1042,5 +1042,5 @@ def test_a_loop_that_begins_its_steps_in_a_callback(worker: Worker) -> None:
     looping.protection = Callbacks()  # type: ignore[assignment]
     worker.loop.begin(4)
     with looping.stood_still():
-        assert not worker.session.ends_left_step()
+        assert not worker.session.end_step_left_by_break()
         assert worker.board.inside == 8
