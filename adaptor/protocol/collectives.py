@@ -53,7 +53,8 @@ def newest(dump: object) -> Collectives:
         number, group = entry.process_group
         words = f"group {number}" + (f" ({group})" if group not in ("", "undefined") else "")
         key = f"{words} of {backend}" if backend else words
-        if not entry.is_p2p and (key not in found or found[key].number < entry.collective_seq_id):
+        # Not the greatest number: a group made anew, as online recovery does, counts from the beginning.
+        if not entry.is_p2p and (key not in found or found[key].begun < entry.record_id):
             found[key] = Newest(entry.collective_seq_id, name, entry.record_id)
     last = sorted(found.items(), key=lambda pair: -pair[1].begun)[:MOST_GROUPS]
     return dict(last)

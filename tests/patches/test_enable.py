@@ -44,7 +44,8 @@ import adaptor
 adaptor.enable()
 ours = ("adaptor", "wrapt", "fake", "megatron")
 new = {name for name in set(sys.modules) - before if name.startswith(ours)}
-settings = {f"adaptor.{name}" for name in ("config", "diagnostics", "diagnostics.requests", "endpoints")}
+parts = ("config", "setting_values", "diagnostics", "diagnostics.requests", "endpoints")
+settings = {f"adaptor.{name}" for name in parts}
 assert new == {"adaptor", "adaptor.context", "adaptor.errors", *settings}, new
 assert sys.meta_path == finders
 """,

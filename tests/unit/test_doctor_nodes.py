@@ -12,6 +12,7 @@ import pytest
 
 from adaptor.launchers import doctor_nodes, ttp
 from adaptor.launchers.finding import Finding
+from tests import waiting
 from tests.unit.threads import LONG_S
 
 
@@ -62,15 +63,20 @@ def test_a_lock_that_reaches_one_node_and_a_clock_that_is_wrong(tmp_path: Path) 
 
 
 def _write_until(done: Callable[[], bool], path: Path, node: doctor_nodes._Node) -> None:
-    """Write the file of a node whose clock is 30 s ahead."""
-    until = time.monotonic() + LONG_S
-    while not (path.parent.exists() and done()):
-        assert time.monotonic() < until
-        if path.parent.exists():
+    """Answer each file that another node writes with the one of a node whose clock is 30 s ahead."""
+    answered: dict[str, bytes] = {}
+
+    def is_done() -> bool:
+        others = {one.name: one.read_bytes() for one in path.parent.glob("*-*.node")}
+        if others != answered:
+            answered.clear()
+            answered.update(others)
             node.count, node.clock = node.count + 1, time.time() + 30
             path.with_suffix(".new").write_bytes(msgspec.json.encode(node))
             path.with_suffix(".new").replace(path)
-        time.sleep(0.01)
+        return done()
+
+    waiting.written(path.parents[1], is_done, "the node has met the other")
 
 
 def test_a_node_that_is_killed_counts_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

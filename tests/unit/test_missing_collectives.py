@@ -89,6 +89,11 @@ def test_a_rank_that_does_not_answer_comes_first() -> None:
     assert missing({}, silent=[1]) == []
 
 
+def test_a_group_that_was_made_anew_counts_from_the_beginning() -> None:
+    (last,) = collectives.newest(dump([*BARRIER, (WORLD, 1, "broadcast")])).values()
+    assert (last.number, last.name) == (1, "broadcast")
+
+
 def test_a_dump_of_another_form() -> None:
     with pytest.raises(msgspec.ValidationError):
         collectives.newest({"entries": [{"op": 1}]})
