@@ -141,7 +141,7 @@ class Job:
 
     def __enter__(self) -> Job:
         self.folder.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
+        port = free_port()
         for node in range(self._nodes):
             command = list(self._command)
             if self._nodes > 1:
@@ -212,7 +212,8 @@ class Job:
         return sorted(reports, key=lambda report: int(report["incident"]))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -18,7 +18,8 @@ import shutil
 import socket
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,13 @@ def compare(off: Job, on: Job) -> int:
     return compared
 
 
-def one_start(folder: Path, race: Race, source: random.Random) -> dict[str, Any]:
-    """Start both jobs, let them take turns.
+def one_start(
+    folder: Path,
+    race: Race,
+    source: random.Random,
+    beside: Callable[[str], AbstractContextManager[None]] = lambda arm: nullcontext(),
+) -> dict[str, Any]:
+    """Start both jobs, let them take turns; `beside` is what is done while a job has its turn.
 
     Returns, for each block of each job, the median step time and the bytes sent in a step; what the ranks
     wrote down; which job began each pair; how many records were compared. JobError if two differ.
@@ -178,7 +184,8 @@ def one_start(folder: Path, race: Race, source: random.Random) -> dict[str, Any]
                 turn = source.sample(ARMS, k=2)
                 order.append(turn[0])
                 for arm in turn:
-                    sent[arm].append(referee.play(arm) / race.block)
+                    with beside(arm):
+                        sent[arm].append(referee.play(arm) / race.block)
                 if pair % 10 == 0:
                     print(f"  pair {pair} of {race.pairs}", flush=True)
     finally:

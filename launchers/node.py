@@ -31,7 +31,15 @@ from adaptor.launchers.replacements import WorkerStarter
 from adaptor.launchers.spare_gate import SpareGate
 from adaptor.launchers.waiting import wait_for
 from adaptor.operations.job_folder import name_of
-from adaptor.protocol.environment import AGENT, BOARD, BOARD_RANKS, GENERATION, IS_RESTART, SCRATCH
+from adaptor.protocol.environment import (
+    AGENT,
+    BOARD,
+    BOARD_RANKS,
+    GENERATION,
+    IS_RESTART,
+    LAST_INCIDENT,
+    SCRATCH,
+)
 from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, Recovered, Verdict
 from adaptor.protocol.spare_node_messages import SpareHello
 
@@ -91,6 +99,7 @@ class Node:
             may_restart: whether all may be started again after this; if not, only a spare replaces a rank.
         """
         control = self.control
+        os.environ[LAST_INCIDENT] = control.verdict.line.replace("\0", " ") if control.verdict else ""
         control.begin(ranks, node, may_restart=may_restart)
         self._set_environment(ranks)
         client = ControllerClient(

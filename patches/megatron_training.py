@@ -14,6 +14,7 @@ from adaptor.patches._versions import MEGATRON
 from adaptor.patches.megatron_core import INSTANCES, detect_instance_support, inner_optimizers
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
+from adaptor.worker.incident_marks import IncidentMarks
 from adaptor.worker.unprotected import UnprotectedTraining
 from adaptor.worker.watchdogs import Watchdogs
 
@@ -186,7 +187,7 @@ def evaluations_are_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 
 @training.patch(
     "megatron.training.training:training_log",
-    why="ranks that write logs may hang while the others wait for them in the next step",
+    why="ranks that write logs may hang while the others wait for them; incidents are marked in the logs",
     accepts="(...)",
     optional=True,
 )
@@ -194,9 +195,14 @@ def logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     from adaptor.online import rejoin  # torch, which is for the script to import
 
     with runtime.get().session.phase("logging"):
+        log = None
         if rejoin.of_this_process() is not None:
             from adaptor.frameworks import megatron_online
 
-            if (log := megatron_online.log_of_this_process()) is not None:
-                return log.write(wrapped, args, kwargs)
-        return wrapped(*args, **kwargs)
+            log = megatron_online.log_of_this_process()
+        made = wrapped(*args, **kwargs) if log is None else log.write(wrapped, args, kwargs)
+        if (marks := context.part(IncidentMarks)).are_missing:
+            from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+            marks.write(runtime.get().session.board.finished, get_tensorboard_writer(), get_wandb_writer())
+        return made

@@ -173,5 +173,5 @@ def go_on(recovered: Recovered, membership: Membership) -> Orders:
     """Tell all that the incident is over, and that they go on."""
     # First to the agents: a next controller must not hear of what is over.
     orders: Orders = [(node, recovered) for node in sorted(membership.agents)]
-    proceed = Proceed(recovered.incident, recovered.step)
+    proceed = Proceed(recovered.incident, recovered.step, recovered.line)
     return orders + [(node, Addressed(rank, proceed)) for rank, node in membership.node_of.items()]

@@ -21,6 +21,8 @@ GENERATION = "TTP_GENERATION"
 IS_RESTART = "TTP_IS_RESTART"
 # The number of the incident in which this process takes the place of another; not set at a start of all.
 NEWCOMER = "TTP_NEWCOMER"
+# The line of the incident after which all workers are started again; empty at the first start.
+LAST_INCIDENT = "TTP_LAST_INCIDENT"
 
 
 class Generation:
@@ -29,11 +31,14 @@ class Generation:
     Attributes:
         name: of this start, drawn at random; '' outside of ttprun
         is_restart: True if workers of this job ran before, so that it goes on from its save folder
+        last_incident: the line of the incident before this start; '' where none was, and in a process that
+            takes the place of another
     """
 
     def __init__(self, context: Context) -> None:
         self.name = os.environ.get(GENERATION, "")
         self.is_restart = os.environ.get(IS_RESTART, "0") == "1"
+        self.last_incident = "" if NEWCOMER in os.environ else os.environ.get(LAST_INCIDENT, "")
 
 
 class Scratch:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from adaptor import output, text, threads
+from adaptor import context, output, text, threads
 from adaptor.descriptors import Descriptors
 from adaptor.protocol import stack_files, wire
 from adaptor.protocol.messages import (
@@ -46,6 +46,7 @@ from adaptor.protocol.messages import (
     ToWorker,
 )
 from adaptor.worker import abort_gloo, dump_order, flight_recorder, modules, stacks
+from adaptor.worker.incident_marks import IncidentMarks
 from adaptor.worker.session import Session
 from adaptor.worker.sigterm import SigtermReports
 
@@ -197,6 +198,7 @@ class Processor:
             case Proceed():
                 assert self._rejoin is not None
                 self.exit_code, self.held = EXIT_SURVIVOR, ""
+                context.part(IncidentMarks).add(order.line)
                 self._rejoin.proceed(order)
                 self._descriptors = Descriptors(DESCRIPTORS)  # for the next incident
             case Rename():

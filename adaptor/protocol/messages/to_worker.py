@@ -114,10 +114,15 @@ class Regroup(Message, frozen=True):
 
 
 class Proceed(Message, frozen=True):
-    """Go on from `step`: all ranks have joined, and the incident is over."""
+    """Go on from `step`: all ranks have joined, and the incident is over.
+
+    Attributes:
+        line: what happened, for the framework's own logs
+    """
 
     incident: int
     step: int
+    line: str = ""
 
 
 class Rename(Message, frozen=True):
