@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import itertools
+import operator
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,6 +47,14 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             yield modules[node.value.id], node.attr
+    for node in ast.walk(
+        tree
+    ):  # of what is wrapped: a module and a function of it, as texts beside each other
+        words = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+        texts = [word.value if isinstance(word, ast.Constant) else None for word in words]
+        for module, name in itertools.pairwise(texts):
+            if isinstance(module, str) and module.startswith("adaptor.") and isinstance(name, str):
+                yield module, name
 
 
 def _is_there(module: str, name: str) -> bool:
@@ -52,8 +62,13 @@ def _is_there(module: str, name: str) -> bool:
         found = importlib.import_module(module)
     except ModuleNotFoundError:  # a class or an object of the module, whose attributes are its own
         return True
-    if hasattr(found, name) or not hasattr(found, "__path__"):
-        return hasattr(found, name)
+    try:
+        operator.attrgetter(name)(found)
+    except AttributeError:
+        if not hasattr(found, "__path__"):
+            return False
+    else:
+        return True
     return importlib.util.find_spec(f"{module}.{name}") is not None
 
 

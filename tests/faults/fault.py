@@ -272,7 +272,7 @@ class Injector:
             case "sigstop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "holds-the-gil":
-                _hold_the_interpreter_lock()
+                hold_the_interpreter_lock()
             case "os._exit":
                 os._exit(fault.code)
             case "sys.exit":
@@ -328,7 +328,7 @@ def _waiting_spare() -> int:
     return found[0]
 
 
-def _hold_the_interpreter_lock() -> None:
+def hold_the_interpreter_lock() -> None:
     """Wait in C for a mutex that this thread has, and let no other thread run Python; no signal ends it."""
     mutex = ctypes.create_string_buffer(256)  # of zeros: PTHREAD_MUTEX_INITIALIZER
     lock = ctypes.PyDLL(None).pthread_mutex_lock  # a call by PyDLL keeps the interpreter's lock

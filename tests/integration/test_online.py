@@ -28,10 +28,14 @@ from tests.faults.library import train
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf, ends, restarts
 
-# Where a rank is killed in step 6: in the others the step is made again, or it is finished already.
+# Where a rank is killed in step 4, and then its successor in step 6: in the others the step is made again, or
+# it is finished already.
 PHASES = (
-    *("data", "forward", "backward", "reduction", "norm"),
-    *("door-before", "door-after", "update", "gather", "between"),
+    ("data", "update"),
+    ("between", "forward"),
+    ("backward", "door-after"),
+    ("gather", "norm"),
+    ("door-before", "reduction"),
 )
 
 
@@ -92,10 +96,13 @@ def says(ended: Ended, pattern: str) -> bool:
     return any(re.fullmatch(pattern, line) for line in ended.said)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_rank_1_is_killed(phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    job = online(tmp_path, DP4, [f"rank=1,step=6,phase={phase},kind=sigkill"])
-    ended = trains_on(job, baseline_of(DP4))
+@pytest.mark.parametrize("phases", PHASES, ids="-".join)
+def test_rank_1_is_killed(phases: tuple[str, str], tmp_path: Path, baseline_of: BaselineOf) -> None:
+    faults = [
+        f"rank=1,step=4,phase={phases[0]},kind=sigkill",
+        f"rank=1,step=6,phase={phases[1]},kind=sigkill,restart=-1",  # of the new process
+    ]
+    ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
     assert says(ended, REPLACED.format(rank=1, how="was ended by SIGKILL")), ended.said
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import pdb
-import re
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import threading
 from adaptor.errors import UnsupportedError
 from adaptor.protocol.messages import Share
 from adaptor.worker import runtime
+from tests.faults.fault import hold_the_interpreter_lock
 from tests.unit.trainee import CountingTrainee, Loop
 
 ORIGIN = 10
@@ -81,7 +81,7 @@ def main() -> None:
                 pdb.Pdb(nosigint=True).set_trace()
             case ["hold"]:
                 print("holding", flush=True)
-                re.match(r"(a+)+$", "a" * 64 + "b")
+                hold_the_interpreter_lock()
             case ["fork"]:
                 child = os.fork()
                 if child == 0:
