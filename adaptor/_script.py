@@ -85,7 +85,11 @@ def _forget_shadowed(folder: str) -> None:
 
     The adaptor keeps what it has imported.
     """
-    for name in {name.partition(".")[0] for name in sys.modules} - _AT_START - {"adaptor"}:
+    try:
+        there = {entry.name.partition(".")[0] for entry in Path(folder).iterdir()}
+    except OSError:  # Python finds nothing there, either
+        return
+    for name in there & ({name.partition(".")[0] for name in sys.modules} - _AT_START - {"adaptor"}):
         found = importlib.machinery.PathFinder.find_spec(name, [folder])
         if found is None or found.origin is None or found.origin == _origin(name):
             continue

@@ -39,7 +39,7 @@ PARTS = (
     ("freeze", "adaptor.worker.freezer", "Freezer.freeze"),
     ("door", "adaptor.worker.freezer", "Freezer.bring_to"),
     ("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump"),
-    ("connect", "adaptor.worker.processor", "_connect"),
+    ("connect", "adaptor.worker.dump_order", "_connect"),
     ("gather", "adaptor.checkpoint.shards", "gather"),
     ("send", "adaptor.checkpoint.shards", "send"),
     ("cast", "adaptor.checkpoint.weights", "Weights.add_sharded"),

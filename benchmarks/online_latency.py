@@ -88,6 +88,8 @@ def measure(folder: Path, way: Way, faults: Sequence[Fault]) -> list[dict[str, A
         train_iters=GAP * (len(faults) + 1),
         launcher=[*way.options, "--max-restarts", str(len(faults))],
         faults=faults,
+        # Keep the indices of data sets, as the framework does for real data sets, but not for mock data.
+        extra=["--data-cache-path", str(folder / "cache")],
     )
     with job:
         code = job.wait(_START_S * (len(faults) + 1))

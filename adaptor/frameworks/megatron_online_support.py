@@ -77,7 +77,10 @@ def of_options(given: Any) -> str:
 
 def of_torch() -> str:
     """Return why this torch does not exchange the backends of groups; empty: it does."""
-    if not context.part(Groups).known:
+    groups_of_job = context.part(Groups)
+    if groups_of_job.lone:  # a new process among survivors, whose torch is this one: they have found out
+        return ""
+    if not groups_of_job.known:
         return "this torch makes process groups in a way that is not known"
     return groups.why_not()
 

@@ -91,7 +91,8 @@ class Groups:
             call.arguments["backend"] = LONE_BACKEND
             for name in ("backend_options", "pg_options"):
                 call.arguments.pop(name, None)
-        with self._connecting():
+        # Without other ranks there are no connections; to look for them takes as long as to make the group.
+        with contextlib.nullcontext() if self.lone else self._connecting():
             made = helper(*call.args, **call.kwargs)
         group = made[0]
         if _is_member(group) and asked["group_name"] not in self._made:
