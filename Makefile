@@ -10,7 +10,7 @@
 #
 # PYTHON picks the interpreter of the environment (3.10 to 3.13), TORCH the version of torch,
 # DEMO options for the demo (make demo DEMO="--kill-rank 0"), TESTS for pytest (make test TESTS="-k plan"),
-# JOBS how many tests run at the same time (twice as many as there are cores).
+# JOBS how many tests run at the same time (one more than there are cores).
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -18,8 +18,8 @@ DEMO ?=
 TESTS ?=
 # What depends on torch: the launcher, the patches, last words after a kill, a restart.
 SMALL ?= tests/unit/test_ttprun*.py tests/unit/test_checkpoint_dump.py tests/patches tests/integration/test_phases.py
-# Twice as many as there are cores: many tests wait for a time-out most of the time.
-JOBS ?= $(shell expr $$(nproc) \* 2)
+# One more than there are cores: many tests wait for a time-out most of the time.
+JOBS ?= $(shell expr $$(nproc) + 1)
 
 VENV := .venv
 BIN := $(abspath $(VENV)/bin)

@@ -106,17 +106,19 @@ def test_rank_1_is_killed(phases: tuple[str, str], tmp_path: Path, baseline_of: 
     assert says(ended, REPLACED.format(rank=1, how="was ended by SIGKILL")), ended.said
 
 
-@pytest.mark.parametrize("phase", ["backward", "update"])
-def test_rank_0_is_killed(phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    trains_on(online(tmp_path, DP4, [f"rank=0,step=6,phase={phase},kind=sigkill"]), baseline_of(DP4))
+def test_rank_0_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    faults = [
+        "rank=0,step=4,phase=backward,kind=sigkill",
+        "rank=0,step=6,phase=update,kind=sigkill,restart=-1",
+    ]
+    trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
 
 
-@pytest.mark.parametrize("phase", ["backward", "door-before"])
-def test_an_exception_replaces_nobody(phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+def test_an_exception_replaces_nobody(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """At `door-before` all others are READY for step 6, which no rank has finished. It needs no restart."""
-    job = online(tmp_path, DP4, [f"rank=1,step=6,phase={phase},kind=exception"], restarts=0)
-    ended = trains_on(job, baseline_of(DP4))
-    assert "nobody is replaced" in ended.log
+    faults = ["rank=1,step=4,phase=backward,kind=exception", "rank=1,step=6,phase=door-before,kind=exception"]
+    ended = trains_on(online(tmp_path, DP4, faults, restarts=0), baseline_of(DP4), incidents=2)
+    assert ended.log.count("nobody is replaced") == 2
 
 
 def test_with_no_restart_and_no_spare_the_job_saves_and_ends(tmp_path: Path, baseline_of: BaselineOf) -> None:

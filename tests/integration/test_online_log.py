@@ -16,10 +16,17 @@ from tests.integration.test_online import online, trains_on
 DP4_EVERY_3RD = replace(DP4, name="dp4-log-3", extra=("--log-interval", "3"))
 
 
-@pytest.mark.parametrize("phase", ["backward", "update", "gather", "between"])
-def test_the_rank_that_writes_the_log_is_killed(phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """In the last phases all have made the update of step 6, and not all have begun the next."""
-    trains_on(online(tmp_path, DP4, [f"rank=3,step=6,phase={phase},kind=sigkill"]), baseline_of(DP4))
+@pytest.mark.parametrize("phases", [("backward", "gather"), ("between", "update")], ids="-".join)
+def test_the_rank_that_writes_the_log_is_killed(
+    phases: tuple[str, str], tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """So is the one in its place. In `gather` and `between` all have made the update, and not all have begun
+    the next step."""
+    faults = [
+        f"rank=3,step=4,phase={phases[0]},kind=sigkill",
+        f"rank=3,step=6,phase={phases[1]},kind=sigkill,restart=-1",
+    ]
+    trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
 
 
 def test_a_line_that_was_written_is_not_written_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -31,32 +38,23 @@ def test_a_line_that_was_written_is_not_written_again(tmp_path: Path, baseline_o
 
 
 @pytest.mark.parametrize(
-    ("step", "phase", "kind"),
+    ("first", "second"),
     [
-        (5, "backward", "sigkill"),
-        (5, "between", "sigkill-behind-all"),
-        (6, "backward", "sigkill"),
-        (6, "gather", "sigkill"),
+        ("step=4,phase=gather,kind=sigkill", "step=5,phase=update,kind=sigkill"),
+        ("step=5,phase=backward,kind=sigkill", "step=6,phase=gather,kind=sigkill"),
+        ("step=4,phase=between,kind=sigkill-behind-all", "step=6,phase=backward,kind=sigkill"),
     ],
 )
-def test_averages_over_an_interval(
-    step: int, phase: str, kind: str, tmp_path: Path, baseline_of: BaselineOf
-) -> None:
-    """Those that the lost rank had added up, in the middle of an interval and where a line is due.
+def test_averages_over_an_interval(first: str, second: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Those that the lost ranks had added up, in the middle of an interval and where a line is due.
 
     Where none is due all others may have begun the next step, before the lost rank has added up its losses.
     """
     layout = DP4_EVERY_3RD
-    job = online(tmp_path, layout, [f"rank=3,step={step},phase={phase},kind={kind}"])
-    trains_on(job, baseline_of(layout), log_interval=3)
+    job = online(tmp_path, layout, [f"rank=3,{first}", f"rank=3,{second},restart=-1"])
+    trains_on(job, baseline_of(layout), incidents=2, log_interval=3)
 
 
 def test_a_step_that_was_left_out(tmp_path: Path, baseline_of: BaselineOf) -> None:
     job = online(tmp_path, DP2_FP16, [f"rank=1,step={FP16_SKIPS},phase=between,kind=sigkill"])
     trains_on(job, baseline_of(DP2_FP16))
-
-
-def test_two_faults_in_one_interval(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    layout = DP4_EVERY_3RD
-    faults = ["rank=3,step=4,phase=gather,kind=sigkill", "rank=3,step=5,phase=update,kind=sigkill,restart=-1"]
-    trains_on(online(tmp_path, layout, faults), baseline_of(layout), incidents=2, log_interval=3)
