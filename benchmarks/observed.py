@@ -56,7 +56,8 @@ class Observer:
     @property
     def notices(self) -> int:
         """Return how many notices have come."""
-        return len(self._notices.read_text().split()) if self._notices.exists() else 0
+        lines = self._notices.read_text().splitlines() if self._notices.exists() else []
+        return sum(bool(line.strip()) for line in lines)
 
     @contextlib.contextmanager
     def scraping(self) -> Iterator[None]:
