@@ -80,4 +80,4 @@ def test_what_it_takes_from_the_project_is_there(path: Path) -> None:
 
 
 def test_board_and_door_are_measured(tmp_path: Path) -> None:
-    assert "door" in _run("benchmarks/board_door.py", "--batches", "20")
+    assert "door" in _run("benchmarks/board_door.py", "--batches", "4")

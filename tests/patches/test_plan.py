@@ -1,4 +1,7 @@
-"""`ttp plan` and `ttprun --dry-run`, with the real framework's parser and groups."""
+"""`ttp plan` and `ttprun --dry-run`, with the real framework's parser and groups.
+
+Those that start the framework are integration tests.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ def planned(warm_python: Run, *arguments: str, **options: Any) -> tuple[int, dic
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.integration
 def test_nodes_and_racks(warm_python: Run, tmp_path: Path) -> None:
     """Of four nodes with one rank each the first and the third, the second and the fourth hold the same."""
     hosts = tmp_path / "hosts"
@@ -84,6 +88,7 @@ def test_bad_hosts(
     assert line in said
 
 
+@pytest.mark.integration
 def test_experts_are_counted_once(warm_python: Run, tmp_path: Path) -> None:
     """Those of one rank, when two ranks share the work of four experts."""
     experts = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2")
@@ -97,6 +102,7 @@ def test_experts_are_counted_once(warm_python: Run, tmp_path: Path) -> None:
     assert half["plan"]["save"] - whole["plan"]["save"] == pytest.approx(2 * dense)
 
 
+@pytest.mark.integration
 def test_what_would_be_refused_is_said(warm_python: Run) -> None:
     code, found = planned(warm_python, "--nproc-per-node", "2")
     assert (code, found["fits"]) == (1, False)
@@ -122,6 +128,7 @@ def test_bad_usage(arguments: list[str], line: str, warm_python: Run) -> None:
     assert line in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.integration
 def test_a_dry_run_checks_and_starts_nothing(warm_python: Run, folder: Path) -> None:
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
     asked = ("--dry-run", "--nnodes", "2", "--master-addr", "10.0.0.1", "--nproc-per-node", "2")
