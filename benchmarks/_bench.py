@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "out" / "benchmarks"
+# Samples that are drawn for an interval.
+_RESAMPLES = 10_000
 sys.path.insert(0, str(ROOT))
 
 from tests import machine  # noqa: E402
@@ -31,6 +34,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "max": ordered[-1],
         "n": len(ordered),
     }
+
+
+def bootstrap(draw: Callable[[random.Random], float], seed: int) -> tuple[float, float]:
+    """The 95 % interval of what `draw` calculates from a sample that it draws anew."""
+    source = random.Random(seed)
+    drawn = sorted(draw(source) for _ in range(_RESAMPLES))
+    return drawn[int(0.025 * _RESAMPLES)], drawn[int(0.975 * _RESAMPLES)]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, bootstrap, spread, table
 from _job import RANKS, Job, JobError, first, free_port, model, new_folder, run
 from online_latency import GAP, WAYS, schedule
 from step_cost import ARMS, Race, interval, one_start
@@ -28,7 +28,6 @@ WAY = WAYS["SIGKILL, a spare waits"]
 STEP_TARGET, PUBLISHED_TARGET = 1.001, 1.02
 EVERY_S = 1.0
 _START_S = 60.0
-_RESAMPLES = 10_000
 
 
 class Observer:
@@ -105,10 +104,8 @@ def step_ratios(folder: Path, starts: int, pairs: int, source: random.Random) ->
             {"TTP_REPLICA": "split"},
         )
 
-        @contextlib.contextmanager
-        def beside(arm: str, observer: Observer = observer) -> Iterator[None]:
-            with observer.turn() if arm == "on" else contextlib.nullcontext():
-                yield
+        def beside(arm: str, observer: Observer = observer) -> contextlib.AbstractContextManager[None]:
+            return observer.turn() if arm == "on" else contextlib.nullcontext()
 
         with observer.scraping():
             found = one_start(folder / str(number), race, source, beside)
@@ -144,14 +141,13 @@ def published(folder: Path, count: int, source: random.Random, *, observed: bool
 
 def ratio_of_medians(times: Mapping[str, Sequence[float]], seed: int) -> tuple[float, float, float]:
     """Return on over off, and its 95 % interval (bootstrap over incidents)."""
-    source = random.Random(seed)
-    drawn = sorted(
-        statistics.median(source.choices(times["on"], k=len(times["on"])))
-        / statistics.median(source.choices(times["off"], k=len(times["off"])))
-        for _ in range(_RESAMPLES)
-    )
+
+    def draw(source: random.Random) -> float:
+        on, off = (statistics.median(source.choices(times[arm], k=len(times[arm]))) for arm in ("on", "off"))
+        return on / off
+
     ratio = statistics.median(times["on"]) / statistics.median(times["off"])
-    return ratio, drawn[int(0.025 * _RESAMPLES)], drawn[int(0.975 * _RESAMPLES)]
+    return ratio, *bootstrap(draw, seed)
 
 
 def main() -> None:

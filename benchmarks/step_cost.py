@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _bench import Benchmark, spread, table
+from _bench import Benchmark, bootstrap, spread, table
 from _job import RANKS, Job, JobError, model, new_folder, run
 
 # By replica.
@@ -32,7 +32,6 @@ TARGETS = {"split": 1.02, "mirror": 1.03}
 ONLINE_TARGET = 1.002
 ARMS = ("off", "on")
 _START_S = 300.0
-_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,7 @@ def medians(job: Job, block: int) -> list[float]:
 
 def interval(ratios: Sequence[float], seed: int) -> tuple[float, float]:
     """The 95 % interval of the median of `ratios`."""
-    source = random.Random(seed)
-    drawn = sorted(statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
-    return drawn[int(0.025 * _RESAMPLES)], drawn[int(0.975 * _RESAMPLES)]
+    return bootstrap(lambda source: statistics.median(source.choices(ratios, k=len(ratios))), seed)
 
 
 def compare(off: Job, on: Job) -> int:

@@ -99,6 +99,7 @@ class Node:
             may_restart: whether all may be started again after this; if not, only a spare replaces a rank.
         """
         control = self.control
+        # An error that the line quotes may have a NUL in it, which no environment variable can hold.
         os.environ[LAST_INCIDENT] = control.verdict.line.replace("\0", " ") if control.verdict else ""
         control.begin(ranks, node, may_restart=may_restart)
         self._set_environment(ranks)

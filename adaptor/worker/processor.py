@@ -198,9 +198,9 @@ class Processor:
             case Proceed():
                 assert self._rejoin is not None
                 self.exit_code, self.held = EXIT_SURVIVOR, ""
-                context.part(IncidentMarks).add(order.line)
                 self._rejoin.proceed(order)
                 self._descriptors = Descriptors(DESCRIPTORS)  # for the next incident
+                context.part(IncidentMarks).add(order.line)  # for people: after all else
             case Rename():
                 self._in_thread("rename", self._rename, order)
             case BusyProbe():

@@ -47,9 +47,8 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             yield modules[node.value.id], node.attr
-    for node in ast.walk(
-        tree
-    ):  # of what is wrapped: a module and a function of it, as texts beside each other
+    # What is wrapped: a module and a function of it, as texts beside each other.
+    for node in ast.walk(tree):
         words = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
         texts = [word.value if isinstance(word, ast.Constant) else None for word in words]
         for module, name in itertools.pairwise(texts):

@@ -111,7 +111,7 @@ def test_the_report_has_the_calls_of_an_exception_whose_rank_is_replaced(
 def test_two_ranks_at_once_and_one_later(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Ranks 0 and 1 hold different shards; later rank 3 gets its shard from what has taken rank 1's place.
 
-    Rank 3, which writes the log, is killed at a moment that the test chooses: a line may be written twice.
+    Rank 3 writes the log: if it were killed at any moment, as rank 1 is, a line might be written twice.
     """
     faults = ["rank=0,step=4,phase=backward,kind=sigkill,also=1", "rank=3,step=7,phase=between,kind=sigkill"]
     trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
