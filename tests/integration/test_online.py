@@ -28,8 +28,8 @@ from tests.faults.library import train
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf, ends, restarts
 
-# Where a rank is killed in step 4, and then the process in its place in step 6. The step is made again, but for
-# `gather` and `between`, in which all have made its update.
+# Where a rank is killed in step 4, and then the process in its place in step 6. The step is made again, but
+# for `gather` and `between`, in which all have made its update.
 PHASES = (
     ("data", "update"),
     ("between", "forward"),
