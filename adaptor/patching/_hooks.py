@@ -134,8 +134,11 @@ def misfits(group: str) -> tuple[DriftError | StartError, ...]:
 
 
 def fingerprint(group: str) -> str:
-    """Return 16 hex digits that are equal in two processes exactly if their outcomes are equal."""
-    data = [asdict(outcome) for outcome in outcomes(group)]
+    """Return 16 hex digits that are equal in two processes exactly if their outcomes are equal.
+
+    Which modules hold an original is left out: to look it up is to look at all names of all modules.
+    """
+    data = [asdict(outcome) for unit in units(group) for outcome in unit.outcomes({})]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

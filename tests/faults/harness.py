@@ -340,7 +340,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     if job.program is not None:
         return [*command, *job.program(job)]
     framework = job.framework or prepare.megatron_lm()
-    return [*command, str(framework / "pretrain_gpt.py"), *_training(job)]
+    return [*command, str(framework / "pretrain_gpt.py"), *training(job)]
 
 
 def worker_command(job: Job) -> list[str]:
@@ -349,10 +349,11 @@ def worker_command(job: Job) -> list[str]:
     if job.faults:
         command += [str(INJECT), "--stamp", str(job.out / "stamps")]
         command += [f"--fault={Fault.parse(fault)}" for fault in job.faults] + ["--"]
-    return [*command, str((job.framework or prepare.megatron_lm()) / "pretrain_gpt.py"), *_training(job)]
+    return [*command, str((job.framework or prepare.megatron_lm()) / "pretrain_gpt.py"), *training(job)]
 
 
-def _training(job: Job) -> list[str]:
+def training(job: Job) -> list[str]:
+    """Return the arguments of Megatron-LM's script in a job."""
     layout = job.layout
     framework = job.framework or prepare.megatron_lm()
     has_formats = "--ckpt-format" in (framework / "megatron/training/arguments.py").read_text()

@@ -39,15 +39,18 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 # What Megatron-LM imports of torch and of others in its first second, and what launchers import of torch.
 PRELOADED = (
     "asyncio",
     "einops",
+    "einops._torch_specific",
     "msgspec",
     "numpy",
     "psutil",
+    "pydantic.main",
     "regex",
     "sentencepiece",
     "six",
@@ -61,9 +64,11 @@ PRELOADED = (
     "torch.distributed.run",
     "torch.utils.cpp_extension",
     "torch.utils.data",
+    "torch.utils.serialization",
     "torch.utils.tensorboard",
     "xxhash",
     "yaml",
+    "zoneinfo",
 )
 LAUNCHERS = {"ttprun": "adaptor.launchers.ttprun", "torchrun": "torch.distributed.run"}
 # In the environment of a process that must not outlive its job. The starter has room for it in what the
@@ -240,7 +245,7 @@ def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], No
         return _launcher(name, command)
     words = command[2:] if command[1] == "-u" else command[1:]
     if "--nproc-per-node" in words:  # a launcher by another name, or its module
-        return _with_a_starter(lambda: _run(words))
+        return _with_a_starter(lambda: _run(words), plans=words[1].endswith(".ttp") or "--dry-run" in words)
     return lambda: _run(words)
 
 
@@ -278,8 +283,30 @@ def _launcher(name: str, command: list[str]) -> Callable[[], None]:
     return _with_a_starter(launch)
 
 
-def _with_a_starter(act: Callable[[], None]) -> Callable[[], None]:
-    """Fork a starter for the workers of a launcher. Returns in the launcher, and in each worker."""
+def _modules_of_frames_are_found_quickly() -> None:
+    """Let `inspect.getmodule` find the module of a frame by its name.
+
+    The framework asks for it several times in each step, and Python looks through all modules for it.
+    """
+    found = inspect.getmodule
+
+    def getmodule(of: Any, _filename: str | None = None) -> ModuleType | None:
+        if inspect.isframe(of):
+            module = sys.modules.get(of.f_globals.get("__name__", ""))
+            if module is not None and vars(module) is of.f_globals:
+                return module
+        return found(of, _filename)
+
+    inspect.getmodule = getmodule
+
+
+def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable[[], None]:
+    """Fork a starter for the workers of a launcher. Returns in the launcher, and in each worker.
+
+    Args:
+        act: the launcher's life.
+        plans: it starts no worker, but one process that asks the framework what a job would be.
+    """
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
@@ -291,6 +318,8 @@ def _with_a_starter(act: Callable[[], None]) -> Callable[[], None]:
 
         _Fork.starter = ours
         subprocess_handler.Popen = _Fork  # type: ignore[misc]
+        if plans:
+            subprocess.Popen = _Fork  # type: ignore[misc]
         act()
 
     return launch
@@ -303,8 +332,7 @@ def main() -> Callable[[], None]:
         importlib.import_module("torch._inductor.compiler_bisector")
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads after the imports: a fork is not safe"
-    # The framework asks for the module of a frame in each step, and Python then resolves the paths of all.
-    inspect.getmodule(main.__code__)
+    _modules_of_frames_are_found_quickly()
     gc.freeze()  # a collection would write to, and so copy, every page that is shared
     if sys.argv[1] == "--serve":
         return _serve(socket.socket(fileno=int(sys.argv[2])))

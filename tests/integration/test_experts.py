@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults import harness, outcome
 from tests.faults.harness import MOE_DP2, MOE_EP2, MOE_EP2_DP2, MOE_EP2_MIRROR, MOE_TP2_EP2, Job, Layout
+from tests.faults.planned import assert_as_planned
 from tests.faults.scenario import BaselineOf, first_of_each, survives
 
 # Each layout once, one twice; `python -m tests.integration.matrix` has each early and late in a step.
@@ -44,7 +45,9 @@ def test_a_rank_is_killed(
         save=tmp_path / "save",
         faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
     )
-    survives(job, baseline_of(layout), code=137, saved=saved, resumed=resumed)
+    ended = survives(job, baseline_of(layout), code=137, saved=saved, resumed=resumed)
+    if (layout, rank) == (MOE_EP2, 0):
+        assert_as_planned(ended)
 
 
 def test_experts_that_no_two_ranks_share(tmp_path: Path, baseline_of: BaselineOf) -> None:

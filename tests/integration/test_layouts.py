@@ -25,6 +25,7 @@ from tests.faults.harness import (
     Job,
     Layout,
 )
+from tests.faults.planned import assert_as_planned
 from tests.faults.scenario import BaselineOf, first_of_each, survives
 
 # Each layout once; twice where the others do not wait in the same way before the update and in it.
@@ -46,6 +47,8 @@ KILLED = [
     (DP2_SGD, 1, "update", {6}),
     (DP2_RAMPUP, 1, "backward", {5}),
 ]
+# Those whose job is also compared with its plan.
+PLANNED = [(DP2, 1), (DP2_WHOLE, 1), (TP2_DP2, 0), (PP2_DP2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,9 @@ def test_a_rank_is_killed(
         save=tmp_path / "save",
         faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
     )
-    survives(job, baseline_of(layout), code=137, saved=saved, resumed=resumed)
+    ended = survives(job, baseline_of(layout), code=137, saved=saved, resumed=resumed)
+    if (layout, rank) in PLANNED:
+        assert_as_planned(ended)
 
 
 @pytest.mark.parametrize(

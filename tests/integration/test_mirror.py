@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2_MIRROR, DP3, DP3_FP32, TP2_DP3, Job, Layout
+from tests.faults.planned import assert_as_planned
 from tests.faults.scenario import BaselineOf, first_of_each, restarts, survives
 
 SAVED = {"backward": {5}, "norm": {5}, "update": {6}, "gather": {6}}
@@ -41,6 +42,8 @@ def test_a_rank_is_killed(
     )
     ended = survives(job, baseline_of(layout), code=137, saved=SAVED[phase], resumed=resumed)
     assert "[ttp] second copies of optimizer shards by mirror: " in ended.log
+    if (layout, rank) == (DP3, 0):
+        assert_as_planned(ended)
 
 
 def test_it_goes_on_by_itself(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -1,4 +1,8 @@
-"""Wherever in a step a process is killed, the newest finished step is saved."""
+"""Wherever in a step a process fails, the newest finished step is saved, and all end.
+
+`test_online.py` kills a rank in each phase, too, and goes on: what is saved there is compared in the same way.
+`python -m tests.integration.matrix` has each phase in each layout.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,7 @@ from tests.faults.scenario import BaselineOf, survives
 # that the step needs: then it is saved.
 SAVED = {
     "data": {5},
-    "forward": {5},
-    "backward": {5},
     "reduction": {5},
-    "norm": {5, 6},
     "door-before": {5, 6},
     "door-after": {6},
     "update": {6},
@@ -36,7 +37,7 @@ def _survives_a_kill(rank: int, phase: str, tmp_path: Path, baseline_of: Baselin
     survives(job, baseline_of(DP4), code=137, saved=SAVED[phase])
 
 
-@pytest.mark.parametrize("phase", SAVED)
+@pytest.mark.parametrize("phase", ["data", "reduction", "door-before", "door-after", "update", "between"])
 def test_rank_1_is_killed(phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     _survives_a_kill(1, phase, tmp_path, baseline_of)
 
@@ -47,7 +48,7 @@ def test_rank_0_is_killed(phase: str, tmp_path: Path, baseline_of: BaselineOf) -
     _survives_a_kill(0, phase, tmp_path, baseline_of)
 
 
-@pytest.mark.parametrize("phase", ["door-before", "door-after", "update", "gather", "between"])
+@pytest.mark.parametrize("phase", ["door-before", "update", "gather", "between"])
 def test_an_exception_in_rank_1(phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Inside the update its state is that of no step, and at the door it will not go through."""
     job = Job(

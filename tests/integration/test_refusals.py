@@ -53,7 +53,6 @@ def test_a_setting_that_makes_no_sense(
     assert said.startswith(f"ttprun: error: {line}")
 
 
-@pytest.mark.cold
 def test_no_folder_to_save_to(tmp_path: Path) -> None:
     ended = harness.run(Job(tmp_path / "job", DP2))
     _assert_refused(ended, "--save is missing")
