@@ -1,4 +1,4 @@
-"""What `ttp plan` predicts of a job, against what the job did: what it survives, and the bytes of its save."""
+"""What `ttp plan` predicts of a job against what it did: what it survives, and the bytes of its save."""
 
 from __future__ import annotations
 

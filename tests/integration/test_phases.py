@@ -1,6 +1,6 @@
 """Wherever in a step a process fails, the newest finished step is saved, and all end.
 
-`test_online.py` kills a rank in each phase, too, and goes on: what is saved there is compared in the same way.
+`test_online.py` kills a rank in each phase, too, and goes on: what is saved there is compared the same way.
 `python -m tests.integration.matrix` has each phase in each layout.
 """
 
