@@ -10,7 +10,7 @@
 #
 # PYTHON picks the interpreter of the environment (3.10 to 3.13), TORCH the version of torch,
 # DEMO options for the demo (make demo DEMO="--kill-rank 0"), TESTS for pytest (make test TESTS="-k plan"),
-# JOBS how many tests run at the same time (one more than there are cores).
+# JOBS how many tests run at the same time (one more than there are cores; for make check twice as many).
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -18,8 +18,7 @@ DEMO ?=
 TESTS ?=
 # What depends on torch: the launcher, the patches, last words after a kill, a restart.
 SMALL ?= tests/unit/test_ttprun*.py tests/unit/test_checkpoint_dump.py tests/patches tests/integration/test_phases.py
-# One more than there are cores: many tests wait for a time-out most of the time.
-JOBS ?= $(shell expr $$(nproc) + 1)
+JOBS ?=
 
 VENV := .venv
 BIN := $(abspath $(VENV)/bin)
@@ -42,13 +41,15 @@ demo: $(PROJECT_READY) $(FRAMEWORKS_READY)
 
 # A worker begins with its share of the files in their order, so most tests that share a fixture run in one place,
 # and then takes what others have left.
-pytest = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# $(1): how many run at the same time, from the number of cores. There are more than cores, since many tests wait
+# most of the time; of those that start no job nearly all do.
+pytest = $(BIN)/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) $(1))) --dist worksteal
 
 test: $(PROJECT_READY) $(FRAMEWORKS_READY)
-	@$(pytest) $(TESTS)
+	@$(call pytest,+ 1) $(TESTS)
 
 check: $(PROJECT_READY) $(FRAMEWORKS_READY)
-	@$(pytest) -m 'not integration' --ignore tests/simulation $(TESTS)
+	@$(call pytest,\* 2) -m 'not integration' --ignore tests/simulation $(TESTS)
 
 test-torch:
 	@$(MAKE) --no-print-directory test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH) TESTS="$(SMALL) $(TESTS)"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.integration  # builds and installs the package
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"adaptor": "adaptor", "adaptor.launchers": "launchers", "adaptor.patches": "patches"}
 SOURCES = {package: ROOT / folder for package, folder in FOLDERS.items()}
@@ -126,13 +128,6 @@ def test_import_adaptor_brings_no_torch_and_no_numpy(installed: Path) -> None:
     file, found = in_fresh_process(installed, code).splitlines()
     assert Path(file).is_relative_to(installed)
     assert found == "[]"
-
-
-def test_import_adaptor_costs_under_50_milliseconds(installed: Path) -> None:
-    # Of the processor: on a busy machine the clock goes on while others run.
-    code = "import time; began = time.process_time(); import adaptor; print(time.process_time() - began)"
-    in_fresh_process(installed, code)  # compiles
-    assert min(float(in_fresh_process(installed, code)) for _ in range(5)) < 0.050
 
 
 def test_the_console_script_answers(installed: Path) -> None:

@@ -26,6 +26,7 @@ RIGHT = "[a](../tests/ports.py) [b](../benchmarks)"
 MISSING = [name for name in ("mkdocs", "mkdocstrings") if importlib.util.find_spec(name) is None]
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(bool(MISSING), reason="mkdocs and mkdocstrings are in the extra site")
 @pytest.mark.parametrize("added", [RIGHT, " ".join(WRONG)], ids=["right", "wrong"])
 def test_the_site_is_built(added: str, tmp_path: Path) -> None:
