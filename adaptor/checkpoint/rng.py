@@ -17,6 +17,8 @@ from numpy.random import mtrand
 # numpy's mt19937_state: 624 words and a position. CPython's RandomObject: the position, then the words.
 _WORD = 4
 _MT19937_BYTES = 625 * _WORD
+# A view that is kept: a call of `ctypes.string_at` takes 20 microseconds in the middle of a training.
+_Memory = ctypes.c_char * _MT19937_BYTES
 
 
 class RandomStates:
@@ -107,6 +109,8 @@ class _NumpyState:
     """Takes numpy's global random state, which costs it 150 microseconds, only when it has changed."""
 
     def __init__(self) -> None:
+        self._generator: Any = None
+        self._memory: Any = None  # of the generator
         self._seen = b""
         self._taken: Any = None
 
@@ -115,7 +119,10 @@ class _NumpyState:
         generator = mtrand.get_bit_generator()
         if type(generator) is not numpy.random.MT19937:
             return numpy.random.get_state()
-        seen = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        if generator is not self._generator:
+            self._generator, self._memory = generator, _Memory.from_address(generator.ctypes.state_address)
+            self._seen = b""
+        seen = self._memory.raw
         # The compared memory lacks the spare normal deviate: making one draws numbers, using it does not.
         if seen != self._seen or self._taken[3]:
             self._seen, self._taken = seen, numpy.random.get_state()
@@ -132,7 +139,7 @@ class _PythonState:
 
     def __init__(self) -> None:
         self._generator: random.Random | None = None
-        self._address = 0  # 0: not known
+        self._memory: Any = None  # None: where it is, is not known
         self._seen = b""
         self._taken: Any = None
 
@@ -141,24 +148,24 @@ class _PythonState:
         generator: Any = getattr(random.getstate, "__self__", None)
         if generator is not self._generator:
             self._find(generator)
-        if not self._address:
+        if self._memory is None:
             return random.getstate()
-        seen = ctypes.string_at(self._address, _MT19937_BYTES)
+        seen = self._memory.raw
         # The compared memory lacks the spare normal deviate, which is an attribute.
         if seen != self._seen or self._taken[2] != generator.gauss_next:
             self._seen, self._taken = seen, random.getstate()
         return self._taken
 
     def _find(self, generator: Any) -> None:
-        self._generator, self._address, self._seen = generator, 0, b""
+        self._generator, self._memory, self._seen = generator, None, b""
         if type(generator) is not random.Random or sys.implementation.name != "cpython":
             return
         address = id(generator) + object.__basicsize__
         *words, position = random.getstate()[1]
         expected = b"".join(word.to_bytes(_WORD, sys.byteorder) for word in (position, *words))
         is_inside = _random.Random.__basicsize__ >= object.__basicsize__ + _MT19937_BYTES
-        if is_inside and ctypes.string_at(address, _MT19937_BYTES) == expected:
-            self._address = address
+        if is_inside and (memory := _Memory.from_address(address)).raw == expected:
+            self._memory = memory
 
 
 _python = _PythonState()
