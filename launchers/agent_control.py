@@ -138,6 +138,7 @@ class AgentControl:
         self.reaped.clear()
         self.settled.clear()
         self.incident_report.begin(self.generations_begun)
+        self._status.begin()
 
     def connect(self, client: ControllerClient) -> None:
         """From now on messages go to the controller by way of `client`."""
@@ -344,6 +345,7 @@ class AgentControl:
         try:
             if self.node:
                 self.server.take_over()
+            self._look_at_uses()
             self._status.look(
                 boards, host.controller, self.node, host.nodes, self.generations_begun, self._spares_waiting
             )
@@ -351,11 +353,17 @@ class AgentControl:
         except Exception as error:
             tell_error("the status of the job is not written", error)
 
+    def _look_at_uses(self) -> None:
+        reading = self.workers.spent()
+        if reading is not None and self.controller_host is not None:
+            self._status.look_at_uses(reading)
+
     async def end(self) -> None:
         """End the generation, with all that is at work for it."""
         self._forwarding = Forwarding.IGNORED
         await self.thread.cancel_tasks()
         await self._replacements.end()
+        self._look_at_uses()  # the last save may have ended a moment ago
         await self.workers.end()
         client, self.client = self.client, None
         if client is not None:

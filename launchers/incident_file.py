@@ -109,8 +109,14 @@ class Timeline:
     hosts: Mapping[int, str] = field(default_factory=dict)
     pids: Mapping[int, int] = field(default_factory=dict)
 
-    def event(self, one: Happened, incident: int | None) -> Event:
-        """Return the record of one line."""
+    def event(self, one: Happened, incident: int | None, more: Mapping[str, str] | None = None) -> Event:
+        """Return the record of a line of events.jsonl.
+
+        Args:
+            one: what happened.
+            incident: the number of the incident that was open; None between incidents.
+            more: what its data has besides the detail.
+        """
         node = one.node if one.node is not None or one.rank is None else self.nodes.get(one.rank)
         return Event(
             time=records.utc(one.at),
@@ -123,7 +129,7 @@ class Timeline:
             rank=one.rank,
             pid=self.pids.get(one.rank) if one.rank is not None else None,
             step=one.step,
-            data={"detail": one.detail} if one.detail else {},
+            data={**({"detail": one.detail} if one.detail else {}), **(more or {})},
         )
 
 

@@ -252,9 +252,14 @@ class IncidentReport:
             self._notifier.submit(partial(last.notice, now, last.gone_on))
             self._tell("gone-on", now, step=finished)
 
-    def record_training(self) -> None:
-        """Record that every rank trains, and after which step it began: once in a generation of workers."""
-        self._tell("training", self._trained or time.time(), step=self._origin)
+    def record_training(self, load_s: float) -> None:
+        """Record that every rank trains, and after which step it began: once in a generation of workers.
+
+        Args:
+            load_s: seconds in which a checkpoint was loaded.
+        """
+        one = Happened(self._trained or time.time(), "training", None, None, "", self._origin)
+        self._files.append(partial(self._timeline([]).event, one, None, {records.LOAD: f"{load_s:.3f}"}))
 
     def record_start(self) -> None:
         """Record that a generation of workers is started, whose controller is on this node."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from adaptor import output, text
+from adaptor.launchers.time_uses import JobUses
 from adaptor.operations.job_folder import EVENTS_FILE, INCIDENTS, STATUS_FILE, name_of
 from adaptor.operations.records import Event, Incident, Status
 
@@ -35,6 +36,7 @@ class JobFiles:
         self._writer = output.Writer("ttp-report")
         self._writer.start()
         self._status_waits = False
+        self._uses = JobUses()
         self.job = name_of(job or f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}")
 
     @property
@@ -87,6 +89,8 @@ class JobFiles:
 
     def _write_status(self, status: Status) -> None:
         try:
+            spent = self._uses.total(status.spent, status.generation, self.folder)
+            status = msgspec.structs.replace(status, spent=spent)
             _replace(self.folder / STATUS_FILE, msgspec.json.format(_json.encode(status), indent=1))
         finally:
             self._status_waits = False

@@ -17,6 +17,7 @@ from adaptor.controller.plan import groups_of
 from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.step_timer import StepTimer
+from adaptor.launchers.time_uses import TimeUses
 from adaptor.operations.records import Status, utc
 from adaptor.protocol.messages import BoardRecord, Share
 
@@ -47,8 +48,17 @@ class JobStatus:
         self._step = -1
         self._step_time = 0.0
         self._timer = StepTimer()
+        self._uses = TimeUses()
         self._holders: tuple[object, int | None] = (None, None)  # of which members, and how many
         self._trains = 0  # the newest generation whose ranks were all seen to train
+
+    def begin(self) -> None:
+        """A generation of workers begins."""
+        self._uses.begin()
+
+    def look_at_uses(self, reading: Sequence[float]) -> None:
+        """Take a reading of what the first worker of this node spends its time on (`Board.spend`)."""
+        self._uses.look(reading)
 
     def look(
         self,
@@ -78,7 +88,7 @@ class JobStatus:
         self._timer.look(step, time.monotonic(), counts=state == "training")
         if training == members.world_size and generation > self._trains:
             self._trains = generation
-            self._report.record_training()
+            self._report.record_training(load_s=self._uses.load)
         if time.monotonic() - self._written < STATUS_S:
             return
         self._written = time.monotonic()
@@ -110,6 +120,7 @@ class JobStatus:
             shard_holders=self._count_holders(members, generation) if state == "training" else None,
             step_times=self._timer.times(),
             spare_nodes=spare_nodes,
+            spent=self._uses.totals(),
         )
         self._files.write_status(self._last)
 
@@ -141,6 +152,7 @@ class JobStatus:
                     state="ended",
                     incidents=self._report.incidents,
                     last_incident=self._report.last_id,
+                    spent=self._uses.totals(),
                 ),
                 always=True,
             )

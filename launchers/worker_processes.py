@@ -154,6 +154,10 @@ class Workers:
         """Return the boards of the workers that are alive."""
         return [self.boards.read(rank) for rank in sorted(self.alive)] if self.boards is not None else []
 
+    def spent(self) -> list[float] | None:
+        """Return what the lowest rank, dead or alive, has spent its time on; None: there are no boards."""
+        return self.boards.spent() if self.boards is not None else None
+
     @property
     def traced(self) -> bool:
         """Return whether a debugger holds one of the workers."""

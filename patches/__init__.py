@@ -24,7 +24,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "ascendspeed_checkpointing",
         "mindspeed",
     ),
-    "worker": ("torch_rendezvous", "torch_serialization"),
+    "worker": ("torch_rendezvous", "torch_serialization", "torch_data"),
     "online": ("torch_groups", "megatron_online"),
     "report": ("report_arguments",),
 }

@@ -57,5 +57,6 @@ def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
     given = get_args()
     load = getattr(given, args[3] if len(args) > 3 else kwargs.get("load_arg", "load"))
-    resume_check.require_intact(Path(load), Path(given.save), None)
-    return wrapped(*args, **kwargs)
+    with runtime.get().session.pace.loading():
+        resume_check.require_intact(Path(load), Path(given.save), None)
+        return wrapped(*args, **kwargs)

@@ -94,6 +94,11 @@ def wandb_is_told_the_final_name(wrapped: Any, instance: Any, args: Any, kwargs:
     ),
 )
 def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    with runtime.get().session.pace.loading():
+        return _load(wrapped, args, kwargs)
+
+
+def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
     from megatron.training.checkpointing import checkpoint_exists
 

@@ -9,16 +9,20 @@ recovery    from a fault that was noticed until every rank trains again (after a
 down        from the end of one ttprun to the start of the next one of the same job; from its last event, if
             it was ended without being able to say so
 
-Training is then divided: what was spent on steps that were trained again is `wasted`, the rest `productive`.
+Training is then divided. `data`, `evaluation`, `save` and `other` are what the first rank was not in steps
+for, by the status. What was spent on steps that were trained again is `wasted`, the rest `productive`. How
+much of a startup or a recovery was the load of a checkpoint is in the event `training`; it counts as `load`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from adaptor.operations.records import Event, Incident, IncidentSummary, unix
+from adaptor.operations.records import LOAD, Event, Incident, IncidentSummary, unix
 
 # By the state before an event and its type: the state after it. What is not here changes nothing.
 _NEXT = {
@@ -35,11 +39,15 @@ _NEXT = {
 }
 
 
+# What a rank in training is not in steps for; other: the writing of logs, and phases of other names.
+USES = ("data", "evaluation", "save", "other")
+
+
 class Goodput(msgspec.Struct, kw_only=True, frozen=True):
     """The time of a job by its use, in seconds.
 
     Attributes:
-        seconds: in each state: productive, wasted, startup, recovery, down
+        seconds: in each state: productive, those of `USES`, wasted, startup, load, recovery, down
         steps: that count: from the first one that was trained to the newest one that is finished
         lost: steps that had to be trained again
         ratio: productive seconds over all seconds; None if there are none
@@ -55,7 +63,7 @@ class TimeSpent:
     """Adds up how a job spends its time, event by event."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(("training", "startup", "recovery", "down"), 0.0)
+        self._seconds = dict.fromkeys(("training", "startup", LOAD, "recovery", "down"), 0.0)
         self._state = ""
         self._since = 0.0  # when the state began, in Unix seconds
         self._last = 0.0  # when the last event was
@@ -76,7 +84,13 @@ class TimeSpent:
             self._first = event.step
         after = _NEXT.get((self._state or "down", event.type), self._state)
         if after != self._state:
+            before, seconds = self._state, self._seconds
+            had = seconds.get(before, 0.0)
             self._enter(after, at)
+            if after == "training":
+                load = min(_number(event.data.get(LOAD, "")), seconds[before] - had)
+                seconds[before] -= load
+                seconds[LOAD] += load
 
     def _enter(self, state: str, at: float) -> None:
         if self._state:
@@ -86,7 +100,12 @@ class TimeSpent:
         self.changes.append((self._since, state))
 
     def until(
-        self, until: float | None, *, newest: int | None, incidents: Sequence[Incident | IncidentSummary]
+        self,
+        until: float | None,
+        *,
+        newest: int | None,
+        incidents: Sequence[Incident | IncidentSummary],
+        uses: Mapping[str, float],
     ) -> Goodput:
         """Return how the job has spent its time.
 
@@ -96,6 +115,7 @@ class TimeSpent:
             until: the time to which the last state lasts, in Unix seconds; None: to the last event.
             newest: the newest finished step, None if it is not known: then that of the events.
             incidents: of the same job.
+            uses: seconds of training in each of `USES`; what is not there is 0.
         """
         seconds = dict(self._seconds)
         if self._state and self._state != "down" and until is not None:
@@ -103,11 +123,18 @@ class TimeSpent:
         known = [step for step in (newest, self._newest) if step is not None]
         lost = sum(incident.steps_lost or 0 for incident in incidents)
         steps = max(0, max(known) - max(self._first, 0)) if known and self._first is not None else 0
-        wasted = seconds["training"] * lost / (steps + lost) if lost else 0.0
+        other = {use: max(0.0, uses.get(use, 0.0)) for use in USES}
+        # A phase that an incident has held up is counted with that, and in the recovery.
+        share = min(1.0, seconds["training"] / sum(other.values())) if any(other.values()) else 1.0
+        other = {use: took * share for use, took in other.items()}
+        stepping = max(0.0, seconds["training"] - sum(other.values()))
+        wasted = stepping * lost / (steps + lost) if lost else 0.0
         spent = {
-            "productive": seconds["training"] - wasted,
+            "productive": stepping - wasted,
+            **other,
             "wasted": wasted,
             "startup": seconds["startup"],
+            LOAD: seconds[LOAD],
             "recovery": seconds["recovery"],
             "down": seconds["down"],
         }
@@ -115,3 +142,11 @@ class TimeSpent:
         return Goodput(
             seconds=spent, steps=steps, lost=lost, ratio=spent["productive"] / total if total else None
         )
+
+
+def _number(text: str) -> float:
+    """Return the seconds in a text; 0 where it has none."""
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        return seconds if math.isfinite(seconds) and seconds > 0.0 else 0.0
+    return 0.0

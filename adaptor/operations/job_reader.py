@@ -49,7 +49,9 @@ class JobReader:
         with self._lock:
             self._read_on()
             incidents = self._summaries.of(self.job)
-            return self._spent.until(unix(status.time), newest=status.step, incidents=incidents)
+            return self._spent.until(
+                unix(status.time), newest=status.step, incidents=incidents, uses=status.spent
+            )
 
     def changes(self) -> list[tuple[float, str]]:
         """Return when each state began, and which (see `goodput`). Raises JobFolderError."""

@@ -15,8 +15,13 @@ from adaptor.operations.words import duration, protection
 MOST_INCIDENTS = 20
 _USED = {
     "first": ("productive", "productive"),
+    "silent": ("data", "waiting for data"),
+    "regroup": ("evaluation", "evaluation"),
+    "publish": ("save", "regular saves"),
+    "stop": ("other", "logs and other phases"),
     "gone": ("wasted", "trained again"),
     "load": ("startup", "startup"),
+    "start": ("load", "loading a checkpoint"),
     "write": ("recovery", "recovery"),
     "other": ("down", "down"),
 }

@@ -17,6 +17,9 @@ from typing import Literal
 
 import msgspec
 
+# In the data of an event `training`.
+LOAD = "load"
+
 
 class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """Something that happened: a line of events.jsonl, and an element of an incident's `events`.
@@ -29,7 +32,8 @@ class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
         type: what: a word such as `fault-noticed`, `freeze`, `published`, `restart`
         node, host, rank, pid: where
         step: the step that it is about
-        data: what else is known; `detail` in words
+        data: what else is known; `detail` in words; of type `training`, `load`: seconds in which a checkpoint
+            was loaded before
     """
 
     time: str
@@ -210,6 +214,8 @@ class Status(msgspec.Struct, kw_only=True):
             ranks train
         step_times: durations of steps
         spare_nodes: nodes that wait, beyond `nodes`, to take the place of one that is lost
+        spent: seconds in which the first rank of this node trained and was not in steps, in the whole job, by
+            what it did: data (it waited for a batch), evaluation, save, other (logs, phases of other names)
     """
 
     schema: Literal["ttp.status/1"] = "ttp.status/1"
@@ -239,6 +245,7 @@ class Status(msgspec.Struct, kw_only=True):
     shard_holders: int | None = None
     step_times: StepTimes | None = None
     spare_nodes: int = 0
+    spent: dict[str, float] = {}
 
 
 class Notice(msgspec.Struct, kw_only=True, frozen=True):

@@ -4,8 +4,9 @@ Invariant: the worker alone writes. There is room for two records; a write goes 
 number does not point to, and counts it up at the end. So the last complete record is always there, even after
 a death in the middle of a write; a reader that sees the number changed reads again. The memory belongs to the
 agent (an anonymous memory file, so nothing has a name that could be left behind), so it outlives the worker:
-after a SIGKILL the agent still reads how far the rank had come. Behind the records there is room for what a
-worker keeps for the process that may take its place, written in the same way.
+after a SIGKILL the agent still reads how far the rank had come. Behind the records are the seconds that the
+main thread has spent in each use (`USES`), each a number of its own, and room for what a worker keeps for the
+process that may take its place, written in the same way as a record.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ SLOT = 4096  # a page each, so that a worker maps its own alone
 # target first: a writer that is put off its core in between would show a number that it never had.
 _SEQUENCE_BYTES = 8
 _RECORD = struct.Struct("<qqqqqqqqdddq256s")
-_LIFELINE = 2048  # in a slot, behind the records
+# What the main thread is not in steps for, as far as it tells; "other" are phases of other names.
+USES = ("data", "evaluation", "save", "load", "other")
+_USE = {use: number for number, use in enumerate(USES)}
+_SPENT = 1024  # in a slot, behind the records
+_SPENT_END = _SPENT + 8 * len(USES)
+_LIFELINE = 2048  # behind that
 _KEPT = _LIFELINE + LIFELINE_SIZE  # behind that: a sequence number, and room for two texts with their lengths
 _KEPT_SIZE = (SLOT - _KEPT - _SEQUENCE_BYTES) // 2 // 8 * 8
 _LENGTH = struct.Struct("<q")
@@ -52,6 +58,7 @@ class BoardMemory:
         os.ftruncate(self._fd, SLOT * len(ranks))
         self._memory = mmap.mmap(self._fd, SLOT * len(ranks))
         self._sequences = memoryview(self._memory).cast("Q")
+        self._seconds = memoryview(self._memory).cast("d")
         self.lifelines = {
             rank: Lifeline(self._memory, start + _LIFELINE) for rank, start in self._slots.items()
         }
@@ -96,6 +103,11 @@ class BoardMemory:
             turns=turns,
         )
 
+    def spent(self) -> list[float]:
+        """Return the seconds that the lowest rank has spent in each of `USES`, in their order."""
+        start = (self._slots[min(self._slots)] + _SPENT) // 8
+        return [float(seconds) for seconds in self._seconds[start : start + len(USES)]]
+
     def reset(self, rank: int) -> None:
         """Clear the slot of `rank` for the process that takes the place of a dead one.
 
@@ -113,6 +125,7 @@ class BoardMemory:
         still be on its way out, and memory that it points to cannot be closed.
         """
         self._sequences.release()
+        self._seconds.release()
         self.lifelines.clear()
         del self._memory
         os.close(self._fd)
@@ -153,6 +166,7 @@ class Board:
         whole = memoryview(self._memory)
         self._sequence_there = whole[:_SEQUENCE_BYTES].cast("Q")
         self._kept_there = whole[_KEPT : _KEPT + _SEQUENCE_BYTES].cast("Q")
+        self._spent_there = whole[_SPENT:_SPENT_END].cast("d")
         self.kept = self._read_kept()
         self.write()
 
@@ -178,6 +192,10 @@ class Board:
                 self._error,
             )
             self._sequence_there[0] = self._sequence
+
+    def spend(self, use: str, seconds: float) -> None:
+        """Add to the seconds of one of `USES`, any other name being "other"; on the main thread."""
+        self._spent_there[_USE.get(use, -1)] += seconds
 
     def keep(self, data: bytes) -> None:
         """Keep `data`, in the place of what was kept before, for the process that may take this one's place.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from typing import NamedTuple, TypedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypedDict, TypeVar
 
 from adaptor.protocol.board import Board
+
+_T = TypeVar("_T")
 
 # A step that takes much longer than the longest of so many is taken for a hang; so is a phase.
 RECENT = 20
@@ -42,6 +46,7 @@ class Pace:
         self._knows_first = False  # another process has told what they take
         self._in_phases = 0.0  # seconds of the step that is running
         self._running: list[_Running] = []
+        self._since = 0.0  # from when on the innermost running phase has not been counted
         self._phases: dict[str, deque[float]] = {}
         self._rests = False
 
@@ -74,7 +79,11 @@ class Pace:
 
     def begin_phase(self, name: str) -> None:
         """Begin to measure the phase `name` between two steps."""
-        self._running.append(_Running(name, time.monotonic()))
+        now = time.monotonic()
+        if self._running:
+            self._board.spend(self._running[-1].name, now - self._since)
+        self._running.append(_Running(name, now))
+        self._since = now
         self._turn()
 
     def end_phase(self, *, is_measure: bool = True) -> None:
@@ -84,12 +93,31 @@ class Pace:
             is_measure: False: an exception has left it, perhaps because another rank hung.
         """
         ended = self._running.pop()
-        took = time.monotonic() - ended.begun
+        now = time.monotonic()
+        took = now - ended.begun
         if is_measure:
+            self._board.spend(ended.name, now - self._since)
             self._phases.setdefault(ended.name, deque(maxlen=RECENT)).append(took)
+        self._since = now
         if not self._running:
             self._in_phases += took
         self._turn()
+
+    def wait_for_data(self, read: Callable[[], _T]) -> _T:
+        """Call `read`, which waits for the next batch; in a phase its time belongs to that."""
+        if self._running:
+            return read()
+        begun = time.monotonic()
+        batch = read()
+        self._board.spend("data", time.monotonic() - begun)
+        return batch
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count the time in which a checkpoint is loaded, before training begins."""
+        begun = time.monotonic()
+        yield
+        self._board.spend("load", time.monotonic() - begun)
 
     def measures(self) -> Measures:
         """Return what steps and phases have taken here, for a process that takes the place of another."""

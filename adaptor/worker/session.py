@@ -262,6 +262,12 @@ class Session:
             raise
         self.pace.end_phase()
 
+    def wait_for_data(self, read: Callable[[], Any]) -> Any:
+        """Call `read`, which returns the next batch of a data loader; the time that it takes is counted."""
+        if self.trainee is None or threading.get_ident() != self._thread:
+            return read()
+        return self.pace.wait_for_data(read)
+
     def before_copy(self) -> None:
         """Note that a script begins to make the local copy by itself; `before_update` ends that."""
         if self.trainee is None or self._step < 0 or self.window.is_open or self.window.is_copying:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from adaptor.checkpoint import manifest
+from adaptor.operations import job_folder
+from adaptor.operations.job_reader import JobReader
 from adaptor.protocol import naming
 from tests.faults.harness import ITERATIONS, Ended
 
@@ -15,6 +17,11 @@ def steps_in(root: Path) -> list[int]:
     """The steps of the checkpoints below `root`."""
     steps = (naming.step_of(path.name) for path in root.iterdir())
     return sorted(step for step in steps if step is not None)
+
+
+def spent(logs: Path) -> dict[str, float]:
+    """How the job with this log folder has spent its time, as `ttp goodput` says it, in seconds."""
+    return JobReader(job_folder.find(logs)).spent().seconds
 
 
 def tracked(root: Path) -> str:

@@ -39,6 +39,8 @@ def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:
     regular = manifest.read(save / "iter_0000004").files
     assert [file.path for file in regular if file.xxh3_128 is None] == []
     assert sum(file.path.endswith(".distcp") for file in regular) > 1
+    spent = outcome.spent(job.out / "logs")  # the restarted job has loaded what it had saved
+    assert min(spent[use] for use in ("data", "save", "other", "startup", "load", "recovery")) > 0
 
 
 def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -194,6 +194,8 @@ def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(
     assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
     assert job.save is not None
     assert outcome.steps_in(job.save) == [*DP2_RAMPUP.saves, 5, ITERATIONS]
+    spent = outcome.spent(job.out / "logs")
+    assert min(spent[use] for use in ("data", "evaluation", "save", "other")) > 0
     for step in (4, 5, ITERATIONS):
         name = f"iter_{step:07d}"
         found = differences(job.save / name, baseline.checkpoints / name)

@@ -252,10 +252,10 @@ class Watched:
         self.controller = Controller(2, 10.0, ("", 0, b""))
         self.status = JobStatus(files, IncidentReport(files), 3)
 
-    def look(self, *finished: int) -> Status:
+    def look(self, *finished: int, generation: int = 1) -> Status:
         boards = [BoardRecord(rank, 1, Phase.RUNNING, step, step) for rank, step in enumerate(finished)]
         self.status._written = -1e9  # a second is over
-        self.status.look(boards, self.controller, 0, 1, 1, 0)
+        self.status.look(boards, self.controller, 0, 1, generation, 0)
         return self.read()
 
     def read(self) -> Status:
@@ -282,6 +282,28 @@ def test_the_status_of_a_job(tmp_path: Path) -> None:
     assert (status.state, status.shard_holders) == ("incident", None)
     job.status.end()
     assert job.read().state == "ended"
+
+
+def test_the_status_adds_up_what_ranks_do_besides_steps(tmp_path: Path) -> None:
+    """Over the processes of a place, over the nodes that have the controller, and over ttprun's own end."""
+
+    def reading(save: float) -> list[float]:
+        return [1.0, 2.0, save, 100.0, 4.0]  # in the order of USES; a load is told with `training`
+
+    first = Watched(tmp_path)
+    first.status.look_at_uses(reading(save=8.0))
+    assert first.look(1).spent == {"data": 1.0, "evaluation": 2.0, "save": 8.0, "other": 4.0}
+    first.status.look_at_uses(reading(save=0.5))  # of a process that has taken the place of the first
+    assert first.look(1).spent["save"] == 8.5
+    second = Watched(tmp_path)
+    second.status.look_at_uses(reading(save=10.0))
+    assert second.look(1).spent["save"] == 18.5
+    first.status.begin()  # the controller is there again, with new workers
+    first.status.look_at_uses(reading(save=2.0))
+    assert first.look(1, generation=2).spent["save"] == 20.5
+    first.status.look_at_uses(reading(save=3.0))  # a last save
+    first.status.end()
+    assert first.read().spent["save"] == 21.5
 
 
 def test_steps_are_timed_between_readings_while_the_job_trains() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from adaptor.controller.hang_detector import OVERLONG, PHASE_FACTOR, HangDetector, hang
-from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.board import USES, Board, BoardMemory
 from adaptor.protocol.messages import NodeStalled
 from adaptor.worker import pace as pace_module
 from adaptor.worker.pace import UNUSUAL, Pace
@@ -129,3 +129,61 @@ def test_a_phase_that_an_exception_has_left_is_no_measure(memory: BoardMemory, c
     pace.end_phase(is_measure=False)
     pace.begin_phase("evaluation")
     assert board.usual == 3.0
+
+
+def test_each_second_of_a_phase_is_told_once(memory: BoardMemory, clock: Clock) -> None:
+    """What the lowest rank does besides steps; a phase that is in another one is not in that."""
+    _, pace = rank(memory, 0)
+    _, other = rank(memory, 1)
+    phase(other, clock, 1000.0)
+    pace.begin_phase("evaluation")
+    clock.now += 1.0
+    pace.begin_phase("save")
+    clock.now += 2.0
+    pace.end_phase()
+    clock.now += 4.0
+    pace.end_phase()
+    pace.begin_phase("a name of the script's own")
+    clock.now += 8.0
+    pace.end_phase()
+    with pace.loading():
+        clock.now += 16.0
+    assert dict(zip(USES, memory.spent(), strict=True)) == {
+        "data": 0.0,
+        "evaluation": 5.0,
+        "save": 2.0,
+        "load": 16.0,
+        "other": 8.0,
+    }
+
+
+def test_a_phase_that_a_fault_has_cut_off_is_not_told(memory: BoardMemory, clock: Clock) -> None:
+    """It waited for a rank that is gone: that is the time of an incident."""
+    _, pace = rank(memory, 0)
+    pace.begin_phase("evaluation")
+    clock.now += 60.0
+    pace.end_phase(is_measure=False)
+    assert sum(memory.spent()) == 0.0
+
+
+def test_waiting_for_data_is_told_but_in_a_phase(memory: BoardMemory, clock: Clock) -> None:
+    """An evaluation that waits for its data takes the longer."""
+
+    def read() -> str:
+        clock.now += 3.0
+        return "a batch"
+
+    _, pace = rank(memory, 0)
+    assert pace.wait_for_data(read) == "a batch"
+    pace.begin_phase("evaluation")
+    assert pace.wait_for_data(read) == "a batch"
+    pace.end_phase()
+    spent = dict(zip(USES, memory.spent(), strict=True))
+    assert (spent["data"], spent["evaluation"]) == (3.0, 3.0)
+
+
+def test_a_new_process_begins_to_tell_at_nothing(memory: BoardMemory, clock: Clock) -> None:
+    _, pace = rank(memory, 0)
+    phase(pace, clock, 5.0)
+    memory.reset(0)
+    assert sum(memory.spent()) == 0.0

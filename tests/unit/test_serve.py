@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from adaptor.endpoints import Address
 from adaptor.operations import access, cli, job_folder, serve
-from adaptor.operations.goodput import Goodput, TimeSpent
+from adaptor.operations.goodput import USES, Goodput, TimeSpent
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.metrics import exposition
 from adaptor.operations.newest_checkpoint import Checkpoint
@@ -400,13 +400,21 @@ def test_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "it must be a number from 0 to 65535" in capsys.readouterr().err
 
 
+NO_OTHER_USE = dict.fromkeys((*USES, "load"), 0.0)
+
+
 def goodput(
-    events: Iterable[Event], incidents: Sequence[IncidentSummary], *, newest: int | None, until: float | None
+    events: Iterable[Event],
+    incidents: Sequence[IncidentSummary],
+    *,
+    newest: int | None,
+    until: float | None,
+    uses: Mapping[str, float] | None = None,
 ) -> Goodput:
     spent = TimeSpent()
     for event in events:
         spent.add(event)
-    return spent.until(until, newest=newest, incidents=incidents)
+    return spent.until(until, newest=newest, incidents=incidents, uses=uses or {})
 
 
 def summary(number: int = 1, *, lost: int = 2) -> IncidentSummary:
@@ -429,6 +437,7 @@ def test_goodput_of_a_ttprun_that_could_not_say_that_it_ended() -> None:
     ]
     spent = goodput(events, [], newest=None, until=None)
     assert spent.seconds == {
+        **NO_OTHER_USE,
         "productive": 120.0,
         "wasted": 0.0,
         "startup": 30.0,
@@ -446,11 +455,45 @@ def test_goodput() -> None:
     # 40 s and 42 s of training for 18 steps that count and 2 that were lost: 4.1 s a step.
     spent = goodput(EVENTS, [summary()], newest=18, until=BEGAN + 100)
     assert spent == Goodput(
-        seconds={"productive": 73.8, "wasted": 8.2, "startup": 10.0, "recovery": 8.0, "down": 0.0},
+        seconds={
+            **NO_OTHER_USE,
+            "productive": 73.8,
+            "wasted": 8.2,
+            "startup": 10.0,
+            "recovery": 8.0,
+            "down": 0.0,
+        },
         steps=18,
         lost=2,
         ratio=0.738,
     )
+
+
+def test_goodput_without_what_ranks_do_besides_steps() -> None:
+    """82 s of training: 20 s of them wait for data, evaluate and save; 2 of 20 steps were lost."""
+    uses = {"data": 2.0, "evaluation": 12.0, "save": 5.0, "other": 1.0, "of a later version": 40.0}
+    loads = iter(("4.5", "2.25"))
+    events = [
+        msgspec.structs.replace(one, data={"load": next(loads)}) if one.type == "training" else one
+        for one in EVENTS
+    ]
+    seconds = goodput(events, [summary()], newest=18, until=BEGAN + 100, uses=uses).seconds
+    assert {use: seconds[use] for use in USES} == {use: uses[use] for use in USES}
+    assert (seconds["productive"], seconds["wasted"]) == (pytest.approx(55.8), pytest.approx(6.2))
+    assert (seconds["startup"], seconds["load"], seconds["recovery"]) == (5.5, 6.75, 5.75)
+    assert sum(seconds.values()) == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize("load", ["1e9", "-3", "nan", "inf", "soon"])
+def test_no_reading_makes_more_time_than_there_was(load: str) -> None:
+    events = [
+        msgspec.structs.replace(one, data={"load": load}) if one.type == "training" else one for one in EVENTS
+    ]
+    seconds = goodput(events, [], newest=18, until=BEGAN + 100, uses={"data": 1e9, "save": 1e9}).seconds
+    assert min(seconds.values()) >= 0.0
+    assert sum(seconds.values()) == pytest.approx(100.0)
+    assert seconds["productive"] == pytest.approx(0.0)
+    assert seconds["data"] == pytest.approx(seconds["save"])
 
 
 def test_goodput_of_a_job_that_was_started_again() -> None:
@@ -465,6 +508,7 @@ def test_goodput_of_a_job_that_was_started_again() -> None:
     ]
     spent = goodput(events, [summary(lost=0)], newest=20, until=BEGAN + 205)
     assert spent.seconds == {
+        **NO_OTHER_USE,
         "productive": 80.0,
         "wasted": 0.0,
         "startup": 20.0,

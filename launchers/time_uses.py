@@ -1,0 +1,72 @@
+"""Adds up what a job uses time for besides steps, as the first worker of the controller's node tells it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from adaptor.operations import job_folder
+from adaptor.operations.job_folder import JobFolderError
+from adaptor.protocol.board import USES
+
+# A load is told with the event `training`, by which it is known whether it was in a start or a recovery.
+_LOAD = USES.index("load")
+
+
+class TimeUses:
+    """The seconds of the processes that this place has had one after the other, in the order of `USES`."""
+
+    def __init__(self) -> None:
+        self._before = [0.0] * len(USES)  # of processes that are gone
+        self._last = [0.0] * len(USES)  # of the present one
+
+    def look(self, reading: Sequence[float]) -> None:
+        """Take a reading of the board; one that is less than the last one is that of a new process."""
+        if any(now < last for now, last in zip(reading, self._last, strict=True)):
+            self.begin()
+        self._last = list(reading)
+
+    def begin(self) -> None:
+        """The next reading is that of a new process."""
+        self._before = [sum(both) for both in zip(self._before, self._last, strict=True)]
+        self._last = [0.0] * len(USES)
+
+    @property
+    def load(self) -> float:
+        """Return the seconds in which the present process has loaded a checkpoint."""
+        return self._last[_LOAD]
+
+    def totals(self) -> dict[str, float]:
+        """Return the seconds of all processes by their use, without loads."""
+        sums = zip(USES, self._before, self._last, strict=True)
+        return {use: before + last for use, before, last in sums if use != USES[_LOAD]}
+
+
+class JobUses:
+    """The sum over a whole job: what was used before this ttprun had the controller is in status.json.
+
+    In the writer's thread.
+    """
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._before: Mapping[str, float] = {}
+        self._written: Mapping[str, float] = {}
+
+    def total(self, own: Mapping[str, float], generation: int, job: Path) -> dict[str, float]:
+        """Return the seconds of the whole job.
+
+        Args:
+            own: of this ttprun.
+            generation: of workers; in each the controller may have come from another node.
+            job: the folder of the job.
+        """
+        if generation != self._generation:
+            self._generation = generation
+            found: Mapping[str, float] = {}
+            with contextlib.suppress(JobFolderError):  # the first status of a job
+                found = job_folder.status(job).spent
+            self._before = {use: max(0.0, found[use] - self._written.get(use, 0.0)) for use in found}
+        self._written = own
+        return {use: self._before.get(use, 0.0) + seconds for use, seconds in own.items()}
