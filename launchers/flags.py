@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 _PREFIX = "--ttp"
 DRY_RUN = "--dry-run"
+HOSTS = "--hosts"
 SPARE = "--ttp-spare"
 _COUNT = "a number of processes from 1 on, or auto, cpu, gpu and the like where this machine has them"
 _NODES = "a number of nodes from 1 on, or MIN:MAX"
@@ -61,6 +62,29 @@ def without(flag: str, arguments: list[str]) -> tuple[list[str], bool]:
                 return [*arguments[:place], *arguments[place + 1 :]], True
             break
     return arguments, False
+
+
+def take_hosts(arguments: list[str]) -> tuple[list[str], str | None]:
+    """Return the arguments without `--hosts FILE`, and FILE, if that was among ttprun's own.
+
+    Raises:
+        ConfigError: there is no FILE.
+    """
+    torchs = _torchs()
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            break
+        name, equals, value = argument.partition("=")
+        if name != HOSTS:
+            continue
+        _, before = _split([each for each in arguments[:place] if each not in (DRY_RUN, SPARE)], torchs)
+        if not _comes_before_the_script(before, torchs):
+            break
+        after = place + 1 if equals else place + 2
+        if after > len(arguments) or not (path := value if equals else arguments[place + 1]):
+            raise ConfigError(f"{HOSTS}: name a file with a line 'HOST RACK' for each node")
+        return [*arguments[:place], *arguments[after:]], path
+    return arguments, None
 
 
 def given(arguments: list[str]) -> set[str]:
@@ -141,6 +165,7 @@ def whole_parser() -> argparse.ArgumentParser:
         prog="ttprun", parents=[_torchs(), _ours()], add_help=False, conflict_handler="resolve"
     )
     whole.add_argument(DRY_RUN, action="store_true", help="say what protection takes and gives")
+    whole.add_argument(HOSTS, help="with --dry-run: a file with a line 'HOST RACK' for each node")
     whole.add_argument(SPARE, action="store_true", help=help.SPARE)
     return whole
 

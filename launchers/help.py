@@ -57,6 +57,7 @@ examples:
   ttprun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --nproc-per-node 8 --ttp-tls-cert node0.pem \\
       --ttp-tls-key node0.key --ttp-tls-ca signer.pem pretrain_gpt.py ...
   ttprun --dry-run --nproc-per-node 8 pretrain_gpt.py ...   what protection takes and gives; nothing starts
+  ttprun --dry-run --hosts racks.txt --nnodes 4 ...    ... and whether any 1 rack may be lost
   ttp status logs                                      what a job does now
 """
 _CODES = """\

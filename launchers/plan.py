@@ -112,9 +112,7 @@ def _answer(parsed: argparse.Namespace) -> int:
         raise ConfigError("name the script and its arguments: ttp plan -- pretrain_gpt.py ARGUMENTS")
     if parsed.nproc_per_node is None and parsed.nnodes > 1:
         raise ConfigError(f"--nnodes is {parsed.nnodes}: say --nproc-per-node, too")
-    hosts = _read_hosts(parsed.hosts) if parsed.hosts is not None else {}
-    if hosts and len(hosts) != parsed.nnodes:
-        raise ConfigError(f"{parsed.hosts} has {len(hosts)} hosts, and --nnodes is {parsed.nnodes}")
+    hosts = racks_of(parsed.hosts, parsed.nnodes) if parsed.hosts is not None else {}
     return show(
         script,
         parsed.nnodes,
@@ -125,8 +123,12 @@ def _answer(parsed: argparse.Namespace) -> int:
     )
 
 
-def _read_hosts(path: Path) -> dict[str, str]:
-    """Return the rack of each host, in the order of the lines."""
+def racks_of(path: Path, nodes: int) -> dict[str, str]:
+    """Return the rack of each host of a file, in the order of its lines.
+
+    Raises:
+        ConfigError: it cannot be read, a line is not 'HOST RACK', or there are not as many as nodes.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -143,6 +145,8 @@ def _read_hosts(path: Path) -> dict[str, str]:
         found[words[0]] = words[1]
     if not found:
         raise ConfigError(f"--hosts {path} names no host: it must have a line 'HOST RACK' for each node")
+    if len(found) != nodes:
+        raise ConfigError(f"--hosts {path} has {len(found)} hosts, and --nnodes is {nodes}")
     return found
 
 

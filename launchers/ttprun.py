@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     machine = this_machine()
     try:
+        arguments, hosts = flags.take_hosts(arguments)
         arguments, is_spare = flags.without(flags.SPARE, arguments)
         arguments, dry_run = flags.without(flags.DRY_RUN, arguments)
         parsed = flags.parse(arguments)
@@ -70,7 +71,9 @@ def _main(arguments: list[str]) -> int:
             spare_node.require(parsed, flags.given(arguments), settings)
         read = detect.fill(parsed, flags.given(arguments), os.environ, settings.platform, machine)
         if dry_run:
-            return _plan(parsed, settings)
+            return _plan(parsed, settings, hosts)
+        if hosts is not None:
+            raise ConfigError(f"{flags.HOSTS} {hosts} belongs to {flags.DRY_RUN}: a start reads no racks")
         if read is None:
             return _run(parsed, settings)
         if read.card is None:
@@ -90,10 +93,10 @@ def _main(arguments: list[str]) -> int:
         return USAGE_EXIT_CODE
 
 
-def _plan(parsed: argparse.Namespace, settings: config.Config) -> int:
+def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None) -> int:
     """Print what protection of the job would take and give, after the checks before its start but two.
 
-    Those two write: into the log folder, and into the store.
+    Those two write: into the log folder, and into the store. `hosts` is the file with the racks of nodes.
     """
     from torch.distributed import run
 
@@ -106,7 +109,8 @@ def _plan(parsed: argparse.Namespace, settings: config.Config) -> int:
     _check(parsed, settings)
     _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
     ranks = run.determine_local_world_size(parsed.nproc_per_node)
-    return plan.show([parsed.training_script, *parsed.training_script_args], nodes, ranks)
+    racks = plan.racks_of(Path(hosts), nodes) if hosts is not None else {}
+    return plan.show([parsed.training_script, *parsed.training_script_args], nodes, ranks, racks=racks)
 
 
 def _check(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.launchers import flags, plan, ttp
+from adaptor.launchers import flags, plan, ttp, ttprun
 from adaptor.protection_plan import _groups
 from tests.frameworks import prepare
 from tests.frameworks.args import environment, tiny_gpt
@@ -136,11 +136,14 @@ def test_a_dry_run_checks_and_starts_nothing(warm_python: Run, folder: Path) -> 
     done = warm_python("-m", "adaptor.launchers.ttprun", *asked, *arguments, env=environment())
     assert (done.returncode, "agents of several machines speak TLS" in done.stderr) == (2, True)
     trusted = environment(TTP_TLS="plain")
-    done = warm_python("-m", "adaptor.launchers.ttprun", *asked, *arguments, env=trusted)
+    (racks := folder / "racks").write_text("n0 a\nn1 b\n")
+    hosts = ("--hosts", str(racks))
+    done = warm_python("-m", "adaptor.launchers.ttprun", *hosts, *asked, *arguments, env=trusted)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ranks        4 on 2 nodes, data-parallel size 4\n")
     (chosen,) = (line for line in done.stdout.splitlines() if line.startswith("* split"))
     assert chosen.endswith("  any 1 rank, any 1 node")
+    assert "racks        any 1 rack may be lost, with the nodes in the order of the file\n" in done.stdout
     assert not (folder / "logs").exists()
 
 
@@ -180,3 +183,39 @@ def test_a_dry_run_refuses_what_a_start_refuses(
 def test_a_dry_run_is_asked_for_before_the_script(arguments: list[str], dry: bool) -> None:
     rest = [one for one in arguments if one != "--dry-run"] if dry else arguments
     assert flags.without(flags.DRY_RUN, arguments) == (rest, dry)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rest", "file"),
+    [
+        (["--hosts", "f", "--dry-run", "a.py"], ["--dry-run", "a.py"], "f"),
+        (["--dry-run", "--hosts=f", "a.py", "-x"], ["--dry-run", "a.py", "-x"], "f"),
+        (
+            ["--nnodes", "2", "--ttp-ot", "20", "--hosts", "f", "a.py"],
+            ["--nnodes", "2", "--ttp-ot", "20", "a.py"],
+            "f",
+        ),
+        (["a.py", "--hosts", "f"], ["a.py", "--hosts", "f"], None),
+        (["--", "a.py", "--hosts", "f"], ["--", "a.py", "--hosts", "f"], None),
+    ],
+)
+def test_hosts_are_ttpruns_only_before_the_script(
+    arguments: list[str], rest: list[str], file: str | None
+) -> None:
+    assert flags.take_hosts(arguments) == (rest, file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--dry-run", "--hosts"], "--hosts: name a file with a line 'HOST RACK' for each node"),
+        (["--hosts=", "a.py"], "--hosts: name a file with a line 'HOST RACK' for each node"),
+        (
+            ["--hosts", "absent", "--nproc-per-node", "1", "a.py"],
+            "--hosts absent belongs to --dry-run: a start reads no racks",
+        ),
+    ],
+)
+def test_hosts_that_are_refused(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ttprun.main(arguments) == 2
+    assert line in capsys.readouterr().err
