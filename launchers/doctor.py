@@ -36,7 +36,7 @@ def add(add_command: cli.Add) -> None:
         "--nodes",
         type=_nodes,
         default=1,
-        help="it runs on so many nodes now (srun): also try locks, clocks and routes between them, in --save",
+        help="it runs on so many nodes now (srun): also try ports, locks, clocks and routes between them",
     )
     parser.add_argument(
         "--write-mib",
@@ -105,7 +105,7 @@ def findings(save: Path | None, size: int, nodes: int = 1) -> Iterator[Finding]:
     if save is not None:
         folder = save
         if nodes > 1:  # first: while one still writes for the speed, others would wait
-            checks.append(("nodes", lambda: doctor_nodes.between(folder, nodes)))
+            checks.append(("nodes", lambda: doctor_nodes.between(folder, nodes, settings)))
         checks.append(("save", lambda: doctor_disk.save_folder(folder, size, settings.grace_s)))
     for name, check in checks:
         try:

@@ -1,4 +1,4 @@
-"""The checks of `ttp doctor` that need all nodes at once: locks, clocks and routes between them.
+"""The checks of `ttp doctor` that need all nodes at once: ports, locks, clocks and routes between them.
 
 Each node has a file in a folder of the save folder, which it writes anew all the time with its clock, until
 each has found the files of all others. One of them holds a lock meanwhile, which the others may not get.
@@ -22,6 +22,9 @@ from pathlib import Path
 import msgspec
 
 from adaptor.checkpoint import disk
+from adaptor.config import Config
+from adaptor.launchers import doctor_ports, tls
+from adaptor.launchers.doctor_ports import Peer
 from adaptor.launchers.finding import Finding
 from adaptor.launchers.start_checks import INTERFACES
 
@@ -42,6 +45,8 @@ class _Node(msgspec.Struct):
         count: how often it has written
         address: where other nodes reach it; '' where that is not known
         stage: present; locked: it has the lock, for the others to try; done: it needs nothing more
+        ports: on which it listens, for the others to try
+        tried: it has tried those of all others
     """
 
     host: str
@@ -49,6 +54,8 @@ class _Node(msgspec.Struct):
     count: int
     address: str
     stage: str
+    ports: list[int] = []
+    tried: bool = False
 
 
 class _Meeting:
@@ -106,12 +113,25 @@ class _Meeting:
             self.ahead[path.name] = max(self.ahead.get(path.name, 0.0), node.clock - now)
 
 
-def between(folder: Path, nodes: int) -> Iterator[Finding]:
-    """Meet the other nodes in `folder`, which they all have, and try what they do together."""
+def between(folder: Path, nodes: int, settings: Config) -> Iterator[Finding]:
+    """Meet the other nodes, and try what they do together.
+
+    Args:
+        folder: in which they meet; they all have it.
+        nodes: how many there are, this one included.
+        settings: with TTP_PORT and the certificates.
+
+    Raises:
+        ConfigError: the certificates cannot be used.
+    """
+    certificates = tls.load(settings)
+    contexts = certificates.contexts if certificates is not None else None
     place = folder / f"{disk.PROBE}doctor_nodes"
     folder.mkdir(parents=True, exist_ok=True)
     place.mkdir(exist_ok=True)
     meeting = _Meeting(place, nodes)
+    listening = doctor_ports.Listening(settings.port, contexts)
+    meeting.own.ports = listening.ports
     try:
         if not meeting.wait(lambda: True):
             there = ", ".join(sorted(node.host for node in meeting.others.values())) or "no other node"
@@ -120,11 +140,26 @@ def between(folder: Path, nodes: int) -> Iterator[Finding]:
             yield Finding("nodes", "FAIL", words, remedy)
             return
         yield Finding("nodes", "OK", f"{nodes} nodes share {folder}")
+        yield from _ports(meeting, contexts)
         yield _lock(place, meeting)
         yield _clocks(meeting)
         yield from _routes(meeting)
     finally:
+        listening.close()
         meeting.leave()
+
+
+def _ports(meeting: _Meeting, contexts: tls.Contexts | None) -> Iterator[Finding]:
+    """Connect to all others; nobody goes on, and ceases to listen, before all have tried."""
+    others = sorted(meeting.others.values(), key=lambda node: node.host)
+    yield from doctor_ports.reach(
+        [Peer(node.host, node.address, tuple(node.ports)) for node in others], contexts
+    )
+    meeting.own.tried = True
+    if not meeting.wait(lambda: all(node.tried or not node.ports for node in meeting.others.values())):
+        yield Finding(
+            "ports", "WARN", "the other nodes did not finish trying their connections", "run it again"
+        )
 
 
 def _lock(place: Path, meeting: _Meeting) -> Finding:

@@ -10,23 +10,29 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from adaptor.launchers import doctor_nodes, ttp
+from adaptor import config
+from adaptor.launchers import doctor_nodes, doctor_ports, ttp
+from adaptor.launchers.doctor_ports import Peer
 from adaptor.launchers.finding import Finding
 from tests import waiting
+from tests.certificates import Authority
+from tests.ports import free_ports
 from tests.unit.threads import LONG_S
 
 
 class Node(threading.Thread):
     """A node that makes the checks."""
 
-    def __init__(self, folder: Path, nodes: int) -> None:
+    def __init__(self, folder: Path, nodes: int, **settings: str) -> None:
         super().__init__(daemon=True)
+        (port,) = free_ports(1)
+        self._settings = config.load({"TTP_PORT": str(port), **settings})
         self._folder, self._nodes = folder, nodes
         self._found: list[Finding] = []
         self.start()
 
     def run(self) -> None:
-        self._found.extend(doctor_nodes.between(self._folder, self._nodes))
+        self._found.extend(doctor_nodes.between(self._folder, self._nodes, self._settings))
 
     def levels(self) -> dict[str, tuple[str, str]]:
         self.join(LONG_S)
@@ -37,11 +43,45 @@ class Node(threading.Thread):
 def test_nodes_that_share_all(tmp_path: Path) -> None:
     found = [node.levels() for node in [Node(tmp_path, 3) for _ in range(3)]]
     assert [{name: level for name, (level, _) in one.items() if name != "routes"} for one in found] == [
-        {"nodes": "OK", "locks": "OK", "clocks": "OK"}
+        {"nodes": "OK", "ports": "OK", "locks": "OK", "clocks": "OK"}
     ] * 3
+    assert {one["ports"][1] for one in found} == {"this node has reached 2 others, 4 ports in all"}
     words = sorted(one["locks"][1] for one in found)
     assert [line.startswith("a lock of ") for line in words] == [True, True, False]
     assert not list(tmp_path.iterdir())
+
+
+def test_certificates_of_the_same_signer(tmp_path: Path) -> None:
+    signer = Authority(tmp_path / "ca")
+    nodes = [Node(tmp_path / "save", 2, **signer.settings(name)) for name in ("n0", "n1")]
+    words = {node.levels()["ports"] for node in nodes}
+    assert words == {("OK", "this node has reached 1 others over TLS, 2 ports in all")}
+
+
+def test_certificates_of_two_signers(tmp_path: Path) -> None:
+    nodes = []
+    for name in ("n0", "n1"):
+        nodes.append(Node(tmp_path / "save", 2, **Authority(tmp_path / name).settings(name)))
+    for level, words in [node.levels()["ports"] for node in nodes]:
+        assert level == "FAIL"
+        assert "cannot be reached from here: TLS is refused (" in words
+
+
+def test_one_node_has_certificates_and_the_other_has_none(tmp_path: Path) -> None:
+    secured, plain = (
+        Node(tmp_path / "save", 2, **Authority(tmp_path / "ca").settings()),
+        Node(tmp_path / "save", 2),
+    )
+    assert [node.levels()["ports"][0] for node in (secured, plain)] == ["FAIL", "FAIL"]
+
+
+def test_a_port_on_which_nobody_listens() -> None:
+    (port,) = free_ports(1)
+    (found,) = doctor_ports.reach([Peer("n1", "127.0.0.1", (port,))], None)
+    assert (found.level, found.words) == (
+        "FAIL",
+        f"port {port} of n1 (127.0.0.1) cannot be reached from here: Connection refused",
+    )
 
 
 def test_a_lock_that_reaches_one_node_and_a_clock_that_is_wrong(tmp_path: Path) -> None:
