@@ -19,6 +19,7 @@ from adaptor.errors import AdaptorError, ConfigError
 from adaptor.launchers import doctor_disk, doctor_machine, doctor_nodes
 from adaptor.launchers.finding import Finding
 from adaptor.operations import cli
+from adaptor.operations.terminal import show
 from adaptor.operations.words import FINDING, OK
 
 
@@ -68,12 +69,12 @@ def _answer(parsed: argparse.Namespace) -> int:
     for finding in findings(parsed.save, parsed.write_mib << 20, parsed.nodes):
         found.append(finding)
         if not parsed.json:
-            print(_line(finding), flush=True)
+            show([_line(finding)])
     bad = sum(finding.level == "FAIL" for finding in found)
     if parsed.json:
         print(msgspec.json.encode({"host": socket.gethostname(), "findings": found}).decode())
     else:
-        print(f"{socket.gethostname()}: {len(found)} checks, {bad} failed")
+        show([f"{socket.gethostname()}: {len(found)} checks, {bad} failed"])
     return FINDING if bad else OK
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from adaptor import text
 from adaptor.errors import ConfigError
-from adaptor.operations import cli
+from adaptor.operations import cli, terminal
 from adaptor.operations.words import FINDING, OK, USAGE, duration
 
 # A save folder on a fast file system; what all writers together reach, in bytes for each second.
@@ -186,7 +186,7 @@ def show(
         whole["plan"] = msgspec.Raw(msgspec.json.encode(plan))
         print(msgspec.json.encode(whole).decode())
     else:
-        print("\n".join(map(text.encodable, _lines(report, list(racks or {})))))
+        terminal.show(map(text.encodable, _lines(report, list(racks or {}))))
     return int(made.returncode)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from adaptor.operations import access, job_folder, records, verify
 from adaptor.operations.goodput import Goodput
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.records import Incident, Phases, Status
+from adaptor.operations.terminal import show
 from adaptor.operations.trace import chrome_trace
 from adaptor.operations.words import FINDING, OK, USAGE, duration, protection, shown
 
@@ -50,6 +52,11 @@ def main(arguments: Sequence[str] | None = None, more: Callable[[Add], None] | N
         return USAGE
     except KeyboardInterrupt:
         return 130
+    except (
+        BrokenPipeError
+    ):  # whoever reads has enough, such as head; nothing is left to be flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     finally:
         output.finish()
 
@@ -121,7 +128,7 @@ def _status(parsed: argparse.Namespace) -> int:
         if parsed.json:
             print(msgspec.json.encode(status).decode())
         else:
-            print("\n".join(_status_lines(status, silent_s)), flush=True)
+            show(_status_lines(status, silent_s))
         if not parsed.watch:
             return FINDING if silent_s or status.protected is False else OK
         time.sleep(_WATCH_S)
@@ -157,8 +164,8 @@ def _incidents(parsed: argparse.Namespace) -> int:
         print(msgspec.json.encode(found).decode())
         return OK
     for incident in found:
-        print("\n".join(_incident_lines(incident)))
-    print(f"{len(found)} incident{'' if len(found) == 1 else 's'}")
+        show(_incident_lines(incident))
+    show([f"{len(found)} incident{'' if len(found) == 1 else 's'}"])
     return OK
 
 
@@ -182,7 +189,7 @@ def _goodput(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(msgspec.json.encode(spent).decode())
     else:
-        print("\n".join(_goodput_lines(spent)))
+        show(_goodput_lines(spent))
     return OK
 
 
@@ -282,5 +289,5 @@ def _serve(parsed: argparse.Namespace) -> int:
 
 
 def _schema(parsed: argparse.Namespace) -> int:
-    print(json.dumps(records.schema(parsed.name), indent=1))
+    print(json.dumps(records.schema(parsed.name), indent=1), flush=True)
     return OK

@@ -13,6 +13,7 @@ import msgspec
 from adaptor.checkpoint import manifest, saved_steps, tracker
 from adaptor.errors import CheckpointError
 from adaptor.operations import job_folder
+from adaptor.operations.terminal import show
 from adaptor.operations.words import FINDING, OK, USAGE, shown
 from adaptor.protocol import naming
 
@@ -77,10 +78,10 @@ def answer(parsed: argparse.Namespace) -> int:
         found = {"save": shown(str(root)), "tracker": named, "checkpoints": answers}
         print(msgspec.json.encode(found).decode())
     else:
-        print("\n".join(_table(answers, named, all_files=parsed.files)))
+        show(_table(answers, named, all_files=parsed.files))
         if missing:
-            print(f"the tracker names step {named}, of which there is no folder")
-        print(f"{len(answers)} checkpoint{'' if len(answers) == 1 else 's'} in {shown(str(root))}")
+            show([f"the tracker names step {named}, of which there is no folder"])
+        show([f"{len(answers)} checkpoint{'' if len(answers) == 1 else 's'} in {shown(str(root))}"])
     states = {each.state for each in answers}
     if missing or "damaged" in states:
         return FINDING

@@ -1,0 +1,56 @@
+"""The answers of `ttp` on a terminal, in a pipe, and without rich."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from adaptor.operations import terminal
+
+LINES = [
+    "FAIL lock         flock does not work [Errno 5] " + "x" * 200,
+    "protection   NOT PROTECTED: [bold]a markup of rich[/bold]",
+    "checkpoint   intact",
+]
+
+
+def _shown(capsys: pytest.CaptureFixture[str]) -> str:
+    terminal.show(LINES)
+    return capsys.readouterr().out
+
+
+def test_a_pipe_has_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _shown(capsys) == "\n".join(LINES) + "\n"
+
+
+def test_a_terminal_has_the_same_text_in_colours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = _shown(capsys)
+    assert "\x1b[31mFAIL" in shown
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == "\n".join(LINES) + "\n"
+
+
+def test_a_terminal_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert _shown(capsys) == "\n".join(LINES) + "\n"
+
+
+def test_a_reader_that_has_enough() -> None:
+    """As `ttp schema incident | head -1`: no traceback."""
+    command = [sys.executable, "-m", "adaptor.launchers.ttp", "schema", "incident"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
