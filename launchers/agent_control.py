@@ -363,7 +363,10 @@ class AgentControl:
         self._forwarding = Forwarding.IGNORED
         await self.thread.cancel_tasks()
         await self._replacements.end()
-        self._look_at_uses()  # the last save may have ended a moment ago
+        try:
+            self._look_at_uses()  # the last save may have ended a moment ago
+        except Exception as error:  # it is for people
+            tell_error("the status of the job lacks what its last moments were used for", error)
         await self.workers.end()
         client, self.client = self.client, None
         if client is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from adaptor import patching
@@ -18,4 +19,6 @@ data = patching.Unit("data", framework="torch", tested=">=2.4,<3", group="worker
 )
 def waiting_for_data_is_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     worker = runtime.of_this_process()
-    return wrapped() if worker is None else worker.session.wait_for_data(wrapped)
+    if worker is None or worker.pid != os.getpid():  # a process that was forked from a worker
+        return wrapped()
+    return worker.session.wait_for_data(wrapped)
