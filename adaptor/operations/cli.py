@@ -110,8 +110,9 @@ def parser_of(more: Callable[[Add], None] | None) -> argparse.ArgumentParser:
             help="a log folder, for its newest job, or the folder of a job in it (default TTP_LOG_PATH)",
         )
     verify.add_arguments(add("verify", verify.answer, verify.WORDS))
-    for command in (status, incidents, spent):
+    for command in (status, incidents, spent, serve, report):
         command.add_argument("--json", action="store_true", help="print JSON")
+    otel.add_argument("--json", action="store_true", help="print JSON, a line for each incident")
     schema = add("schema", _schema, "print the JSON Schema of a file")
     schema.add_argument("name", choices=sorted(records.SCHEMAS))
     return parser
@@ -211,13 +212,17 @@ def _report(parsed: argparse.Namespace) -> int:
     if parsed.trace is not None:
         incident = _incident(job, parsed.trace)
         made = msgspec.json.encode(chrome_trace(incident)).decode()
-        return _write(parsed.out or Path("trace.json"), made, f"the trace of incident {incident.id}")
+        out = parsed.out or Path("trace.json")
+        _write(out, made, what := f"the trace of incident {incident.id}")
+        return _say_written(parsed, out, what, {"job": job.name, "incident": incident.id})
     try:
         from adaptor.operations.page import Pages
     except ModuleNotFoundError as error:
         raise _missing(error, "jinja2", "ttp report") from None
     html = Pages().page(JobReader(job))
-    return _write(parsed.out or Path("report.html"), html, f"the page of {job.name}")
+    out = parsed.out or Path("report.html")
+    _write(out, html, what := f"the page of {job.name}")
+    return _say_written(parsed, out, what, {"job": job.name})
 
 
 def _incident(job: Path, name: str) -> Incident:
@@ -232,14 +237,20 @@ def _incident(job: Path, name: str) -> Incident:
     return chosen
 
 
-def _write(out: Path, made: str, what: str) -> int:
+def _write(out: Path, made: str, what: str) -> None:
     try:
         out.write_text(made, encoding="utf-8")
     except OSError as error:
         raise job_folder.JobFolderError(
             f"{shown(str(out))}: {shown(what)} cannot be written ({error.strerror}); name another --out"
         ) from None
-    print(f"{shown(str(out))}: {shown(what)}")
+
+
+def _say_written(parsed: argparse.Namespace, out: Path, what: str, about: dict[str, str]) -> int:
+    if parsed.json:
+        print(json.dumps({"file": str(out), **about}))
+    else:
+        print(f"{shown(str(out))}: {shown(what)}")
     return OK
 
 
@@ -256,7 +267,7 @@ def _otel(parsed: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise _missing(error, "opentelemetry", "ttp otel", "otel") from None
     otel.check_variables()
-    return otel.send(_where(parsed), follow=parsed.follow)
+    return otel.send(_where(parsed), follow=parsed.follow, as_json=parsed.json)
 
 
 def _port(text: str) -> int:
@@ -282,8 +293,11 @@ def _serve(parsed: argparse.Namespace) -> int:
     listening = access.listen(address)
     address = address._replace(port=listening.getsockname()[1])
     with serve.Server(where, listening, clients) as server:
-        scheme = "https" if certificate else "http"
-        print(f"[ttp] {scheme}://{address}/metrics serves {shown(str(where))}", flush=True)
+        url = f"{'https' if certificate else 'http'}://{address}"
+        if parsed.json:
+            print(json.dumps({"url": url, "folder": str(where)}), flush=True)
+        else:
+            print(f"[ttp] {url}/metrics serves {shown(str(where))}", flush=True)
         server.serve_forever()
     return OK
 

@@ -8,6 +8,7 @@ OpenTelemetry. The ids of a trace are made from the incident's: what is sent twi
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import time
@@ -62,12 +63,13 @@ def check_variables() -> None:
             raise JobFolderError(f"{name} is {shown(value)}: ttp otel speaks {_HTTP} alone")
 
 
-def send(job: Path, *, follow: bool) -> int:
+def send(job: Path, *, follow: bool, as_json: bool) -> int:
     """Send the incidents of a job; return the exit code: 1 if one was not taken.
 
     Args:
         job: its folder.
         follow: wait for more until the job has ended, and send each when all that is to be known of it is.
+        as_json: print a line of JSON for each incident, in place of words.
 
     Raises:
         JobFolderError: the files of the job cannot be read.
@@ -90,14 +92,18 @@ def send(job: Path, *, follow: bool) -> int:
                 incident = job_folder.read(job / job_folder.INCIDENTS / f"{one.id}.json", Incident)
                 taken = exporter.export(spans(incident, resource)) is SpanExportResult.SUCCESS
                 refused += not taken
-                said = "sent" if taken else "NOT TAKEN by the collector"
-                print(f"[ttp] incident {shown(one.id)}: {said}", flush=True)
+                if as_json:
+                    print(json.dumps({"incident": one.id, "sent": taken}), flush=True)
+                else:
+                    said = "sent" if taken else "NOT TAKEN by the collector"
+                    print(f"[ttp] incident {shown(one.id)}: {said}", flush=True)
             if is_last:
                 break
             time.sleep(_LOOK_S)
     finally:
         shut_down()
-    print(f"{len(done) - refused} of {len(done)} incidents sent")
+    if not as_json:
+        print(f"{len(done) - refused} of {len(done)} incidents sent")
     return FINDING if refused else OK
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -75,7 +76,10 @@ def test_an_incident_is_one_trace(
     path.write_bytes(msgspec.json.encode(one))
     assert ttp.main(["otel", str(job)]) == 0
     assert capsys.readouterr().out.endswith("1 of 1 incidents sent\n")
-    assert ttp.main(["otel", str(job.parent)]) == 0  # again: the same trace
+    assert ttp.main(["otel", str(job.parent), "--json"]) == 0  # again: the same trace
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"incident": one.id, "sent": True}
+    ]
     first, again = receiver.got
     assert first == again
     assert receiver.headers == ["7", "7"]

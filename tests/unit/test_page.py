@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import re
 from html.parser import HTMLParser
@@ -151,6 +152,9 @@ def test_ttp_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ttp.main(["report", str(job.parent), "-o", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     capsys.readouterr()
+    again = tmp_path / "again.html"
+    assert ttp.main(["report", str(job), "--json", "-o", str(again)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"file": str(again), "job": "j"}
     assert ttp.main(["report", str(job), "-o", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"ttp: error: {tmp_path}: the page of j cannot be written")
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import signal
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -391,6 +394,20 @@ def test_a_port_that_is_taken_is_said(job: Path, capsys: pytest.CaptureFixture[s
         port = address.partition(":")[2]
         assert cli.main(["serve", str(job), "--port", port]) == cli.USAGE
     assert f"127.0.0.1:{port}: the address cannot be had" in capsys.readouterr().err
+
+
+def test_the_command_says_where_it_serves(job: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "adaptor.launchers.ttp", "serve", str(job), "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as command:
+        assert command.stdout is not None
+        said = json.loads(command.stdout.readline())
+        assert said["folder"] == str(job)
+        assert get(f"{said['url']}/api/v1/status")[0] == 200
+        command.send_signal(signal.SIGINT)
+    assert command.returncode == 130
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "http", ""])
