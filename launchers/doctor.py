@@ -22,6 +22,9 @@ from adaptor.operations import cli
 from adaptor.operations.terminal import show
 from adaptor.operations.words import FINDING, OK
 
+# Of torchrun's rendezvous c10d.
+RENDEZVOUS_PORT = 29400
+
 
 def add(add_command: cli.Add) -> None:
     """Add the command to those of `ttp`."""
@@ -38,6 +41,13 @@ def add(add_command: cli.Add) -> None:
         type=_nodes,
         default=1,
         help="it runs on so many nodes now (srun): also try ports, locks, clocks and routes between them",
+    )
+    parser.add_argument(
+        "--rdzv-port",
+        type=_port,
+        default=RENDEZVOUS_PORT,
+        help="the port of the job's --rdzv-endpoint or --master-port, which --nodes tries, too"
+        f" (default {RENDEZVOUS_PORT})",
     )
     parser.add_argument(
         "--write-mib",
@@ -62,11 +72,18 @@ def _nodes(text: str) -> int:
     return number
 
 
+def _port(text: str) -> int:
+    port = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= port < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a port from 1 to 65535")
+    return port
+
+
 def _answer(parsed: argparse.Namespace) -> int:
     if parsed.nodes > 1 and parsed.save is None:
         raise ConfigError(f"--nodes is {parsed.nodes}: name the folder in which they meet: --save DIR")
     found: list[Finding] = []
-    for finding in findings(parsed.save, parsed.write_mib << 20, parsed.nodes):
+    for finding in findings(parsed.save, parsed.write_mib << 20, parsed.nodes, parsed.rdzv_port):
         found.append(finding)
         if not parsed.json:
             show([_line(finding)])
@@ -83,13 +100,16 @@ def _line(finding: Finding) -> str:
     return text.encodable(f"{finding.level:<4} {finding.name:<12} {finding.words}{more}")
 
 
-def findings(save: Path | None, size: int, nodes: int = 1) -> Iterator[Finding]:
+def findings(
+    save: Path | None, size: int, nodes: int = 1, rendezvous_port: int = RENDEZVOUS_PORT
+) -> Iterator[Finding]:
     """Make every check; an error in one is its finding.
 
     Args:
         save: the folder of checkpoints; None: it is not tried.
         size: the bytes that are written there for its speed.
         nodes: that make these checks at the same time.
+        rendezvous_port: at which node 0 of the job will await the others.
     """
     try:
         settings = config.load()
@@ -106,7 +126,7 @@ def findings(save: Path | None, size: int, nodes: int = 1) -> Iterator[Finding]:
     if save is not None:
         folder = save
         if nodes > 1:  # first: while one still writes for the speed, others would wait
-            checks.append(("nodes", lambda: doctor_nodes.between(folder, nodes, settings)))
+            checks.append(("nodes", lambda: doctor_nodes.between(folder, nodes, settings, rendezvous_port)))
         checks.append(("save", lambda: doctor_disk.save_folder(folder, size, settings.grace_s)))
     for name, check in checks:
         try:

@@ -113,13 +113,14 @@ class _Meeting:
             self.ahead[path.name] = max(self.ahead.get(path.name, 0.0), node.clock - now)
 
 
-def between(folder: Path, nodes: int, settings: Config) -> Iterator[Finding]:
+def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) -> Iterator[Finding]:
     """Meet the other nodes, and try what they do together.
 
     Args:
         folder: in which they meet; they all have it.
         nodes: how many there are, this one included.
         settings: with TTP_PORT and the certificates.
+        rendezvous_port: at which node 0 of the job will await the others.
 
     Raises:
         ConfigError: the certificates cannot be used.
@@ -130,7 +131,7 @@ def between(folder: Path, nodes: int, settings: Config) -> Iterator[Finding]:
     folder.mkdir(parents=True, exist_ok=True)
     place.mkdir(exist_ok=True)
     meeting = _Meeting(place, nodes)
-    listening = doctor_ports.Listening(settings.port, contexts)
+    listening = doctor_ports.Listening((settings.port, rendezvous_port), contexts)
     meeting.own.ports = listening.ports
     try:
         if not meeting.wait(lambda: True):

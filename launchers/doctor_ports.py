@@ -1,7 +1,8 @@
 """The check of `ttp doctor --nodes` that connects nodes: each listens, and each connects to all others.
 
-It listens on TTP_PORT, where agents reach a controller, and on a port that the system chooses, as gloo and
-NCCL do; over TLS where the job has certificates. Whoever connects gets a greeting and nothing else.
+It listens on TTP_PORT, where agents reach a controller, on the port of the rendezvous, and on one that the
+system chooses, as gloo and NCCL do; over TLS where the job has certificates. Whoever connects gets a greeting
+and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ CONNECT_S = 3.0
 # With 1,000 nodes behind such a firewall it takes a minute and a half, within the time in which nodes meet.
 _AT_ONCE = 64
 _REMEDY = (
-    "open TCP between the nodes: TTP_PORT, and the ports that systems choose (net.ipv4.ip_local_port_range)"
+    "open TCP between the nodes: TTP_PORT, the port of the rendezvous, and those that systems choose"
+    " (net.ipv4.ip_local_port_range)"
 )
 
 
@@ -41,15 +43,15 @@ class Listening:
     """The ports on which this node listens until `close`.
 
     Args:
-        port: TTP_PORT; it is left out where another program has it.
+        ports: TTP_PORT and that of the rendezvous; one is left out where another program has it.
         contexts: of the certificates; None: without TLS.
     """
 
-    def __init__(self, port: int, contexts: Contexts | None) -> None:
+    def __init__(self, ports: Sequence[int], contexts: Contexts | None) -> None:
         self._contexts = contexts
         self._selector = selectors.DefaultSelector()
         self.ports: list[int] = []
-        for wanted in (port, 0):
+        for wanted in (*dict.fromkeys(ports), 0):
             with contextlib.suppress(OSError):
                 listeners = bind("", wanted)
                 self.ports.append(int(listeners[0].getsockname()[1]))

@@ -5,6 +5,7 @@ In namespaces of its own (network, mounts, processes) it starts munged, slurmctl
 examples/megatron_core/pretrain.py on both nodes, by `srun ttprun` without flags of torchrun:
 
 end      a job that runs to its end
+doctor   `srun ttp doctor --nodes 2`: the nodes meet in the save folder, and nothing fails
 limit    its time limit is over: SIGTERM, and the newest step is saved before KillWait is over
 requeue  `scontrol requeue`: saved, and the requeued job goes on from it
 preempt  a job of a partition that comes first: saved, and it goes on when that one has ended
@@ -214,7 +215,21 @@ def _preempt(out: Path, job: Job) -> None:
     job.goes_on()
 
 
-CASES = {case.__name__: case for case in (end, limit, requeue, preempt, grace)}
+def doctor(out: Path) -> None:
+    tried = "ttp doctor --nodes 2 --write-mib 1 --save"
+    ttp = f"{sys.executable} -m adaptor.launchers.{tried} {out}/doctor"
+    said = out / "said"
+    run(
+        *("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", f"--output={said}"),
+        *("--export=ALL,TTP_DEVICE=cpu", "--wrap", f"srun {ttp}"),
+    )
+    lines = said.read_text().splitlines()
+    assert len([line for line in lines if line.endswith("0 failed")]) == 2, said.read_text()
+    for name in ("nodes", "ports", "locks"):
+        assert len([line for line in lines if line.split()[:2] == ["OK", name]]) == 2, said.read_text()
+
+
+CASES = {case.__name__: case for case in (end, doctor, limit, requeue, preempt, grace)}
 
 
 def main() -> int:

@@ -25,14 +25,15 @@ class Node(threading.Thread):
 
     def __init__(self, folder: Path, nodes: int, **settings: str) -> None:
         super().__init__(daemon=True)
-        (port,) = free_ports(1)
+        port, self._rendezvous = free_ports(2)
         self._settings = config.load({"TTP_PORT": str(port), **settings})
         self._folder, self._nodes = folder, nodes
         self._found: list[Finding] = []
         self.start()
 
     def run(self) -> None:
-        self._found.extend(doctor_nodes.between(self._folder, self._nodes, self._settings))
+        found = doctor_nodes.between(self._folder, self._nodes, self._settings, self._rendezvous)
+        self._found.extend(found)
 
     def levels(self) -> dict[str, tuple[str, str]]:
         self.join(LONG_S)
@@ -45,7 +46,7 @@ def test_nodes_that_share_all(tmp_path: Path) -> None:
     assert [{name: level for name, (level, _) in one.items() if name != "routes"} for one in found] == [
         {"nodes": "OK", "ports": "OK", "locks": "OK", "clocks": "OK"}
     ] * 3
-    assert {one["ports"][1] for one in found} == {"this node has reached 2 others, 4 ports in all"}
+    assert {one["ports"][1] for one in found} == {"this node has reached 2 others, 6 ports in all"}
     words = sorted(one["locks"][1] for one in found)
     assert [line.startswith("a lock of ") for line in words] == [True, True, False]
     assert not list(tmp_path.iterdir())
@@ -55,7 +56,7 @@ def test_certificates_of_the_same_signer(tmp_path: Path) -> None:
     signer = Authority(tmp_path / "ca")
     nodes = [Node(tmp_path / "save", 2, **signer.settings(name)) for name in ("n0", "n1")]
     words = {node.levels()["ports"] for node in nodes}
-    assert words == {("OK", "this node has reached 1 others over TLS, 2 ports in all")}
+    assert words == {("OK", "this node has reached 1 others over TLS, 3 ports in all")}
 
 
 def test_certificates_of_two_signers(tmp_path: Path) -> None:
