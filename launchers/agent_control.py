@@ -263,6 +263,16 @@ class AgentControl:
                 report=self._forward,
             )
         )
+        self.lose_absent()
+
+    def lose_absent(self) -> None:
+        """Tell the controller which spare nodes have taken a place, and ended before their agents came to it.
+
+        Not before the workers of this node have been started: until then they cannot be ended.
+        """
+        if self.gate is not None and self.controller_host is not None and self.workers.running:
+            for hello in self.gate.gone.values():
+                self.controller_host.lose_absent(hello)
 
     def _job_is_over(self) -> bool:
         controller_host = self.controller_host

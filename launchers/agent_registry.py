@@ -43,6 +43,10 @@ class AgentRegistry:
             return "spoke for a rank of another node"
         return ""
 
+    def is_here(self, node: int) -> bool:
+        """Return whether the agent of `node` has come, and be it that it is lost again."""
+        return node in self._here
+
     def _enter(self, hello: AgentHello) -> str:
         if hello.node >= self._nodes:
             return "came as a node that the job does not have"

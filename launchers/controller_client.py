@@ -266,6 +266,7 @@ class ControllerClient:
                 self.reporter = self._node if self.controller_host is not None else self._succession.term
             if isinstance(order, Verdict):
                 self._recurrence.note(order)
+                self._knows_standbys.set()  # or need not: the workers that start now are ended
             self._obey(order)
         if self._succession.knows_standby_endpoints:
             self._knows_standbys.set()

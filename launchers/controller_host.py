@@ -120,6 +120,12 @@ class ControllerHost:
         self._sends.pop(node, None)
         self._process(node, AgentLost(node))
 
+    def lose_absent(self, hello: AgentHello) -> None:
+        """Take the node of `hello` for lost, unless its agent has come: then its connection tells that."""
+        if not self._registry.is_here(hello.node):
+            self.receive(hello.node, hello)
+            self.lose(hello.node)
+
     def receive(self, node: int, message: FromAgent, send: Send | None = None) -> bool:
         """Take a message from the agent of `node`.
 

@@ -162,7 +162,7 @@ class Node:
             host: the address of this node.
         """
         gate = self.control.gate = SpareGate(
-            invitation.kind_of(self._config), self._config.port, self._tls, common
+            invitation.kind_of(self._config), self._config.port, self._tls, common, self.control.lose_absent
         )
         return self.control.thread.wait_for(gate.open(host)).encode()
 
@@ -170,10 +170,14 @@ class Node:
         """Give the places of lost nodes to spare nodes.
 
         Args:
-            lost, restarts, generations: as for `SpareGate.fill`, which this calls.
+            lost: the nodes.
+            restarts, generations: as for `SpareGate.fill`, which this calls.
         """
         assert self.control.gate is not None
-        return self.control.thread.wait_for(self.control.gate.fill(lost, restarts, generations))
+        assert self.control.controller_host is not None
+        ranks = self.control.controller_host.controller.membership.ranks_of
+        places = {node: ranks(node) for node in lost}
+        return self.control.thread.wait_for(self.control.gate.fill(places, restarts, generations))
 
     def meet(self) -> None:
         """Wait for the addresses of the nodes that stand by."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from adaptor.launchers.account import Account
+from adaptor.launchers.spare_node import Taken
 from adaptor.protocol.messages import Verdict
 from adaptor.protocol.spare_node_messages import SpareHello, TakePlace
 
@@ -27,7 +28,7 @@ class RunRecord:
         end_agent: ends the agent's control thread; returns whether that had failed. It keeps the agent to
             the end: torch's rendezvous must not be dropped while a thread of its own uses it
         common: what a spare node must have in common with this one; None: the job takes no spare nodes
-        place: that this node has taken as a spare; None: it has one of its own
+        taken: the place that this node has taken as a spare; None: it has one of its own
     """
 
     verdict: Verdict | None = None
@@ -37,4 +38,9 @@ class RunRecord:
     account: Account = field(default_factory=lambda: Account(0))
     end_agent: Callable[[], bool] = _nothing
     common: SpareHello | None = None
-    place: TakePlace | None = None
+    taken: Taken | None = None
+
+    @property
+    def place(self) -> TakePlace | None:
+        """Return the place that this node has taken; None: it has one of its own."""
+        return self.taken.place if self.taken is not None else None

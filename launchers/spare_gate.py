@@ -3,13 +3,15 @@
 Invariants: a spare that waits has no place in the rendezvous and no worker; a place is given only to spares
 that have just answered, and only if there is one for each lost node; the owner of a place that was given away
 is written down before any worker starts again, so an agent that was taken for lost cannot come back to it.
+The connection of a spare lasts as long as its process, so the loss of one that has taken a place is noticed
+even before its agent has connected to the controller.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -20,6 +22,7 @@ from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.launchers.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
+from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_node_messages import (
     SpareAccepted,
     SpareAsked,
@@ -47,9 +50,16 @@ class SpareGate:
         port: where to listen, or the next free one.
         tls: the certificates of this node; None: without TLS.
         mine: what a spare must have in common with this node.
+        on_gone: is called when `gone` gets one more.
+
+    Attributes:
+        gone: by node, what the agent of a spare would have told the controller first, which has taken the
+            place of that node, and whose process has ended since.
     """
 
-    def __init__(self, kind: str, port: int, tls: Tls | None, mine: SpareHello) -> None:
+    def __init__(
+        self, kind: str, port: int, tls: Tls | None, mine: SpareHello, on_gone: Callable[[], None]
+    ) -> None:
         self._invitation = Invitation.draw(kind, False, _NAME)
         self._port = port
         self._tls = tls
@@ -57,6 +67,9 @@ class SpareGate:
         self._rejected = RejectedConnections("the gate of spare nodes")
         self._listener: AgentListener[SpareHello] | None = None
         self._waiting: list[_Waiting] = []
+        self._owners: dict[int, _Waiting] = {}  # of places that were given away
+        self._on_gone = on_gone
+        self.gone: dict[int, AgentHello] = {}
 
     async def open(self, address: str) -> Invitation:
         """Listen from now on; return the invitation. `address`: at which other nodes reach this one."""
@@ -66,11 +79,13 @@ class SpareGate:
             return drawn._replace(name=self._listener.listen_here())
         return drawn._replace(port=self._listener.listen(LOOPBACK if address == LOOPBACK else "", self._port))
 
-    async def fill(self, lost: Sequence[int], restarts: int, generations: int) -> dict[int, str]:
+    async def fill(
+        self, lost: Mapping[int, tuple[int, ...]], restarts: int, generations: int
+    ) -> dict[int, str]:
         """Give the places of `lost` to spares.
 
         Args:
-            lost: the nodes.
+            lost: the nodes, with their ranks.
             restarts, generations: as in `TakePlace`.
 
         Returns:
@@ -83,9 +98,12 @@ class SpareGate:
         if len(ready) < len(lost):
             return {}
         owners = {}
-        for node, spare in zip(lost, ready, strict=True):
+        for (node, ranks), spare in zip(lost.items(), ready, strict=True):
             owners[node] = secrets.token_hex(8)
             self._waiting.remove(spare)
+            spare.agent = AgentHello(node, ranks, host=spare.host, pid=spare.pid)
+            self._owners[node] = spare
+            self.gone.pop(node, None)
             spare.writer.write(wire.frame(TakePlace(node, restarts, generations, owners[node])))
             output.tell(f"[ttp] {spare.where} takes the place of node {node}; {self._left}")
         return owners
@@ -129,16 +147,26 @@ class SpareGate:
                 await wire.read(reader, from_spare_node, wire.SLOW_S)
                 spare.has_answered.set()
         except (EOFError, OSError, msgspec.DecodeError):
-            if spare in self._waiting:  # else it has taken a place
+            if spare in self._waiting:
                 self._waiting.remove(spare)
                 output.tell(f"[ttp] {spare.where} is gone; {self._left}")
+            elif spare.agent is not None and self._owners[spare.agent.node] is spare:
+                self.gone[spare.agent.node] = spare.agent
+                self._on_gone()
 
 
 class _Waiting:
-    """A spare node that waits; `where`: it, in words."""
+    """A spare node.
+
+    Attributes:
+        where: it, in words
+        agent: what its agent says first, once it has a place
+    """
 
     def __init__(self, hello: SpareHello, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
+        self.host, self.pid = hello.host, hello.pid
+        self.agent: AgentHello | None = None
         self.where = f"the spare node {hello.host} (pid {hello.pid})"
         self.has_answered = asyncio.Event()
 

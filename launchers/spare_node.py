@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +38,19 @@ FLAG = flags.SPARE
 # Keys of the rendezvous store, and what comes before them.
 PREFIX = "ttp/spare-nodes"
 GATE = "gate"
+
+
+class Taken(NamedTuple):
+    """The place that this node has taken.
+
+    Attributes:
+        place: it
+        connection: to the gate; nothing is said there any more. Node 0 learns by its end that this process
+            has ended, also before its agent has connected to the controller.
+    """
+
+    place: TakePlace
+    connection: socket.socket
 
 
 def require(parsed: argparse.Namespace, given: Iterable[str], settings: Config) -> None:
@@ -91,8 +105,10 @@ def _value_of(flag: str, arguments: tuple[str, ...]) -> str:
     return value
 
 
-def wait(parsed: argparse.Namespace, settings: Config, mine: SpareHello) -> TakePlace | None:
+def wait(parsed: argparse.Namespace, settings: Config, mine: SpareHello) -> Taken | None:
     """Wait for a place; return None if the job is over and no place was free.
+
+    The connection of what is returned has to stay open as long as this process lives.
 
     Args:
         parsed: torchrun's arguments.
@@ -138,7 +154,7 @@ def _find_gate(host: str, port: int, run_id: str) -> bytes:
             time.sleep(rendezvous.TRY_S)
 
 
-async def wait_at_gate(found: Invitation, host: str, settings: Config, mine: SpareHello) -> TakePlace | None:
+async def wait_at_gate(found: Invitation, host: str, settings: Config, mine: SpareHello) -> Taken | None:
     """Wait at the gate to which `found` invites; the rest is as for `wait`."""
     where = (found.name, 0) if found.kind == UNIX else (host, found.port)
     reader, writer = await connect(*where, found.secret, tls.load(settings))
@@ -152,7 +168,10 @@ async def wait_at_gate(found: Invitation, host: str, settings: Config, mine: Spa
                     writer.write(wire.frame(SpareReady()))
                 case TakePlace() as place:
                     output.tell(f"[ttp] this spare node takes the place of node {place.node}")
-                    return place
+                    # Behind its streams, which end with the event loop: not even TLS says goodbye.
+                    taken = Taken(place, writer.get_extra_info("socket").dup())
+                    writer.transport.abort()
+                    return taken
                 case SpareReleased():
                     return None
                 case _:  # accepted

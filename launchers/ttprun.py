@@ -239,7 +239,7 @@ def _run_with_survivors(
     try:
         if parsed.ttp_spare:
             assert record.common is not None
-            record.place = spare_node.wait(parsed, settings, record.common)
+            record.taken = spare_node.wait(parsed, settings, record.common)
             if record.place is None:
                 output.tell("[ttp] the job is over; this spare node was not needed")
                 return 0

@@ -93,6 +93,10 @@ class Membership:
         """Return whether every rank of the job has ended."""
         return len(self.dead) >= self.world_size
 
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """Return the ranks of `node`, as its agent has told them."""
+        return tuple(rank for rank, home in self.node_of.items() if home == node)
+
     def left_on(self, node: int) -> list[int]:
         """The ranks of `node` that are not dead."""
         return [rank for rank, home in self.node_of.items() if home == node and rank not in self.dead]

@@ -166,6 +166,7 @@ class Job:
     arguments  of the training script, besides those of the layout
     nodes      how many agents, all on this machine; the processes are divided among them
     spares     how many more wait to take the place of a node that is lost; with `network`, beside node 1
+    spares_die the one that takes the first place is killed when it has it (`dying_spare.py`)
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
@@ -189,6 +190,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     nodes: int = 1
     spares: int = 0
+    spares_die: bool = False
     network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
@@ -308,6 +310,8 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     layout = job.layout
     if job.publishing:
         launcher = [sys.executable, str(Path(__file__).with_name("publishing.py"))]
+    elif job.spares_die and node >= job.nodes:
+        launcher = [sys.executable, str(Path(__file__).with_name("dying_spare.py"))]
     else:
         launcher = [str(Path(sys.executable).with_name(job.launcher))]
     command = [

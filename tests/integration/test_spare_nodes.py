@@ -13,22 +13,25 @@ from tests.faults.scenario import BaselineOf
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
 def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Over a network, with two spares: one is needed, and the other is sent home at the end."""
+    """Over a network, with three: the first is killed when it has the place, before its agent has connected;
+    the second comes in its place, and the third is sent home at the end.
+    """
     with namespaces.two() as network:
         job = Job(
             tmp_path / "job",
             DP2,
             save=tmp_path / "save",
             nodes=2,
-            spares=2,
+            spares=3,
+            spares_die=True,
             network=network,
             restarts=2,
             environment={"TTP_TLS": "plain"},
             faults=["rank=1,step=6,phase=backward,kind=agent-sigkill"],
         )
         ended = harness.run(job)
-    assert sorted(ended.codes) == [0, 0, 0, 137], ended.log[-3000:]
-    assert ended.log.count("this spare node takes the place of node 1") == 1
+    assert sorted(ended.codes) == [0, 0, 0, 137, 137], ended.log[-3000:]
+    assert ended.log.count("this spare node takes the place of node 1") == 2
     assert ended.log.count("the job is over; this spare node was not needed") == 1
-    assert "restart 1 of 2" in ended.logs[0]
+    assert "restart 2 of 2" in ended.logs[0]
     outcome.assert_same_training(ended, baseline_of(DP2).records)

@@ -18,6 +18,7 @@ from adaptor.launchers import flags, invitation, spare_node, tls, ttprun
 from adaptor.launchers.places import Places
 from adaptor.launchers.spare_gate import SpareGate
 from adaptor.launchers.spare_node import wait_at_gate
+from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_node_messages import SpareHello, TakePlace
 from tests import waiting
 from tests.certificates import Authority
@@ -28,7 +29,7 @@ PLACE = TakePlace(1, restarts=2, generations=3, owner="")
 
 
 def _gate(settings: config.Config) -> SpareGate:
-    return SpareGate(invitation.kind_of(settings), free_port(), tls.load(settings), MINE)
+    return SpareGate(invitation.kind_of(settings), free_port(), tls.load(settings), MINE, lambda: None)
 
 
 async def _waits(gate: SpareGate, count: int) -> None:
@@ -61,13 +62,19 @@ def test_the_places_of_lost_nodes_go_to_spares_that_are_there(settings: config.C
         await _waits(gate, 3)
         spares[0].cancel()
         await _waits(gate, 2)
-        assert await gate.fill([1, 2, 3], restarts=2, generations=3) == {}
-        owners = await gate.fill([1, 2], restarts=2, generations=3)
-        taken = await asyncio.gather(*spares[1:])
-        assert {place.node: place for place in taken if place is not None} == {
+        assert await gate.fill({1: (1,), 2: (2,), 3: (3,)}, restarts=2, generations=3) == {}
+        owners = await gate.fill({1: (1,), 2: (2,)}, restarts=2, generations=3)
+        places = {taken.place.node: taken for taken in await asyncio.gather(*spares[1:]) if taken is not None}
+        assert {node: taken.place for node, taken in places.items()} == {
             node: msgspec.structs.replace(PLACE, node=node, owner=owner) for node, owner in owners.items()
         }
         assert gate.waiting == 0
+        # The gate learns that a process with a place has ended, of which nothing but this connection is here.
+        assert gate.gone == {}
+        places[2].connection.close()
+        await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
+        assert gate.gone == {2: AgentHello(2, (2,), host=MINE.host, pid=MINE.pid)}
+        places[1].connection.close()
         await gate.close()
 
     _run(work())

@@ -1,0 +1,33 @@
+"""Runs ttprun as a spare node that is killed when it has taken the first place that is given away.
+
+Its agent has not connected to the controller then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import wrapt
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from adaptor.launchers import spare_node, ttprun
+
+
+def main() -> int:
+    def dies(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        taken = wrapped(*args, **kwargs)
+        if taken is not None and taken.place.generations == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return taken
+
+    wrapt.wrap_function_wrapper(spare_node, "wait", dies)
+    return ttprun.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
