@@ -69,6 +69,7 @@ class Config:
     profile: requests.Profile | None
     dump: requests.Dump | None
     layout_only: str
+    batch: str
 
 
 @dataclass(frozen=True)
@@ -353,6 +354,15 @@ SETTINGS = (
         new_file,
         "a file: the job builds its model and its optimizer, writes there what each rank has of them, and"
         " ends before its first step; `python -m adaptor transform --layout` reads it",
+    ),
+    Setting(
+        "batch",
+        "TTP_BATCH",
+        "keep",
+        "keep or nearest",
+        one_of("keep", "nearest"),
+        "with --nnodes MIN:MAX: what a global batch becomes that the nodes which are there cannot divide;"
+        " keep: the job ends, saved; nearest: the nearest size that they can divide (with --train-samples)",
     ),
 )
 

@@ -62,7 +62,9 @@ class SurvivorsAgent(LocalElasticAgent):
         self._events = ElasticEvents(
             getattr(spec, "event_log_handler", "null"), spec.rdzv_handler.get_run_id()
         )
-        self._control = Node(self._config, job, spec.max_restarts)
+        handler: Any = spec.rdzv_handler  # ours
+        nodes: str = handler.nodes
+        self._control = Node(self._config, job, spec.max_restarts, nodes)
         self._generations = place.generations if place else 0
         self._remaining_restarts -= place.restarts if place else 0
         self._places: Places | None = None
@@ -223,6 +225,8 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _conclude(self, worker_group: Any, verdict: Verdict) -> RunResult:
         if self._record.verdict is not verdict:
+            if verdict.outcome == "refused":
+                self._record.refused_after = self._record.verdict
             self._record.verdict = verdict
             self._tell(verdict)
             if verdict.stop and (self._remaining_restarts or verdict.exit_code == EXIT_NO_PROGRESS):

@@ -23,6 +23,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_TLS",
         "TTP_PORT",
         "TTP_PLATFORM",
+        "TTP_BATCH",
     ),
     "For operators": ("TTP_LOG_PATH", "TTP_SERVE", "TTP_SERVE_TOKEN", "TTP_NOTIFY", "TTP_NOTIFY_SECRET"),
     "Object storage": (

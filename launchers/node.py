@@ -38,6 +38,8 @@ from adaptor.protocol.environment import (
     GENERATION,
     IS_RESTART,
     LAST_INCIDENT,
+    NODES,
+    NODES_BEFORE,
     SCRATCH,
 )
 from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, Recovered, Verdict
@@ -60,13 +62,16 @@ class Node:
         config: the settings.
         job: the id that the user gave to the job; '' where there is none.
         max_restarts: how many restarts the job may make.
+        nodes: MIN:MAX, where the number of nodes may change between two starts; '' where it is fixed.
 
     Attributes:
         control: what its control thread does.
     """
 
-    def __init__(self, config: Config, job: str = "", max_restarts: int = 0) -> None:
+    def __init__(self, config: Config, job: str = "", max_restarts: int = 0, nodes: str = "") -> None:
         self._config = config
+        self._nodes = nodes
+        self._nodes_before = 0
         self._tls = tls.load(config)
         self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
         self._log = Log(config)
@@ -103,6 +108,9 @@ class Node:
         os.environ[LAST_INCIDENT] = control.verdict.line.replace("\0", " ") if control.verdict else ""
         control.begin(ranks, node, may_restart=may_restart)
         self._set_environment(ranks)
+        if self._nodes:
+            os.environ[NODES], os.environ[NODES_BEFORE] = self._nodes, str(self._nodes_before)
+            self._nodes_before = nodes
         client = ControllerClient(
             node=node,
             nodes=nodes,

@@ -101,6 +101,14 @@ class Rendezvous:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
 
+    @property
+    def nodes(self) -> str:
+        """Return MIN:MAX, where the job may train with fewer nodes than may come; else ''."""
+        settings = getattr(self._handler, "settings", None)
+        if self._static is not None or settings is None or settings.min_nodes == settings.max_nodes:
+            return ""
+        return f"{settings.min_nodes}:{settings.max_nodes}"
+
     def num_nodes_waiting(self) -> int:
         try:
             return int(self._handler.num_nodes_waiting())

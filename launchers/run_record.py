@@ -21,6 +21,7 @@ class RunRecord:
 
     Attributes:
         verdict: the last one; None: there was none
+        refused_after: the one before `verdict`, where that refuses to go on after a fault
         has_started: whether workers were started
         save: the save folder of the last generation, '' where nobody trained
         stopped: why restarts that were left are not used, as a part of the last line
@@ -32,6 +33,7 @@ class RunRecord:
     """
 
     verdict: Verdict | None = None
+    refused_after: Verdict | None = None
     has_started: bool = False
     save: str = ""
     stopped: str = ""

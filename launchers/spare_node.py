@@ -73,6 +73,12 @@ def require(parsed: argparse.Namespace, given: Iterable[str], settings: Config) 
             f"{FLAG}: give the job's own --nnodes (2 or more), --master-addr and --master-port; with"
             " --rdzv-backend c10d any ttprun that is started later takes a free place, without this flag"
         )
+    fewest, _, most = parsed.nnodes.partition(":")
+    if most and fewest.strip() != most.strip():
+        raise ConfigError(
+            f"{FLAG}: --nnodes is {parsed.nnodes}, and spare nodes are for a fixed number: with"
+            " --rdzv-backend c10d a node that is started later is taken in, without this flag"
+        )
     if "node_rank" in given:
         raise ConfigError(f"{FLAG} and --node-rank: a spare node has no place; leave one of them out")
 

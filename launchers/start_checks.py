@@ -78,6 +78,17 @@ def require_safe_connections(parsed: argparse.Namespace, settings: config.Config
     )
 
 
+def takes_fixed_nodes(parsed: argparse.Namespace) -> str:
+    """Return the line about MIN:MAX nodes with numbers, of which torch takes MAX alone; '' for other jobs."""
+    fewest, _, most = parsed.nnodes.partition(":")
+    if parsed.standalone or parsed.rdzv_backend != "static" or not most or fewest.strip() == most.strip():
+        return ""
+    return (
+        f"[ttp] --nnodes {parsed.nnodes} with --node-rank: all {most.strip()} nodes have to come, and the job"
+        " ends when one is lost; with --rdzv-backend c10d in place of --node-rank it goes on with fewer"
+    )
+
+
 def trusts_the_network(parsed: argparse.Namespace, settings: config.Config) -> bool:
     """Return True if agents of several nodes meet without certificates."""
     several = parsed.nnodes.rpartition(":")[2].strip() != "1" and not parsed.standalone

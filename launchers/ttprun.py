@@ -164,6 +164,8 @@ def _run(
         if engine is not None:
             if other := distributions.conflict():
                 output.tell(f"[ttp] {other}")
+            if line := start_checks.takes_fixed_nodes(parsed):
+                output.tell(line)
             start_checks.require_folder(settings.log_path)
             if engine.has_own_agent and start_checks.trusts_the_network(parsed, settings):
                 output.tell(TRUSTED)
@@ -332,6 +334,10 @@ def _run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, re
                 return USAGE_EXIT_CODE
             output.tell(text.say(error))
             return _of_a_process(meant)
+        if record.refused_after is not None:
+            last = record.refused_after
+            record.account.failed(f"{last.line}; not started again: {verdict.line}")
+            return int(last.exit_code)
         if verdict.outcome == "refused":
             output.tell(f"ttprun: error: {verdict.line}")
         else:

@@ -9,7 +9,7 @@ from typing import Any
 from adaptor import context, patching, preflight
 from adaptor.checkpoint import folder, lease_claim, left_overs
 from adaptor.diagnostics.recorder import Recorder
-from adaptor.frameworks import fine_tuning, megatron_sizes, supported_options
+from adaptor.frameworks import fine_tuning, megatron_nodes, megatron_sizes, supported_options
 from adaptor.patches._versions import MEGATRON
 from adaptor.patches.megatron_core import INSTANCES, detect_instance_support, inner_optimizers
 from adaptor.replica.choice import ReplicaChoice
@@ -39,6 +39,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
         return parsed
     if getattr(parsed, "skip_train", False):  # it evaluates, and saves nothing
         return parsed
+    megatron_nodes.fit(parsed)
     for check in _checks(parsed):
         check()
     context.part(Watchdogs).switch_off()
@@ -144,6 +145,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     patching.check("ttp")
     _require_protected(get_args())  # a checkpoint or a yaml file may have changed them
     folder.require_no_later_step(get_args().save, get_args().iteration)
+    megatron_nodes.count_iterations(get_args())
     names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     state = (given["model"], given["optimizer"], given["opt_param_scheduler"])

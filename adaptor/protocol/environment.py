@@ -23,6 +23,10 @@ IS_RESTART = "TTP_IS_RESTART"
 NEWCOMER = "TTP_NEWCOMER"
 # The line of the incident after which all workers are started again; empty at the first start.
 LAST_INCIDENT = "TTP_LAST_INCIDENT"
+# With --nnodes MIN:MAX, that text, and the number of nodes before this start, 0 at the first one; not set
+# where the number of nodes is fixed.
+NODES = "TTP_NODES"
+NODES_BEFORE = "TTP_NODES_BEFORE"
 
 
 class Generation:
@@ -51,6 +55,22 @@ class Scratch:
     def __init__(self, context: Context) -> None:
         given = os.environ.get(SCRATCH)
         self.path = Path(given) if given else None
+
+
+class Nodes:
+    """The nodes of a job whose number may change between two starts, a part of the context of a process.
+
+    Attributes:
+        fewest, most: with how many the job may train; 0 and 0 where their number is fixed
+        here: with how many it trains now
+        before: with how many it trained before this start; 0 at the first one
+    """
+
+    def __init__(self, context: Context) -> None:
+        fewest, _, most = os.environ.get(NODES, "").partition(":")
+        self.fewest, self.most = int(fewest or 0), int(most or 0)
+        self.here = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        self.before = int(os.environ.get(NODES_BEFORE, "0"))
 
 
 class Place:

@@ -36,6 +36,9 @@ SHARED = ROOT / "tests/device/gpu/shared.py"
 # A quiet machine needs 15 s; one with twenty times the load must pass as well.
 JOB_TIMEOUT_S = 400.0
 ITERATIONS = 8
+# How long nodes of c10d wait for more than the fewest, and for a sign of life of one that is lost: torch's
+# own 30 s and 15 s are for real networks.
+QUICK = ("--rdzv-conf", "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5")
 
 
 @functools.cache
@@ -165,6 +168,7 @@ class Job:
     options    of the launcher
     arguments  of the training script, besides those of the layout
     nodes      how many agents, all on this machine; the processes are divided among them
+    fewest     with how many of `nodes` the job goes on when others are lost (`--nnodes MIN:MAX`); 0: not
     spares     how many more wait to take the place of a node that is lost; with `network`, beside node 1
     spares_die the one that takes the first place is killed when it has it (`dying_spare.py`)
     network    the namespaces that the nodes are in; None: they share the machine's
@@ -189,6 +193,7 @@ class Job:
     arguments: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     nodes: int = 1
+    fewest: int = 0
     spares: int = 0
     spares_die: bool = False
     network: Namespaces | None = None
@@ -322,7 +327,10 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     ]
     if job.network is not None:
         command = [*job.network.command(min(node, 1)), *command]
-    if job.nodes > 1:
+    if job.fewest:
+        command += ["--nnodes", f"{job.fewest}:{job.nodes}", "--rdzv-backend", "c10d", *QUICK]
+        command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
+    elif job.nodes > 1:
         command += ["--nnodes", str(job.nodes)]
         command += ["--node-rank", str(node)] if node < job.nodes else ["--ttp-spare"]
     if job.device == "cpu" and job.launcher == "ttprun":

@@ -51,6 +51,7 @@ DEFAULTS = Config(
     profile=None,
     dump=None,
     layout_only="",
+    batch="keep",
 )
 
 GOOD: list[tuple[str, str, str, Any]] = [
@@ -293,6 +294,7 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_PROFILE": "--ttp-profile",
         "TTP_DUMP": "--ttp-dump",
         "TTP_LAYOUT_ONLY": "--ttp-layout-only",
+        "TTP_BATCH": "--ttp-batch",
     }
 
 

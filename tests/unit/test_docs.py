@@ -120,12 +120,15 @@ def test_the_commands_of_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         parsed = flags.parse(arguments)
         flags.require_sense(parsed)
         settings = config.load()
+        assert variables.keys() == {"GLOO_SOCKET_IFNAME"}
+        if node == len(commands) - 1:
+            assert (parsed.nnodes, parsed.rdzv_backend) == ("3:4", "c10d")
+            continue
         rank = 0 if is_spare else node
         assert (parsed.nnodes, parsed.node_rank, parsed.max_restarts) == ("2", rank, 3)
         assert parsed.training_script == "pretrain_gpt.py"
         assert (settings.tls_cert, settings.tls_key) == (f"node{node}.pem", f"node{node}.key")
-        assert variables.keys() == {"GLOO_SOCKET_IFNAME"}
-    assert len(commands) == 3, "two nodes and a spare"
+    assert len(commands) == 4, "two nodes, a spare, and one of a job with a number of nodes that changes"
 
 
 def test_the_certificates_let_two_nodes_meet(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def test_an_agent_that_was_taken_for_lost_cannot_come_back() -> None:
         (["--nnodes", "2", "--node-rank", "1"], "--ttp-spare and --node-rank: a spare node has no place"),
         (["--nnodes", "1"], "--ttp-spare: give the job's own --nnodes (2 or more)"),
         (["--nnodes", "2", "--rdzv-backend", "c10d"], "--ttp-spare: give the job's own --nnodes"),
+        (["--nnodes", "2:3"], "--ttp-spare: --nnodes is 2:3, and spare nodes are for a fixed number"),
     ],
 )
 def test_a_spare_that_could_take_no_place_is_refused(

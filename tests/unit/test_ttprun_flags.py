@@ -157,6 +157,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path
         "TTP_PROFILE": "steps=2",
         "TTP_DUMP": str(dump),
         "TTP_LAYOUT_ONLY": str(tmp_path / "layout"),
+        "TTP_BATCH": "nearest",
     }
     assert texts.keys() == {setting.variable for setting in config.SETTINGS}
     for setting in config.SETTINGS:

@@ -1,0 +1,113 @@
+"""Jobs with `--nnodes MIN:MAX`: after the loss of a node they go on with the others, in another size.
+
+Each node has one rank.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from adaptor.protocol import naming
+from tests.faults import harness, outcome
+from tests.faults.harness import ITERATIONS, Ended, Job, Layout
+from tests.faults.same import differences
+
+BATCH = ("--global-batch-size", "12")
+SAMPLES = ("--train-samples", "64", "--lr-warmup-iters", "0")
+
+
+def lose_a_node(tmp_path: Path, nodes: int, *extra: str, **more: object) -> Ended:
+    """Run a job of one rank on each of `nodes`, of which the last one is lost in step 4, and return it."""
+    job = Job(
+        tmp_path / "job",
+        Layout(f"dp{nodes}", nodes, extra=extra),
+        save=tmp_path / "save",
+        nodes=nodes,
+        fewest=nodes - 1,
+        restarts=1,
+        faults=[f"rank={nodes - 1},step=4,phase=backward,kind=agent-sigkill"],
+        **more,  # type: ignore[arg-type]
+    )
+    return harness.run(job)
+
+
+def undisturbed(tmp_path: Path, nodes: int, step: int, *extra: str) -> Ended:
+    """Run the unmodified framework with so many ranks, from the job's checkpoint of `step`."""
+    begin = tmp_path / "begin"
+    folder = naming.final_name(step)
+    shutil.copytree(tmp_path / "save" / folder, begin / folder)
+    (begin / naming.TRACKER).write_text(str(step))
+    job = Job(
+        tmp_path / "undisturbed",
+        Layout(f"dp{nodes}", nodes, extra=extra),
+        launcher="torchrun",
+        load=begin,
+        save=tmp_path / "other",
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    return ended
+
+
+def assert_same(ended: Ended, reference: Ended, steps: range) -> None:
+    """What was trained after the restart is, bit for bit, what the run of the new size has trained."""
+    for rank, lines in reference.records.items():
+        again = [line for line in ended.records[rank] if line["restart"] == 1]
+        assert [line["iteration"] for line in again] == list(steps)
+        for one, other in zip(again, lines, strict=True):
+            same = ("iteration", "losses", "grad_norm", "skipped")
+            assert {name: one[name] for name in same} == {name: other[name] for name in same}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind"), [(4, "torch"), (2, "torch_dist")], ids=["even-to-odd", "even-to-one"]
+)
+def test_one_node_less(nodes: int, kind: str, tmp_path: Path) -> None:
+    """Replicas change, too: split with an even data-parallel size, mirror with an odd one, none with 1."""
+    extra = (*BATCH, "--ckpt-format", kind)
+    ended = lose_a_node(tmp_path, nodes, *extra)
+    assert sorted(ended.codes) == [0] * (nodes - 1) + [137], ended.log[-3000:]
+    left = nodes - 1
+    assert (
+        f"[ttp] {left} node{'s' * (left > 1)} of {left} to {nodes}, {nodes} before: data-parallel size"
+        f" {left}, global batch 12: {12 // left} micro-batches of 1 on each data-parallel rank" in ended.log
+    )
+    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
+    reference = undisturbed(tmp_path, left, 3, *extra)
+    assert_same(ended, reference, range(4, ITERATIONS + 1))
+    last = naming.final_name(ITERATIONS)
+    found = differences(tmp_path / "save" / last, tmp_path / "other" / last)
+    assert [line for line in found if "args./load: " not in line] == []
+
+
+def test_a_batch_that_the_nodes_cannot_divide_ends_the_job(tmp_path: Path) -> None:
+    """It is saved, and the last line says what would be right."""
+    ended = lose_a_node(tmp_path, 3, "--global-batch-size", "9")
+    assert set(ended.codes) == {137}, ended.log[-3000:]
+    outcome.assert_saved(tmp_path / "save", 3)
+    (line,) = {log.rstrip().rpartition("\n")[2] for log in ended.logs if "cannot be divided" in log}
+    assert line == (
+        "[ttp] node 2 is lost; step 3 is saved, no finished step is lost; not started again: 2 nodes: the"
+        " data-parallel size is 2, and --global-batch-size 9 cannot be divided by 2 times --micro-batch-size"
+        " 1; start another number of nodes, give another batch, or --ttp-batch nearest with --train-samples;"
+        f" the newest checkpoint in {tmp_path / 'save'} is step 3"
+    )
+
+
+def test_the_nearest_batch(tmp_path: Path) -> None:
+    """3 steps of 9 samples, then of 8: the 64 samples are over after 4 more steps, and a rest of 5.
+
+    From an odd data-parallel size to an even one.
+    """
+    batch = ("--global-batch-size", "9")
+    ended = lose_a_node(tmp_path, 3, *batch, *SAMPLES, options=["--ttp-batch", "nearest"])
+    assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
+    assert "data-parallel size 2, global batch 8 in place of 9 (TTP_BATCH): 4 micro-batches of 1" in ended.log
+    consumed = map(int, re.findall(r"consumed samples: +(\d+)", ended.log))
+    assert sorted(consumed) == [9, 18, 27, 35, 43, 51, 59]
+    reference = undisturbed(tmp_path, 2, 3, "--global-batch-size", "8", *SAMPLES, "--exit-interval", "7")
+    assert_same(ended, reference, range(4, 8))

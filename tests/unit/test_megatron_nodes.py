@@ -1,0 +1,145 @@
+"""The arguments of Megatron-LM in a job with `--nnodes MIN:MAX`: what is kept, changed and refused."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from adaptor import context, output
+from adaptor.errors import AdaptorError
+from adaptor.frameworks import megatron_nodes
+from adaptor.protocol import environment
+
+# Of a job that fits its nodes.
+FITS: dict[str, Any] = {
+    "rank": 0,
+    "world_size": 12,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "micro_batch_size": 2,
+    "global_batch_size": 24,
+    "num_experts": None,
+    "train_samples": None,
+}
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """3 nodes, of 2 to 4; 4 were there before."""
+    monkeypatch.setenv(environment.NODES, "2:4")
+    monkeypatch.setenv(environment.NODES_BEFORE, "4")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    context.forget()
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({}, "data-parallel size 6, global batch 24: 2 micro-batches of 2 on each data-parallel rank"),
+        ({"context_parallel_size": 3}, "data-parallel size 2, global batch 24: 6 micro-batches of 2"),
+        ({"rampup_batch_size": ["12", "12", "1000"]}, "data-parallel size 6, global batch 24\n"),
+        (
+            {"global_batch_size": 25, "decrease_batch_size_if_needed": True},
+            "global batch 25: 2 micro-batches",
+        ),
+        (
+            {"num_experts": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            "data-parallel size 6",
+        ),
+    ],
+    ids=["as it is", "context parallel", "ramp-up", "rounded by the framework", "experts"],
+)
+def test_a_job_that_fits(given: dict[str, Any], line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):  # the framework parses its arguments more than once
+        args = Namespace(**{**FITS, **given})
+        megatron_nodes.fit(args)
+    assert args == Namespace(**{**FITS, **given})
+    output.finish()
+    said = capfd.readouterr().err
+    assert said.startswith("[ttp] 3 nodes of 2 to 4, 4 before: ")
+    assert line in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"global_batch_size": None}, "--nnodes 2:4 without --global-batch-size: "),
+        ({"dataloader_type": "cyclic"}, "--nnodes 2:4 with --dataloader-type cyclic: "),
+        ({"data_parallel_random_init": True}, "--nnodes 2:4 with --data-parallel-random-init: "),
+        (
+            {"pipeline_model_parallel_size": 4},
+            "context parallel size) takes 8, of which 12 is no multiple; start 2 or 4 nodes, or with",
+        ),
+        (
+            {"tensor_model_parallel_size": 24},
+            "of which 12 is no multiple; start another number of nodes, or with other parallel sizes",
+        ),
+        (
+            {"num_experts": 8, "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 1},
+            "a set of experts (tensor times expert times pipeline parallel size) takes 8, ",
+        ),
+        (
+            {"global_batch_size": 16},
+            "the data-parallel size is 6, and --global-batch-size 16 cannot be divided by 6 times --micro-",
+        ),
+        (
+            {"rampup_batch_size": ["16", "12", "1000"]},
+            "--global-batch-size 24 and --rampup-batch-size 16 12 1000 cannot be divided by 6 times",
+        ),
+    ],
+)
+def test_a_job_that_does_not_fit(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(AdaptorError) as refused:
+        megatron_nodes.fit(Namespace(**{**FITS, **given}))
+    assert words in str(refused.value)
+
+
+def test_the_nearest_batch(nodes: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    nodes.setenv("TTP_BATCH", "nearest")
+    args = Namespace(**{**FITS, "global_batch_size": 40, "train_samples": 1000})
+    megatron_nodes.fit(args)
+    assert args.global_batch_size == 36
+    output.finish()
+    assert "global batch 36 in place of 40 (TTP_BATCH): 3 micro-batches of 2 on" in capfd.readouterr().err
+    args.iteration, args.consumed_train_samples, args.train_iters = 10, 400, 27
+    megatron_nodes.count_iterations(args)
+    assert args.train_iters == 10 + 600 // 36
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "--ttp-batch nearest without --train-samples: "),
+        (
+            {"train_samples": 1000, "rampup_batch_size": ["4", "4", "9"]},
+            "--ttp-batch nearest with --rampup-batch-size: ",
+        ),
+    ],
+)
+def test_where_no_batch_is_chosen(given: dict[str, Any], words: str, nodes: pytest.MonkeyPatch) -> None:
+    nodes.setenv("TTP_BATCH", "nearest")
+    with pytest.raises(AdaptorError, match=words):
+        megatron_nodes.fit(Namespace(**{**FITS, "global_batch_size": 40, **given}))
+
+
+@pytest.mark.parametrize(("batch", "found"), [(1, 12), (17, 12), (18, 12), (19, 24), (24, 24)])
+def test_what_is_nearest(batch: int, found: int) -> None:
+    assert megatron_nodes.nearest(batch, 12) == found
+
+
+def test_a_fixed_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The framework alone decides what it accepts."""
+    monkeypatch.delenv(environment.NODES, raising=False)
+    context.forget()
+    args = Namespace(**{**FITS, "global_batch_size": 7, "dataloader_type": "cyclic", "train_samples": 10})
+    megatron_nodes.fit(args)
+    megatron_nodes.count_iterations(args)
+    assert args.global_batch_size == 7
+    assert not hasattr(args, "train_iters")
