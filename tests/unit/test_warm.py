@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import waiting
 from tests.faults import leftovers, warm
 from tests.faults.warm import MARK, Warm
 
@@ -84,8 +85,12 @@ def test_what_is_left_of_a_job_is_found_and_ended() -> None:
     ) as process:
         assert process.stdout is not None
         below = int(process.stdout.readline())
-        assert sorted(leftovers.processes(mark)) == sorted([process.pid, below])
-        leftovers.end(mark)
+        both = sorted([process.pid, below])
+        try:
+            # The kernel sets what /proc shows of the environment a moment after exec.
+            waiting.until(lambda: sorted(leftovers.processes(mark)) == both, f"{both} are found")
+        finally:
+            leftovers.end(mark)
         assert process.wait() == -signal.SIGKILL
 
 
