@@ -51,6 +51,7 @@ class Config:
     engine: str
     replica: str
     local_copy: bool
+    host_copy: int
     require_protection: str
     provide_mindio: bool
     platform: str
@@ -206,6 +207,15 @@ SETTINGS = (
         "True, 1, False or 0",
         truth,
         "True: each rank copies its optimizer state before an update, in place of a barrier of all ranks",
+    ),
+    Setting(
+        "host_copy",
+        "TTP_HOST_COPY",
+        "0",
+        "a number of steps from 0 to 1000000000",
+        number(0, 10**9, int),
+        "every so many steps each rank copies its state to memory of its host, beside the next step; where"
+        " all holders of a shard are lost, the next start goes on from the newest copy; 0: never",
     ),
     Setting(
         "require_protection",
@@ -392,6 +402,12 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
         raise ConfigError(
             f"{name} is set, and TTP_PROVIDE_MINDIO is True: steps of a script that was adapted to MindIO "
             "TTP by hand cannot be recorded; leave out one of them"
+        )
+    if made.provide_mindio and made.host_copy:
+        raise ConfigError(
+            f"TTP_HOST_COPY is {made.host_copy}, and TTP_PROVIDE_MINDIO is True: a script that was adapted "
+            "to MindIO TTP by hand loads by itself, and cannot go on from copies in host memory; leave out "
+            "one of them"
         )
     return made
 

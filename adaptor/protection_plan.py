@@ -16,6 +16,8 @@ from adaptor.replica import tolerance
 _STATE = 12
 # Of a second copy: with `mirror` also the gradients.
 _COPY = {"split": _STATE, "mirror": 16}
+# The copies in host memory that are kept of what a rank updates; of a mirror its owner makes them.
+_HOST_COPIES = 2
 # What a rank sends more in a step, for each parameter of a shard.
 _SENT = {"split": 8, "mirror": 4}
 _GRADIENT = 4
@@ -55,6 +57,7 @@ class Replicas:
         chosen: whether the job would have it.
         memory: bytes more on each rank; None where the size of the model is not known.
         local_copy: bytes more on each rank with TTP_LOCAL_COPY.
+        host_copy: bytes of host memory for each rank with TTP_HOST_COPY.
         sent: bytes that each rank sends more in a step.
         survives: what may be lost, in words.
         any_rack: whether any 1 rack may be lost; None where the racks are not known.
@@ -65,6 +68,7 @@ class Replicas:
     chosen: bool
     memory: float | None
     local_copy: float | None
+    host_copy: float | None
     sent: float | None
     survives: str
     any_rack: bool | None = None
@@ -177,16 +181,17 @@ def _replicas(
     node_of: dict[int, int],
     racks: Sequence[str],
 ) -> Replicas:
-    memory = local = sent = None
+    memory = local = host = sent = None
     if model is not None:
         shard = _shard(sharing, model)
         memory, sent = _COPY.get(kind, 0) * shard, _SENT.get(kind, 0) * shard
         local = _STATE * shard * (2 if kind in _COPY else 1)
+        host = _HOST_COPIES * _STATE * shard * (2 if kind == "split" else 1)
     shares = _shares(kind, sharing, model, node_of)
     words = tolerance.survives(kind, shares, node_of)
     words = words.removeprefix(f"{kind}; ").partition(":")[0]  # behind it are words for the job's first line
     any_rack, better = _racks(shares, node_of, racks) if racks else (None, None)
-    return Replicas(kind, chosen, memory, local, sent, words, any_rack, better)
+    return Replicas(kind, chosen, memory, local, host, sent, words, any_rack, better)
 
 
 def _racks(

@@ -25,6 +25,7 @@ from adaptor.launchers import invitation, tls
 from adaptor.launchers.agent_control import AgentControl
 from adaptor.launchers.control_thread import ControlThreadError
 from adaptor.launchers.controller_client import ControllerClient
+from adaptor.launchers.copy_files import CopyFiles
 from adaptor.launchers.invitation import Invitation
 from adaptor.launchers.log import Log
 from adaptor.launchers.replacements import WorkerStarter
@@ -35,6 +36,7 @@ from adaptor.protocol.environment import (
     AGENT,
     BOARD,
     BOARD_RANKS,
+    COPY_FILES,
     GENERATION,
     IS_RESTART,
     LAST_INCIDENT,
@@ -76,6 +78,7 @@ class Node:
         self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
         self._log = Log(config)
         self._recurrence = Recurrence(config.no_progress)
+        self._copies = CopyFiles()
         self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name))
         self.control.thread.start()
         self.control.thread.wait_for(self.control.workers.serve())
@@ -149,6 +152,7 @@ class Node:
         os.environ[BOARD] = boards.path
         os.environ[BOARD_RANKS] = boards.slots
         os.environ[SCRATCH] = self._scratch.name
+        os.environ[COPY_FILES] = self._copies.begin(ranks if self._config.host_copy else ())
         with contextlib.suppress(OSError):  # something may have cleaned up there; workers do without it
             Path(self._scratch.name).mkdir(mode=0o700, exist_ok=True)
         os.environ.update(self.control.lease.environment())
@@ -304,4 +308,5 @@ class Node:
         self.control.thread.stop()
         self.control.close()
         self._log.close()
+        self._copies.close()
         self._scratch.cleanup()

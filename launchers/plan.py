@@ -30,6 +30,7 @@ class _Replicas(msgspec.Struct):
     chosen: bool
     memory: float | None
     local_copy: float | None
+    host_copy: float | None
     sent: float | None
     survives: str
     any_rack: bool | None = None
@@ -205,12 +206,15 @@ def _lines(report: _Report, hosts: Sequence[str]) -> list[str]:
             f"model        {most} parameters on the rank that has most (calculated)",
             f"memory       {taken} there of weights, gradients and optimizer, without the adaptor",
         ]
-    lines += ["", f"{'replicas':<12} {'more memory':>12} {'local copy':>12} {'sent in a step':>15}  survives"]
+    columns = f"{'more memory':>12} {'local copy':>12} {'host copies':>12} {'sent in a step':>15}"
+    lines += ["", f"{'replicas':<12} {columns}  survives"]
     for row in plan.replicas:
         kind = f"{'*' if row.chosen else ' '} {row.kind}"
         memory, local, sent = _bytes(row.memory), f"+ {_bytes(row.local_copy)}", _bytes(row.sent)
-        lines.append(f"{kind:<12} {memory:>12} {local:>12} {sent:>15}  {row.survives}")
-    lines += ["", "* what this job would have; local copy: with TTP_LOCAL_COPY; all of it on each rank"]
+        host = _bytes(row.host_copy)
+        lines.append(f"{kind:<12} {memory:>12} {local:>12} {host:>12} {sent:>15}  {row.survives}")
+    lines += ["", "* what this job would have; each column for each rank; local copy: with TTP_LOCAL_COPY;"]
+    lines.append("  host copies: with TTP_HOST_COPY, memory of the host")
     lines += [line for row in plan.replicas if row.chosen for line in _of_racks(row, hosts)]
     if plan.save_seconds is not None:
         save, speed, writer = map(_bytes, (plan.save, plan.bandwidth, plan.writer))

@@ -31,8 +31,23 @@ def require_working_directory() -> None:
 
 def needs_own_agent(settings: config.Config) -> str:
     """Return a setting for which this package's own agent and controller must run; '' where none is set."""
-    given = {"TTP_SERVE": settings.serve, "TTP_NOTIFY": settings.notify, "TTP_STORE": settings.store or None}
+    given = {
+        "TTP_SERVE": settings.serve,
+        "TTP_NOTIFY": settings.notify,
+        "TTP_STORE": settings.store or None,
+        "TTP_HOST_COPY": settings.host_copy or None,
+    }
     return next((name for name, value in given.items() if value is not None), "")
+
+
+def require_restart(parsed: argparse.Namespace, settings: config.Config) -> None:
+    """Refuse host copies in a job that never starts its workers again: the next start writes them to disk."""
+    if settings.host_copy and parsed.max_restarts < 1:
+        raise ConfigError(
+            f"TTP_HOST_COPY is {settings.host_copy} and --max-restarts is {parsed.max_restarts}: the next"
+            " start of the workers makes a checkpoint of the copies, so give --max-restarts 1 or more, or"
+            " leave out TTP_HOST_COPY"
+        )
 
 
 def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:

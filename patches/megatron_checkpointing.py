@@ -15,6 +15,7 @@ from adaptor.checkpoint import resume_check
 from adaptor.frameworks import adapter_base
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
+from adaptor.protocol.environment import Generation
 from adaptor.worker import runtime
 
 checkpointing = patching.Unit("checkpointing", framework="megatron-lm", tested=MEGATRON)
@@ -100,21 +101,44 @@ def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
 def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
-    from megatron.training.checkpointing import checkpoint_exists
 
     given = get_args()
-    load = getattr(given, args[3] if len(args) > 3 else kwargs.get("load_arg", "load"))
-    pretrained = getattr(given, "pretrained_checkpoint", None)
-    for folder in filter(None, (load, pretrained)):  # the second where the first is empty
-        resume_check.require_intact(Path(folder), Path(given.save), getattr(given, "ckpt_step", None) or None)
-        if checkpoint_exists(folder):
-            break
+    load_arg = args[3] if len(args) > 3 else kwargs.get("load_arg", "load")
+    copies = context.get().settings.host_copy and context.part(Generation).is_restart and load_arg == "load"
+    if copies:
+        _write_host_copies(args, kwargs)
+    _require_intact(load_arg)
+    if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded now
+        _write_host_copies(args, kwargs)
+    load = getattr(given, load_arg)
     if not adapter_base.is_filtered(given):
         return wrapped(*args, **kwargs)
     adapter_base.settle(Path(load), Path(given.save))
     loaded = wrapped(*args, **kwargs)
     adapter_base.require_added()
     return loaded
+
+
+def _require_intact(load_arg: str) -> None:
+    from megatron.training import get_args
+    from megatron.training.checkpointing import checkpoint_exists
+
+    given = get_args()
+    pretrained = getattr(given, "pretrained_checkpoint", None)
+    for folder in filter(None, (getattr(given, load_arg), pretrained)):  # the second where the first is empty
+        resume_check.require_intact(Path(folder), Path(given.save), getattr(given, "ckpt_step", None) or None)
+        if checkpoint_exists(folder):
+            break
+
+
+def _write_host_copies(args: Any, kwargs: Any) -> None:
+    from adaptor.frameworks import megatron_lm
+
+    names = ("ddp_model", "optimizer", "opt_param_scheduler")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    model, optimizer = given["ddp_model"] if "ddp_model" in given else given["model"], given["optimizer"]
+    if optimizer is not None:
+        megatron_lm.write_host_copies(model, optimizer, given["opt_param_scheduler"])
 
 
 @checkpointing.patch(

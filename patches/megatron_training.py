@@ -118,8 +118,10 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     def begins() -> None:
         begin(args, kwargs, operations=get_args().num_floating_point_operations_so_far)
 
-    from adaptor.online import rejoin  # torch, which is for the script to import
+    from adaptor.host_copy import start  # torch, which is for the script to import
+    from adaptor.online import rejoin
 
+    start.attach(runtime.get().session)
     if rejoin.of_this_process() is None:
         begins()
         trained = wrapped(*args, **kwargs)
@@ -141,6 +143,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     from megatron.training import get_args
 
     from adaptor.frameworks import layout_beside, megatron_lm
+    from adaptor.host_copy import start
 
     patching.check("ttp")
     _require_protected(get_args())  # a checkpoint or a yaml file may have changed them
@@ -152,6 +155,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     trainee = megatron_lm.trainee(*state, operations, rerun)
     if path := context.get().settings.layout_only:
         layout_beside.write_alone(Path(path), trainee.barrier)
+    start.reserve(runtime.get().session.copier, trainee)
     context.part(Watchdogs).warn_if_on()
     context.part(Recorder).watch(trainee.state.model)
     runtime.get().session.begin_training(trainee, inner_optimizers(given["optimizer"]), get_args().iteration)

@@ -155,31 +155,52 @@ class MegatronTrainee:
             assert self.local_copy is not None
             state = replace(state, optimizer=self.local_copy.optimizer, live=state.optimizer)
             mirrors = self.local_copy.mirrors
-        ranks = order.ranks
-        holders = iter([ranks.index(holder) for holder in order.holders])
-        counts = [shards.shard_of(inner)[1] for inner in step_record.chain(self.state.optimizer)]
+        return write_group(state, mirrors, self.device, record, order, run)
 
-        def on_not_finite(what: str, places: Sequence[int]) -> None:
-            if not run.as_is:
-                raise NotFiniteError(what, tuple(sorted({ranks[place] for place in places})))
 
-        exchange = Exchange(
-            group=run.connect(ranks) if len(ranks) > 1 else None,
-            rank=ranks.index(run.rank),
-            sources=[list(islice(holders, count)) for count in counts],
-            mirrors=mirrors,
-            device=self.device,
-            progress=run.progress,
-            cancelled=run.cancelled,
-            on_not_finite=on_not_finite,
-        )
-        with self.device.beside():
-            if run.rank != order.writer:
-                state_writer.send_shards(state, ranks.index(order.writer), exchange)
-                return ()
-            written = state_writer.write_files(state, record, exchange, folder, run.attempt)
-        run.remark(written.not_finite)
-        return written.files
+def write_group(
+    state: TrainingState,
+    mirrors: Sequence[Mirror | None],
+    device: Device,
+    record: StepRecord,
+    order: GroupOrder,
+    run: DumpRun,
+) -> tuple[FileEntry, ...]:
+    """Do a rank's part of saving a group, as `Trainee.dump` describes it.
+
+    Args:
+        state: of this rank.
+        mirrors: per optimizer of the chain: its copy of another shard.
+        device: where its tensors lie.
+        record: of the step.
+        order: the ranks that give the shards, and the writer.
+        run: the folder, the partners, and the callbacks of this dump.
+    """
+    ranks = order.ranks
+    holders = iter([ranks.index(holder) for holder in order.holders])
+    counts = [shards.shard_of(inner)[1] for inner in step_record.chain(state.optimizer)]
+
+    def on_not_finite(what: str, places: Sequence[int]) -> None:
+        if not run.as_is:
+            raise NotFiniteError(what, tuple(sorted({ranks[place] for place in places})))
+
+    exchange = Exchange(
+        group=run.connect(ranks) if len(ranks) > 1 else None,
+        rank=ranks.index(run.rank),
+        sources=[list(islice(holders, count)) for count in counts],
+        mirrors=mirrors,
+        device=device,
+        progress=run.progress,
+        cancelled=run.cancelled,
+        on_not_finite=on_not_finite,
+    )
+    with device.beside():
+        if run.rank != order.writer:
+            state_writer.send_shards(state, ranks.index(order.writer), exchange)
+            return ()
+        written = state_writer.write_files(state, record, exchange, Path(run.folder), run.attempt)
+    run.remark(written.not_finite)
+    return written.files
 
 
 def replicas_of(optimizer: Any, size: int, experts: int, again: bool = False) -> tuple[Mirror | None, ...]:

@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from adaptor import context, output
-from adaptor.checkpoint import tracker
+from adaptor import context, devices, output
+from adaptor.checkpoint import step_record, tracker
 from adaptor.checkpoint.formats import in_format
-from adaptor.checkpoint.placement import place_of, state_at
+from adaptor.checkpoint.placement import CheckpointPlacement, place_of, state_at
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
-from adaptor.checkpoint.training_state import FLOPS
+from adaptor.checkpoint.training_state import FLOPS, TrainingState
 from adaptor.context import Context
+from adaptor.devices.device import Device
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import adapter_base, layout_beside, supported_options
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import TRACKER
 from adaptor.protocol.start_options import START_ONLY
-from adaptor.replica import group
+from adaptor.replica import group, twin
+from adaptor.replica.mirror import Mirror
 
 # The counters in the framework's arguments; a version may lack some.
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -37,11 +40,13 @@ MODELOPT = "_modelopt_state"
 
 def resume_after_restart(args: Any) -> None:
     """Let a restarted job load the newest checkpoint in its --save folder, whatever it began from."""
-    if (
-        not context.part(Generation).is_restart
-        or not (Path(args.save) / TRACKER).is_file()
-        or _has_saved_nothing(args)
-    ):
+    if not context.part(Generation).is_restart:
+        return
+    if not (Path(args.save) / TRACKER).is_file():
+        if context.get().settings.host_copy and args.load is None:
+            args.load = args.save  # before the framework loads, host copies become a checkpoint there
+        return
+    if _has_saved_nothing(args):
         return
     changed = {name: value for name, value in START_ONLY.items() if _is_given(args, name)}
     if not _is_same_folder(args.load, args.save):
@@ -151,7 +156,6 @@ def trainee(
     """
     from megatron.core import mpu, tensor_parallel
     from megatron.training import get_args
-    from megatron.training.checkpointing import get_checkpoint_name
     from megatron.training.training import num_floating_point_operations
 
     require_unconverted(model)
@@ -159,7 +163,6 @@ def trainee(
     core = importlib.util.find_spec("megatron.core.num_microbatches_calculator")
     batches = importlib.import_module(core.name if core else "megatron.training.global_vars")
     args = get_args()
-    folder = Path(get_checkpoint_name("", 0)).parent.name
     operations = _Operations(so_far)
 
     def batch() -> int:
@@ -199,20 +202,9 @@ def trainee(
         supported_options.expert_data_parallel_size(args),
         again,
     )
-    place = place_of(optimizer, mirrors, folder, everyone)
-    state = state_at(
-        place,
-        model,
-        optimizer,
-        scheduler,
-        args,
-        keeps=adapter_base.is_kept if adapter_base.is_filtered(args) else None,
-        beside=context.part(adapter_base.AdapterBase).files(),
-    )
-    state = replace(state, on_top=layout_beside.take(state, place, everyone))
+    state, place = _state_of(model, optimizer, scheduler, mirrors, everyone)
     return MegatronTrainee(
-        # Up to 0.6 there is one format, and no option that names it.
-        state=in_format(getattr(args, "ckpt_format", "torch"), state, place.first, "--ckpt-format"),
+        state=state,
         save=str(Path(args.save).resolve()),
         shares=place.shares,
         random=RandomStates(
@@ -228,6 +220,57 @@ def trainee(
         local_copy=local_copy_of(optimizer, mirrors, again),
         survives=place.survives,
     )
+
+
+def _state_of(
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    mirrors: Sequence[Mirror | None],
+    everyone: dist.ProcessGroup,
+) -> tuple[TrainingState, CheckpointPlacement]:
+    """Return what a checkpoint has of this rank, and the place of this rank in it: collective."""
+    from megatron.training import get_args
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    args = get_args()
+    place = place_of(optimizer, mirrors, Path(get_checkpoint_name("", 0)).parent.name, everyone)
+    state = state_at(
+        place,
+        model,
+        optimizer,
+        scheduler,
+        args,
+        keeps=adapter_base.is_kept if adapter_base.is_filtered(args) else None,
+        beside=context.part(adapter_base.AdapterBase).files(),
+    )
+    state = replace(state, on_top=layout_beside.take(state, place, everyone))
+    # Up to 0.6 there is one format, and no option that names it.
+    return in_format(getattr(args, "ckpt_format", "torch"), state, place.first, "--ckpt-format"), place
+
+
+def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+    """Make a checkpoint of the host copies, if they are newer than what the job has saved: collective.
+
+    Model and optimizer are built, and nothing is loaded yet. The job then loads from its save folder.
+    """
+    from megatron.training import get_args
+
+    from adaptor.host_copy import rebuild
+
+    args = get_args()
+    chain = step_record.chain(optimizer)
+
+    def describe() -> tuple[TrainingState, CheckpointPlacement, Device]:
+        mains = (param for one in step_record.inner(optimizer) for param in twin.params(one))
+        weights = (param for chunk in model for param in chunk.parameters())
+        device = devices.of(itertools.chain(mains, weights), context.get().settings.device)
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        return (*_state_of(model, optimizer, scheduler, (None,) * len(chain), everyone), device)
+
+    if rebuild.write_newest(Path(args.save).resolve(), optimizer, describe) is not None:
+        resume_after_restart(args)
 
 
 def evaluated(args: Any, iters: int | list[int], step: int) -> int:

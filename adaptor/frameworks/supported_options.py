@@ -62,6 +62,15 @@ def require_no_layout_only() -> None:
         )
 
 
+def require_no_host_copy() -> None:
+    """Refuse TTP_HOST_COPY where Megatron-LM's own function does not load. Raises UnsupportedError."""
+    if context.get().settings.host_copy:
+        raise UnsupportedError(
+            "TTP_HOST_COPY is set: only jobs that load with Megatron-LM's own load_checkpoint go on from"
+            " copies in host memory; leave it out"
+        )
+
+
 def require_alone(args: Any) -> None:
     """Refuse a job that a second system would save, too: both would hold its processes and write its files.
 

@@ -269,6 +269,8 @@ class Rejoin:
         assert loop is not None
         trainee = session.trainee
         told = self._told if self._is_newcomer else None
+        if session.copier is not None:
+            session.copier.stop()
         if told is not None:
             record = told.record
             if record.step != order.step:

@@ -174,6 +174,23 @@ def ask_shard(channel: TransferChannel, index: int, optimizer: torch.optim.Optim
     """
     channel.send(msgspec.msgpack.encode(Request(SHARD, index)))
     theirs: Shard = optimizer_state.decode(channel.receive(), Shard)
+    return channel.receive_tensors(lay_out(optimizer, theirs, index))
+
+
+def lay_out(optimizer: torch.optim.Optimizer, theirs: Shard, index: int) -> list[torch.Tensor]:
+    """Let `optimizer` have the param groups and the state of another one; return the tensors to be filled.
+
+    Args:
+        optimizer: that has shard `index` here.
+        theirs: the other one, in words.
+        index: for the text of an error.
+
+    Returns:
+        Its params, then the tensors of its state, in the order in which they are sent.
+
+    Raises:
+        TransferError: it is not laid out as the other one.
+    """
     sizes = describe(optimizer).sizes
     if sizes != theirs.sizes:
         raise TransferError(
@@ -189,7 +206,7 @@ def ask_shard(channel: TransferChannel, index: int, optimizer: torch.optim.Optim
         for param, entries in zip(params, theirs.states, strict=True)
         for tensor in optimizer_state.make_state(optimizer, param, entries)
     ]
-    return channel.receive_tensors([*params, *landed])
+    return [*params, *landed]
 
 
 def ask_frozen(channel: TransferChannel, weights: Sequence[torch.Tensor]) -> None:

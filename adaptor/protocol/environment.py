@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -19,6 +20,8 @@ BOARD_RANKS = "TTP_BOARD_RANKS"
 SCRATCH = "TTP_SCRATCH"
 GENERATION = "TTP_GENERATION"
 IS_RESTART = "TTP_IS_RESTART"
+# The files of host copies that the agent holds: JSON, for each rank the paths of its files.
+COPY_FILES = "TTP_COPY_FILES"
 # The number of the incident in which this process takes the place of another; not set at a start of all.
 NEWCOMER = "TTP_NEWCOMER"
 # The line of the incident after which all workers are started again; empty at the first start.
@@ -71,6 +74,18 @@ class Nodes:
         self.fewest, self.most = int(fewest or 0), int(most or 0)
         self.here = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self.before = int(os.environ.get(NODES_BEFORE, "0"))
+
+
+class HeldCopies:
+    """The files of host copies that the agent of this process holds, a part of its context.
+
+    Attributes:
+        paths: of each rank the paths of its files; empty where there are none
+    """
+
+    def __init__(self, context: Context) -> None:
+        said = json.loads(os.environ.get(COPY_FILES) or "{}")
+        self.paths: dict[int, tuple[str, ...]] = {int(rank): tuple(paths) for rank, paths in said.items()}
 
 
 class Place:

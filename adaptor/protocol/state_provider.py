@@ -89,6 +89,29 @@ class Trainee(Protocol):
         """
 
 
+class StateCopier(Protocol):
+    """Copies the state of finished steps into host memory (TTP_HOST_COPY); called on the main thread."""
+
+    def forget_after(self, step: int) -> None:
+        """Give up copies of later steps, once none is being made: the job goes on from `step`."""
+
+    def copy(self, trainee: Any, record: Any, mark: Any, *, is_intact: bool) -> None:
+        """Begin the copy of the step of `record` where one is due; then collective.
+
+        Args:
+            trainee: whose live state it is, if it `is_intact`.
+            record: of the step, from `Trainee.take_record`.
+            mark: the device's, behind the update of the step and the record.
+            is_intact: whether the live state is that of the step.
+        """
+
+    def wait(self) -> None:
+        """Wait for the copy that is being made: the state is about to change."""
+
+    def stop(self) -> None:
+        """Give up the copy that is being made: the state is about to change, in an incident."""
+
+
 class NotFiniteError(Exception):
     """The shards that `ranks` gave have a nan or an infinity in them; another copy may have none."""
 

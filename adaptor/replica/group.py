@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 
 from adaptor import context
@@ -36,3 +39,15 @@ def barrier(everyone: dist.ProcessGroup) -> None:
     """
     work = dist.barrier(group=everyone, async_op=True)
     context.part(Waits).wait(work, work.wait)
+
+
+def smallest(everyone: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
+    """Return the least of what all ranks say, number by number; another thread can end the wait.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+    told = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    work = dist.all_reduce(told, dist.ReduceOp.MIN, group=everyone, async_op=True)
+    context.part(Waits).wait(work, work.wait)
+    return [int(number) for number in told]

@@ -15,7 +15,7 @@ from typing import Any
 
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.protocol.board import Board
-from adaptor.protocol.state_provider import Trainee
+from adaptor.protocol.state_provider import StateCopier, Trainee
 from adaptor.worker import step_checks
 from adaptor.worker.door import PUBLISH
 from adaptor.worker.freezer import Freezer
@@ -65,6 +65,7 @@ class Session:
         self._thread = 0  # the one that trains
         self.pace = Pace(board)
         self._loop = LoopPosition()
+        self.copier: StateCopier | None = None  # of copies in host memory
 
     @property
     def counts_steps(self) -> bool:
@@ -118,6 +119,8 @@ class Session:
         was started from, and `measures` those of another rank.
         """
         self._thread = threading.get_ident()
+        if self.copier is not None:
+            self.copier.forget_after(step)
         self._history.reset({step: TakenRecord(record, None)})
         comes_new = self.trainee is None
         self._hold_state(trainee, inner_optimizers)
@@ -187,7 +190,9 @@ class Session:
         left_out = not updates_finish and finished < step - 1 and self.trainee.has_state()
         if left_out and finished == self._history.snapshot_step:
             records[finished] = TakenRecord(self.record_of(finished), None)
-        records[step - 1] = TakenRecord(self.trainee.take_record(step - 1), self.trainee.device.mark())
+        taken = records[step - 1] = TakenRecord(
+            self.trainee.take_record(step - 1), self.trainee.device.mark()
+        )
         self._history.add(records, oldest=self.board.oldest, newest=finished)
         self._step = step
         if left_out:  # the framework skipped steps as a whole (Megatron's --iterations-to-skip)
@@ -202,6 +207,9 @@ class Session:
             self._loop.begin()
         if watched or (ends_with_update and self._end_is_told):
             self.pace.begin_step(step)
+        if self.copier is not None and step - 1 > self._origin:
+            is_intact = self.board.live <= step - 1 == self.board.finished
+            self.copier.copy(self.trainee, taken.record, taken.mark, is_intact=is_intact)
 
     @contextlib.contextmanager
     def step(self, step: int, *, updates_finish: bool = False) -> Iterator[None]:
@@ -282,6 +290,8 @@ class Session:
             step_checks.require_first_update(self._step, self.board.finished)
         if self._recorder is not None:
             self._recorder.before_update()
+        if self.copier is not None:
+            self.copier.wait()
         self.window.open(self.trainee, self._step)
 
     def after_update(self, optimizer: object) -> None:

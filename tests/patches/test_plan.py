@@ -62,7 +62,7 @@ def test_nodes_and_racks(warm_python: Run, tmp_path: Path) -> None:
 
 
 def test_words_about_racks() -> None:
-    row = plan._Replicas("split", True, None, None, None, "", any_rack=False, better=(0, 2, 1, 3))
+    row = plan._Replicas("split", True, None, None, None, None, "", any_rack=False, better=(0, 2, 1, 3))
     _, line = plan._of_racks(row, ["a", "b", "c", "d"])
     assert line.endswith("any 1 rack may be lost with this order: a, c, b, d")
 

@@ -37,6 +37,7 @@ LAYERS = (
     ("adaptor.store",),
     ("adaptor.worker",),
     ("adaptor.online",),
+    ("adaptor.host_copy",),
     ("adaptor.mindio",),
     ("adaptor.frameworks", "adaptor.preflight", "adaptor.protection_plan"),
     ("adaptor.patches", "adaptor.mindio.provided"),
@@ -47,6 +48,7 @@ LAYERS = (
 WORKERS_ONLY = (
     "adaptor.worker",
     "adaptor.online",
+    "adaptor.host_copy",
     "adaptor.frameworks",
     "adaptor.patches",
     "adaptor.replica",
@@ -136,6 +138,7 @@ USES_ANY = {
     "adaptor.config": "the values of all settings, before they are a Config",
     "adaptor.devices": "what is replaced in torch; streams and events of accelerators",
     "adaptor.frameworks": "the frameworks",
+    "adaptor.host_copy": "models and optimizers of frameworks, marks of a device",
     "adaptor.launchers.agent": "the worker group of torch elastic",
     "adaptor.launchers.rendezvous": "rendezvous handlers of torch elastic",
     "adaptor.launchers.starter": "the command of a process that torch elastic has started",

@@ -33,6 +33,7 @@ DEFAULTS = Config(
     engine="builtin",
     replica="auto",
     local_copy=False,
+    host_copy=0,
     require_protection="auto",
     provide_mindio=False,
     platform="auto",
@@ -75,6 +76,7 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_REPLICA", "mirror", "replica", "mirror"),
     ("TTP_LOCAL_COPY", "True", "local_copy", True),
     ("TTP_LOCAL_COPY", "0", "local_copy", False),
+    ("TTP_HOST_COPY", "10", "host_copy", 10),
     ("TTP_REQUIRE_PROTECTION", "AUTO", "require_protection", "auto"),
     ("TTP_REQUIRE_PROTECTION", "1", "require_protection", "True"),
     ("TTP_REQUIRE_PROTECTION", "false", "require_protection", "False"),
@@ -107,6 +109,8 @@ GOOD: list[tuple[str, str, str, Any]] = [
 ]
 
 BAD = [
+    ("TTP_HOST_COPY", "-1"),
+    ("TTP_HOST_COPY", "ten"),
     ("TTP_REQUIRE_PROTECTION", "yes"),
     ("ENABLE_TTP", "yes"),
     ("ENABLE_TTP", ""),
@@ -266,6 +270,7 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_HANG": "--ttp-hang",
         "TTP_ONLINE": "--ttp-online",
         "TTP_SPARES": "--ttp-spares",
+        "TTP_HOST_COPY": "--ttp-host-copy",
         "TTP_NO_PROGRESS": "--ttp-no-progress",
         "TTP_PORT": "--ttp-port",
         "TTP_TLS": "--ttp-tls",

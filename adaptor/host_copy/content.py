@@ -1,0 +1,212 @@
+"""The content of a host copy: all that last words of its step need of one rank.
+
+These are the shards that the rank updates, weights that nobody trains, the record of the step, and the
+framework's arguments as far as they are plain values. In front of the tensors stands an index, which says in
+words how the shards are laid out; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from adaptor.checkpoint import step_record
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.checkpoint.training_state import TrainingState
+from adaptor.devices.device import Device
+from adaptor.errors import CheckpointError
+from adaptor.online import packing, transfer
+from adaptor.online.state import frozen, own_shards, record_of
+from adaptor.online.transfer import Shard
+from adaptor.replica import optimizer_state, twin
+
+_LENGTH = struct.Struct("<Q")
+# Where a tensor may begin: any dtype can be read there.
+_ALIGNMENT = 64
+# Elements that are copied at once: between two pieces the copy can be given up.
+_PIECE = 1 << 23
+# What an index takes besides the record: description of a param and its state, rounded up.
+_OF_A_PARAM = 1024
+_SLACK = 1 << 20
+# Two moments in fp32: the state that Adam has from its first update on.
+_MOMENTS = 8
+
+
+class CopyAbandonedError(Exception):
+    """A copy was given up before it was whole."""
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """A shard in the index: its number in the group, and the optimizer that has it, in words."""
+
+    index: int
+    described: bytes
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The index in front of the tensors.
+
+    Attributes:
+        record: of the step, packed
+        arguments: of the framework, packed
+        shards: which the rank updates
+        tensors: dtype and number of elements of each that follows
+    """
+
+    record: bytes
+    arguments: bytes
+    shards: list[_Part]
+    tensors: list[tuple[str, int]]
+
+
+class Told(NamedTuple):
+    """The contents of a copy besides tensors: the record of the step, and arguments of the framework."""
+
+    record: StepRecord
+    arguments: Mapping[str, Any]
+
+
+def most_bytes(trainee: MegatronTrainee) -> int:
+    """Return the bytes that a copy of this rank takes at most, before its optimizer has any state.
+
+    Raises:
+        TypeError: something in the state cannot be copied.
+    """
+    state = trainee.state
+    schedule = None if state.scheduler is None else dict(state.scheduler.state_dict())
+    record = (trainee.random.take(), state.buffers.take(), step_record.take_groups(state.optimizer), schedule)
+    size = _SLACK + 2 * len(packing.pack(record))
+    for _, optimizer in own_shards(trainee.state.optimizer):
+        params = twin.params(optimizer)
+        size += sum(param.numel() * (param.element_size() + _MOMENTS) for param in params)
+        size += len(params) * (_OF_A_PARAM + 3 * _ALIGNMENT)
+    weights = frozen(trainee.state.model)
+    return size + sum(weight.numel() * weight.element_size() + _ALIGNMENT for weight in weights)
+
+
+def write(
+    trainee: MegatronTrainee,
+    record: StepRecord,
+    room: Callable[[int], memoryview],
+    cancelled: Callable[[], bool],
+) -> int:
+    """Write the copy of the state that `record` belongs to; return its size in bytes.
+
+    Args:
+        trainee: of this rank; its optimizer state is not changed meanwhile.
+        record: of the step.
+        room: returns memory for so many bytes.
+        cancelled: is asked again and again.
+
+    Raises:
+        CopyAbandonedError: it was cancelled.
+        TypeError: something in the state cannot be copied, such as an object of an optimizer's own.
+        OSError: there is no room.
+    """
+    shards = own_shards(trainee.state.optimizer)
+    tensors = [
+        tensor
+        for _, optimizer in shards
+        for tensor in (*twin.params(optimizer), *optimizer_state.tensors_of(optimizer))
+    ]
+    tensors += frozen(trainee.state.model)
+    index = msgspec.msgpack.encode(
+        _Index(
+            record=packing.pack(dict(vars(record))),
+            arguments=packing.pack(_plain_arguments(trainee.state.args)),
+            shards=[
+                _Part(number, optimizer_state.encode(transfer.describe(optimizer)))
+                for number, optimizer in shards
+            ],
+            tensors=[(_name(tensor.dtype), tensor.numel()) for tensor in tensors],
+        )
+    )
+    places, size = _places(len(index), [(tensor.dtype, tensor.numel()) for tensor in tensors])
+    memory = room(size)
+    memory[: _LENGTH.size] = _LENGTH.pack(len(index))
+    memory[_LENGTH.size : _LENGTH.size + len(index)] = index
+    device = trainee.device
+    with torch.no_grad(), device.beside():
+        for tensor, place in zip(tensors, places, strict=True):
+            if not tensor.numel():
+                continue
+            into = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+            flat = tensor.detach().reshape(-1)
+            for start in range(0, tensor.numel(), _PIECE):
+                if cancelled():
+                    raise CopyAbandonedError
+                device.copy(into[start : start + _PIECE], flat[start : start + _PIECE])
+    return size
+
+
+def _plain_arguments(args: Any) -> dict[str, Any]:
+    """Return the framework's arguments that are numbers, texts and lists of these."""
+    given = dict(vars(args)) if args is not None else {}  # at once: the main thread may add to it
+    return {name: value for name, value in given.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _places(index: int, tensors: list[tuple[torch.dtype, int]]) -> tuple[list[int], int]:
+    """Return where each tensor begins behind an index of `index` bytes, and where the last one ends."""
+    places, at = [], _LENGTH.size + index
+    for dtype, count in tensors:
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        places.append(at)
+        at += dtype.itemsize * count
+    return places, at
+
+
+def read(memory: memoryview, state: TrainingState, device: Device) -> Told:
+    """Give the live optimizers and the untrained weights of `state` what a whole copy has.
+
+    Args:
+        memory: the content.
+        state: of a rank whose model and optimizer are built as those that were copied.
+        device: where its tensors lie.
+
+    Raises:
+        CheckpointError: the copy is of a model or an optimizer that is laid out in another way.
+    """
+    (length,) = _LENGTH.unpack_from(memory)
+    index = msgspec.msgpack.decode(memory[_LENGTH.size : _LENGTH.size + length], type=_Index)
+    there = dict(own_shards(state.optimizer))
+    if there.keys() != {part.index for part in index.shards}:
+        raise CheckpointError(
+            f"the copy has shard {_numbers(part.index for part in index.shards)} of this rank's group, and"
+            f" this rank updates shard {_numbers(there)}"
+        )
+    landed: list[torch.Tensor] = []
+    for part in index.shards:
+        described: Shard = optimizer_state.decode(part.described, Shard)
+        try:
+            landed += transfer.lay_out(there[part.index], described, part.index)
+        except transfer.TransferError as error:
+            raise CheckpointError(str(error)) from error
+    landed += frozen(state.model)
+    if [(_name(tensor.dtype), tensor.numel()) for tensor in landed] != index.tensors:
+        raise CheckpointError("the tensors of the copy have other types or sizes than those of this rank")
+    places, _ = _places(length, [(tensor.dtype, tensor.numel()) for tensor in landed])
+    with torch.no_grad():
+        for tensor, place in zip(landed, places, strict=True):
+            if tensor.numel():
+                whole = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+                tensor.data.copy_(whole.reshape(tensor.shape))
+    return Told(record_of({"record": packing.unpack(index.record)}), packing.unpack(index.arguments))
+
+
+def _numbers(numbers: Any) -> str:
+    return " and ".join(map(str, sorted(numbers))) or "none"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,176 @@
+"""Makes the host copies of a rank: a thread copies the state of a finished step beside the next step.
+
+Between two updates nothing changes what is copied. The main thread waits for the rest of a copy only before
+its next update. There are two files, and all ranks agree which of them is written next: every TTP_HOST_COPY
+steps they exchange the newest step that each holds. Invariant: the newest step that all ranks hold is
+overwritten by none, so whatever dies and whenever, there is a step of which every rank has a whole copy (once
+there was one). A rank that cannot copy says so, and keeps what it has; so do all the others then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from adaptor import output, text
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.host_copy import content
+from adaptor.host_copy.content import CopyAbandonedError
+from adaptor.protocol.copy_file import CopyFile, CopyHeader
+
+# A rank that holds none.
+NONE = -1
+# A copy that is queued behind a collective that never ends is given up after so many seconds.
+DEVICE_S = 60.0
+
+
+class Copier:
+    """The host copies of one rank; the main thread calls it (`state_provider.StateCopier`).
+
+    Args:
+        every: a step whose number this divides is copied.
+        rank, world_size: of this process, and of the job.
+        generation: the start of the workers.
+        files: two, which the agent holds.
+        smallest: returns the least of what all ranks say, number by number; collective.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        rank: int,
+        world_size: int,
+        generation: str,
+        files: Sequence[CopyFile],
+        smallest: Callable[[Sequence[int]], list[int]],
+    ) -> None:
+        self._every = every
+        self._rank = rank
+        self._world_size = world_size
+        self._generation = generation
+        self._files = list(files)
+        self._smallest = smallest
+        self._changed = threading.Condition()
+        self._job: Callable[[], None] | None = None
+        self._is_cancelled = False
+        self._failed = ""  # why this rank copies no more
+        self._thread: threading.Thread | None = None
+
+    @property
+    def count(self) -> int:
+        """Return how many copies are kept."""
+        return len(self._files)
+
+    def forget_all(self) -> None:
+        """Give up what this rank holds: training begins, from a step that is on disk."""
+        for file in self._files:
+            file.clear()
+
+    def forget_after(self, step: int) -> None:
+        """Give up what is later than `step`: the job goes on from there."""
+        self.stop()
+        for file in self._files:
+            header = file.header
+            if header is not None and header.step > step:
+                file.begin()
+
+    def reserve(self, size: int) -> None:
+        """Have memory for copies of `size` bytes.
+
+        Raises:
+            OSError: there is not so much.
+        """
+        for file in self._files:
+            file.reserve(size)
+
+    def copy(self, trainee: MegatronTrainee, record: StepRecord, mark: Any, *, is_intact: bool) -> None:
+        """Begin the copy of a finished step where one is due; then collective.
+
+        Args:
+            trainee: of this rank.
+            record: of the step.
+            mark: the device's, behind the update of the step and the record.
+            is_intact: whether the live state is that of the step.
+        """
+        if record.step % self._every:
+            return
+        self.wait()
+        held = self._held()
+        (of_all,) = self._smallest([max(held.values(), default=NONE)])
+        target = self._target(held, of_all, record.step)
+        if target is None or not is_intact or self._failed:
+            return
+        self._is_cancelled = False
+        with self._changed:
+            self._job = lambda: self._copy(target, trainee, record, mark)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="ttp-host-copy", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the copy that is being made: the state is about to change."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._job is None)
+
+    def stop(self) -> None:
+        """Give up the copy that is being made, and wait for its thread to notice."""
+        self._is_cancelled = True
+        self.wait()
+
+    def _held(self) -> dict[int, int]:
+        """Return the step of each file that has a whole copy of this generation, by the file's number."""
+        headers = {number: file.header for number, file in enumerate(self._files)}
+        return {
+            number: header.step
+            for number, header in headers.items()
+            if header is not None and header.generation == self._generation
+        }
+
+    def _target(self, held: dict[int, int], of_all: int, step: int) -> CopyFile | None:
+        """Return the file to overwrite with `step`; None: this rank has it already.
+
+        Not that with the step `of_all`, which every rank holds; of two others the older.
+        """
+        if step in held.values():
+            return None
+        free = [number for number in range(len(self._files)) if held.get(number) != of_all]
+        return self._files[min(free, key=lambda number: held.get(number, NONE))]
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._job is not None)
+                job = self._job
+            assert job is not None
+            try:
+                job()
+            except CopyAbandonedError:
+                pass
+            except BaseException as error:  # the training does not depend on it
+                self._failed = text.describe(error)
+                output.tell(
+                    f"[ttp] rank {self._rank} makes no more copies in host memory (TTP_HOST_COPY):"
+                    f" {self._failed}"
+                )
+            finally:
+                with self._changed:
+                    self._job = None
+                    self._changed.notify_all()
+
+    def _copy(self, file: CopyFile, trainee: MegatronTrainee, record: StepRecord, mark: Any) -> None:
+        file.begin()
+        if not trainee.device.wait(mark, DEVICE_S):
+            raise CopyAbandonedError
+        size = content.write(trainee, record, lambda size: _room(file, size), lambda: self._is_cancelled)
+        digest = file.digest(size)
+        if self._is_cancelled:
+            raise CopyAbandonedError
+        file.commit(CopyHeader(self._generation, self._world_size, self._rank, record.step, size, digest))
+
+
+def _room(file: CopyFile, size: int) -> memoryview:
+    file.reserve(size)
+    return file.content

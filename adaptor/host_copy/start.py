@@ -1,0 +1,83 @@
+"""Lets a worker make host copies: its copier, and the memory for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from adaptor import context, output
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.errors import UnsupportedError
+from adaptor.host_copy import content, room
+from adaptor.host_copy.copier import Copier
+from adaptor.protocol.copy_file import HEADER_BYTES, CopyFile
+from adaptor.protocol.environment import Generation, HeldCopies, Place
+from adaptor.protocol.state_provider import StateCopier
+from adaptor.replica import group
+from adaptor.worker.session import Session
+
+
+def attach(session: Session) -> None:
+    """Give `session` the copier of this rank, which begins with its files as they are.
+
+    Raises:
+        OSError: the agent's files cannot be opened.
+    """
+    every, place = context.get().settings.host_copy, context.part(Place)
+    paths = context.part(HeldCopies).paths.get(place.rank, ())
+    if not every or not paths:
+        return
+
+    def smallest(numbers: Sequence[int]) -> list[int]:
+        everyone = group.of_this_job()
+        assert everyone is not None
+        return group.smallest(everyone, numbers)
+
+    session.copier = Copier(
+        every,
+        place.rank,
+        dist.get_world_size(),
+        context.part(Generation).name,
+        [CopyFile(path) for path in paths],
+        smallest,
+    )
+
+
+def reserve(copier: StateCopier | None, trainee: MegatronTrainee) -> None:
+    """Take the memory for the copies of this rank, before its first step; collective.
+
+    Args:
+        copier: of this rank; None: it makes no copies.
+        trainee: its state.
+
+    Raises:
+        UnsupportedError: a node has not so much memory, or something in the state cannot be copied.
+    """
+    if copier is None:
+        return
+    assert isinstance(copier, Copier)
+    everyone = group.of_this_job()
+    assert everyone is not None
+    try:
+        size = content.most_bytes(trainee)
+    except TypeError as error:
+        raise UnsupportedError(f"TTP_HOST_COPY is set, and this state cannot be copied: {error}") from None
+    place = context.part(Place)
+    copier.forget_all()  # what an earlier start has left is on disk, or was given up
+    dist.barrier(group=everyone)
+    of_the_node = room.require(place, copier.count * (HEADER_BYTES + size), everyone)
+    try:
+        copier.reserve(size)
+    except OSError as error:
+        raise UnsupportedError(
+            f"TTP_HOST_COPY is set: no memory for {copier.count} copies of {size} bytes of rank"
+            f" {place.rank} ({error.strerror}): leave it out, or give node {place.node} more memory"
+        ) from None
+    if place.rank == 0 and not context.part(Generation).is_restart:
+        output.tell(
+            f"[ttp] copies in host memory every {context.get().settings.host_copy} steps:"
+            f" {of_the_node / 2**20:.1f} MiB on node 0; they survive the death of all workers, not that of"
+            " ttprun or of the node",
+            to="stdout",
+        )

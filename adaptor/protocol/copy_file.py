@@ -1,0 +1,116 @@
+"""The file in memory that has one host copy of a rank: written by the worker, held open by its agent.
+
+It is anonymous (a memfd), so it outlives the worker, and nothing of it is left when the last agent that holds
+it has ended, however that ends. Invariant: the header is valid only while the content behind it is whole. A
+writer takes the header away first, and writes it last; a death in between leaves a file that says nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+HEADER_BYTES = 4096  # a page: what is behind it can be mapped by itself
+_FIELDS = struct.Struct("<8s32sqqqqQ")
+_DIGEST = struct.Struct("<Q")
+_MAGIC = b"ttp-copy"
+# A piece of the content that is hashed, sent or read at once.
+PIECE = 8 << 20
+
+
+class CopyHeader(NamedTuple):
+    """The description of a whole copy.
+
+    Attributes:
+        generation: the start of the workers in which it was made
+        world_size: ranks of the job then
+        rank: whose state it is
+        step: the finished step
+        size: bytes of the content
+        digest: its xxh3_64
+    """
+
+    generation: str
+    world_size: int
+    rank: int
+    step: int
+    size: int
+    digest: int
+
+
+class CopyFile:
+    """One file of a host copy, opened by whoever writes or reads it.
+
+    Args:
+        path: under which this process can open it: `/proc/PID/fd/N` of the agent.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._memory: mmap.mmap | None = None
+
+    @property
+    def header(self) -> CopyHeader | None:
+        """The header; None where there is no whole copy."""
+        said = os.pread(self._fd, _FIELDS.size + _DIGEST.size, 0)
+        if len(said) < _FIELDS.size + _DIGEST.size:
+            return None
+        fields, (digest,) = said[: _FIELDS.size], _DIGEST.unpack(said[_FIELDS.size :])
+        if not fields.startswith(_MAGIC) or xxhash.xxh3_64_intdigest(fields) != digest:
+            return None
+        _, generation, *numbers = _FIELDS.unpack(fields)
+        name = generation.rstrip(b"\0").decode("ascii", "replace")
+        return CopyHeader(name, *numbers)
+
+    @property
+    def content(self) -> memoryview:
+        """The room for the content, or the content of a whole copy and what is behind it."""
+        if self._memory is None or len(self._memory) != os.fstat(self._fd).st_size:
+            self._memory = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+        return memoryview(self._memory)[HEADER_BYTES:]
+
+    def reserve(self, size: int) -> None:
+        """Have room for `size` bytes of content, so that writing it needs no memory any more.
+
+        Raises:
+            OSError: there is not so much memory.
+        """
+        whole = HEADER_BYTES + size
+        if os.fstat(self._fd).st_size < whole:
+            self._memory = None
+            os.ftruncate(self._fd, whole)
+        os.posix_fallocate(self._fd, 0, whole)
+
+    def begin(self) -> None:
+        """Take the header away: the content is about to change."""
+        if os.fstat(self._fd).st_size:
+            os.pwrite(self._fd, bytes(_FIELDS.size), 0)
+
+    def clear(self) -> None:
+        """Give the copy up, and its memory back."""
+        self._memory = None
+        os.ftruncate(self._fd, 0)
+
+    def commit(self, header: CopyHeader) -> None:
+        """Note that the content is whole."""
+        generation, *numbers = header
+        fields = _FIELDS.pack(_MAGIC, generation.encode("ascii"), *numbers)
+        os.pwrite(self._fd, fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields)), 0)
+
+    def digest(self, size: int) -> int:
+        """Return the checksum of the first `size` bytes of the content."""
+        made, content = xxhash.xxh3_64(), self.content
+        for start in range(0, size, PIECE):
+            made.update(content[start : min(start + PIECE, size)])
+        return int(made.intdigest())
+
+    def close(self) -> None:
+        self._memory = None
+        os.close(self._fd)

@@ -1,0 +1,48 @@
+"""`TTP_HOST_COPY`: all holders of a shard are killed; the next start goes on from copies in host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2_FP16, DP3, TP2_DP1, Job, Layout
+from tests.faults.same import differences
+from tests.faults.scenario import BaselineOf
+
+
+@pytest.mark.parametrize(
+    ("layout", "faults", "save_interval", "since"),
+    [
+        (DP3, ["rank=1,step=7,phase=backward,kind=sigkill,also=2"], 1000, "nothing was saved"),
+        (TP2_DP1, ["rank=1,step=8,phase=norm,kind=sigkill"], 4, "later than step 4, which was saved"),
+        (DP2_FP16, ["rank=1,step=7,phase=update,kind=sigkill,also=0"], 1000, "nothing was saved"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Layout) else "",
+)
+def test_no_holder_of_a_shard_is_left(
+    layout: Layout,
+    faults: list[str],
+    save_interval: int,
+    since: str,
+    tmp_path: Path,
+    baseline_of: BaselineOf,
+) -> None:
+    job = Job(
+        tmp_path / "job",
+        layout,
+        save=tmp_path / "save",
+        save_interval=save_interval,
+        options=["--ttp-host-copy", "2"],
+        restarts=1,
+        faults=faults,
+    )
+    baseline = baseline_of(layout)
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    assert f"[ttp] step 6 is written from the copies in host memory ({since})" in ended.said
+    assert job.save is not None
+    folder = job.save / "iter_0000006"
+    assert differences(folder, baseline.checkpoints / folder.name) == []
+    outcome.assert_same_training(ended, baseline.records)

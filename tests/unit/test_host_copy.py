@@ -1,0 +1,244 @@
+"""Host copies: what is whole and what is not, what all ranks have after a death, and what comes back."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from adaptor import descriptors
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.devices.device import HOST
+from adaptor.errors import CheckpointError, UnsupportedError
+from adaptor.host_copy import content, room
+from adaptor.host_copy.copier import Copier
+from adaptor.launchers.copy_files import CopyFiles
+from adaptor.protocol.copy_file import CopyFile, CopyHeader
+from adaptor.protocol.environment import COPY_FILES, HeldCopies
+from tests.unit.launching import ONE, Launcher, clean, launcher, zygote
+
+__all__ = ["clean", "launcher", "zygote"]
+
+EVERY = 2
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[[], CopyFile]]:
+    """Make files as an agent does, which holds them to the end of the test."""
+    held: list[int] = []
+
+    def make() -> CopyFile:
+        held.append(descriptors.in_memory("ttp-test"))
+        return CopyFile(f"/proc/{os.getpid()}/fd/{held[-1]}")
+
+    yield make
+    for file in held:
+        os.close(file)
+
+
+def trainee(size: int = 4, frozen: int = 0) -> Any:
+    """A rank that trains one layer with Adam; its optimizer has made a step."""
+    layer = torch.nn.Linear(size, size)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    layer(torch.ones(size)).sum().backward()
+    optimizer.step()
+    chunks = [layer, *(torch.nn.Linear(2, 2).requires_grad_(False) for _ in range(frozen))]
+    state = SimpleNamespace(
+        optimizer=SimpleNamespace(optimizer=optimizer),
+        model=chunks,
+        args=SimpleNamespace(seq_length=size, betas=(0.9, 0.95), path=Path("/"), hook=print),
+    )
+    return SimpleNamespace(state=state, device=HOST)
+
+
+def record(step: int) -> StepRecord:
+    states = [{"torch_rng_state": torch.get_rng_state()}]
+    return StepRecord(step, {"consumed_train_samples": 8 * step}, {"num_steps": step}, (), (None,), states)
+
+
+def tensors(one: Any) -> list[torch.Tensor]:
+    optimizer = one.state.optimizer.optimizer
+    state = [value for entries in optimizer.state.values() for value in entries.values()]
+    return [tensor.detach().clone() for chunk in one.state.model for tensor in chunk.parameters()] + state
+
+
+def test_a_copy_without_its_header_says_nothing(made: Callable[[], CopyFile]) -> None:
+    file = made()
+    assert file.header is None
+    file.reserve(100)
+    assert file.header is None
+    file.content[:5] = b"whole"
+    header = CopyHeader("0123456789abcdef", 4, 3, 20, 5, file.digest(5))
+    file.commit(header)
+    assert file.header == header
+    file.begin()
+    assert file.header is None
+    file.commit(header)
+    file.clear()
+    assert file.header is None
+
+
+def test_a_state_comes_back_bit_for_bit(made: Callable[[], CopyFile]) -> None:
+    file, given, taken = made(), trainee(frozen=1), trainee(frozen=1)
+
+    def memory(size: int) -> memoryview:
+        file.reserve(size)
+        return file.content
+
+    size = content.write(given, record(20), memory, lambda: False)
+    before = tensors(given)
+    assert not all(map(torch.equal, tensors(taken), before))
+    told = content.read(file.content[:size], taken.state, HOST)
+    assert all(map(torch.equal, tensors(taken), before))
+    assert told.record.step == 20
+    assert torch.equal(told.record.rng[0]["torch_rng_state"], torch.get_rng_state())
+    assert told.arguments == {"seq_length": 4, "betas": (0.9, 0.95)}
+    with pytest.raises(CheckpointError, match="the param groups of the new process have 2 params"):
+        content.read(file.content[:size], trainee(size=5, frozen=1).state, HOST)
+    with pytest.raises(CheckpointError, match="other types or sizes"):
+        content.read(file.content[:size], trainee().state, HOST)
+
+
+class _Ranks:
+    """The copiers of a job, each on a thread when all do something together."""
+
+    def __init__(self, count: int, made: Callable[[], CopyFile]) -> None:
+        self._barrier = Barrier(count)
+        self._said: list[Sequence[int]] = [()] * count
+        self._pool = ThreadPoolExecutor(count)
+        self.files = [[made(), made()] for _ in range(count)]
+        self.trainees = [trainee() for _ in range(count)]
+        self.copiers = [
+            Copier(EVERY, rank, count, "a", files, self._smallest_of(rank))
+            for rank, files in enumerate(self.files)
+        ]
+
+    def _smallest_of(self, rank: int) -> Callable[[Sequence[int]], list[int]]:
+        def smallest(numbers: Sequence[int]) -> list[int]:
+            self._said[rank] = numbers
+            self._barrier.wait()
+            found = [min(column) for column in zip(*self._said, strict=True)]
+            self._barrier.wait()
+            return found
+
+        return smallest
+
+    def step(self, step: int) -> None:
+        """All ranks begin the step after `step`, and come to their next update."""
+
+        def one(rank: int) -> None:
+            self.copiers[rank].copy(self.trainees[rank], record(step), None, is_intact=True)
+            self.copiers[rank].wait()
+
+        list(self._pool.map(one, range(len(self.copiers))))
+
+    def interrupt(self, rank: int) -> None:
+        """The copy of `rank` that was made last is left in its middle."""
+        headers = [(file.header.step, file) for file in self.files[rank] if file.header is not None]
+        if headers:
+            max(headers, key=lambda one: one[0])[1].begin()
+
+    def whole(self) -> set[int]:
+        """Return the steps of which every rank has a copy."""
+        held = [{file.header.step for file in files if file.header is not None} for files in self.files]
+        return set.intersection(*held)
+
+
+def test_a_step_is_copied_when_it_is_due(made: Callable[[], CopyFile]) -> None:
+    ranks = _Ranks(2, made)
+    for step in range(1, 8):
+        ranks.step(step)
+        newest = step // EVERY * EVERY
+        assert ranks.whole() == {kept for kept in (newest - EVERY, newest) if kept > 0}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_is_interrupted_a_whole_step_stays(seed: int, made: Callable[[], CopyFile]) -> None:
+    """Copies are interrupted on some ranks and not on others; between them the job goes on."""
+    chance = random.Random(seed)
+    ranks = _Ranks(3, made)
+    ranks.step(EVERY)
+    newest = EVERY
+    for step in range(2 * EVERY, 12 * EVERY, EVERY):
+        ranks.step(step)
+        victims = [rank for rank in range(3) if chance.random() < 0.3]
+        for rank in victims:
+            ranks.interrupt(rank)
+        assert max(ranks.whole(), default=-1) >= (newest if victims else step), (seed, step, victims)
+        newest = max(ranks.whole())
+
+
+def test_what_the_job_goes_back_behind_is_given_up(made: Callable[[], CopyFile]) -> None:
+    ranks = _Ranks(2, made)
+    ranks.step(2)
+    ranks.step(4)
+    for copier in ranks.copiers:
+        copier.forget_after(3)
+    assert ranks.whole() == {2}
+
+
+def test_a_rank_that_cannot_copy_says_so_and_the_others_keep_what_all_have(
+    made: Callable[[], CopyFile], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = _Ranks(2, made)
+    ranks.step(2)
+    group = ranks.trainees[1].state.optimizer.optimizer.param_groups[0]
+    group["hook"] = object()
+    for step in (4, 6, 8):
+        ranks.step(step)
+        assert ranks.whole() == {2}
+    del group["hook"]
+    said = [line for line in capfd.readouterr().err.splitlines() if "TTP_HOST_COPY" in line]
+    assert len(said) == 1
+    assert said[0].startswith("[ttp] rank 1 makes no more copies in host memory (TTP_HOST_COPY): ")
+
+
+def test_copies_that_do_not_fit_are_refused_with_their_bytes() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        place = SimpleNamespace(node=0)
+        assert room.require(place, 4096, everyone) == 4096  # type: ignore[arg-type]
+        with pytest.raises(
+            UnsupportedError, match=rf"the copies of node 0 take {1 << 50} bytes .* \d+ bytes"
+        ):
+            room.require(place, 1 << 50, everyone)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_agent_keeps_the_files_of_the_start_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = CopyFiles()
+
+    def held(ranks: Sequence[int]) -> set[int]:
+        monkeypatch.setenv(COPY_FILES, files.begin(ranks))
+        found = HeldCopies(None)  # type: ignore[arg-type]
+        for paths in found.paths.values():
+            assert [CopyFile(path).header for path in paths] == [None, None]
+        return set(found.paths)
+
+    assert held([0, 1]) == {0, 1}
+    assert held([2, 3]) == {0, 1, 2, 3}
+    assert held([2, 3]) == {2, 3}
+    files.close()
+    assert held([]) == set()
+
+
+def test_a_job_that_never_starts_again_is_refused(launcher: Launcher) -> None:
+    script = launcher.script("print('started')")
+    ended = launcher.run(*ONE, "--ttp-host-copy", "10", script)
+    assert ended.code == 2
+    assert ended.last_line == (
+        "ttprun: error: TTP_HOST_COPY is 10 and --max-restarts is 0: the next start of the workers makes a"
+        " checkpoint of the copies, so give --max-restarts 1 or more, or leave out TTP_HOST_COPY"
+    )
