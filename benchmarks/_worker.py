@@ -45,6 +45,8 @@ PARTS = (
     ("cast", "adaptor.checkpoint.weights", "Weights.add_sharded"),
     ("rebuild", "adaptor.checkpoint.weights", "Weights.rebuild"),
     ("write", "torch", "save"),
+    ("write", "adaptor.checkpoint.in_place", "InPlace.write"),
+    ("fsync", "adaptor.checkpoint.in_place", "InPlace.finish"),
     ("fsync", "adaptor.checkpoint.hashing", "HashingFile.close"),
 )
 

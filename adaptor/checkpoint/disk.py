@@ -160,6 +160,35 @@ def create(folder: Path, name: str) -> int:
         os.close(where)
 
 
+def open_below(folder: Path, name: str, flags: int) -> int:
+    """Open a regular file below a folder; return its descriptor.
+
+    Args:
+        folder: no link is followed below it, and it must not be one.
+        name: of the file, with `/`.
+        flags: of os.open, for reading or for writing.
+
+    Raises:
+        OSError: it is not there, or is no regular file.
+    """
+    *between, last = PurePosixPath(name).parts
+    where = os.open(folder, _FOLDER)
+    try:
+        for part in between:
+            inner = os.open(part, _FOLDER, dir_fd=where)
+            os.close(where)
+            where = inner
+        descriptor = os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=where)
+    finally:
+        os.close(where)
+    try:
+        _require_regular(os.fstat(descriptor), folder / name)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ANEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 

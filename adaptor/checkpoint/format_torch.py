@@ -35,20 +35,40 @@ class TorchFormat:
     def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
         return states
 
-    def files(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> Files:
+    def archives(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> dict[str, Any]:
+        """Return what each archive of this rank holds, by path below the checkpoint; see `files`."""
         stored = [
             _as_saved(world, optimizer) if saved and world is not None else None
             for world, (optimizer, _, saved) in zip(gathered, state.chained, strict=True)
         ]
-        files: Files = {}
+        archives: dict[str, Any] = {}
         if any(world is not None for world in stored) and state.saves("optim"):
-            files[f"{state.folder}/{OPTIMIZER_FILE}"] = partial(
-                save, stored[0] if len(stored) == 1 else stored
-            )
-        files[f"{state.folder}/{MODEL_FILE}"] = partial(save, body)
+            archives[f"{state.folder}/{OPTIMIZER_FILE}"] = stored[0] if len(stored) == 1 else stored
+        archives[f"{state.folder}/{MODEL_FILE}"] = body
+        return archives
+
+    def files(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> Files:
+        files: Files = {
+            name: partial(save, value) for name, value in self.archives(state, body, gathered).items()
+        }
+        return files | self.small_files(state)
+
+    def small_files(self, state: TrainingState) -> Files:
+        """Return the files that are no archives; see `files`."""
+        files: Files = {}
         for name, content in state.beside.items():
             files[f"{state.folder}/{name}"] = partial(_write, content)
         return files
+
+
+def can_be_planned(state: TrainingState) -> bool:
+    """Return whether the archives can be laid out before the shards are there: none is stored with the
+    padding of its buckets, as Megatron-core did up to 0.6.
+    """
+    sharded = [optimizer for optimizer, _, _ in state.chained if shards.is_sharded(optimizer)]
+    return bool(sharded) and all(
+        hasattr(buffer, "numel_unpadded") for optimizer in sharded for buffer in optimizer.buffers
+    )
 
 
 def make(state: TrainingState, first: int) -> TorchFormat:

@@ -31,6 +31,55 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+BLOCK = 1 << 20  # bytes of each part of a file that has a digest of its own; part of the format of manifests
+
+
+class BlockDigest:
+    """The xxh3-128 of the xxh3-128 of each block of a file: the blocks may be hashed by several processes."""
+
+    def __init__(self) -> None:
+        self._whole = xxhash.xxh3_128()
+        self._block = xxhash.xxh3_128()
+        self._in_block = 0
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Add the next bytes of the file."""
+        view = memoryview(data)
+        while view:
+            piece = view[: BLOCK - self._in_block]
+            self._block.update(piece)
+            self._in_block += len(piece)
+            view = view[len(piece) :]
+            if self._in_block == BLOCK:
+                self._end_block()
+
+    def add_block(self, digest: bytes) -> None:
+        """Add a whole block of the file, or its last one, by its xxh3-128."""
+        self._whole.update(digest)
+
+    def _end_block(self) -> None:
+        self.add_block(self._block.digest())
+        self._block.reset()
+        self._in_block = 0
+
+    def hexdigest(self) -> str:
+        """Return the digest in hexadecimal; nothing is added after it."""
+        if self._in_block:
+            self._end_block()
+        return str(self._whole.hexdigest())
+
+
+def has_content_of(path: Path, entry: FileEntry) -> bool:
+    """Return whether the file at `path` has the checksum of `entry`, which has one. Raises OSError."""
+    if entry.xxh3_128 is not None:
+        return hash_file(path) == entry.xxh3_128
+    digest = BlockDigest()
+    with os.fdopen(disk.open_regular(path), "rb", buffering=0) as file:
+        while piece := file.read(_SLICE):
+            digest.update(piece)
+    return digest.hexdigest() == entry.xxh3_128_blocks
+
+
 class HashingFile:
     """A write-only binary file that hashes and counts what goes through it: `torch.save(obj,
     HashingFile(path))`.

@@ -58,7 +58,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The JSON text of the manifest file."""
-        files = {f.path: {"bytes": f.bytes, "xxh3_128": f.xxh3_128} for f in self.files}
+        files = {f.path: _described(f) for f in self.files}
         body = {
             "format": FORMAT,
             "step": self.step,
@@ -69,6 +69,11 @@ class Manifest:
             "files": files,
         }
         return (json.dumps(body, indent=1) + "\n").encode()
+
+
+def _described(file: FileEntry) -> dict[str, object]:
+    known: dict[str, object] = {"bytes": file.bytes, "xxh3_128": file.xxh3_128}
+    return known if file.xxh3_128_blocks is None else {**known, "xxh3_128_blocks": file.xxh3_128_blocks}
 
 
 class UnreadableError(CheckpointError):
@@ -85,6 +90,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 class _File(msgspec.Struct):
     bytes: _Count
     xxh3_128: str | None
+    xxh3_128_blocks: str | None = None
 
 
 class _Body(msgspec.Struct):
@@ -127,7 +133,10 @@ def decode(text: bytes, path: str) -> Manifest:
         if isinstance(given, dict) and given.get("format", FORMAT) != FORMAT:
             raise CheckpointError(f"{path}: format {given['format']!r}; this version reads format {FORMAT}")
         body = msgspec.convert(given, _Body)
-        files = tuple(FileEntry(name, one.bytes, one.xxh3_128) for name, one in body.files.items())
+        files = tuple(
+            FileEntry(name, one.bytes, one.xxh3_128, xxh3_128_blocks=one.xxh3_128_blocks)
+            for name, one in body.files.items()
+        )
         require_inside(files)
     # RecursionError: thousands of brackets.
     except (ValueError, RecursionError) as error:
@@ -225,9 +234,9 @@ def examine(folder: Path, entry: FileEntry, *, checksums: bool = True) -> Examin
         if status.st_size != entry.bytes:
             line = f"{path}: {status.st_size} bytes, the manifest says {entry.bytes}"
             return Examined(entry, "changed", line)
-        if not checksums or entry.xxh3_128 is None:
+        if not checksums or (entry.xxh3_128 is None and entry.xxh3_128_blocks is None):
             return Examined(entry, "unhashed")
-        if hashing.hash_file(path) != entry.xxh3_128:
+        if not hashing.has_content_of(path, entry):
             return Examined(entry, "changed", f"{path}: checksum differs from the manifest")
     except FileNotFoundError:
         return Examined(entry, "missing", f"{path}: missing")

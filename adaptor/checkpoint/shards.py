@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -44,8 +45,10 @@ class Exchange:
         progress: is called with the number of bytes that were sent, received or written
         cancelled: is asked between tensors
         device: where the tensors of the framework lie
-        on_not_finite: is called before anything is written, if some shards are not finite: with what they
+        on_not_finite: is called before any file is complete, if some shards are not finite: with what they
             are, and the ranks of `group` that gave them; what it raises ends the dump
+        folder: the temporary folder as this rank sees it, where holders may write their parts in place; None:
+            the shards are gathered
     """
 
     group: torch.distributed.ProcessGroup | None
@@ -57,6 +60,7 @@ class Exchange:
     cancelled: Callable[[], bool] = field(default=lambda: False)
     device: Device = HOST
     on_not_finite: Callable[[str, Sequence[int]], None] = field(default=lambda what, ranks: None)
+    folder: Path | None = None
 
     def check(self) -> None:
         """Raise DumpCancelled if the dump was abandoned."""
@@ -140,7 +144,7 @@ def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
     for position, (optimizer, sources) in enumerate(zip(optimizers, exchange.sources, strict=True)):
         if not is_sharded(optimizer) or exchange.rank not in sources:
             continue
-        own = _own_shards(optimizer, position, exchange)
+        own = own_shards(optimizer, position, exchange)
         chosen = True
         for number, buffer in enumerate(optimizer.buffers):
             for bucket in buckets_of(optimizer, buffer):
@@ -153,11 +157,11 @@ def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
                 for key in KEYS:  # in the order of `_receive`
                     for row in zip_longest(*(_messages(part[key]) for part in parts)):
                         for piece in filter(_is_there, row):
-                            _group(exchange).send([piece], writer, exchange.tag).wait()
+                            group_of(exchange).send([piece], writer, exchange.tag).wait()
                             exchange.advanced(4 * piece.numel())
     if chosen:
         # A message counts as sent while it is still in a socket: a group that is dropped now would lose it.
-        _group(exchange).recv([torch.empty(1)], writer, exchange.tag).wait()
+        group_of(exchange).recv([torch.empty(1)], writer, exchange.tag).wait()
 
 
 def acknowledge(optimizers: Sequence[Any], exchange: Exchange) -> None:
@@ -169,7 +173,7 @@ def acknowledge(optimizers: Sequence[Any], exchange: Exchange) -> None:
         for source in sources
     }
     for source in sorted(chosen - {exchange.rank}):
-        _group(exchange).send([torch.zeros(1)], source, exchange.tag).wait()
+        group_of(exchange).send([torch.zeros(1)], source, exchange.tag).wait()
 
 
 def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:
@@ -186,7 +190,7 @@ def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:
         RuntimeError: from the process group, when a peer is gone.
     """
     state: dict[Any, Any] = {"buckets_coalesced": True}
-    own = _own_shards(optimizer, position, exchange)
+    own = own_shards(optimizer, position, exchange)
     for number, buffer in enumerate(optimizer.buffers):
         numel = numel_of(buffer)
         world = {key: torch.zeros((numel,), dtype=torch.float32, device="cpu") for key in KEYS}
@@ -206,10 +210,15 @@ def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:
 Part = Iterator[tuple[int, int, Mapping[str, torch.Tensor]]]
 
 
-def _own_shards(optimizer: Any, position: int, exchange: Exchange) -> dict[int, Callable[[int, int], Part]]:
+def own_shards(optimizer: Any, position: int, exchange: Exchange) -> dict[int, Callable[[int, int], Part]]:
     """Return readers of the shards that this rank was chosen to provide: its own, or its copy of another.
 
     A reader is called with the numbers of a buffer and of a bucket.
+
+    Args:
+        optimizer: a distributed optimizer.
+        position: its place in the chain.
+        exchange: which says who provides what.
 
     Raises:
         CheckpointError: the sources do not fit what this rank holds, which would leave a hole.
@@ -238,7 +247,7 @@ def _receive(world: torch.Tensor, bucket: Bucket, sources: Sequence[int], exchan
     ]
     for row in zip_longest(*others):
         works = [
-            (_group(exchange).recv([piece], source, exchange.tag), piece)
+            (group_of(exchange).recv([piece], source, exchange.tag), piece)
             for source, piece in filter(None, row)
         ]
         for work, piece in works:
@@ -282,9 +291,18 @@ def _copy_own(part: Part, targets: Mapping[str, torch.Tensor], exchange: Exchang
     for start, end, tensors in part:
         exchange.check()
         for key, target in targets.items():
-            if key not in tensors:
-                raise CheckpointError(f"the optimizer has no {key} yet: no update has been made")
-            exchange.device.copy(target[start:end], tensors[key])
+            exchange.device.copy(target[start:end], tensor_of(tensors, key))
+
+
+def tensor_of(tensors: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+    """Return the tensor of a part under `key`.
+
+    Raises:
+        CheckpointError: the optimizer has none yet.
+    """
+    if key not in tensors:
+        raise CheckpointError(f"the optimizer has no {key} yet: no update has been made")
+    return tensors[key]
 
 
 def _is_there(piece: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
@@ -296,7 +314,8 @@ def _messages(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor[start : start + _MESSAGE]
 
 
-def _group(exchange: Exchange) -> Any:
+def group_of(exchange: Exchange) -> Any:
+    """Return the process group of the dump. Raises CheckpointError where it has none."""
     if exchange.group is None:
         raise CheckpointError("a shard lies on another rank, but the dump has no process group")
     return exchange.group

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,12 @@ from typing import Any
 
 import torch
 
-from adaptor.checkpoint import finite, shards
-from adaptor.checkpoint.format_torch import TorchFormat
+from adaptor.checkpoint import finite, in_place, shards
+from adaptor.checkpoint.archive_layout import ArchiveLayout
+from adaptor.checkpoint.file_parts import NotFinite
+from adaptor.checkpoint.format_torch import TorchFormat, can_be_planned
 from adaptor.checkpoint.hashing import HashingFile
+from adaptor.checkpoint.planned_tensors import PlannedTensors
 from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.step_record import StepRecord, chain
 from adaptor.checkpoint.training_state import FLOPS, CheckpointFormat, Files, TrainingState
@@ -43,18 +46,24 @@ def _format(state: TrainingState) -> CheckpointFormat:
 
 
 def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
-    """Send the shards of `state` that this rank was chosen to provide to rank `writer` of the exchange.
+    """Give the shards of `state` that this rank was chosen to provide to rank `writer` of the exchange: this
+    rank writes them into its files, or sends them to it.
 
     Raises CheckpointError, DumpCancelled, and what the process group raises when a peer is gone.
     """
     with torch.no_grad():
-        shards.send(chain(state.optimizer), writer, exchange)
+        optimizers = chain(state.optimizer)
+        if not _is_in_place(state, exchange) or in_place.take_part(optimizers, writer, exchange):
+            shards.send(optimizers, writer, exchange)
 
 
 def write_files(
     state: TrainingState, record: StepRecord, exchange: Exchange, root: Path, attempt: int
 ) -> WrittenFiles:
-    """Gather the shards from their holders and write this rank's files below `root` (iter_N_tmp).
+    """Write this rank's files below `root` (iter_N_tmp), with the shards of all holders.
+
+    Where `exchange` has a folder, and all holders see it, each writes its own shards (`in_place`); else they
+    are gathered here.
 
     Each file is written and fsynced under a name that ends in the number of the `attempt`; its final name
     comes with the publish. So an abandoned attempt that still runs cannot touch the files of another.
@@ -69,25 +78,119 @@ def write_files(
     Raises like `send_shards`, and what `exchange.on_not_finite` raises; what was written is removed then.
     """
     with torch.no_grad():
+        if _is_in_place(state, exchange) and (
+            written := _write_in_place(state, record, exchange, root, attempt)
+        ):
+            return written
         files, not_finite = _contents(state, record, exchange)
-        entries: list[FileEntry] = []
-        drafts: list[Path] = []
-        path = root
-        try:
-            for name in list(files):
-                path = root / f"{name}.{attempt}"
-                with HashingFile(path, exchange.advanced, below=root) as file:
-                    drafts.append(path)
-                    files.pop(name)(file)
-                entries.append(file.entry(name, attempt))
-        except BaseException as error:
-            for draft in drafts:
-                with contextlib.suppress(OSError):
-                    draft.unlink()
-            if isinstance(error, OSError):
-                raise CheckpointError(f"{path}: {error.strerror or error}") from error
-            raise
-    return WrittenFiles(tuple(entries), not_finite)
+        return WrittenFiles(_write_files(files, exchange, root, attempt), not_finite)
+
+
+def _write_files(files: Files, exchange: Exchange, root: Path, attempt: int) -> tuple[FileEntry, ...]:
+    entries: list[FileEntry] = []
+    drafts: list[Path] = []
+    path = root
+    try:
+        for name in list(files):
+            path = root / f"{name}.{attempt}"
+            with HashingFile(path, exchange.advanced, below=root) as file:
+                drafts.append(path)
+                files.pop(name)(file)
+            entries.append(file.entry(name, attempt))
+    except BaseException as error:
+        _remove(drafts)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        raise
+    return tuple(entries)
+
+
+def _remove(drafts: Iterable[Path]) -> None:
+    for draft in drafts:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def _is_in_place(state: TrainingState, exchange: Exchange) -> bool:
+    """Return whether the holders write their shards themselves: the same on all ranks of an exchange."""
+    return exchange.folder is not None and type(_format(state)) is TorchFormat and can_be_planned(state)
+
+
+def _write_in_place(
+    state: TrainingState, record: StepRecord, exchange: Exchange, root: Path, attempt: int
+) -> WrittenFiles | None:
+    """Write the files together with the holders; return None where they send their shards instead."""
+    optimizers, format_torch = chain(state.optimizer), TorchFormat()
+    in_place.own_readers(optimizers, exchange)  # before anything is made
+    planned = PlannedTensors()
+    weights = Weights(exchange.device.to_host, planned.cast, planned.is_finite)
+    gathered: list[Any] = []
+    for position, (optimizer, live, _) in enumerate(state.chained):
+        world = None
+        if shards.is_sharded(optimizer):
+            world = planned.state_of(optimizer, position)
+            weights.add_sharded(optimizer, world)
+        elif not shards.is_stub(optimizer):
+            weights.add_whole(optimizer, live)
+        gathered.append(world)
+    body, bad_weights = _body(state, record, weights, gathered, exchange)
+    layouts = {
+        name: ArchiveLayout(value, planned.source_of)
+        for name, value in format_torch.archives(state, body, gathered).items()
+    }
+    try:
+        with in_place.InPlace(layouts, optimizers, exchange, attempt) as archives:
+            if not archives.write():
+                return None
+            found = _bad_shards(optimizers, archives.not_finite)
+            if found:
+                what = finite.words([what for what, _ in found])
+                exchange.on_not_finite(what, [rank for _, rank in found])
+            entries = archives.finish()
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or root}: {error.strerror or error}") from error
+    bad_weights += _weights_among([what for _, what in archives.not_finite], state, body, planned)
+    small = format_torch.small_files(state) | _on_top(state)
+    try:
+        entries += _write_files(small, exchange, root, attempt)
+    except BaseException:
+        _remove(root / entry.draft for entry in entries)
+        raise
+    return WrittenFiles(tuple(entries), finite.words([what for what, _ in found] or bad_weights))
+
+
+def _bad_shards(
+    optimizers: Sequence[Any], not_finite: Sequence[tuple[int, NotFinite]]
+) -> list[tuple[str, int]]:
+    """Return the shards that are not finite, in order, each with the rank that gave it."""
+    counts = [shards.shard_of(optimizer)[1] for optimizer in optimizers]
+    found: dict[tuple[int, int], tuple[set[str], int]] = {}
+    for rank, what in not_finite:
+        if what.dtype == "float32":
+            found.setdefault((what.position, what.index), (set(), rank))[0].add(what.key)
+    told = []
+    for (position, index), (keys, rank) in sorted(found.items()):
+        named = ", ".join(key for key in shards.KEYS if key in keys)
+        told.append((f"shard {sum(counts[:position]) + index} of {sum(counts)} ({named})", rank))
+    return told
+
+
+def _weights_among(
+    not_finite: Sequence[NotFinite], state: TrainingState, body: dict[str, Any], planned: PlannedTensors
+) -> list[str]:
+    """Return the names of the saved weights of which a part is not finite."""
+    names = []
+    for key in state.chunks if not_finite else ():
+        for name, tensor, _ in TorchFormat().places(body[key]):
+            span = planned.range_of(tensor)
+            if span is not None and any(
+                (what.position, what.number, what.key) == (span.position, span.number, span.key)
+                and what.begin < span.end
+                and span.begin < what.end
+                for what in not_finite
+            ):
+                names.append(f"{key}.{name}")
+    return names
 
 
 def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> tuple[Files, str]:
@@ -100,8 +203,12 @@ def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> t
     if found:
         exchange.on_not_finite(finite.words([what for what, _ in found]), [rank for _, rank in found])
     files = _format(state).files(state, body, gathered)
-    files |= {name: partial(_write, content) for name, content in state.on_top.items()}
+    files |= _on_top(state)
     return files, finite.words([what for what, _ in found] or not_finite)
+
+
+def _on_top(state: TrainingState) -> Files:
+    return {name: partial(_write, content) for name, content in state.on_top.items()}
 
 
 def _write(content: bytes, file: HashingFile) -> None:

@@ -193,6 +193,7 @@ def write_group(
         progress=run.progress,
         cancelled=run.cancelled,
         on_not_finite=on_not_finite,
+        folder=Path(run.folder) if run.in_place else None,
     )
     with device.beside():
         if run.rank != order.writer:

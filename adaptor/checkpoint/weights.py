@@ -17,6 +17,8 @@ from adaptor.checkpoint import finite, shards
 from adaptor.errors import CheckpointError
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]
+Cast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+IsFinite = Callable[[torch.Tensor], bool]
 # A tensor among what a model saves: its name, itself, and what puts another in its place.
 TensorSlot = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]
 
@@ -24,13 +26,13 @@ TensorSlot = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]
 class _Buffer:
     """A param buffer of a distributed optimizer, with the weights cast from its main params."""
 
-    def __init__(self, optimizer: Any, buffer: Any, main: torch.Tensor) -> None:
+    def __init__(self, optimizer: Any, buffer: Any, main: torch.Tensor, cast: Cast) -> None:
         data = buffer.param_data
         if not data.dtype.is_floating_point or data.element_size() < 2:
             raise CheckpointError(f"weights of {data.dtype} cannot be rebuilt from float32 main params")
         self._buckets = shards.buckets_of(optimizer, buffer)
         self._start, self._end = data.data_ptr(), data.data_ptr() + data.numel() * data.element_size()
-        self._cast = main.to(data.dtype)
+        self._cast = cast(main, data.dtype)
 
     def rebuilt(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the weights at the place of `tensor` in the buffer; None if it is not in this buffer."""
@@ -49,10 +51,17 @@ class _Buffer:
 
 
 class Weights:
-    """Collects main params, optimizer by optimizer, and rebuilds the model's state dicts from them."""
+    """Collects main params, optimizer by optimizer, and rebuilds the model's state dicts from them.
 
-    def __init__(self, to_host: ToHost) -> None:
-        self._to_host = to_host
+    Args:
+        to_host: brings a tensor to the host's memory.
+        cast, is_finite: of main params and of weights; others where the main params are stand-ins.
+    """
+
+    def __init__(
+        self, to_host: ToHost, cast: Cast = torch.Tensor.to, is_finite: IsFinite = finite.is_finite
+    ) -> None:
+        self._to_host, self._cast, self._is_finite = to_host, cast, is_finite
         self._buffers: list[_Buffer] = []
         self._whole: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
 
@@ -66,7 +75,7 @@ class Weights:
                 for param, (start, end, _) in buffer.param_index_map.items():
                     self._whole[_address(param)] = world["param"][start:end].view(param.shape)
                 continue
-            self._buffers.append(_Buffer(optimizer, buffer, world["param"]))
+            self._buffers.append(_Buffer(optimizer, buffer, world["param"], self._cast))
 
     def add_whole(self, optimizer: Any, live: Any) -> None:
         """Adds the params of an optimizer that every data-parallel rank has in full.
@@ -106,7 +115,7 @@ class Weights:
                     raise CheckpointError(f"{name}: no optimizer of this rank has its main param")
                 put(self._to_host(buffers.get(value.data_ptr(), value)))
                 continue
-            if not finite.is_finite(weight):
+            if not self._is_finite(weight):
                 not_finite.append(name)
             put(weight)
         return not_finite
@@ -114,7 +123,7 @@ class Weights:
     def _rebuilt(self, tensor: torch.Tensor) -> torch.Tensor | None:
         main = self._whole.get(_address(tensor))
         if main is not None:
-            return self._to_host(main.detach()).to(tensor.dtype)
+            return self._cast(self._to_host(main.detach()), tensor.dtype)
         for buffer in self._buffers:
             weight = buffer.rebuilt(tensor)
             if weight is not None:

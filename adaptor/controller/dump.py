@@ -93,6 +93,15 @@ class Writing:
         return {rank for order in self.pending.values() for rank in order.ranks}
 
     @property
+    def is_in_place(self) -> bool:
+        """Return whether the holders of this attempt may write their shards themselves.
+
+        Only those of the first attempt, and not where a rank takes part that is better avoided: whatever goes
+        wrong, the next attempt needs no disk but that of the writer.
+        """
+        return self.attempt == 1 and self.avoid.isdisjoint(self.taking_part)
+
+    @property
     def layouts(self) -> Mapping[int, Layout]:
         """Return what ranks have told that they hold."""
         return self.membership.layouts
@@ -170,6 +179,7 @@ class Writing:
                 timeout_s=timeout_s,
                 as_is=tuple(self.doubts.ranks),
                 store_secret=secret,
+                in_place=self.is_in_place,
             )
             for groups in set(names.values())
         }

@@ -154,6 +154,14 @@ class Reassignment:
             self.io_stalls.moved(node)
         return overdue
 
+    def may_be_held_up(self, overdue: set[int]) -> bool:
+        """Return whether a writer on an `overdue` node may wait for a holder on another, whose disk hangs."""
+        nodes = self._state.nodes
+        return self._writing.is_in_place and any(
+            nodes.get(order.writer, -1) in overdue and len({nodes.get(rank, -1) for rank in order.ranks}) > 1
+            for order in self._writing.pending.values()
+        )
+
     def prepare(self, overdue: set[int]) -> bool:
         """Return whether another node can make the folder; its agent has it now."""
         blocked = self._target.blocked | overdue

@@ -171,6 +171,8 @@ class Saving:
             return [self._orders.publish()] if self._reassignment.publish(overdue) else []
         if self._stage is Stage.PREPARING:
             return [self._orders.prepare()] if self._reassignment.prepare(overdue) else []
+        if self._reassignment.may_be_held_up(overdue):
+            return self._dump_again()  # which gathers the shards: no holder needs its disk
         if (again := self._reassignment.dump(overdue)) is None:
             return []
         return self._order_dump(again) if again.step == self._writing.step else self.begin(again)

@@ -128,6 +128,7 @@ class DumpRun:
         past: save the local copy, not the live state
         as_is: write it whether it is finite or not
         remark: is told what is not finite in what is written
+        in_place: the holders may write their shards into the files of the writer
         groups: all that this rank takes part in, in the order in which `dump` is called for them
         wake: lets raise what hangs in a collective of this process
     """
@@ -140,6 +141,7 @@ class DumpRun:
     cancelled: Callable[[], bool]
     past: bool
     as_is: bool = True
+    in_place: bool = False
     remark: Callable[[str], None] = lambda what: None
     groups: tuple[GroupOrder, ...] = ()
     wake: Callable[[], int] = lambda: 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from adaptor.checkpoint import disk, manifest
+from adaptor.checkpoint import disk, hashing, manifest
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
@@ -153,12 +153,10 @@ def _send(
     digest = xxhash.xxh3_128()
 
     def pieces() -> Iterator[bytes]:
-        for piece in _read(path, file):
-            digest.update(piece)
+        # It ends before the last request of the upload, so that no object has wrong content.
+        for piece in _compared(path, file, digest):
             pace(len(piece))
             yield piece
-        # Before the last request of the upload, so that no object has wrong content.
-        _require_same(path, file, digest.hexdigest())
 
     if file.bytes > PIECE:
         etag = store.put_pieces(name, pieces(), file.bytes)
@@ -169,9 +167,8 @@ def _send(
 
 def _hashed(path: Path, file: FileEntry, found: Stored) -> layout.UploadedPart:
     digest = xxhash.xxh3_128()
-    for piece in _read(path, file):
-        digest.update(piece)
-    _require_same(path, file, digest.hexdigest())
+    for _ in _compared(path, file, digest):
+        pass
     return layout.UploadedPart(file.path, file.bytes, digest.hexdigest(), found.etag)
 
 
@@ -199,6 +196,18 @@ def _filled(read: Callable[[int], bytes | None], count: int) -> bytes:
     return piece
 
 
-def _require_same(path: Path, file: FileEntry, digest: str) -> None:
-    if file.xxh3_128 not in (None, digest):
+def _compared(path: Path, file: FileEntry, digest: xxhash.xxh3_128) -> Iterator[bytes]:
+    """Yield the pieces of a file, and add them to `digest`.
+
+    Raises:
+        CheckpointError: behind the last piece, where they are not what the manifest says.
+    """
+    blocks = hashing.BlockDigest()
+    for piece in _read(path, file):
+        digest.update(piece)
+        if file.xxh3_128_blocks is not None:
+            blocks.update(piece)
+        yield piece
+    same = file.xxh3_128 in (None, digest.hexdigest())
+    if not same or file.xxh3_128_blocks not in (None, blocks.hexdigest()):
         raise CheckpointError(f"{path}: checksum differs from the manifest, so it is not sent")

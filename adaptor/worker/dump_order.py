@@ -69,6 +69,7 @@ def follow(
                 progress=session.board.advance,
                 cancelled=lambda: not is_current(),
                 as_is=group.group in order.as_is,
+                in_place=order.in_place,
                 remark=remarks.append,
                 past=past,
                 groups=order.groups,

@@ -142,6 +142,9 @@ class Dumping:
         yield from worker.through(lambda: worker.meet(connect, everyone))
         yield world.random.uniform(0.0, 0.05)
         self._check(worker, order)
+        if order.in_place:  # a holder writes its shards itself
+            yield from world.disk.wait(worker.node, world.disk.slow_s)
+            self._check(worker, order)
         given = self._given.setdefault((order.incident, order.attempt, group.group), {})
         for index, holder in enumerate(group.holders):
             if holder == worker.rank:

@@ -120,14 +120,18 @@ STATE = {
 # elastic have no types; others are read by their owners alone. A name stands for the modules below it, too.
 USES_ANY = {
     "adaptor": "model, optimizer and scheduler of the user's framework",
+    "adaptor.checkpoint.archive_layout": "whatever torch.save takes",
     "adaptor.checkpoint.dcp": "the metadata of torch.distributed.checkpoint",
+    "adaptor.checkpoint.file_parts": "a framework's optimizer",
     "adaptor.checkpoint.finite": "an entry of a state dict",
     "adaptor.checkpoint.format_torch": "state dicts of Megatron",
     "adaptor.checkpoint.format_torch_dist": "state dicts of Megatron",
+    "adaptor.checkpoint.in_place": "a framework's optimizer",
     "adaptor.checkpoint.layout_of_job": "a framework's model and optimizer",
     "adaptor.checkpoint.local_copy": "a framework's optimizer",
     "adaptor.checkpoint.optimizer_stand_ins": "optimizers of Megatron",
     "adaptor.checkpoint.placement": "a framework's model and optimizer",
+    "adaptor.checkpoint.planned_tensors": "a framework's optimizer",
     "adaptor.checkpoint.rng": "Megatron's RNG tracker",
     "adaptor.checkpoint.shards": "state dicts of Megatron",
     "adaptor.checkpoint.state_writer": "state dicts of Megatron",

@@ -138,7 +138,9 @@ def together(tmp_path: Path, work: list[Callable[[Any], Any]], seconds: float = 
             group = dist.ProcessGroupGloo(store, rank, len(work), timedelta(seconds=seconds))
             results[rank] = work[rank](group)
         except Exception as error:
-            results[rank] = error
+            results[rank] = error.with_traceback(
+                None
+            )  # whose frames would keep the group, and its connections
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(work))]
     for thread in threads:
@@ -148,15 +150,21 @@ def together(tmp_path: Path, work: list[Callable[[Any], Any]], seconds: float = 
     return results
 
 
-def dump(tmp_path: Path, count: int, writer: int, **options: Any) -> tuple[list[Any], Path]:
-    """A dump by `count` holders, shard s on rank count-1-s of the group, into a new folder."""
+def dump(
+    tmp_path: Path, count: int, writer: int, *, in_place: bool = False, **options: Any
+) -> tuple[list[Any], Path]:
+    """A dump by `count` holders, shard s on rank count-1-s of the group, into a new folder.
+
+    With `in_place` they write their shards themselves.
+    """
     root = tmp_path / "iter_0000012_tmp"
     root.mkdir()
     sources = [[count - 1 - shard for shard in range(count)]]
 
     def part(rank: int) -> Callable[[Any], Any]:
         def act(group: Any) -> Any:
-            exchange = Exchange(group, rank, sources, tag=5, **options)
+            folder = root if in_place else None
+            exchange = Exchange(group, rank, sources, tag=5, folder=folder, **options)
             state = Rank(count - 1 - rank, count).state
             if rank == writer:
                 return state_writer.write_files(state, RECORD, exchange, root, 3)

@@ -50,7 +50,8 @@ class GroupOrder(msgspec.Struct, frozen=True, gc=False):
 class Dump(Message, frozen=True):
     """Bring this rank to `step` and do its part for each group.
 
-    `as_is`: groups that are written whether finite or not. With `store_port` 0 `store_host` is the name of an
+    `as_is`: groups that are written whether finite or not. `in_place`: holders may write their shards into
+    the files of the writer, instead of sending them. With `store_port` 0 `store_host` is the name of an
     abstract unix socket.
     """
 
@@ -64,6 +65,7 @@ class Dump(Message, frozen=True):
     timeout_s: float
     as_is: tuple[str, ...] = ()
     store_secret: bytes = b""
+    in_place: bool = False
 
 
 class ShardSource(msgspec.Struct, frozen=True, gc=False):

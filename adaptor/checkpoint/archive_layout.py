@@ -1,0 +1,197 @@
+"""The layout of a file of torch before its data is there: where each tensor stands, and what is around it.
+
+torch's files are zip archives whose entries are stored as they are. So once the value is pickled, in which a
+tensor is only a reference to an entry, the place of every byte is known, and the entries may be written in
+any order, by several processes. Only the CRC-32 of each entry comes later: it stands in the headers, which
+are written last.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_ROOT = "archive"  # as torch names it where it is not given the name of a file
+_ALIGNMENT = 64  # of each storage, as torch has it, in bytes
+_PAGE = 4096  # of storages that others write: the most that two of them have in common is what is cut there
+_LIMIT = 0xFFFFFFFF  # what does not fit below stands in a field of ZIP64
+_DATE = 0x21  # 1980-01-01, the first day that a zip file knows
+_LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
+_END_64, _LOCATOR_64 = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
+_CRC_POLYNOMIAL = 0xEDB88320
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """A file in the archive; all in bytes.
+
+    Attributes:
+        header: where its header starts, right behind the data of the entry before
+        begin, size: of its data
+        content: the data, of bytes; or what the caller knows of a tensor whose data others write
+    """
+
+    name: str
+    header: int
+    begin: int
+    size: int
+    content: torch.Tensor | T
+
+
+class ArchiveLayout(Generic[T]):
+    """The layout of the archive that `torch.load` reads as `value`.
+
+    Args:
+        value: what is saved.
+        planned: returns what is known of a storage that others write, None for one whose data is there.
+
+    Attributes:
+        entries: in the order in which they stand
+        size: of the file
+    """
+
+    def __init__(self, value: Any, planned: Callable[[torch.UntypedStorage], T | None]) -> None:
+        structure = io.BytesIO()
+        pickler = _Pickler(structure)
+        pickler.dump(value)
+        self.entries: list[Entry[T]] = []
+        self._end = 0
+        self._add("data.pkl", _bytes(structure.getvalue()), _ALIGNMENT)
+        self._add("byteorder", _bytes(b"little"), _ALIGNMENT)
+        self._add("version", _bytes(b"3\n"), _ALIGNMENT)
+        for key, storage in enumerate(pickler.storages.values()):
+            known = planned(storage)
+            if known is None:
+                self._add(f"data/{key}", _content(storage), _ALIGNMENT)
+            else:
+                self._add(f"data/{key}", known, _PAGE, storage.nbytes())
+        self.size = self._end + sum(map(len, self._directory([0] * len(self.entries))))
+
+    def _add(self, name: str, content: torch.Tensor | T, alignment: int, size: int | None = None) -> None:
+        size = content.numel() if isinstance(content, torch.Tensor) else size
+        assert size is not None
+        name = f"{_ROOT}/{name}"
+        extra = 20 if size >= _LIMIT else 0
+        least = self._end + _LOCAL.size + len(name) + extra + 4
+        begin = least + -least % alignment
+        self.entries.append(Entry(name, self._end, begin, size, content))
+        self._end = begin + size
+
+    def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield what stands around the data, with its place.
+
+        Args:
+            crcs: the CRC-32 of each entry, in order.
+        """
+        for entry, crc in zip(self.entries, crcs, strict=True):
+            yield entry.header, _local(entry, crc)
+        yield self._end, b"".join(self._directory(crcs))
+
+    def _directory(self, crcs: Sequence[int]) -> Iterator[bytes]:
+        length = 0
+        for entry, crc in zip(self.entries, crcs, strict=True):
+            described = _central(entry, crc)
+            length += len(described)
+            yield described
+        count, end = len(self.entries), self._end
+        if count >= 0xFFFF or end >= _LIMIT:
+            yield _END_64.pack(b"PK\6\6", _END_64.size - 12, 45, 45, 0, 0, count, count, length, end)
+            yield _LOCATOR_64.pack(b"PK\6\7", 0, end + length, 1)
+        count, end = min(count, 0xFFFF), min(end, _LIMIT)
+        yield _END.pack(b"PK\5\6", 0, 0, count, count, length, end, 0)
+
+
+def _local(entry: Entry[Any], crc: int) -> bytes:
+    size, version, extra = entry.size, 0, b""
+    if size >= _LIMIT:
+        extra, size, version = struct.pack("<2H2Q", 1, 16, size, size), _LIMIT, 45
+    name = entry.name.encode()
+    padding = entry.begin - entry.header - _LOCAL.size - len(name) - len(extra) - 4
+    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    header = _LOCAL.pack(b"PK\3\4", version, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra))
+    return header + name + extra
+
+
+def _central(entry: Entry[Any], crc: int) -> bytes:
+    size, header, more = entry.size, entry.header, b""
+    if size >= _LIMIT:
+        more, size = struct.pack("<2Q", size, size), _LIMIT
+    if header >= _LIMIT:
+        more, header = more + struct.pack("<Q", header), _LIMIT
+    extra = struct.pack("<2H", 1, len(more)) + more if more else b""
+    version = 45 if more else 0
+    name = entry.name.encode()
+    fields = (version, version, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra), 0, 0, 0, 0, header)
+    return _CENTRAL.pack(b"PK\1\2", *fields) + name + extra
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles as torch.save does: a storage is a reference, by the number of the entry with its data."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._numbers: dict[int, str] = {}
+
+    def persistent_id(self, thing: Any) -> Any:
+        storage: Any = thing
+        if isinstance(thing, torch.storage.TypedStorage):
+            typed: Any = thing
+            storage, numel = typed._untyped_storage, typed._size()
+            kind = getattr(torch, typed._pickle_storage_type())
+        elif torch.is_storage(thing):
+            kind, numel = torch.UntypedStorage, storage.nbytes()
+        else:
+            return None
+        number = self._numbers.setdefault(storage._cdata, str(len(self._numbers)))
+        self.storages[storage._cdata] = storage
+        return ("storage", kind, number, torch.serialization.location_tag(storage), numel)
+
+
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _content(storage: Any) -> torch.Tensor:
+    on_host = storage if storage.device.type == "cpu" else storage.cpu()
+    return torch.empty(0, dtype=torch.uint8).set_(on_host)
+
+
+def join_crcs(parts: Sequence[tuple[int, int]]) -> int:
+    """Return the CRC-32 of a whole from the parts' own, each with its size in bytes, in order."""
+    joined = 0
+    for crc, size in parts:
+        joined = _multiply(_power(size), joined) ^ crc
+    return joined
+
+
+@functools.lru_cache(1024)
+def _power(count: int) -> int:
+    """Return x to the power of 8 * `count`, modulo the polynomial: what `count` zero bytes do to a CRC."""
+    result, square = 1 << 31, 1 << 23
+    while count:
+        if count & 1:
+            result = _multiply(square, result)
+        square = _multiply(square, square)
+        count >>= 1
+    return result
+
+
+def _multiply(one: int, other: int) -> int:
+    """Multiply polynomials over the field of two elements, whose highest bit has the power 0."""
+    product, bit = 0, 1 << 31
+    while bit:
+        if one & bit:
+            product ^= other
+        other = other >> 1 ^ (_CRC_POLYNOMIAL if other & 1 else 0)
+        bit >>= 1
+    return product

@@ -1,0 +1,262 @@
+"""Writes parts of a file in place, hashed on the way: block by block, with no more memory than two blocks.
+
+A part is a stretch of the file of which this process has the content. Of each part the CRC-32 is told, for
+the header of its entry in the archive, and the digest of each block of the file (`hashing.BLOCK`) that lies
+in it as a whole; blocks that have bytes of several parts are hashed when the file is complete.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from adaptor.checkpoint import finite, shards
+from adaptor.checkpoint.hashing import BLOCK
+from adaptor.checkpoint.shards import Exchange, Part
+
+# The system is told to begin to write so many bytes, and waited for those of some stretches before: a sync at
+# the end then has little to do, and does not look like a halt.
+_STRETCH, _BEHIND = 32 << 20, 4
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range, linux/fs.h
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Region(msgspec.Struct, frozen=True):
+    """The place of elements [`begin`, `end`) of a world tensor: from byte `at` of the file with this number.
+
+    `position`, `number` and `key` name the world tensor (`planned_tensors.Source`), `dtype` is torch's name
+    of what its numbers are written as.
+    """
+
+    file: int
+    at: int
+    position: int
+    number: int
+    key: str
+    dtype: str
+    begin: int
+    end: int
+
+
+class WrittenPart(msgspec.Struct, frozen=True):
+    """A part that is in the file: its place and size in bytes, its CRC-32, and the digests of its whole
+    blocks, one after the other, beginning with the first."""
+
+    file: int
+    at: int
+    size: int
+    crc: int
+    digests: bytes
+
+
+class NotFinite(msgspec.Struct, frozen=True):
+    """Elements [`begin`, `end`) of a world tensor, of shard `index`, which are not finite in this dtype."""
+
+    position: int
+    number: int
+    key: str
+    dtype: str
+    index: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """A part to be written; `read` returns its bytes [begin, end), in memory that the next call may use."""
+
+    file: int
+    at: int
+    size: int
+    read: Callable[[int, int], memoryview]
+
+
+class PartWriter:
+    """Writes the parts of one process.
+
+    Args:
+        files: descriptors, by the number of the file.
+        exchange: the attempt to which it belongs.
+
+    Attributes:
+        parts: that are in the files
+        not_finite: of the world tensors in them
+    """
+
+    def __init__(self, files: Sequence[int], exchange: Exchange) -> None:
+        self._files = files
+        self._block = torch.empty(BLOCK // 2, dtype=torch.float32, device="cpu")  # of the smallest dtype
+        self._exchange = exchange
+        self._stretches: list[_Stretch] = []
+        self.parts: list[WrittenPart] = []
+        self.not_finite: list[NotFinite] = []
+
+    def add_content(self, file: int, at: int, content: torch.Tensor) -> None:
+        """Add a part of the file with this number.
+
+        Args:
+            file: the number.
+            at: the place in bytes.
+            content: flat bytes in the host's memory.
+        """
+        view = _view(content)
+        self._stretches.append(_Stretch(file, at, len(view), lambda begin, end: view[begin:end]))
+
+    def add_shards(
+        self, regions: Sequence[Region], optimizers: Sequence[Any], own: Sequence[Mapping[int, Any]]
+    ) -> None:
+        """Add what this rank has of the `regions`.
+
+        Args:
+            regions: of all files.
+            optimizers: those of the chain.
+            own: per optimizer, the readers of the shards that this rank gives (`shards.own_shards`).
+        """
+        for region in regions:
+            optimizer = optimizers[region.position]
+            buckets = shards.buckets_of(optimizer, optimizer.buffers[region.number])
+            for bucket in buckets:
+                for index, reader in own[region.position].items():
+                    start, stop = bucket.extent(index)
+                    begin, end = max(start, region.begin), min(stop, region.end)
+                    if begin < end:
+                        shard = _Shard(
+                            region, index, start, begin, self._block, self._exchange, self.not_finite
+                        )
+                        shard.open(reader(region.number, bucket.index))
+                        size = (end - begin) * shard.itemsize
+                        at = region.at + (begin - region.begin) * shard.itemsize
+                        self._stretches.append(_Stretch(region.file, at, size, shard.read))
+
+    def run(self) -> Iterator[None]:
+        """Write all, and let it come to the disk; yields after each block. Raises OSError."""
+        for stretch in self._stretches:
+            yield from self._write(stretch)
+        self._stretches = []
+        for descriptor in self._files:
+            os.fsync(descriptor)
+            yield
+
+    def _write(self, stretch: _Stretch) -> Iterator[None]:
+        descriptor, done, crc, digests = self._files[stretch.file], 0, 0, bytearray()
+        while done < stretch.size:
+            at = stretch.at + done
+            count = min(BLOCK - at % BLOCK, stretch.size - done)
+            data = stretch.read(done, done + count)
+            crc = zlib.crc32(data, crc)
+            if count == BLOCK:
+                digests += xxhash.xxh3_128_digest(data)
+            write_all(descriptor, data, at)
+            done += count
+            if done // _STRETCH > (done - count) // _STRETCH:
+                _begin_to_write(descriptor, stretch.at, done // _STRETCH)
+            self._exchange.advanced(count)
+            yield
+        self.parts.append(WrittenPart(stretch.file, stretch.at, stretch.size, crc, bytes(digests)))
+
+
+class _Shard:
+    """Reads what a region has of one shard's part of a bucket; what lies between its params is zero."""
+
+    def __init__(
+        self,
+        region: Region,
+        index: int,
+        start: int,
+        begin: int,
+        block: torch.Tensor,
+        exchange: Exchange,
+        not_finite: list[NotFinite],
+    ) -> None:
+        self._region, self._index, self._start, self._begin = region, index, start, begin
+        self._block, self._exchange, self._not_finite = block, exchange, not_finite
+        self._dtype = getattr(torch, region.dtype)
+        self.itemsize = self._dtype.itemsize
+        self._pieces: list[tuple[int, int, torch.Tensor]] = []
+
+    def open(self, part: Part) -> None:
+        """Take the tensors of the shard, of which `part` tells."""
+        for start, end, tensors in part:
+            tensor = shards.tensor_of(tensors, self._region.key)
+            self._pieces.append((self._start + start, self._start + end, tensor.detach().view(-1)))
+        self._pieces.sort(key=lambda piece: piece[:2], reverse=True)
+
+    def read(self, begin: int, end: int) -> memoryview:
+        first, last = (self._begin + edge // self.itemsize for edge in (begin, end))
+        block = self._block[: last - first].zero_()
+        while self._pieces and self._pieces[-1][0] < last:  # they come in order, and are read in order
+            start, stop, tensor = self._pieces[-1]
+            low, high = max(start, first), min(stop, last)
+            into = block[low - first : high - first]
+            self._exchange.device.copy(into, tensor[low - start : high - start])
+            if not finite.is_finite(into if self._dtype == torch.float32 else into.to(self._dtype)):
+                where = self._region
+                self._not_finite.append(
+                    NotFinite(where.position, where.number, where.key, where.dtype, self._index, low, high)
+                )
+            if stop > last:
+                break
+            self._pieces.pop()
+        return _view(block.to(self._dtype).view(torch.uint8))
+
+
+def _view(content: torch.Tensor) -> memoryview:
+    array: Any = content.numpy()
+    return memoryview(array)
+
+
+def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
+    """Write at a place of a file.
+
+    Args:
+        descriptor: of the file.
+        data: all of it is written.
+        at: the place in bytes.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, at)
+        view, at = view[count:], at + count
+
+
+def read_all(descriptor: int, count: int, at: int) -> bytes:
+    """Read at a place of a file.
+
+    Args:
+        descriptor: of the file.
+        count: the number of bytes; fewer are returned where the file ends.
+        at: the place in bytes.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    data = os.pread(descriptor, count, at)
+    while len(data) < count and (more := os.pread(descriptor, count - len(data), at + len(data))):
+        data += more
+    return data
+
+
+def _begin_to_write(descriptor: int, at: int, stretches: int) -> None:
+    """Begin with the last of so many stretches from byte `at`; wait for one before.
+
+    A file system that does not know this writes at the sync.
+    """
+
+    def call(number: int, flags: int) -> None:
+        begin, size = ctypes.c_int64(at + number * _STRETCH), ctypes.c_int64(_STRETCH)
+        _libc.sync_file_range(descriptor, begin, size, flags)
+
+    call(stretches - 1, _WRITE)
+    if stretches > _BEHIND:
+        call(stretches - 1 - _BEHIND, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)

@@ -1,0 +1,442 @@
+"""The archives of a group, written in place by all its holders at the same time.
+
+The writer lays the archives out, makes their files and tells the holders where their shards stand. Each
+holder opens the files by its own path, and answers with a proof that they are the same ones: it has read what
+the writer wrote there, and the writer reads what the holder wrote. Where one does not see them, all shards
+are gathered instead. What another kernel has written is read again by the writer and compared with its
+checksum, because caches of a shared file system may differ; so nothing depends on what that file system
+promises.
+
+Invariants: no two ranks write the same byte after the proof. A file is complete only when all ranks have told
+that their parts are on disk, and these parts leave no hole. A holder writes only between an order of the
+writer and its own answer; so whatever the writer does between answers and orders, it does alone.
+
+They work in rounds of a second, so that a rank that waits for another on a slow disk never waits long for its
+message; a round that does not end is a fault of that rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import secrets
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import xxhash
+
+from adaptor.checkpoint import disk, shards
+from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
+from adaptor.checkpoint.file_parts import (
+    NotFinite,
+    PartWriter,
+    Region,
+    WrittenPart,
+    read_all,
+    write_all,
+)
+from adaptor.checkpoint.hashing import BLOCK, BlockDigest
+from adaptor.checkpoint.planned_tensors import Source
+from adaptor.checkpoint.shards import DumpCancelled, Exchange
+from adaptor.errors import CheckpointError
+from adaptor.protocol.file_entry import FileEntry
+
+T = TypeVar("T")
+
+_ROUND_S = 1.0  # far below the time-out of a message, which is that of the group
+_TOKEN_BYTES = _DIGEST_BYTES = 16
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _Offer(msgspec.Struct):
+    """The files of the writer. `token` stands at byte 0 of the first; the holder's belongs at byte `slot`."""
+
+    drafts: list[str]
+    regions: list[Region]
+    token: bytes
+    slot: int
+
+
+class _Answer(msgspec.Struct):
+    """The first file as a holder sees it; `problem`: why it sees none."""
+
+    kernel: str = ""
+    device: int = 0
+    inode: int = 0
+    token: bytes = b""
+    problem: str = ""
+
+
+class _Order(enum.Enum):
+    """The order of the writer to a holder: to write for a round, to send its shards instead, or to leave."""
+
+    WRITE = "write"
+    SEND = "send"
+    END = "end"
+
+
+class _Report(msgspec.Struct):
+    """The work of a holder in a round; the parts come when all are on disk."""
+
+    done: bool = False
+    failure: str = ""
+    parts: list[WrittenPart] = []
+    not_finite: list[NotFinite] = []
+
+
+class InPlace:
+    """The archives of one attempt, as their writer sees them; used as a context.
+
+    Args:
+        layouts: of each archive, by path below the folder, with the source of each tensor that is planned.
+        optimizers: those of the chain.
+        exchange: with the folder.
+        attempt: its number in the incident.
+
+    Attributes:
+        not_finite: of what the ranks have written, with the rank of the exchange that gave it
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, ArchiveLayout[Source]],
+        optimizers: Sequence[Any],
+        exchange: Exchange,
+        attempt: int,
+    ) -> None:
+        assert exchange.folder is not None
+        self._layouts = dict(layouts)
+        self._exchange = exchange
+        self._attempt = attempt
+        self._root = exchange.folder
+        self._others = sorted({rank for sources in exchange.sources for rank in sources} - {exchange.rank})
+        self._optimizers = optimizers
+        self._own = own_readers(optimizers, exchange)
+        self._drafts = [f"{name}.{attempt}" for name in self._layouts]
+        self._files: list[int] = []
+        self._foreign: set[int] = set()
+        self._parts: list[tuple[int, WrittenPart]] = []
+        self._is_complete = False
+        self.not_finite: list[tuple[int, NotFinite]] = []
+
+    def __enter__(self) -> InPlace:
+        try:
+            for draft in self._drafts:
+                self._files.append(disk.create(self._root, draft))
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._files:
+            os.close(descriptor)
+        if not self._is_complete:
+            for draft in self._drafts[: len(self._files)]:
+                with contextlib.suppress(OSError):
+                    (self._root / draft).unlink()
+
+    def write(self) -> bool:
+        """Have all parts written. Return False where a holder does not see the files; then all send.
+
+        Raises:
+            CheckpointError: a rank could not write; DumpCancelled.
+            OSError: this one could not.
+            RuntimeError: from the process group, when a peer is gone.
+        """
+        regions = list(self._regions())
+        writer = PartWriter(self._files, self._exchange)
+        for number, layout in enumerate(self._layouts.values()):
+            for entry in layout.entries:
+                if isinstance(entry.content, torch.Tensor):
+                    writer.add_content(number, entry.begin, entry.content)
+        writer.add_shards(regions, self._optimizers, self._own)
+        if not self._is_shared(regions):
+            self._order(_Order.SEND)
+            return False
+        self._in_rounds(writer)
+        same = all(self._is_there(part) for rank, part in self._parts if rank in self._foreign)
+        self._order(_Order.END if same else _Order.SEND)
+        return same
+
+    def finish(self) -> list[FileEntry]:
+        """Write what stands around the data, and return the entries of the files, which are on disk then.
+
+        Raises:
+            CheckpointError: nobody has written some part.
+            OSError: the disk refuses.
+        """
+        entries = []
+        for number, (name, layout) in enumerate(self._layouts.items()):
+            descriptor = self._files[number]
+            parts = sorted((part for _, part in self._parts if part.file == number), key=lambda part: part.at)
+            for at, data in layout.around(_crcs(name, layout, parts)):
+                write_all(descriptor, data, at)
+            os.ftruncate(descriptor, layout.size)  # a small file may have been shorter than the proofs
+            digest = self._digest(self._drafts[number], layout.size, parts)
+            os.fsync(descriptor)
+            entries.append(FileEntry(name, layout.size, None, self._attempt, digest))
+        self._is_complete = True
+        return entries
+
+    def _regions(self) -> Iterator[Region]:
+        for number, layout in enumerate(self._layouts.values()):
+            for entry in layout.entries:
+                if isinstance(source := entry.content, Source):
+                    dtype = str(source.dtype).removeprefix("torch.")
+                    yield Region(
+                        number,
+                        entry.begin,
+                        source.position,
+                        source.number,
+                        source.key,
+                        dtype,
+                        source.begin,
+                        source.end,
+                    )
+
+    def _is_shared(self, regions: list[Region]) -> bool:
+        """Offer the files to all other holders; return whether each of them has proved to see them."""
+        if not self._others:
+            return True
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        write_all(self._files[0], token, 0)
+        os.fsync(self._files[0])
+        slots = {rank: _TOKEN_BYTES * (1 + number) for number, rank in enumerate(self._others)}
+        for rank, slot in slots.items():
+            _send(_Offer(self._drafts, regions, token, slot), rank, self._exchange)
+        answers = {rank: _receive(_Answer, rank, self._exchange) for rank in self._others}
+        # Opened anew: that is when a shared file system brings its cache up to date.
+        here = disk.open_below(self._root, self._drafts[0], os.O_RDONLY)
+        try:
+            mine = _seen(here)
+            self._foreign = {
+                rank
+                for rank, answer in answers.items()
+                if (answer.kernel, answer.device, answer.inode) != (mine.kernel, mine.device, mine.inode)
+            }
+            return all(
+                not answer.problem and read_all(here, _TOKEN_BYTES, slots[rank]) == answer.token
+                for rank, answer in answers.items()
+            )
+        finally:
+            os.close(here)
+
+    def _in_rounds(self, writer: PartWriter) -> None:
+        """Write the own parts while the others write theirs, until all are on disk."""
+        steps, failure, done = writer.run(), "", False
+        error: Exception | None = None
+        waiting = set(self._others)
+        while waiting or not done:
+            self._order(_Order.WRITE, waiting)
+            try:
+                done = _go_on(steps)
+            except DumpCancelled:
+                raise
+            except Exception as raised:  # the others, who are at work, are told behind this round
+                error = raised
+            for rank in sorted(waiting):
+                report = _receive(_Report, rank, self._exchange)
+                failure = failure or report.failure
+                if report.done:
+                    waiting.discard(rank)
+                    self._parts += [(rank, part) for part in report.parts]
+                    self.not_finite += [(rank, what) for what in report.not_finite]
+            if error is not None or failure:
+                self._order(_Order.END)
+                raise error or CheckpointError(failure)
+        self._parts += [(self._exchange.rank, part) for part in writer.parts]
+        self.not_finite += [(self._exchange.rank, what) for what in writer.not_finite]
+
+    def _order(self, order: _Order, ranks: set[int] | None = None) -> None:
+        for rank in self._others if ranks is None else sorted(ranks):
+            _send(order, rank, self._exchange)
+
+    def _is_there(self, part: WrittenPart) -> bool:
+        """Read a part again that another kernel has written; return whether it is what was reported."""
+        here = disk.open_below(self._root, self._drafts[part.file], os.O_RDONLY)
+        try:
+            crc = 0
+            for begin in range(0, part.size, BLOCK):
+                data = read_all(here, min(BLOCK, part.size - begin), part.at + begin)
+                crc = zlib.crc32(data, crc)
+                self._exchange.advanced(len(data))
+        finally:
+            os.close(here)
+        return crc == part.crc
+
+    def _digest(self, draft: str, size: int, parts: Sequence[WrittenPart]) -> str:
+        """Return the digest of a file; of blocks with bytes of several parts, the file is read."""
+        known = {}
+        for part in parts:
+            first = -(-part.at // BLOCK)
+            for begin in range(0, len(part.digests), _DIGEST_BYTES):
+                known[first + begin // _DIGEST_BYTES] = part.digests[begin : begin + _DIGEST_BYTES]
+        whole = BlockDigest()
+        here = disk.open_below(self._root, draft, os.O_RDONLY)
+        try:
+            for block in range(-(-size // BLOCK)):
+                if (digest := known.get(block)) is None:
+                    data = read_all(here, BLOCK, block * BLOCK)
+                    digest = xxhash.xxh3_128_digest(data)
+                    self._exchange.advanced(len(data))
+                whole.add_block(digest)
+        finally:
+            os.close(here)
+        return whole.hexdigest()
+
+
+def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> bool:
+    """Write the own parts of the archives of another rank, as a holder; return True if that gathers instead.
+
+    Args:
+        optimizers: those of the chain.
+        writer: the rank, in the exchange, that makes the archives.
+        exchange: with the folder.
+
+    Raises:
+        CheckpointError: nothing can be written here, of which the writer has been told; DumpCancelled.
+        RuntimeError: from the process group, when the writer is gone.
+    """
+    assert exchange.folder is not None
+    own = own_readers(optimizers, exchange)
+    offer = _receive(_Offer, writer, exchange)
+    files: list[int] = []
+    try:
+        try:
+            answer = _proof(offer, exchange.folder, files)
+        except OSError as error:
+            answer = _Answer(problem=f"{error.filename or exchange.folder}: {error.strerror or error}")
+        _send(answer, writer, exchange)
+        parts = PartWriter(files, exchange)
+        steps: Iterator[None] | None = None
+        failed: Exception | None = None
+        while True:
+            order = _receive(_Order, writer, exchange)
+            if order is _Order.WRITE:
+                report = _Report()
+                try:
+                    if steps is None:
+                        parts.add_shards(offer.regions, optimizers, own)
+                        steps = parts.run()
+                    if _go_on(steps):
+                        report = _Report(done=True, parts=parts.parts, not_finite=parts.not_finite)
+                except DumpCancelled:
+                    raise
+                except Exception as error:
+                    failed = _in_one_line(error, exchange.folder)
+                    report = _Report(failure=str(failed))
+                _send(report, writer, exchange)
+                continue
+            if failed is not None:
+                raise failed
+            return order is _Order.SEND
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
+
+
+def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[int, Any]]:
+    """Return, per optimizer of the chain, the readers of the shards that this rank gives, by index.
+
+    Args:
+        optimizers: those of the chain.
+        exchange: which names the shards.
+
+    Raises:
+        CheckpointError: it has not what it was chosen for, or no state yet.
+    """
+    found: list[Mapping[int, Any]] = []
+    for position, optimizer in enumerate(optimizers):
+        own: Mapping[int, Any] = {}
+        if shards.is_sharded(optimizer) and exchange.rank in exchange.sources[position]:
+            own = shards.own_shards(optimizer, position, exchange)
+        for reader in own.values():
+            for number, buffer in enumerate(optimizer.buffers):
+                for bucket in range(len(buffer.buckets)):
+                    for _, _, tensors in reader(number, bucket):
+                        for key in shards.KEYS:
+                            shards.tensor_of(tensors, key)
+        found.append(own)
+    return found
+
+
+def _proof(offer: _Offer, folder: Path, files: list[int]) -> _Answer:
+    """Open the files, which are appended to `files`, and leave a token. Raises OSError."""
+    here = disk.open_below(folder, offer.drafts[0], os.O_RDONLY)
+    try:
+        answer = _seen(here)
+        if read_all(here, _TOKEN_BYTES, 0) != offer.token:
+            return _Answer(problem=f"{folder}: is another folder than the writer's")
+    finally:
+        os.close(here)
+    # Not for reading as well: a client of NFS would then write pages as a whole that it has read before.
+    files += [disk.open_below(folder, draft, os.O_WRONLY) for draft in offer.drafts]
+    answer.token = secrets.token_bytes(_TOKEN_BYTES)
+    write_all(files[0], answer.token, offer.slot)
+    os.fsync(files[0])
+    return answer
+
+
+def _seen(descriptor: int) -> _Answer:
+    """Return which file it is, and for which kernel: on one kernel the same file has one cache."""
+    status = os.fstat(descriptor)
+    return _Answer(_BOOT_ID.read_text().strip(), status.st_dev, status.st_ino)
+
+
+def _go_on(steps: Iterator[None]) -> bool:
+    """Write for a round; return True when all is on disk."""
+    until = time.monotonic() + _ROUND_S
+    return all(time.monotonic() < until for _ in steps)
+
+
+def _in_one_line(error: Exception, folder: Path) -> Exception:
+    if isinstance(error, OSError):
+        return CheckpointError(f"{folder}: {error.strerror or error}")
+    return error
+
+
+def _crcs(name: str, layout: ArchiveLayout[Source], parts: Sequence[WrittenPart]) -> list[int]:
+    """Return the CRC-32 of each entry. Raises CheckpointError where its parts leave a hole, or overlap."""
+    inside: dict[int, list[WrittenPart]] = defaultdict(list)
+    entries = iter(enumerate(layout.entries))
+    number, entry = next(entries)
+    for part in parts:
+        while part.at >= entry.begin + entry.size:
+            number, entry = next(entries)
+        inside[number].append(part)
+    found = []
+    for number, entry in enumerate(layout.entries):
+        at = entry.begin
+        for part in inside[number]:
+            if part.at != at:
+                break
+            at += part.size
+        if at != entry.begin + entry.size:
+            raise CheckpointError(f"{name}: no rank has written what belongs at byte {at}")
+        found.append(join_crcs([(part.crc, part.size) for part in inside[number]]))
+    return found
+
+
+def _send(message: Any, to: int, exchange: Exchange) -> None:
+    content = bytearray(msgspec.msgpack.encode(message))
+    for tensor in (torch.tensor([len(content)]), torch.frombuffer(content, dtype=torch.uint8)):
+        shards.group_of(exchange).send([tensor], to, exchange.tag).wait()
+
+
+def _receive(kind: type[T], source: int, exchange: Exchange) -> T:
+    length = torch.zeros(1, dtype=torch.int64)
+    shards.group_of(exchange).recv([length], source, exchange.tag).wait()
+    content = torch.zeros(int(length), dtype=torch.uint8)
+    shards.group_of(exchange).recv([content], source, exchange.tag).wait()
+    return msgspec.msgpack.decode(content.numpy().tobytes(), type=kind)
