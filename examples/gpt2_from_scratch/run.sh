@@ -34,7 +34,7 @@ train() {
 say "2. train, undisturbed"
 train "$work/undisturbed" | tee "$work/undisturbed.log"
 
-say "3. train, and kill a process in step $kill_at"
+say "3. train, and kill a process in step $kill_at: a new one takes its place, and the other goes on"
 train "$work/killed" >"$work/killed.log" 2>&1 &
 job=$!
 trap 'kill "$job" 2>/dev/null || true' EXIT

@@ -185,30 +185,43 @@ def train(
         extra={"about": said},
     )
     last = min(settings.steps, args.stop_at or settings.steps)
-    for step in range(done + 1, last + 1):
-        with protection.step(step):  # (ttp)
-            # The samples follow from the number of the step alone. Each rank takes its own part of them.
-            first = (step - 1) * samples + rank * settings.batch
-            tokens = train_text.batch(first, settings.batch, settings.seed).cuda()
-            wrapped.zero_grad_buffer()
-            optimizer.zero_grad()
-            # All but the last token are seen, all but the first are to be said.
-            loss = wrapped(tokens[:, :-1], labels=tokens[:, 1:].contiguous()).mean()
-            optimizer.scale_loss(loss).backward()  # a scale other than 1 is for fp16 alone
-            finalize_model_grads([wrapped])  # each process gets its part of the mean gradient
-            # It updates its part of the weights in fp32, and all gather what the others have updated.
-            _, norm, _ = optimizer.step()
-            scheduler.step(increment=samples)
-            mean = mean_over_ranks(loss.detach())
+
+    def one_step(step: int) -> None:
+        """Make one step. After a fault it is called again, on all ranks, for a step that was cut off."""
+        # The samples follow from the number of the step alone. Each rank takes its own part of them.
+        first = (step - 1) * samples + rank * settings.batch
+        tokens = train_text.batch(first, settings.batch, settings.seed).cuda()
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        # All but the last token are seen, all but the first are to be said.
+        loss = wrapped(tokens[:, :-1], labels=tokens[:, 1:].contiguous()).mean()
+        optimizer.scale_loss(loss).backward()  # a scale other than 1 is for fp16 alone
+        finalize_model_grads([wrapped])  # each process gets its part of the mean gradient
+        # It updates its part of the weights in fp32, and all gather what the others have updated.
+        _, norm, _ = optimizer.step()
+        scheduler.step(increment=samples)
+        mean = mean_over_ranks(loss.detach())
         say(f"step {step} loss {mean:.4f} {mean.hex()} gradient norm {float(norm):.3f}")
-        if step % settings.evaluate_every == 0 or step == last:
-            with protection.phase("evaluation"):  # (ttp)
-                mean = evaluate(wrapped.module, valid_text, settings.batch, rank, size)
-            say(f"step {step} validation loss {mean:.4f} {mean.hex()} perplexity {math.exp(mean):.2f}")
-        if step == last or (settings.save_every and step % settings.save_every == 0):
-            with protection.phase("save"):  # (ttp)
-                checkpoint.save(args.save, step, wrapped.module, optimizer, scheduler, said)
-            say(f"step {step} saved in {args.save}")
+        if step < last and step % settings.evaluate_every == 0:
+            measure(step)
+        if step < last and settings.save_every and step % settings.save_every == 0:
+            keep(step)
+
+    def measure(step: int) -> None:
+        with protection.phase("evaluation"):  # (ttp)
+            mean = evaluate(wrapped.module, valid_text, settings.batch, rank, size)
+        say(f"step {step} validation loss {mean:.4f} {mean.hex()} perplexity {math.exp(mean):.2f}")
+
+    def keep(step: int) -> None:
+        with protection.phase("save"):  # (ttp)
+            checkpoint.save(args.save, step, wrapped.module, optimizer, scheduler, said)
+        say(f"step {step} saved in {args.save}")
+
+    protection.run_steps(one_step, last)  # (ttp) in place of `for step in range(done + 1, last + 1)`
+    # Behind the loop: of what stands in it behind the update, a fault may leave out the newest.
+    if done < last:
+        measure(last)
+        keep(last)
     protection.end_training()  # (ttp)
 
 
@@ -216,14 +229,16 @@ def train(
 def evaluate(core: Any, text: Blocks, batch: int, rank: int, size: int) -> float:
     """Return the mean loss of a token over the first blocks of the text; each rank takes its own ones."""
     core.eval()
-    total = torch.zeros(2, device="cuda")
-    for index in range(rank, min(len(text), EVALUATION_BATCHES * batch * size), size):
-        tokens = text[index][None].cuda()
-        total += torch.stack(
-            [core(tokens[:, :-1], labels=tokens[:, 1:].contiguous()).mean(), total.new_ones(())]
-        )
-    core.train()
-    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    try:
+        total = torch.zeros(2, device="cuda")
+        for index in range(rank, min(len(text), EVALUATION_BATCHES * batch * size), size):
+            tokens = text[index][None].cuda()
+            total += torch.stack(
+                [core(tokens[:, :-1], labels=tokens[:, 1:].contiguous()).mean(), total.new_ones(())]
+            )
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    finally:
+        core.train()  # also where a fault ends it: the next step of this process needs its dropout
     return float(total[0] / total[1])
 
 
