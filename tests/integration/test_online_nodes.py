@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,26 @@ def test_a_node_that_is_lost_is_not_recovered_online(tmp_path: Path, baseline_of
     job = online(tmp_path, DP4, ["rank=3,step=6,phase=backward,kind=agent-sigkill"], nodes=2)
     ended, _ = ends(job, baseline_of(DP4), code=137, saved={5})
     assert "not recovered online: node 1 is lost" in ended.log
+
+
+@pytest.mark.parametrize(
+    ("faults", "why"),
+    [
+        (
+            ["rank=1,step=6,phase=backward,kind=sigkill", "rank=3,phase=exchange,kind=agent-sigkill"],
+            r"step 5 is saved, .*; not recovered online: rank [23] has died, too; node 1 is lost",
+        ),
+        (
+            ["rank=3,step=6,phase=backward,kind=sigkill", "rank=0,phase=exchange,kind=agent-sigkill"],
+            r"rank 3 was ended by SIGKILL, node 0 is lost; step 5 is saved, no finished step is lost",
+        ),
+    ],
+    ids=["agent", "controller"],
+)
+def test_an_agent_is_lost_in_the_middle_of_a_recovery(
+    faults: list[str], why: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """The step was saved before."""
+    job = online(tmp_path, DP4, faults, nodes=2)
+    ended, _ = ends(job, baseline_of(DP4), code=137, saved={5})
+    assert re.search(why, ended.log)
