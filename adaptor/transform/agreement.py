@@ -103,6 +103,8 @@ def _replicas(parts: Sequence[StoredPart]) -> list[list[StoredPart]]:
 
 def _require_equal(name: str, kind: str, same: Sequence[StoredPart], files: Files) -> None:
     for part in same[1:]:
+        if part.stored == same[0].stored:
+            continue
         pieces = zip(files.pieces(same[0].stored), files.pieces(part.stored), strict=True)
         if not all(ours == theirs for ours, theirs in pieces):
             what = kind if kind == WEIGHT else f"state {kind}"

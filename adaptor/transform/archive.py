@@ -7,6 +7,7 @@ written again by `writing.py` as what it was.
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import zipfile
@@ -15,6 +16,7 @@ from typing import IO, Any
 
 from adaptor.errors import CheckpointError
 from adaptor.transform import pickles
+from adaptor.transform.records import Archive, StoredTensor
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a file in a zip archive
 _LARGEST_PICKLE = 64 << 20
@@ -26,10 +28,31 @@ def read(path: Path) -> Any:
     Raises:
         CheckpointError: it is no archive of torch, is damaged, or has an object that is not read.
     """
+    return _read(path, 0, None)
+
+
+def read_inside(where: Archive) -> Any:
+    """Return the content of an archive that is a part of a file, like `read`."""
+    return _read(where.path, where.begin, where.length)
+
+
+def only_tensor(where: Archive) -> StoredTensor:
+    """Return the tensor that is all that an archive in a part of a file has, like `read`."""
+    value = read_inside(where)
+    if not isinstance(value, StoredTensor):
+        raise CheckpointError(f"{where.path}: has a {type(value).__name__} at byte {where.begin}, no tensor")
+    return value
+
+
+def _read(path: Path, begin: int, length: int | None) -> Any:
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            name, storages = _members(archive, file, path)
-            return pickles.load(archive.read(name), path, storages)
+        with path.open("rb") as whole:
+            if length is not None and begin + length > os.fstat(whole.fileno()).st_size:
+                raise CheckpointError(f"{path}: ends before byte {begin + length}")
+            file: Any = whole if length is None else _Part(whole, begin, length)
+            with zipfile.ZipFile(file) as archive:
+                name, storages = _members(archive, file, path, begin)
+                return pickles.load(archive.read(name), path, storages)
     except CheckpointError:
         raise
     except OSError as error:
@@ -40,11 +63,53 @@ def read(path: Path) -> Any:
         raise CheckpointError(f"{path}: is no archive of torch, or is damaged ({error})") from error
 
 
-def _members(archive: zipfile.ZipFile, file: IO[bytes], path: Path) -> tuple[str, dict[str, tuple[int, int]]]:
-    """Return the name of the pickle, and offset and size of each storage in the file."""
+class _Part(io.RawIOBase):
+    """A part of a file, to be read as a file of its own."""
+
+    def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
+        self._descriptor = file.fileno()
+        self._begin = begin
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a place, as files do."""
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at}.get(whence, self._length))
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place, in bytes from the start of the part."""
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        """Return up to so many bytes; all that is left for a negative number."""
+        left = max(0, self._length - self._at)
+        data = os.pread(self._descriptor, left if count < 0 else min(count, left), self._begin + self._at)
+        self._at += len(data)
+        return data
+
+
+def _members(
+    archive: zipfile.ZipFile, file: IO[bytes], path: Path, begin: int
+) -> tuple[str, dict[str, tuple[int, int]]]:
+    """Return the name of the pickle, and offset and size of each storage in the file.
+
+    Args:
+        archive: that is read.
+        file: that the archive is.
+        path: of the file in which that begins at byte `begin`.
+    """
     (name,) = (each for each in archive.namelist() if each.count("/") == 1 and each.endswith("/data.pkl"))
     root = name.removesuffix("data.pkl")
-    length = os.fstat(file.fileno()).st_size
+    length = file.seek(0, os.SEEK_END)
     storages = {}
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED:
@@ -55,7 +120,7 @@ def _members(archive: zipfile.ZipFile, file: IO[bytes], path: Path) -> tuple[str
             start = info.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
             if start + info.file_size > length:
                 raise CheckpointError(f"{path}: ends before the end of {info.filename}")
-            storages[info.filename.removeprefix(f"{root}data/")] = (start, info.file_size)
+            storages[info.filename.removeprefix(f"{root}data/")] = (begin + start, info.file_size)
     if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
         raise CheckpointError(f"{path}: was written on a big-endian machine, which is not read")
     if archive.getinfo(name).file_size > _LARGEST_PICKLE:

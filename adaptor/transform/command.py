@@ -49,7 +49,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--etp", type=int, metavar="N", help="expert-tensor-parallel size; only that of --tp")
     parser.add_argument(
-        "--format", choices=("torch", "torch_dist"), default="torch", help="only torch so far"
+        "--format", choices=("torch", "torch_dist"), default="torch", help="of the target (default torch)"
     )
     parser.add_argument("--step", type=int, metavar="N", help="the step; default: what the tracker names")
     parser.add_argument(
@@ -118,8 +118,6 @@ def _run(parsed: argparse.Namespace) -> None:
         value = getattr(parsed, name)
         if value is not None and value < 1:
             raise UnsupportedError(f"--{name.replace('_', '-')} is {value}: it must be a number from 1 on")
-    if parsed.format != "torch":
-        raise UnsupportedError(f"--format {parsed.format}: only torch is written so far")
     _require_places(parsed.source, parsed.target)
     source = open_source(parsed.source, parsed.step)
     target = _target(source, parsed)
@@ -166,7 +164,7 @@ def _described(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCh
             f"--layout {parsed.layout}: is of a vocabulary of {rows} rows with padding; the checkpoint has"
             f" {least} without"
         )
-    return TargetCheckpoint(source, sizes, rows, layout)
+    return TargetCheckpoint(source, sizes, rows, layout, parsed.format)
 
 
 def _target(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheckpoint:
@@ -196,7 +194,7 @@ def _target(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheck
         raise UnsupportedError(
             f"--etp {parsed.etp}: experts are transformed with that of --tp only, {sizes.tp}"
         )
-    return TargetCheckpoint(source, sizes, rows_for(source, sizes, parsed.vocab_size))
+    return TargetCheckpoint(source, sizes, rows_for(source, sizes, parsed.vocab_size), format=parsed.format)
 
 
 def _write(parsed: argparse.Namespace, target: TargetCheckpoint, ranks: list[Rank]) -> None:
@@ -216,7 +214,7 @@ def _write(parsed: argparse.Namespace, target: TargetCheckpoint, ranks: list[Ran
     if not folder.exists():
         run.require_room(root.resolve(), sum(target.bytes(rank) for rank in ranks))
     folder.mkdir(parents=True, exist_ok=True)
-    order = run.TransformOrder(parsed.source, source.step, target.sizes, target.rows, folder)
+    order = run.TransformOrder(parsed.source, source.step, target.sizes, target.rows, folder, parsed.format)
     done = run.run(target, order, ranks, parsed.workers, run.say)
     if parsed.rank:
         print(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adaptor.errors import CheckpointError
-from adaptor.transform.records import SIZES, Described, Name, StoredArray, StoredTensor
+from adaptor.transform.records import SIZES, Described, ItemKey, Name, StoredArray, StoredTensor
 
 # Objects of these packages and classes are kept as descriptions, and written again as what they were.
 _FRAMEWORKS = frozenset({"megatron", "mindspeed", "mindspeed_llm", "modellink", "ascendspeed"})
@@ -24,6 +24,9 @@ _DESCRIBED = frozenset(
         Name("builtins", "set"),
     }
 )
+# What the index of a sharded checkpoint has besides: descriptions, of which none is written again.
+_OF_INDEX = "torch.distributed.checkpoint."
+_INDEX_KEY = Name("torch.distributed.checkpoint.metadata", "MetadataIndex")
 STORAGES = {
     "FloatStorage": "float32",
     "DoubleStorage": "float64",
@@ -149,6 +152,22 @@ CALLS: dict[Name, Callable[..., Any]] = {
 def is_described(what: Name) -> bool:
     """Return whether objects of it are kept as descriptions."""
     return what in _DESCRIBED or what.module.partition(".")[0] in _FRAMEWORKS
+
+
+def is_of_index(what: Name) -> bool:
+    """Return whether objects of it are described in the index of a sharded checkpoint."""
+    return what.module.startswith(_OF_INDEX) or what == Name("torch.serialization", "_get_layout")
+
+
+def item_key(path: Path, key: Described) -> ItemKey:
+    """Return the key of an item in the index of a sharded checkpoint, from its description."""
+    state = key.state
+    if key.what != _INDEX_KEY or type(state) is not dict:
+        refuse(path, f"has {words(key.what)} as a key")
+    name, offset = state.get("fqn"), state.get("offset")
+    if type(name) is not str or not (offset is None or _is_shape(offset)):
+        refuse(path, "has a MetadataIndex without a name or with an offset that is none")
+    return ItemKey(name, offset)
 
 
 def is_storage(what: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,21 @@ from adaptor.transform.records import StoredTensor
 STATES = ("param", "exp_avg", "exp_avg_sq")
 _LAYER = "decoder.layers."
 _GENERATORS = ("torch_rng_state", "cuda_rng_state")  # as tensors; the other two are tuples
+
+
+class ByParam:
+    """The state of an optimizer, param by param: each kind of tensor (STATES) in the shape of the param.
+
+    Args:
+        tensors: name of the param in the whole model, kind, tensor.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, str, StoredTensor]]) -> None:
+        self._tensors = {(name, kind): tensor for name, kind, tensor in tensors}
+
+    def tensor(self, name: str, kind: str) -> StoredTensor:
+        """Return one tensor."""
+        return self._tensors[name, kind]
 
 
 def require_model_file(body: Any, path: Path, optimizers: int) -> None:

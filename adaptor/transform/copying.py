@@ -11,9 +11,10 @@ from typing import Any
 import numpy
 
 from adaptor.errors import CheckpointError
+from adaptor.transform import archive as archives
 from adaptor.transform.model import Slot
 from adaptor.transform.parts import needed, one_of_each, pieces_of
-from adaptor.transform.records import SIZES, StoredTensor
+from adaptor.transform.records import SIZES, Archive, ScatteredTensor, StoredTensor
 from adaptor.transform.source import StoredPart
 
 # Elements of a piece: one of float32 has 1 MiB, which stays in the cache until it is hashed and written. By
@@ -26,9 +27,35 @@ class Files:
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
+        self._begins: dict[Archive, int] = {}
 
-    def read(self, path: Path, offset: int, into: memoryview) -> None:
-        """Read a stretch of a file into memory. Raises CheckpointError where the file ends before."""
+    def read(self, stored: StoredTensor, offset: int, into: memoryview) -> None:
+        """Read bytes of a stored tensor into memory.
+
+        Args:
+            stored: the tensor.
+            offset: in it, in bytes.
+            into: as long as what is read.
+
+        Raises:
+            CheckpointError: the file ends before, or is damaged.
+        """
+        if not isinstance(stored, ScatteredTensor):
+            self._read(stored.path, stored.offset + offset, into)
+            return
+        for stretch in stored.within(offset, len(into)):
+            archive = stretch.archive
+            self._read(archive.path, self._begin(archive) + stretch.offset, into[: stretch.bytes])
+            into = into[stretch.bytes :]
+
+    def _begin(self, archive: Archive) -> int:
+        """Return where the only tensor of an archive begins in its file."""
+        begin = self._begins.get(archive)
+        if begin is None:
+            begin = self._begins[archive] = archives.only_tensor(archive).offset
+        return begin
+
+    def _read(self, path: Path, offset: int, into: memoryview) -> None:
         try:
             descriptor = self._open.get(path)
             if descriptor is None:
@@ -44,13 +71,13 @@ class Files:
 
     def pieces(self, stored: StoredTensor) -> Iterator[memoryview]:
         """Yield the bytes of a stored tensor; each piece is good until the next one."""
-        yield from self._stretch(stored.path, stored.offset, stored.bytes, _PIECE * SIZES[stored.dtype])
+        yield from self._stretch(stored, 0, stored.bytes, _PIECE * SIZES[stored.dtype])
 
-    def _stretch(self, path: Path, offset: int, count: int, at_once: int) -> Iterator[memoryview]:
+    def _stretch(self, stored: StoredTensor, offset: int, count: int, at_once: int) -> Iterator[memoryview]:
         memory = memoryview(bytearray(min(count, at_once)))
         for start in range(0, count, at_once):
             piece = memory[: min(at_once, count - start)]
-            self.read(path, offset + start, piece)
+            self.read(stored, offset + start, piece)
             yield piece
 
     def whole(self, stored: StoredTensor) -> bytes:
@@ -77,8 +104,7 @@ class Files:
             yield from self._columns(shape, axis, inner, item, wanted)
             return
         for part, theirs, _, length in wanted:
-            offset = part.stored.offset + theirs * inner
-            yield from self._stretch(part.stored.path, offset, length * inner, _PIECE * item)
+            yield from self._stretch(part.stored, theirs * inner, length * inner, _PIECE * item)
         if slot.item.cut.rows:
             yield from self._new_rows(slot, parts[-1], moments)
 
@@ -98,7 +124,7 @@ class Files:
             for part, theirs, mine, length in wanted:
                 their_row = part.stored.shape[axis] * inner
                 block = numpy.empty((count, their_row), numpy.uint8)
-                self.read(part.stored.path, part.stored.offset + start * their_row, _flat(block))
+                self.read(part.stored, start * their_row, _flat(block))
                 made[:count, mine * inner : (mine + length) * inner] = block[
                     :, theirs * inner : (theirs + length) * inner
                 ]
@@ -115,7 +141,7 @@ class Files:
         width = last.bytes // last.shape[0]
         row = memoryview(bytearray(width))
         if not moments:
-            self.read(last.path, last.offset + last.bytes - width, row)
+            self.read(last, last.bytes - width, row)
         for _ in range(new):
             yield row
 

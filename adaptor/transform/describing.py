@@ -9,16 +9,23 @@ from adaptor.transform.model import Slot, View
 from adaptor.transform.sizes import Rank
 from adaptor.transform.target import TargetCheckpoint
 
+# The version of Megatron-core whose rules say what the source's layout file does not.
+_CORE = "0.15"
+
 
 def content(target: TargetCheckpoint) -> bytes | None:
-    """Return the content of the file; None where the source has none, and rules have said all."""
+    """Return the content of the file; None where the source has none, and rules have said all.
+
+    The format `torch_dist` always gets one: without it is not read.
+    """
     if target.layout is not None:
         return layout_file.join(map(layout_file.encode, target.layout.ranks))
-    if target.source.layout is None:
+    source = target.source.layout
+    if source is None and target.format == "torch":
         return None
+    core = _CORE if source is None else source.ranks[0].core
     return layout_file.join(
-        layout_file.encode(_of_rank(target, rank, view, target.source.layout.ranks[0].core))
-        for rank, view in target.views.items()
+        layout_file.encode(_of_rank(target, rank, view, core)) for rank, view in target.views.items()
     )
 
 
@@ -48,7 +55,7 @@ def _entry(target: TargetCheckpoint, slot: Slot) -> Entry:
         slot.name,
         dtype=item.dtype,
         shape=slot.shape,
-        key=item.name,
+        key=target.key(item.name),
         whole=tuple(whole),
         axis=cut.axis,
         pieces=slot.pieces,

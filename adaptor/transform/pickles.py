@@ -28,19 +28,20 @@ _MOST_VALUES = 8_000_000
 _DEEPEST = 100
 
 
-def load(data: bytes, path: Path, storages: Mapping[str, tuple[int, int]]) -> Any:
+def load(data: bytes, path: Path, storages: Mapping[str, tuple[int, int]], *, is_index: bool = False) -> Any:
     """Return what a pickle describes.
 
     Args:
         data: the pickle.
         path: of the archive, whose name is in the messages and in each `StoredTensor`.
         storages: offset and size of each storage of the archive, in bytes.
+        is_index: it is that of a sharded checkpoint: classes of torch.distributed.checkpoint are described.
 
     Raises:
         CheckpointError: it names or does something that is not read.
         ValueError: it is damaged. Other exceptions may be raised then, too.
     """
-    value = _Reader(path, storages).read(data)
+    value = _Reader(path, storages, is_index).read(data)
     _require_moderate(value, path)
     return value
 
@@ -48,9 +49,10 @@ def load(data: bytes, path: Path, storages: Mapping[str, tuple[int, int]]) -> An
 class _Reader:
     """Carries out the opcodes of one pickle."""
 
-    def __init__(self, path: Path, storages: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, path: Path, storages: Mapping[str, tuple[int, int]], is_index: bool) -> None:
         self._path = path
         self._storages = storages
+        self._is_index = is_index
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -115,7 +117,9 @@ class _Reader:
         if type(target) not in (dict, OrderedDict):
             refuse(self._path, f"sets an item of {words(target)}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if not all(type(one) in _KEYS for one in (key if type(key) is tuple else (key,))):
+            if self._is_index and type(key) is Described:
+                key = constructors.item_key(self._path, key)
+            elif not all(type(one) in _KEYS for one in (key if type(key) is tuple else (key,))):
                 refuse(self._path, f"has {words(key)} as a key")
             target[key] = value
 
@@ -129,10 +133,13 @@ class _Reader:
             raise CheckpointError(f"{self._path}: has an object of {module!a}.{name!a}, which is not read")
         if module == "torch" and name in SIZES:
             self._stack.append(DType(name))
-        elif constructors.is_known(what):
+        elif constructors.is_known(what) or self._is_described(what):
             self._stack.append(what)
         else:
             raise CheckpointError(f"{self._path}: has an object of {what}, which is not read")
+
+    def _is_described(self, what: Name) -> bool:
+        return constructors.is_described(what) or (self._is_index and constructors.is_of_index(what))
 
     def call(self, _: Any) -> None:
         given, what = self.pop(), self.pop()
@@ -140,7 +147,7 @@ class _Reader:
             refuse(self._path, f"calls {words(what)}")
         if what in constructors.CALLS:
             self._stack.append(constructors.CALLS[what](self._path, *given))
-        elif constructors.is_described(what):
+        elif self._is_described(what):
             self._stack.append(Described(what, given, is_new=False))
         else:
             refuse(self._path, f"calls {what}")
@@ -149,7 +156,7 @@ class _Reader:
         given, what = self.pop(), self.pop()
         if what == constructors.NAMESPACE and given == ():
             self._stack.append(Namespace())
-        elif type(what) is Name and type(given) is tuple and constructors.is_described(what):
+        elif type(what) is Name and type(given) is tuple and self._is_described(what):
             self._stack.append(Described(what, given, is_new=True))
         else:
             refuse(self._path, f"makes an object of {words(what)}")

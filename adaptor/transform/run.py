@@ -24,8 +24,9 @@ from adaptor.checkpoint import disk, manifest, publish
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.transform import describing, writing
+from adaptor.transform import describing, sharded_target, writing
 from adaptor.transform.copying import Files
+from adaptor.transform.sharded_new_index import NewItem
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.target import TargetCheckpoint
 
@@ -43,21 +44,24 @@ class TransformOrder:
     sizes: Sizes
     rows: int
     folder: Path
+    format: str
 
     @property
     def mark(self) -> str:
         """Return what two runs have in common that may share files: the source as it is now, the sizes."""
-        files = sorted((self.source / naming.final_name(self.step)).rglob("*.pt"))
+        folder = self.source / naming.final_name(self.step)
+        files = sorted(path for path in folder.rglob("*") if path.suffix in (".pt", ".distcp"))
         stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        text = repr((stamps, self.step, self.sizes, self.rows)).encode()
+        text = repr((stamps, self.step, self.sizes, self.rows, self.format)).encode()
         return hashlib.sha256(text).hexdigest()
 
 
 class _Note(msgspec.Struct):
-    """The note of a rank that is done: its files, as path, size and checksum."""
+    """The note of a rank that is done: its files, as path, size and checksum, and what is in them."""
 
     mark: str
     files: list[tuple[str, int, str]]
+    items: list[NewItem] = []
 
 
 class _Stopped(Exception):
@@ -76,17 +80,32 @@ def write_rank(
     Raises:
         CheckpointError: a file is damaged, the disk refuses, or the main params do not round to the weights.
     """
-    below = folder / target.sizes.folder(rank)
-    below.mkdir(parents=True, exist_ok=True)
+    items: list[NewItem] = []
     with Files() as files:
-        states, model = target.optimizer_state(rank, files), target.model_state(rank, files)
-        done = [
-            _written(below / naming.OPTIMIZER_FILE, states, folder, files, progress),
-            _written(below / naming.MODEL_FILE, model, folder, files, progress),
-        ]
-    text = msgspec.json.encode(_Note(mark, done))
+        if target.format == "torch":
+            done = _write_torch(target, rank, folder, files, progress)
+        else:
+            path = folder / sharded_target.data_file(target, rank)
+            try:
+                entry, items = sharded_target.write_rank(target, rank, folder, files, progress)
+            except OSError as error:
+                raise CheckpointError(f"{path}: {error.strerror or error}") from error
+            done = [(entry.path, entry.bytes, entry.xxh3_128 or "")]
+    text = msgspec.json.encode(_Note(mark, done, items))
     disk.replace(folder, _note_name(target.sizes, rank), text)
     return done
+
+
+def _write_torch(
+    target: TargetCheckpoint, rank: Rank, folder: Path, files: Files, progress: Callable[[int], None]
+) -> list[tuple[str, int, str]]:
+    below = folder / target.sizes.folder(rank)
+    below.mkdir(parents=True, exist_ok=True)
+    states, model = target.optimizer_state(rank, files), target.model_state(rank, files)
+    return [
+        _written(below / naming.OPTIMIZER_FILE, states, folder, files, progress),
+        _written(below / naming.MODEL_FILE, model, folder, files, progress),
+    ]
 
 
 def _written(
@@ -113,14 +132,18 @@ def temporary_folder(root: Path, step: int) -> Path:
 def already_done(order: TransformOrder, rank: Rank) -> list[tuple[str, int, str]] | None:
     """Return the files of a rank that an earlier run has written from the same source; None without."""
     try:
-        text = (order.folder / _note_name(order.sizes, rank)).read_bytes()
-        note = msgspec.json.decode(text, type=_Note)
+        note = _note(order, rank)
         sizes = [(order.folder / name).stat().st_size for name, _, _ in note.files]
     except (OSError, msgspec.MsgspecError):
         return None
     if note.mark != order.mark or sizes != [size for _, size, _ in note.files]:
         return None
     return note.files
+
+
+def _note(order: TransformOrder, rank: Rank) -> _Note:
+    """Return the note of a rank. Raises OSError and MsgspecError."""
+    return msgspec.json.decode((order.folder / _note_name(order.sizes, rank)).read_bytes(), type=_Note)
 
 
 def require_room(folder: Path, needed: int) -> None:
@@ -234,6 +257,9 @@ def finish(
         CheckpointError: what was read is not what was written; it gets no name.
     """
     entries = [FileEntry(*file) for rank in target.sizes.ranks for file in done[rank]]
+    if target.format != "torch":
+        items = [item for rank in target.sizes.ranks for item in _note(order, rank).items]
+        entries += sharded_target.write_rest(target, order.folder, items)
     layout = describing.content(target)
     if layout is not None:
         disk.replace(order.folder, naming.LAYOUT, layout)

@@ -15,10 +15,11 @@ from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import MODEL_FILE, OPTIMIZER_FILE
 from adaptor.transform import archive, arguments, contents, described, rules
-from adaptor.transform.contents import STATES
+from adaptor.transform.contents import STATES, ByParam
 from adaptor.transform.model import Item, Model, Slot, View, in_whole_model, whole_shape
-from adaptor.transform.records import SIZES, StoredTensor
+from adaptor.transform.records import StoredTensor
 from adaptor.transform.rules import EMBEDDING, OUTPUT
+from adaptor.transform.sharded_source import ShardedCheckpoint, is_sharded
 from adaptor.transform.sizes import Chunk, Rank, Sizes
 
 WEIGHT = "weight"
@@ -50,7 +51,7 @@ class SourceCheckpoint:
     sizes: Sizes
     args: Namespace
     bodies: Mapping[Rank, dict[str, Any]]
-    states: Mapping[Rank, Sequence[dict[Any, Any] | None]]
+    states: Mapping[Rank, Sequence[dict[Any, Any] | ByParam | None]]
     layout: JobLayout | None = None
     _parts: dict[tuple[str, str], list[StoredPart]] = field(default_factory=dict)
 
@@ -127,14 +128,18 @@ class SourceCheckpoint:
         for expected, state in zip(view.optimizers, self.states[rank], strict=True):
             if state is None:
                 continue
+            if isinstance(state, ByParam):
+                for buffer in expected:
+                    for slot, _ in buffer.slots:
+                        for kind in STATES:
+                            yield slot, kind, state.tensor(slot.item.name, kind)
+                continue
             found = contents.buffers(state, expected, path, self.authority)
             for buffer, stored in zip(expected, found, strict=True):
                 for kind in STATES:
                     whole = stored[kind]
                     for slot, placed in buffer.slots:
-                        offset = whole.offset + placed.begin * SIZES[whole.dtype]
-                        one = StoredTensor(whole.path, offset, whole.dtype, slot.shape)
-                        yield slot, kind, one
+                        yield slot, kind, whole.part(placed.begin, slot.shape)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -165,11 +170,8 @@ def open_source(root: Path, step: int | None) -> SourceCheckpoint:
         UnsupportedError: its kind is not supported.
     """
     folder, number = find(root, step)
-    if (folder / "metadata.json").exists():
-        raise UnsupportedError(
-            f"{folder}: has the format torch_dist; only torch is read (Megatron's own resume"
-            " with other sizes reads torch_dist)"
-        )
+    if is_sharded(folder):
+        return _open_sharded(folder, number)
     ranks = sorted(path / MODEL_FILE for path in folder.iterdir() if path.name.startswith("mp_rank_"))
     first = [path for path in ranks if path.is_file()]
     if not first:
@@ -180,13 +182,11 @@ def open_source(root: Path, step: int | None) -> SourceCheckpoint:
     layout = layout_file.read(path) if (path := folder / naming.LAYOUT).exists() else None
     arguments.require_supported(args, folder, described=layout is not None)
     sizes = Sizes.of(args)
-    if layout is not None and described.sizes_of(layout) != sizes:
-        raise CheckpointError(
-            f"{path}: is of {described.sizes_of(layout)}, and the arguments of {folder} say {sizes}"
-        )
-    optimizers = 2 if getattr(args, "num_experts", None) and sizes.ep > 1 else 1
+    if layout is not None:
+        _require_sizes(layout, sizes, folder)
+    optimizers = _optimizers(args, sizes)
     bodies: dict[Rank, dict[str, Any]] = {}
-    states: dict[Rank, Sequence[dict[Any, Any] | None]] = {}
+    states: dict[Rank, Sequence[dict[Any, Any] | ByParam | None]] = {}
     for rank in sizes.ranks:
         path = folder / sizes.folder(rank)
         if not (path / MODEL_FILE).is_file():
@@ -206,6 +206,30 @@ def open_source(root: Path, step: int | None) -> SourceCheckpoint:
         content = archive.read(path / OPTIMIZER_FILE)
         states[rank] = contents.optimizer_states(content, path / OPTIMIZER_FILE, optimizers)
     return SourceCheckpoint(folder, number, sizes, args, bodies, states, layout)
+
+
+def _open_sharded(folder: Path, number: int) -> SourceCheckpoint:
+    sharded = ShardedCheckpoint(folder, number)
+    args, sizes, layout = sharded.args, sharded.sizes, sharded.layout
+    arguments.require_supported(args, folder, described=True)
+    _require_sizes(layout, sizes, folder)
+    bodies = {rank: sharded.body(rank) for rank in sizes.ranks}
+    for body in bodies.values():
+        contents.require_model_file(body, folder, _optimizers(args, sizes))
+    states = {rank: sharded.states(rank) for rank in sizes.ranks}
+    return SourceCheckpoint(folder, number, sizes, args, bodies, states, layout)
+
+
+def _optimizers(args: Namespace, sizes: Sizes) -> int:
+    return 2 if getattr(args, "num_experts", None) and sizes.ep > 1 else 1
+
+
+def _require_sizes(layout: JobLayout, sizes: Sizes, folder: Path) -> None:
+    said = described.sizes_of(layout)
+    if said != sizes:
+        raise CheckpointError(
+            f"{folder / naming.LAYOUT}: is of {said}, and the arguments of {folder} say {sizes}"
+        )
 
 
 def _other_step(body: Any) -> str:

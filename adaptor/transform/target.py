@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptor.checkpoint.layout_file import JobLayout
 from adaptor.errors import CheckpointError, UnsupportedError
-from adaptor.transform import described, rules
+from adaptor.transform import described, rules, sharded_names
 from adaptor.transform.arguments import UNEVEN
 from adaptor.transform.contents import STATES
 from adaptor.transform.model import Buffer, Group, Slot, View, resized
@@ -38,12 +38,14 @@ class TargetCheckpoint:
     Attributes:
         rows: of its vocabulary, with padding
         layout: of its ranks, that the framework has said; None: by the rules
+        format: in which it is written: torch or torch_dist
     """
 
     source: SourceCheckpoint
     sizes: Sizes
     rows: int
     layout: JobLayout | None = None
+    format: str = "torch"
 
     @cached_property
     def views(self) -> Mapping[Rank, View]:
@@ -57,6 +59,12 @@ class TargetCheckpoint:
 
     def bytes(self, rank: Rank) -> int:
         """Return the size of a rank's files, about."""
+        if self.format != "torch":
+            each = [(prod(slot.shape), slot) for slot in self.own(rank) if slot.item.dtype]
+            state = len(STATES) * SIZES["float32"]
+            return _REST + sum(
+                count * (SIZES[slot.item.dtype] + (state if slot.is_param else 0)) for count, slot in each
+            )
         view = self.views[rank]
         model = sum(
             prod(s.shape) * SIZES[s.item.dtype] for own in view.chunks.values() for s in own if s.item.dtype
@@ -69,13 +77,23 @@ class TargetCheckpoint:
         )
         return model + states + 2 * _REST
 
+    def own(self, rank: Rank) -> Iterator[Slot]:
+        """Yield what a rank has and no rank before it: what it writes in the format `torch_dist`."""
+        for slots in self.views[rank].chunks.values():
+            for slot in slots:
+                item = slot.item
+                is_copy = slot.name == rules.OUTPUT and item.name == rules.EMBEDDING
+                is_shared = item.cut.axis is None and rank.tp > 0
+                if not (is_copy or is_shared or (rank.ep > 0 and rules.expert_of(item.name) is None)):
+                    yield slot
+
     def needs(self, rank: Rank) -> list[Path]:
         """Return the files of the source that a rank is made from."""
-        found = set()
+        found: set[Path] = set()
         for slot, kind in self._wanted(rank):
             parts = one_of_each(slot, self.source.parts(slot.item.name, kind))
             for part, *_ in needed(slot, parts):
-                found.add(part.stored.path)
+                found |= part.stored.paths
         return sorted(found)
 
     def _wanted(self, rank: Rank) -> Iterator[tuple[Slot, str]]:
@@ -123,6 +141,36 @@ class TargetCheckpoint:
             yield from self._pieces(slot, kind, files)
             at = placed.end
         yield bytes((buffer.numel - at) * SIZES["float32"])
+
+    def key(self, name: str) -> str:
+        """Return the name that the format `torch_dist` has for a tensor of the whole model."""
+        is_local = getattr(self.source.args, "transformer_impl", None) == "local"
+        return sharded_names.key_of(self._keys.get(name, name), is_local=is_local)
+
+    @cached_property
+    def _keys(self) -> Mapping[str, str]:
+        """Return the names that the framework has said."""
+        layout = self.layout or self.source.layout
+        return {
+            described.name_of(entry): entry.key
+            for one in (layout.ranks if layout else ())
+            for entries in one.chunks.values()
+            for entry in entries
+            if entry.dtype
+        }
+
+    def stored_as(self, slot: Slot, kind: str, files: Files) -> Iterator[memoryview]:
+        """Yield the bytes of a rank's tensor.
+
+        Args:
+            slot: the tensor, or a piece of it.
+            kind: WEIGHT, or a state of the optimizer (STATES).
+            files: of the source.
+
+        Raises:
+            CheckpointError: the main params do not round to the weight, or a file is damaged.
+        """
+        return self._weight(slot, files) if kind == WEIGHT else self._pieces(slot, kind, files)
 
     def _pieces(self, slot: Slot, kind: str, files: Files) -> Iterator[memoryview]:
         parts = self.source.parts(slot.item.name, kind)
@@ -177,6 +225,7 @@ class TargetCheckpoint:
         said: dict[str, Any] = resized(args, self.sizes, self.rows, etp)
         said |= {name: False if getattr(args, name, None) is False else None for name in UNEVEN}
         said |= {} if self.layout is None else self.layout.ranks[0].args
+        said |= {"ckpt_format": self.format, "use_dist_ckpt": self.format != "torch"}
         for name, value in said.items():
             if hasattr(args, name):
                 setattr(args, name, value)

@@ -13,7 +13,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +23,17 @@ from adaptor.checkpoint import disk
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.transform.constructors import STORAGES
 from adaptor.transform.copying import Files
-from adaptor.transform.records import SIZES, Described, DType, Name, NewTensor, StoredArray, StoredTensor
+from adaptor.transform.records import (
+    SIZES,
+    Described,
+    DType,
+    ItemKey,
+    Name,
+    NewTensor,
+    ScatteredTensor,
+    StoredArray,
+    StoredTensor,
+)
 
 _ALIGNMENT = 64  # of a storage in an archive, as torch has it, in bytes
 _LOCAL_HEADER = 30  # bytes before the name
@@ -95,6 +105,29 @@ class Stream:
             os.close(self._descriptor)
 
 
+def described(name: str, state: Any, module: str = "torch.distributed.checkpoint.metadata") -> Described:
+    """Return the description of an object that is made by `__new__` and then gets a state.
+
+    Args:
+        name: of its class.
+        state: that it gets.
+        module: of the class.
+    """
+    return Described(Name(module, name), (), is_new=True, state=state)
+
+
+def size(lengths: Sequence[int]) -> Described:
+    """Return the description of a torch.Size."""
+    return Described(Name("torch", "Size"), (tuple(lengths),), is_new=False)
+
+
+def structure(value: Any) -> bytes:
+    """Return the pickle of a value that has no tensors."""
+    text = io.BytesIO()
+    _Pickler(text).dump(value)
+    return text.getvalue()
+
+
 # The pickler in C can write only classes that can be imported; the one in Python has no types.
 _Base: Any = pickle._Pickler
 
@@ -126,6 +159,10 @@ class _Pickler(_Base):  # type: ignore[misc]
             self.save(described.state)
             self.write(pickle.BUILD)
 
+    def _save_item_key(self, key: ItemKey) -> None:
+        offset = None if key.offset is None else size(key.offset)
+        self.save(described("MetadataIndex", {"fqn": key.name, "offset": offset, "index": None}))
+
     def _save_tensor(self, tensor: NewTensor | StoredTensor) -> None:
         self._save_name(Name("torch._utils", "_rebuild_tensor_v2"))
         self.write(pickle.MARK)
@@ -145,8 +182,10 @@ class _Pickler(_Base):  # type: ignore[misc]
     dispatch[DType] = _save_dtype
     dispatch[StoredArray] = _save_array
     dispatch[Described] = _save_described
+    dispatch[ItemKey] = _save_item_key
     dispatch[NewTensor] = _save_tensor
     dispatch[StoredTensor] = _save_tensor
+    dispatch[ScatteredTensor] = _save_tensor
 
 
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}

@@ -37,6 +37,13 @@ PP2_VPP2 = Layout("pp2-vpp2", 2, pp=2, extra=(*TP2.extra, "--num-layers-per-virt
 PP2_UNEVEN = Layout("pp2-uneven", 2, pp=2, extra=(*TP2.extra, "--decoder-first-pipeline-num-layers", "1"))
 # `mirror`: without the instances of the optimizer that the reference of `split` has.
 EP2 = Layout("ep2", 2, replica="mirror", extra=(*EXPERTS, "--expert-model-parallel-size", "2", *_RESHARDABLE))
+# Kinds of the optimizer's state in the format `torch_dist`.
+_BEFORE_014 = "--dist-ckpt-save-pre-mcore-014"
+KINDS = {
+    "dp_reshardable": (),
+    "fully_sharded_model_space": (_BEFORE_014,),
+    "dp_zero_gather_scatter": (_BEFORE_014, "--no-ckpt-fully-parallel-save"),
+}
 EP2_PP2 = replace(EP2, name="ep2-pp2", processes=4, pp=2)
 
 
@@ -61,6 +68,11 @@ def _differences(ours: Path, theirs: Path) -> list[str]:
     return [line for line in found if "rng_state" not in line and not any(name in line for name in names)]
 
 
+def _content(ours: Path, theirs: Path) -> list[str]:
+    """What differs but for arguments, which say of the job that has saved how it has."""
+    return [line for line in _differences(ours, theirs) if "/model_optim_rng.pt/args." not in line]
+
+
 def _transform(source: Path, target: Path, *options: str) -> Path:
     assert main(["transform", str(source), str(target), "--verify", *options]) == 0
     return target
@@ -81,11 +93,32 @@ def test_tensor_ranks_become_an_interleaved_pipeline(tmp_path: Path) -> None:
     only = {"launcher": "ttprun", "save": tmp_path / "none", "options": ("--ttp-layout-only", str(target))}
     _train(tmp_path, "layout", PP2_UNEVEN, **only)
     assert _differences(_transform(ours, tmp_path / "uneven", "--layout", str(target)), uneven) == []
+    # From the format `torch_dist` in one go, and back to it.
+    assert (
+        _content(_transform(saved, tmp_path / "one-go", "--tp", "1", "--pp", "2", "--vpp", "2"), expected)
+        == []
+    )
+    sharded = _transform(ours, tmp_path / "sharded", "--tp", "2", "--pp", "1", "--format", "torch_dist")
     # Random states are not carried over by the framework, so there is no dropout.
     as_torch = replace(PP2_VPP2, extra=PP2_VPP2.extra[: len(_GATED)] + PP2_VPP2.extra[-2:])
     mine = _train(tmp_path, "mine", as_torch, *_NO_DROPOUT, load=ours)
     theirs = _train(tmp_path, "theirs", PP2_VPP2, *_NO_DROPOUT, load=saved)
-    outcome.assert_same_training(mine, theirs.records, steps=range(STEP + 1, harness.ITERATIONS + 1))
+    back = _train(tmp_path, "back", PP2_VPP2, *_NO_DROPOUT, load=sharded)
+    for one in (mine, back):
+        outcome.assert_same_training(one, theirs.records, steps=range(STEP + 1, harness.ITERATIONS + 1))
+
+
+def test_each_kind_of_optimizer_state_in_the_sharded_format(tmp_path: Path) -> None:
+    """The framework itself cannot load two of them in other sizes."""
+    made = []
+    for kind, options in KINDS.items():
+        layout = Layout("dp2", 2, replica="mirror", extra=(*_GATED, "--ckpt-format", "torch_dist", *options))
+        saved = tmp_path / f"{kind}-saved"
+        _train(tmp_path, kind, layout, "--exit-interval", str(STEP), save=saved, launcher="ttprun")
+        made.append(_transform(saved, tmp_path / f"{kind}-ours", "--tp", "1"))
+        if kind == "dp_reshardable":
+            expected = _converted(tmp_path, layout, saved)
+    assert [_content(one, expected) for one in made] == [[], [], []]
 
 
 def test_a_tied_embedding_gets_a_second_copy_and_loses_it(tmp_path: Path) -> None:

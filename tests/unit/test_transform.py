@@ -197,7 +197,6 @@ def _other_group(body: Any) -> None:
         ("--vpp 2", "--vpp 2: needs --pp of at least 2"),
         ("--ep 2", "--ep 2: the model has no experts"),
         ("--tp 2 --etp 1", "--etp 1: experts are transformed with that of --tp only, 2"),
-        ("--tp 2 --format torch_dist", "--format torch_dist: only torch is written so far"),
         ("--tp 0", "--tp is 0: it must be a number from 1 on"),
         ("--tp 2 --step 9", "iter_0000009: there is no such checkpoint"),
         (
@@ -364,7 +363,7 @@ def test_a_source_that_goes_away(tmp_path: Path) -> None:
     target = TargetCheckpoint(open_source(tmp_path / "a", None), Sizes(tp=2), 24)
     folder = run.temporary_folder(tmp_path / "b", STEP)
     folder.mkdir(parents=True)
-    order = run.TransformOrder(tmp_path / "a", STEP, target.sizes, target.rows, folder)
+    order = run.TransformOrder(tmp_path / "a", STEP, target.sizes, target.rows, folder, "torch")
     shutil.rmtree(tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"distrib_optim.pt: No such file or directory"):
         run.run(target, order, target.sizes.ranks, 2, lambda line: None)

@@ -1,0 +1,129 @@
+"""Reads the index of a sharded checkpoint: the file `.metadata` of torch.distributed.checkpoint.
+
+The index is a pickle. It is read as those of archives are (`pickles.py`), which imports nothing of what it
+names. A sharded checkpoint is a set of whole tensors, each in chunks, and of objects; each chunk and each
+object is an archive of torch of its own, one behind the other in files `*.distcp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from adaptor.checkpoint import disk
+from adaptor.errors import CheckpointError
+from adaptor.transform import pickles
+from adaptor.transform.records import SIZES, Archive, Described, DType, ItemKey
+
+NAME = ".metadata"
+_LARGEST = 1 << 30  # bytes: of 10,000 tensors in 100 chunks each it has about 400 MB
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of a whole tensor: its shape, and the archive that it is in."""
+
+    shape: tuple[int, ...]
+    archive: Archive
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A tensor of the whole model, whose chunks are found by their offset in it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Mapping[tuple[int, ...], Chunk]
+
+
+@dataclass(frozen=True)
+class Index:
+    """The tensors and objects of a sharded checkpoint, by name."""
+
+    path: Path
+    tensors: Mapping[str, WholeTensor]
+    objects: Mapping[str, Archive]
+
+
+def read(folder: Path) -> Index:
+    """Read the index of the checkpoint in `folder`; no file that it names is opened.
+
+    Raises:
+        CheckpointError: it cannot be read, is damaged, or has what is not read.
+    """
+    path = folder / NAME
+    try:
+        return _index(pickles.load(disk.read(path, _LARGEST), path, {}, is_index=True), path)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise CheckpointError(f"{path}: there is not enough memory to read it") from error
+    except Exception as error:  # a damaged pickle raises whatever it likes
+        raise CheckpointError(
+            f"{path}: is no index of a sharded checkpoint, or is damaged ({error})"
+        ) from error
+
+
+def _index(value: Any, path: Path) -> Index:
+    said = _state(value, "Metadata")
+    places = {
+        key: _archive(_state(place, "_StorageInfo"), path)
+        for key, place in said["storage_data"].items()
+        if isinstance(key, ItemKey)
+    }
+    tensors: dict[str, WholeTensor] = {}
+    objects: dict[str, Archive] = {}
+    for name, one in said["state_dict_metadata"].items():
+        if type(name) is not str:
+            raise ValueError("a name is not a text")
+        if one.what.name == "BytesStorageMetadata":
+            objects[name] = _found(places, ItemKey(name, None), path)
+            continue
+        tensor = _state(one, "TensorStorageMetadata")
+        dtype = tensor["properties"].state[0]
+        if not isinstance(dtype, DType) or dtype.name not in SIZES:
+            raise CheckpointError(f"{path}: {name[:200]} is of a type that is not read")
+        chunks = {}
+        for chunk in tensor["chunks"]:
+            place = _state(chunk, "ChunkStorageMetadata")
+            offset = _lengths(place["offsets"])
+            archive = _found(places, ItemKey(name, offset), path)
+            chunks[offset] = Chunk(_lengths(place["sizes"]), archive)
+        tensors[name] = WholeTensor(dtype.name, _lengths(tensor["size"]), chunks)
+    return Index(path, tensors, objects)
+
+
+def _state(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Described) or value.what.name != name or type(value.state) is not dict:
+        raise ValueError(f"there is no {name}")
+    return value.state
+
+
+def _lengths(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or not all(type(one) is int and one >= 0 for one in value):
+        raise ValueError("a shape is no tuple of numbers")
+    return value
+
+
+def _found(places: Mapping[ItemKey, Archive], key: ItemKey, path: Path) -> Archive:
+    if key not in places:
+        where = "" if key.offset is None else f" at {list(key.offset)}"
+        raise CheckpointError(f"{path}: does not say where {key.name[:200]}{where} lies")
+    return places[key]
+
+
+def _archive(said: Mapping[str, Any], path: Path) -> Archive:
+    name, begin, length = said["relative_path"], said["offset"], said["length"]
+    if type(name) is not str or PurePosixPath(name).name != name or name in (".", "..", ""):
+        raise CheckpointError(f"{path}: names the file {name!a:.200}, which is none of its folder")
+    if not all(type(one) is int and 0 <= one < 2**53 for one in (begin, length)):
+        raise ValueError("an item has no place")
+    if said.get("transform_descriptors"):
+        raise CheckpointError(
+            f"{path}: has items that are compressed or changed otherwise, which is not read"
+        )
+    return Archive(path.parent / name, begin, length)

@@ -1,0 +1,149 @@
+"""The names and places that Megatron-core gives to the tensors of a model in its sharded format."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from adaptor.checkpoint.layout_file import Piece
+from adaptor.errors import UnsupportedError
+from adaptor.transform.rules import Cut
+
+# In front of the name of a tensor: whose state of the optimizer it is.
+STATE = "optimizer.state."
+EXTRA_STATE = "_extra_state"
+# The halves of a gated MLP's input, where each is a whole tensor.
+_HALVES = ("_w", "_v")
+_NUMBERED = re.compile(r"(?:.*\.)?layers\.\d+\..*")
+_NUMBERED_EXPERT = re.compile(r".*\.experts\.\d+\..*")
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a whole tensor in the sharded format, that one model-parallel rank has.
+
+    Attributes:
+        name: of the whole tensor
+        whole: its shape
+        offset: of the part in it
+        shape: of the part
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The name and numbers of a tensor in the sharded format, without how it is cut.
+
+    Attributes:
+        key: its name without numbers of layers and experts, or with them, as the model has it
+        layer: its number in the whole model
+        expert: its number in the layer
+        layers: how many the model has
+        experts: how many a layer has
+    """
+
+    key: str
+    layer: int | None
+    expert: int | None
+    layers: int
+    experts: int
+
+    def name(self) -> str:
+        """Return the name with numbers of layer and expert."""
+        name = self.key
+        if self.layer is not None and not _NUMBERED.fullmatch(name):
+            name = name.replace("layers.", f"layers.{self.layer}.", 1)
+        if self.expert is not None and not _NUMBERED_EXPERT.fullmatch(name):
+            name = name.replace(".experts.experts.", f".experts.experts.{self.expert}.", 1)
+        return name
+
+    def front(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return place and length along the axes in front, of what the key has no number of."""
+        axes = []
+        if self.layer is not None and not _NUMBERED.fullmatch(self.key):
+            axes.append((self.layer, self.layers))
+        if self.expert is not None and not _NUMBERED_EXPERT.fullmatch(self.key):
+            axes.append((self.expert, self.experts))
+        return tuple(at for at, _ in axes), tuple(length for _, length in axes)
+
+
+def regions(
+    place: Place, whole: tuple[int, ...], cut: Cut, pieces: tuple[Piece, ...], *, numbered: bool
+) -> list[Region]:
+    """Return where the pieces of a rank's tensor are in the sharded format, in the order of its rows.
+
+    Args:
+        place: of the tensor.
+        whole: its shape in the whole model.
+        cut: the way in which ranks share it.
+        pieces: that this rank has of the axis that is cut.
+        numbered: layers and experts have whole tensors of their own (`singleton_local_shards`, since core
+            0.14); else they lie behind each other along axes in front.
+    """
+    name, at, lengths = (place.name(), (), ()) if numbered else (place.key, *place.front())
+    ones = (1,) * len(lengths)
+    if cut.axis is None:
+        return [Region(name, (*lengths, *whole), (*at, *(0 for _ in whole)), (*ones, *whole))]
+    found = []
+    for number, piece in enumerate(pieces):
+        axis, own, shape = list(whole), [0] * len(whole), list(whole)
+        shape[cut.axis] = piece.length
+        own[cut.axis] = piece.whole
+        half = ""
+        if numbered and cut.pieces == len(_HALVES):
+            axis[cut.axis] = whole[cut.axis] // cut.pieces
+            own[cut.axis] -= number * axis[cut.axis]
+            half = _HALVES[number]
+        found.append(Region(name + half, (*lengths, *axis), (*at, *own), (*ones, *shape)))
+    return found
+
+
+def key_of(name: str, *, is_local: bool) -> str:
+    """Return the name in the sharded format of a tensor of the whole model, by the rules of core 0.15.
+
+    Args:
+        name: with numbers of layer and expert.
+        is_local: the model is made of Megatron-core's own layers, not of Transformer Engine's.
+    """
+    if is_local:
+        name = re.sub(r"\.input_layernorm\.", ".self_attention.linear_qkv.layer_norm_", name)
+        name = re.sub(r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_", name)
+    return name.replace(".experts.local_experts.", ".experts.experts.")
+
+
+def fragments(
+    place: Place, shape: tuple[int, ...], whole: tuple[int, ...], cut: Cut, pieces: tuple[Piece, ...]
+) -> list[tuple[str, tuple[int, ...], int]]:
+    """Return where the pieces of a rank's tensor are where each rank's is flat (`fully_sharded_model_space`).
+
+    Args:
+        place: of the tensor.
+        shape: on the rank.
+        whole: its shape in the whole model.
+        cut: the way in which ranks share it.
+        pieces: that this rank has of the axis that is cut.
+
+    Returns:
+        For each piece the name of the whole tensor, the place along all its axes but the last, the elements.
+
+    Raises:
+        UnsupportedError: the pieces are not of the same length.
+    """
+    at, _ = place.front()
+    if cut.axis is None:
+        return [(place.key, (*at, *(0 for _ in whole)), prod(shape))]
+    found = []
+    for piece in pieces:
+        if whole[cut.axis] % piece.length or piece.whole % piece.length:
+            raise UnsupportedError(f"{place.key}: is cut into uneven pieces; not transformed")
+        own = [0] * len(whole)
+        own[cut.axis] = piece.whole // piece.length
+        count = prod(shape) // shape[cut.axis] * piece.length
+        found.append((place.key, (*at, *own), count))
+    return found

@@ -1,0 +1,358 @@
+"""Opens a checkpoint of the format `torch_dist`, to be transformed as one of the format `torch` is.
+
+The sharded format has whole tensors in chunks. For each model-parallel rank of the job that saved, the body
+that its file would have in the format `torch` is made here, of records that say where the chunks lie. The
+layout file says what the rank has.
+
+The optimizer's state has one of four kinds. Two have a tensor for each param: in its shape, or flat. One has
+the optimizer's buckets, the fourth the whole content of the optimizer's file of the format `torch`.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from adaptor.checkpoint import disk, layout_file
+from adaptor.checkpoint.layout_file import Entry, JobLayout, OptimizerLayout, RankLayout
+from adaptor.errors import CheckpointError, UnsupportedError
+from adaptor.protocol import naming
+from adaptor.transform import archive, arguments, described, sharded_index, sharded_names
+from adaptor.transform.contents import STATES, ByParam
+from adaptor.transform.records import SIZES, Archive, DType, ScatteredTensor, Stretch
+from adaptor.transform.rules import Cut
+from adaptor.transform.sharded_index import Chunk
+from adaptor.transform.sharded_names import STATE, Place
+from adaptor.transform.sizes import Rank, Sizes
+
+CONFIG, COMMON = "metadata.json", "common.pt"
+_LARGEST_CONFIG = 1 << 20
+# Kinds of optimizer state, as the framework calls them.
+RESHARDABLE, FLAT = "fully_reshardable", "fully_sharded_model_space"
+_BUCKETS, _GATHERED = "dp_reshardable", "dp_zero_gather_scatter"
+# In the flat kind the main params have a name of their own.
+_FLAT_NAMES = {"param": "fp32_param"}
+
+
+def is_sharded(folder: Path) -> bool:
+    """Return whether the checkpoint in `folder` has a sharded format."""
+    return (folder / CONFIG).exists()
+
+
+class ShardedCheckpoint:
+    """A checkpoint of the format `torch_dist`: its index, what is the same on all ranks, its layout file.
+
+    Args:
+        folder: of the step.
+        step: its number.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or is of another step.
+        UnsupportedError: its kind is not supported.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder = folder
+        _require_backend(folder)
+        common = archive.read(_existing(folder / COMMON))
+        if not isinstance(common, dict) or common.get("iteration") != step:
+            said = common.get("iteration") if isinstance(common, dict) else None
+            other = f", but of step {said}" if isinstance(said, int) else ""
+            raise CheckpointError(f"{folder / COMMON}: is not of step {step}{other}")
+        self.common: dict[str, Any] = common
+        self.args: Namespace = arguments.of(common, folder / COMMON)
+        self.sizes = Sizes.of(self.args)
+        metadata = common.get("content_metadata")
+        said = metadata if isinstance(metadata, dict) else {}
+        self._is_numbered = said.get("singleton_local_shards") is True
+        # Versions before 0.13 do not say the kind.
+        parallel = getattr(self.args, "ckpt_fully_parallel_save", False)
+        self._kind = said.get("distrib_optim_sharding_type", FLAT if parallel else _GATHERED)
+        if self._kind not in (RESHARDABLE, FLAT, _BUCKETS, _GATHERED):
+            raise UnsupportedError(
+                f"{folder}: has optimizer state of the kind {str(self._kind)[:60]}, which is not transformed"
+            )
+        self.layout = _layout(folder)
+        self._index = sharded_index.read(folder)
+        self._objects: dict[bytes, Any] = {}
+
+    def body(self, rank: Rank) -> dict[str, Any]:
+        """Return what the model's file of a rank would have in the format `torch`."""
+        layout = described.by_rank(self.layout)[rank]
+        body: dict[str, Any] = {}
+        for key, value in self.common.items():
+            if key == "content_metadata":
+                continue
+            if key == "optimizer":
+                body |= {chunk: self._chunk(layout, entries) for chunk, entries in layout.chunks.items()}
+                value = self._optimizer(rank, layout)
+            body[key] = value
+            if key == "opt_param_scheduler":
+                body["rng_state"] = self._random_states(rank)
+        if "optimizer" not in self.common:
+            raise CheckpointError(
+                f"{self._folder / COMMON}: optimizer is not there, as --no-save-optim leaves it"
+            )
+        return body
+
+    def states(self, rank: Rank) -> Sequence[Any]:
+        """Return the state of each optimizer of a rank, None where another rank has it.
+
+        Raises:
+            CheckpointError: a part of it is missing.
+        """
+        layout = described.by_rank(self.layout)[rank]
+        several = len(layout.optimizers) > 1
+        read: dict[str, Callable[[RankLayout, OptimizerLayout, str], Any]] = {
+            RESHARDABLE: self._by_param,
+            FLAT: self._by_param,
+            _BUCKETS: self._buckets,
+            _GATHERED: self._gathered,
+        }
+        return [
+            read[self._kind](layout, one, self._prefix(rank, layout, number, several)) if one.stored else None
+            for number, one in enumerate(layout.optimizers)
+        ]
+
+    # What is not in the optimizer's buffers
+
+    def _chunk(self, layout: RankLayout, entries: Sequence[Entry]) -> dict[str, Any]:
+        return OrderedDict(
+            (entry.name, self._tensor(layout, entry, "") if entry.dtype else self._object_of(layout, entry))
+            for entry in entries
+        )
+
+    def _object_of(self, layout: RankLayout, entry: Entry) -> Any:
+        """Return what a module has saved besides its tensors; None where that is nothing."""
+        if entry.layer is None:
+            return None
+        name = sharded_names.key_of(described.name_of(entry), is_local=False)
+        place = Place(name, entry.layer, entry.expert, *_counts(layout))
+        found = self._index.objects.get(f"{place.name()}/shard_0_1")
+        return None if found is None else self._object(found)
+
+    def _optimizer(self, rank: Rank, layout: RankLayout) -> Any:
+        """Return what the format `torch` has of the optimizers in the file of the model."""
+        saved = self.common["optimizer"]
+        several = len(layout.optimizers) > 1
+        each = saved if several else {0: saved}
+        if not isinstance(each, dict) or list(each) != list(range(len(layout.optimizers))):
+            raise CheckpointError(
+                f"{self._folder / COMMON}: is not the state of {len(layout.optimizers)} optimizers, as its"
+                f" {naming.LAYOUT} says"
+            )
+        made = []
+        for number, one in each.items():
+            prefix = self._prefix(rank, layout, number, several)
+            names = [name for name in self._index.objects if name.startswith(prefix) and name.endswith("_1")]
+            own = {
+                name.removeprefix(prefix).partition("/")[0]: self._index.objects[name]
+                for name in names
+                if not name.removeprefix(prefix).startswith(("per_bucket_numel", "param_state"))
+            }
+            plain = one if isinstance(one, dict) else {}
+            made.append(
+                {key: value for key, value in plain.items() if not key.startswith("param_state")}
+                | {key: self._object(where) for key, where in own.items()}
+            )
+        return made if several else made[0]
+
+    def _random_states(self, rank: Rank) -> Any:
+        name = f"rng_state/shard_{rank.pp}.{rank.tp}_{self.sizes.pp}.{self.sizes.tp}"
+        found = self._index.objects.get(name)
+        return [] if found is None else self._object(found)
+
+    def _object(self, where: Archive) -> Any:
+        """Return an object; equal ones, as those of modules without a state, are taken apart once."""
+        data = _bytes(where) if where.length < _SMALL else b""
+        if not data or data not in self._objects:
+            value = archive.read_inside(where)
+            if not isinstance(value, list) or len(value) != 1:
+                raise CheckpointError(f"{where.path}: the object at byte {where.begin} is no list of one")
+            if not data:
+                return value[0]
+            self._objects[data] = value[0]
+        return self._objects[data]
+
+    # Tensors
+
+    def _tensor(self, layout: RankLayout, entry: Entry, front: str) -> ScatteredTensor:
+        """Return a tensor in its own shape; `front` is what the optimizer puts in front of its name."""
+        place = Place(entry.key, entry.layer, entry.expert, *_counts(layout))
+        cut = Cut(entry.axis, max(1, len(entry.pieces)), entry.padded)
+        stretches: list[Stretch] = []
+        dtype = "float32" if front else entry.dtype
+        for region in sharded_names.regions(
+            place, entry.whole, cut, entry.pieces, numbered=self._is_numbered
+        ):
+            chunk = self._found(front + region.name, dtype, region.whole)(region.offset)
+            if chunk.shape != region.shape:
+                raise self._other_chunks(front + region.name)
+            stretches.append(Stretch(chunk.archive, 0, prod(region.shape) * SIZES[dtype]))
+        return _scattered(dtype, entry.shape, stretches)
+
+    def _flat(self, layout: RankLayout, entry: Entry, kind: str) -> ScatteredTensor:
+        place = Place(entry.key, entry.layer, entry.expert, *_counts(layout))
+        cut = Cut(entry.axis, max(1, len(entry.pieces)), entry.padded)
+        stretches: list[Stretch] = []
+        for key, at, length in sharded_names.fragments(place, entry.shape, entry.whole, cut, entry.pieces):
+            name = f"{STATE}{_FLAT_NAMES.get(kind, kind)}.{key}"
+            tensor = self._index.tensors.get(name)
+            if tensor is None:
+                raise self._missing(name)
+            own = {offset[-1]: chunk for offset, chunk in tensor.chunks.items() if offset[:-1] == at}
+            stretches += self._line(name, own, length)
+        return _scattered("float32", entry.shape, stretches)
+
+    def _line(self, name: str, chunks: Mapping[int, Chunk], length: int) -> list[Stretch]:
+        """Return the stretches of flat `chunks`, which have to make up `length` elements."""
+        size = SIZES["float32"]
+        reached = 0
+        stretches = []
+        for offset, chunk in sorted(chunks.items()):
+            if offset != reached:
+                break
+            stretches.append(Stretch(chunk.archive, 0, chunk.shape[-1] * size))
+            reached += chunk.shape[-1]
+        if reached != length:
+            raise CheckpointError(
+                f"{self._index.path}: {name[:200]} has {reached} elements in one piece; by its"
+                f" {naming.LAYOUT} it would have {length}"
+            )
+        return stretches
+
+    def _found(self, name: str, dtype: str, whole: tuple[int, ...]) -> Callable[[tuple[int, ...]], Chunk]:
+        tensor = self._index.tensors.get(name)
+        if tensor is None:
+            raise self._missing(name)
+        if (tensor.dtype, tensor.shape) != (dtype, whole):
+            raise CheckpointError(
+                f"{self._index.path}: {name[:200]} is {tensor.dtype} {list(tensor.shape)}; by its"
+                f" {naming.LAYOUT} it would be {dtype} {list(whole)}"
+            )
+
+        def at(offset: tuple[int, ...]) -> Chunk:
+            if offset not in tensor.chunks:
+                raise self._other_chunks(name)
+            return tensor.chunks[offset]
+
+        return at
+
+    def _missing(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self._index.path}: has no {name[:200]}, which its {naming.LAYOUT} has")
+
+    def _other_chunks(self, name: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self._index.path}: {name[:200]} is in other chunks than {self.sizes} of its {naming.LAYOUT}"
+        )
+
+    # The optimizer's state
+
+    def _by_param(self, layout: RankLayout, optimizer: OptimizerLayout, prefix: str) -> ByParam:
+        read = self._flat if self._kind == FLAT else self._state_of
+        entries = {(key, entry.name): entry for key, each in layout.chunks.items() for entry in each}
+        return ByParam(
+            (described.name_of(entry), kind, read(layout, entry, kind))
+            for buffer in optimizer.buffers
+            for one in buffer.params
+            for entry in [entries[one.chunk, one.name]]
+            for kind in STATES
+        )
+
+    def _state_of(self, layout: RankLayout, entry: Entry, kind: str) -> ScatteredTensor:
+        return self._tensor(layout, entry, f"{STATE}{kind}.")
+
+    def _buckets(self, layout: RankLayout, optimizer: OptimizerLayout, prefix: str) -> dict[Any, Any]:
+        state: dict[Any, Any] = {}
+        for number, buffer in enumerate(optimizer.buffers):
+            dtypes = tuple(DType(name) for name in buffer.dtypes)
+            shown = ", ".join(f"torch.{name}" for name in buffer.dtypes)
+            tensors: dict[str, Any] = {"numel_unpadded": buffer.numel}
+            for kind in STATES:
+                stretches: list[Stretch] = []
+                for bucket in count():
+                    name = f"{prefix}gbuf_idx_{number}.dtype_({shown}).bucket_idx_{bucket}.{kind}"
+                    tensor = self._index.tensors.get(name)
+                    if tensor is None:
+                        break
+                    if tensor.dtype != "float32" or len(tensor.shape) != 1:
+                        raise CheckpointError(f"{self._index.path}: {name} is no line of float32")
+                    own = {offset[0]: chunk for offset, chunk in tensor.chunks.items()}
+                    stretches += self._line(name, own, tensor.shape[0])
+                numel = sum(stretch.bytes for stretch in stretches) // SIZES["float32"]
+                tensors[kind] = _scattered("float32", (numel,), stretches)
+            state[number] = {dtypes: tensors}
+        return state
+
+    def _gathered(self, layout: RankLayout, optimizer: OptimizerLayout, prefix: str) -> Any:
+        name = f"{prefix}param_state/shard_0_1"
+        if name not in self._index.objects:
+            raise self._missing(name)
+        return self._object(self._index.objects[name])
+
+    def _prefix(self, rank: Rank, layout: RankLayout, number: int, several: bool) -> str:
+        """Return what is in front of the names of an optimizer's state where that is not in model space."""
+        group = rank.tp + self.sizes.tp * rank.pp
+        if number:  # of experts
+            group = rank.tp + layout.sizes["etp"] * (rank.ep + self.sizes.ep * rank.pp)
+        chained = f"chained_{number}." if several else ""
+        return f"{chained}optimizer.distributed.dp_group_idx_{group}."
+
+
+_SMALL = 4096  # bytes of an object that is kept
+
+
+def _scattered(dtype: str, shape: tuple[int, ...], stretches: Sequence[Stretch]) -> ScatteredTensor:
+    path = stretches[0].archive.path if stretches else Path()
+    return ScatteredTensor(path, 0, dtype, shape, tuple(stretches))
+
+
+def _counts(layout: RankLayout) -> tuple[int, int]:
+    layers, experts = (layout.args.get(name) for name in ("num_layers", "num_experts"))
+    return (layers if isinstance(layers, int) else 0, experts if isinstance(experts, int) else 0)
+
+
+def _bytes(where: Archive) -> bytes:
+    try:
+        with where.path.open("rb") as file:
+            file.seek(where.begin)
+            return file.read(where.length)
+    except OSError as error:
+        raise CheckpointError(f"{where.path}: {error.strerror or error}") from error
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing")
+    return path
+
+
+def _require_backend(folder: Path) -> None:
+    path = folder / CONFIG
+    try:
+        config = json.loads(disk.read(path, _LARGEST_CONFIG))
+        backend = config["sharded_backend"]
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: says no sharded format of Megatron-core ({error})") from error
+    if backend != "torch_dist":
+        raise UnsupportedError(
+            f"{folder}: has the sharded format {str(backend)[:40]}; only torch_dist is read"
+        )
+
+
+def _layout(folder: Path) -> JobLayout:
+    path = folder / naming.LAYOUT
+    if not path.exists():
+        raise UnsupportedError(
+            f"{folder}: has no {naming.LAYOUT}, without which the format torch_dist is not read; make it"
+            f" with the command of the job that saved: `ttprun --ttp-layout-only {path} ...`"
+        )
+    return layout_file.read(path)

@@ -1,0 +1,180 @@
+"""Writes a checkpoint of the format `torch_dist`: one data file for each model-parallel rank of the target.
+
+The optimizer's state is written as `fully_reshardable`: a tensor for each param, in its shape, which
+Megatron-LM loads in any parallel sizes. What ranks share is in the file of the first one that has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from adaptor.checkpoint import disk
+from adaptor.checkpoint.layout_file import Piece
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.transform import rules, sharded_index, sharded_names, sharded_new_index, writing
+from adaptor.transform.contents import STATES
+from adaptor.transform.copying import Files
+from adaptor.transform.model import Slot
+from adaptor.transform.random_states import states_of
+from adaptor.transform.records import NewTensor
+from adaptor.transform.sharded_names import EXTRA_STATE, STATE, Place, Region
+from adaptor.transform.sharded_new_index import NewItem
+from adaptor.transform.sharded_source import COMMON, CONFIG, RESHARDABLE
+from adaptor.transform.sizes import Rank
+from adaptor.transform.source import WEIGHT
+from adaptor.transform.target import TargetCheckpoint
+
+# What the framework is told of the content: it asks for just these tensors when it loads.
+_CONTENT = {
+    "singleton_local_shards": True,
+    "distrib_optim_sharding_type": RESHARDABLE,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+_CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor that a rank writes: the part of the slot, its name in front, its kind, where it belongs."""
+
+    slot: Slot
+    front: str
+    kind: str
+    region: Region
+
+
+def data_file(target: TargetCheckpoint, rank: Rank) -> str:
+    """Return the name of the file of a rank."""
+    return f"__{target.sizes.ranks.index(rank)}_0.distcp"
+
+
+def write_rank(
+    target: TargetCheckpoint, rank: Rank, folder: Path, files: Files, progress: Callable[[int], None]
+) -> tuple[FileEntry, list[NewItem]]:
+    """Write the file of one rank; return its entry in the manifest, and its items for the index.
+
+    Args:
+        target: the checkpoint that is written.
+        rank: of it.
+        folder: to which the file is written.
+        files: of the source.
+        progress: is told of bytes that are written.
+
+    Raises:
+        OSError: the disk refuses.
+        CheckpointError: a file is damaged, or the main params do not round to the weights.
+    """
+    name = data_file(target, rank)
+    items: list[NewItem] = []
+    with writing.Stream(folder / name, folder, progress) as stream:
+        for tensor in _tensors(target, rank):
+            dtype = tensor.slot.item.dtype if tensor.kind == WEIGHT else "float32"
+            pieces = partial(target.stored_as, tensor.slot, tensor.kind, files)
+            begin = stream.bytes
+            writing.save(NewTensor(dtype, tensor.region.shape, pieces), stream, "archive", files)
+            region = tensor.region
+            items.append(
+                NewItem(
+                    tensor.front + region.name,
+                    name,
+                    begin,
+                    stream.bytes - begin,
+                    dtype,
+                    region.whole,
+                    region.offset,
+                    region.shape,
+                )
+            )
+        for key, value in _objects(target, rank, files):
+            begin = stream.bytes
+            writing.save([value], stream, "archive", files)
+            items.append(NewItem(key, name, begin, stream.bytes - begin))
+    return stream.entry(name), items
+
+
+def write_rest(target: TargetCheckpoint, folder: Path, items: list[NewItem]) -> list[FileEntry]:
+    """Write what is not of one rank: the index, what all ranks have in common, the name of the format.
+
+    Args:
+        target: the checkpoint that is written.
+        folder: to which the files are written.
+        items: of all ranks.
+    """
+    with Files() as files:
+        body = target.model_state(target.sizes.ranks[0], files)
+        chunks = target.views[target.sizes.ranks[0]].chunks
+        common = {key: value for key, value in body.items() if key not in chunks and key != "rng_state"}
+        saved = common["optimizer"]
+        kind = {"param_state_sharding_type": RESHARDABLE}
+        common["optimizer"] = (
+            {number: {**one, **kind} for number, one in enumerate(saved)}
+            if isinstance(saved, list)
+            else {**saved, **kind}
+        )
+        common["content_metadata"] = dict(_CONTENT)
+        with writing.Stream(folder / COMMON, folder, lambda count: None) as stream:
+            writing.save(common, stream, "common", files)
+    entries = [stream.entry(COMMON)]
+    for name, content in (
+        (sharded_index.NAME, sharded_new_index.content(items)),
+        (CONFIG, json.dumps(_CONFIG).encode()),
+    ):
+        disk.replace(folder, name, content)
+        entries.append(FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content)))
+    return entries
+
+
+def _tensors(target: TargetCheckpoint, rank: Rank) -> Iterator[_Tensor]:
+    for slot in target.own(rank):
+        if not slot.item.dtype:
+            continue
+        kinds = [("", WEIGHT)]
+        if slot.is_param:
+            kinds += [(f"{STATE}{kind}.", kind) for kind in STATES]
+        for front, kind in kinds:
+            for part, region in _parts(target, slot):
+                yield _Tensor(part, front, kind, region)
+
+
+def _parts(target: TargetCheckpoint, slot: Slot) -> Iterator[tuple[Slot, Region]]:
+    """Yield the pieces of a rank's tensor, each as a slot of its own."""
+    item = slot.item
+    whole = list(item.shape)
+    if item.cut.rows:
+        whole[item.cut.axis or 0] = target.rows
+    place = _place(target, item.name, target.key(item.name))
+    found = sharded_names.regions(place, tuple(whole), item.cut, slot.pieces, numbered=True)
+    if item.cut.axis is None:
+        yield slot, found[0]
+        return
+    for piece, region in zip(slot.pieces, found, strict=True):
+        yield replace(slot, shape=region.shape, pieces=(Piece(piece.whole, 0, piece.length),)), region
+
+
+def _objects(target: TargetCheckpoint, rank: Rank, files: Files) -> Iterator[tuple[str, Any]]:
+    for slot in target.own(rank):
+        name = slot.item.name
+        if not slot.item.dtype and name.endswith(EXTRA_STATE) and rules.layer_of(name) is not None:
+            key = _place(target, name, sharded_names.key_of(name, is_local=False)).name()
+            yield f"{key}/shard_0_1", slot.item.value
+    states = states_of(target.source, rank, files) if rank.ep == 0 else []
+    if states:
+        yield f"rng_state/shard_{rank.pp}.{rank.tp}_{target.sizes.pp}.{target.sizes.tp}", states
+
+
+def _place(target: TargetCheckpoint, name: str, key: str) -> Place:
+    model = target.source.model
+    return Place(key, rules.layer_of(name), rules.expert_of(name), len(model.layers), model.experts)
