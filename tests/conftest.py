@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -28,6 +29,12 @@ for _name in [name for name in os.environ if name.startswith(_OF_A_PLATFORM)]:
 
 # Most tests expect that a fault starts all ranks again; those of online recovery ask for it.
 os.environ["TTP_ONLINE"] = "0"
+
+
+def pytest_collection_finish() -> None:
+    """Keep collections away from what all imports have made, which stays to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -27,7 +27,8 @@ class Clock:
         heapq.heappush(self._plans, (when, self._planned, act, args))
 
     def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
-        self.at(self.now + seconds, act, *args)
+        self._planned += 1
+        heapq.heappush(self._plans, (self.now + seconds, self._planned, act, args))
 
     def step(self) -> bool:
         """Let the next thing happen; False where there is none."""

@@ -150,13 +150,14 @@ class World:
 
     def over(self) -> bool:
         """Every agent has seen its workers off, or the script has come to its end on every rank."""
-        controller = self.newest.controller
-        ended = controller.incident is None and (self.newest.left or controller.membership.everyone_is_dead)
-        return all(
-            agent.settled or (ended and agent.verdict is None and not agent.living)
-            for agent in self.agents.values()
-            if agent.alive
-        )
+        going_on = [agent for agent in self.agents.values() if agent.alive and not agent.settled]
+        if not going_on:
+            return True
+        if any(agent.verdict is not None or agent.living for agent in going_on):
+            return False
+        newest = self.newest
+        controller = newest.controller
+        return controller.incident is None and (newest.left or controller.membership.everyone_is_dead)
 
     def run(self) -> None:
         """To the end; raises AssertionError where an invariant is broken."""
