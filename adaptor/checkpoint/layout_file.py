@@ -166,6 +166,17 @@ def read(path: Path) -> JobLayout:
     Raises:
         CheckpointError: it cannot be read, or is damaged; it lacks ranks, or has those of several jobs.
     """
+    ranks = read_part(path)
+    require_complete(ranks, path)
+    return JobLayout(FORMAT, ranks)
+
+
+def read_part(path: Path) -> tuple[RankLayout, ...]:
+    """Read a layout file that may have some ranks of a job alone.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+    """
     try:
         packed = disk.read(path, _LARGEST)
         text = _unpacked(packed) if packed.startswith(_GZIP) else packed
@@ -178,8 +189,7 @@ def read(path: Path) -> JobLayout:
         raise CheckpointError(f"{path}: format {layout.format}; this version reads format {FORMAT}")
     for rank in layout.ranks:
         _require_whole(rank, path)
-    _require_complete(layout.ranks, path)
-    return layout
+    return layout.ranks
 
 
 def _unpacked(packed: bytes) -> bytes:
@@ -191,7 +201,12 @@ def _unpacked(packed: bytes) -> bytes:
     return text
 
 
-def _require_complete(layouts: Iterable[RankLayout], where: Path) -> None:
+def is_of_one_job(one: RankLayout, other: RankLayout) -> bool:
+    """Return whether two ranks may be of the same job: of the same sizes, arguments and version."""
+    return (one.sizes, one.args, one.core) == (other.sizes, other.args, other.core)
+
+
+def require_complete(layouts: Iterable[RankLayout], where: Path) -> None:
     """Refuse layouts that are not of one job, or not of all its stages and tensor-parallel ranks.
 
     Raises:
@@ -202,7 +217,7 @@ def _require_complete(layouts: Iterable[RankLayout], where: Path) -> None:
         raise CheckpointError(f"{where}: has no layout of any rank")
     first = ranks[0]
     for rank in ranks:
-        if (rank.sizes, rank.args, rank.core) != (first.sizes, first.args, first.core):
+        if not is_of_one_job(rank, first):
             raise CheckpointError(f"{where}: the layouts of {first.folder} and {rank.folder} are of two jobs")
     found = {(rank.tp, rank.pp) for rank in ranks}
     for stage in range(first.sizes.get("pp", 1)):

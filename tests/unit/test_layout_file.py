@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,82 @@ def test_a_layout_file_of_another_model(tmp_path: Path, capsys: pytest.CaptureFi
     assert _transform(tmp_path / "a", tmp_path / "c", "--layout", other, "--tp", "2") == 2
     assert "--tp 2: --layout" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
+
+
+def _stages(root: Path) -> Path:
+    """The layout of two tensor ranks and two stages, in a file for each stage."""
+    small_checkpoint.write(root / "a", described=True)
+    assert _transform(root / "a", root / "b", "--tp", "2", "--pp", "2") == 0
+    (root / "stages").mkdir()
+    for stage in range(2):
+        ranks = layout_file.read(root / "b" / FOLDER / naming.LAYOUT).ranks
+        content = layout_file.join(layout_file.encode(rank) for rank in ranks if rank.pp == stage)
+        (root / "stages" / f"stage{stage}.json.gz").write_bytes(content)
+    return root / "stages"
+
+
+def _merge(folder: Path, out: Path) -> int:
+    return main(["layout", "merge", str(folder), str(out)])
+
+
+def test_layouts_of_stages_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages, out = _stages(tmp_path), tmp_path / "whole.json.gz"
+    # A second copy of a rank is no harm where it says the same.
+    (stages / "again.json.gz").write_bytes((stages / "stage1.json.gz").read_bytes())
+    assert _merge(stages, out) == 0
+    assert capsys.readouterr().out.endswith(
+        f"{out}: the layout of 4 ranks is written (TP2 PP2 VPP1 EP1 ETP2 DP1 CP1)\n"
+    )
+    assert layout_file.read(out) == layout_file.read(tmp_path / "b" / FOLDER / naming.LAYOUT)
+    assert _transform(tmp_path / "a", tmp_path / "c", "--layout", str(out)) == 0
+    assert small_checkpoint.contents(tmp_path / "c") == small_checkpoint.contents(tmp_path / "b")
+
+
+def _alone(stages: Path) -> None:
+    (stages / "stage0.json.gz").unlink()
+
+
+def _none(stages: Path) -> None:
+    for path in stages.iterdir():
+        path.unlink()
+
+
+def _damaged(stages: Path) -> None:
+    (stages / "stage1.json.gz").write_bytes((stages / "stage1.json.gz").read_bytes()[:-40])
+
+
+def _of_another_job(stages: Path) -> None:
+    (stages / "x.json.gz").write_bytes(layout_file.join([_layout(folder="mp_rank_07", tp=7)]))
+
+
+def _contradicting(stages: Path) -> None:
+    (stages / "x.json.gz").write_bytes(layout_file.join([_layout()]))
+
+
+def _gone(stages: Path) -> None:
+    _none(stages)
+    stages.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (_alone, "stages: has no layout of tensor rank 0 of stage 0"),
+        (_none, "stages: has no layout file, *.json.gz or *.json"),
+        (_damaged, "stage1.json.gz: is no layout file"),
+        (_of_another_job, "x.json.gz: is of another job than "),
+        (_contradicting, "x.json.gz: says something else of mp_rank_00 than "),
+        (_gone, "stages: No such file or directory"),
+    ],
+)
+def test_layouts_that_are_not_joined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Path], None], words: str
+) -> None:
+    stages, out = _stages(tmp_path), tmp_path / "whole.json.gz"
+    edit(stages)
+    capsys.readouterr()
+    assert _merge(stages, out) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m adaptor layout: ")
+    assert words in line
+    assert not out.exists()
