@@ -1,7 +1,8 @@
 """Hooks what a benchmark wants to know into a worker, then runs its script: `_worker.py ... script args`.
 
 --watch   writes down how long the parts of a dump took
---native  calls the framework's own save, unpatched and timed, after the second step of each start
+--native  calls the framework's own save, unpatched and timed, after the second step of each start; and has
+          `dd conv=fsync` write as many bytes, by as many processes as hold the optimizer state
 --gate    waits before every block of iterations until the benchmark says that it is this job's turn
 --holds   writes down, after each INTERVAL-th step (from AT on), what the process holds
 --parts   turns the adaptor off and on every few steps, and writes down what each part of a step takes
@@ -22,6 +23,7 @@ import re
 import runpy
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -82,15 +84,32 @@ def watch(notes: Notes) -> None:
             if threading.current_thread() is main_thread:
                 return wrapped(*args, **kwargs)
             began = time.time()
+            before = _new_peak() if what == "dump" else 0
             try:
                 return wrapped(*args, **kwargs)
             finally:
-                notes.add(what, time.time() - began, began=began)
+                more = {"extra": _peak() - before} if what == "dump" else {}
+                notes.add(what, time.time() - began, began=began, **more)
 
         return is_timed
 
     for what, module, name in PARTS:
         hook(module, name, timed(what))
+
+
+def _new_peak() -> int:
+    """Begin a new peak of this process' memory; return what it has now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    (kibibytes,) = re.findall(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * int(kibibytes)
+
+
+# With `split` the state is there twice in the four ranks: two of them hold all that is saved.
+_WRITERS = 2
 
 
 class NativeSave:
@@ -125,9 +144,26 @@ class NativeSave:
         if RANK == 0:
             os.sync()  # nothing of it is left to be written while the next save is timed
             self._notes.add("durable", time.time() - began)
-            self._notes.add("native", ended - began, bytes=self._bytes())
+            size = self._bytes()
+            self._notes.add("native", ended - began, bytes=size)
             shutil.rmtree(self._folder)
+            os.sync()
+            self._dd(size // _WRITERS >> 20)
         torch.distributed.barrier()
+
+    def _dd(self, mebibytes: int) -> None:
+        """Write so much by each of some processes at the same time, each to a file of its own."""
+        self._folder.mkdir()
+        options = ["if=/dev/zero", "bs=1M", f"count={mebibytes}", "conv=fsync", "status=none"]
+        began = time.time()
+        writers = [
+            subprocess.Popen(["dd", f"of={self._folder}/{number}", *options]) for number in range(_WRITERS)
+        ]
+        ended = [writer.wait() for writer in writers]
+        if any(ended):
+            raise OSError(f"dd has ended with {ended}")
+        self._notes.add("dd", time.time() - began)
+        shutil.rmtree(self._folder)
 
     def _bytes(self) -> int:
         return sum(path.stat().st_size for path in self._folder.rglob("*.pt"))

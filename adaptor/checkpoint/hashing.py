@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -31,6 +33,7 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+DIGEST_BYTES = 16
 BLOCK = 1 << 20  # bytes of each part of a file that has a digest of its own; part of the format of manifests
 
 
@@ -73,11 +76,56 @@ def has_content_of(path: Path, entry: FileEntry) -> bool:
     """Return whether the file at `path` has the checksum of `entry`, which has one. Raises OSError."""
     if entry.xxh3_128 is not None:
         return hash_file(path) == entry.xxh3_128
-    digest = BlockDigest()
-    with os.fdopen(disk.open_regular(path), "rb", buffering=0) as file:
-        while piece := file.read(_SLICE):
-            digest.update(piece)
-    return digest.hexdigest() == entry.xxh3_128_blocks
+    return join_blocks(block_digests(path, 0, blocks_of(entry))) == entry.xxh3_128_blocks
+
+
+def blocks_of(entry: FileEntry) -> int:
+    """Return the number of blocks of a file; the last one may be shorter than the others."""
+    return -(-entry.bytes // BLOCK)
+
+
+def block_digests(path: Path, first: int, end: int, threads: int = 1) -> bytes:
+    """Return the xxh3-128 of each of the blocks [`first`, `end`) of a file, one after the other.
+
+    Args:
+        path: of the file.
+        first: the number of a block.
+        end: the number behind the last one; where the file ends before, there are fewer digests.
+        threads: that read at the same time.
+
+    Raises:
+        OSError: the file is not there, or cannot be read.
+    """
+    descriptor = disk.open_regular(path)
+    try:
+        # The threads take stretches in turn: the disk sees one reader with several requests.
+        stretches = range(first, end, _SLICE // BLOCK)
+        hashed = functools.partial(_digests_in, descriptor, end)
+        if threads < 2 or len(stretches) < 2:
+            return b"".join(map(hashed, stretches))
+        with ThreadPoolExecutor(threads, thread_name_prefix="ttp-hash") as pool:
+            return b"".join(pool.map(hashed, stretches))
+    finally:
+        os.close(descriptor)
+
+
+def _digests_in(descriptor: int, end: int, first: int) -> bytes:
+    """Return the digests of a stretch of at most _SLICE bytes, before block `end`."""
+    buffer = bytearray(min(_SLICE, (end - first) * BLOCK))
+    view, filled = memoryview(buffer), 0
+    while filled < len(view) and (count := os.preadv(descriptor, [view[filled:]], first * BLOCK + filled)):
+        filled += count
+    found = bytearray()
+    for begin in range(0, filled, BLOCK):
+        digest = xxhash.xxh3_128()
+        digest.update(view[begin : min(begin + BLOCK, filled)])  # without the interpreter's lock
+        found += digest.digest()
+    return bytes(found)
+
+
+def join_blocks(digests: bytes) -> str:
+    """Return the digest of a file, in hexadecimal, from those of all its blocks."""
+    return str(xxhash.xxh3_128_hexdigest(digests))
 
 
 class HashingFile:

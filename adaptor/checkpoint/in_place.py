@@ -43,7 +43,7 @@ from adaptor.checkpoint.file_parts import (
     read_all,
     write_all,
 )
-from adaptor.checkpoint.hashing import BLOCK, BlockDigest
+from adaptor.checkpoint.hashing import BLOCK, DIGEST_BYTES, BlockDigest
 from adaptor.checkpoint.planned_tensors import Source
 from adaptor.checkpoint.shards import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
@@ -52,7 +52,7 @@ from adaptor.protocol.file_entry import FileEntry
 T = TypeVar("T")
 
 _ROUND_S = 1.0  # far below the time-out of a message, which is that of the group
-_TOKEN_BYTES = _DIGEST_BYTES = 16
+_TOKEN_BYTES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -280,8 +280,8 @@ class InPlace:
         known = {}
         for part in parts:
             first = -(-part.at // BLOCK)
-            for begin in range(0, len(part.digests), _DIGEST_BYTES):
-                known[first + begin // _DIGEST_BYTES] = part.digests[begin : begin + _DIGEST_BYTES]
+            for begin in range(0, len(part.digests), DIGEST_BYTES):
+                known[first + begin // DIGEST_BYTES] = part.digests[begin : begin + DIGEST_BYTES]
         whole = BlockDigest()
         here = disk.open_below(self._root, draft, os.O_RDONLY)
         try:

@@ -1,8 +1,9 @@
 """Checks, before a resume and by all ranks together, the checkpoint that the tracker names.
 
 Rank 0 decides what is checked and what is done, and tells the others, who might see an older state of a
-shared file system; the ranks divide the files among them, since a checksum reads everything. So all ranks go
-on, or all raise the same. What is not of the adaptor, a folder without a manifest, is left to the framework.
+shared file system; the ranks divide the files among them, and the blocks of a file that has a checksum of
+blocks, since a checksum reads everything. So all ranks go on, or all raise the same. What is not of the
+adaptor, a folder without a manifest, is left to the framework.
 
 What cannot be read on some rank, because a disk or a machine has troubles, may be intact: then the job is
 refused, and nothing is touched. In the folder that the job itself saves to, what is damaged is moved aside,
@@ -17,15 +18,16 @@ import os
 import platform
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from adaptor import output
-from adaptor.checkpoint import disk, left_overs, manifest, publish, saved_steps, tracker
+from adaptor import context, output
+from adaptor.checkpoint import disk, hashing, left_overs, manifest, publish, saved_steps, tracker
 from adaptor.checkpoint.manifest import Unreadable
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, ResumeError
 from adaptor.protocol import naming
+from adaptor.protocol.environment import Place
 from adaptor.protocol.file_entry import FileEntry
 
 # The text of the tracker of a converted model, which belongs to no step.
@@ -76,18 +78,75 @@ def require_intact(load: Path, save: Path, chosen: int | None = None) -> None:
             raise ResumeError(order.refusal)
         if not order.files:
             return
-        found: list[list[str]] = [[] for _ in range(size)]
+        found = [_Compared() for _ in range(size)]
         dist.all_gather_object(found, _compare(order, rank, size))
-        problems = [problem for part in found for problem in part]
+        problems = [problem for part in found for problem in part.problems]
+        problems += _of_blocks(order, found)
 
 
-def _compare(order: _Told, rank: int, size: int) -> list[str]:
+@dataclass
+class _Compared:
+    """The part of a rank.
+
+    Attributes:
+        problems: with the files
+        digests: by path, of the blocks that this rank has read
+    """
+
+    problems: list[str] = field(default_factory=list)
+    digests: dict[str, bytes] = field(default_factory=dict)
+
+
+def _compare(order: _Told, rank: int, size: int) -> _Compared:
     """Compare the part of `rank`; never raise, for the other ranks wait for the answer."""
+    compared, folder = _Compared(), Path(order.folder)
     try:
-        problems = manifest.compare(Path(order.folder), _part(order.files, rank, size))
+        mine = _part(order.files, rank, size)
+        compared.problems += manifest.compare(folder, [file for file in mine if not _in_blocks(file)])
+        blocks = [file for file in mine if _in_blocks(file)]
+        compared.problems += manifest.compare(folder, blocks, checksums=False)
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, context.part(Place).local_size))
+        for file in filter(_in_blocks, order.files):
+            count = hashing.blocks_of(file)
+            first, end = (count * edge // size for edge in (rank, rank + 1))
+            compared.digests[file.path] = _digests(folder / file.path, first, end, threads, compared)
     except Exception as error:
-        problems = [Unreadable(f"{order.folder}: cannot be read ({type(error).__name__}: {error})")]
-    return [_by(rank, problem) if isinstance(problem, Unreadable) else problem for problem in problems]
+        compared.problems.append(
+            Unreadable(f"{order.folder}: cannot be read ({type(error).__name__}: {error})")
+        )
+    compared.problems = [
+        _by(rank, problem) if isinstance(problem, Unreadable) else problem for problem in compared.problems
+    ]
+    return compared
+
+
+def _in_blocks(file: FileEntry) -> bool:
+    """Return whether a file has a checksum of its blocks, so that all ranks read a part of it."""
+    return file.xxh3_128 is None and file.xxh3_128_blocks is not None
+
+
+def _digests(path: Path, first: int, end: int, threads: int, compared: _Compared) -> bytes:
+    try:
+        return hashing.block_digests(path, first, end, threads)
+    except OSError as error:
+        if not disk.is_wrong(error):  # else the rank that compares its size says so
+            compared.problems.append(Unreadable(f"{path}: cannot be read ({error.strerror or error})"))
+        return b""
+
+
+def _of_blocks(order: _Told, found: Sequence[_Compared]) -> list[str]:
+    """Return the problems of files of which each rank has read a part."""
+    told = [problem for part in found for problem in part.problems]
+    problems: list[str] = []
+    for file in filter(_in_blocks, order.files):
+        path = Path(order.folder) / file.path
+        digests = b"".join(part.digests.get(file.path, b"") for part in found)
+        if len(digests) != hashing.blocks_of(file) * hashing.DIGEST_BYTES:
+            if not any(f"{path}:" in problem for problem in told):
+                problems.append(Unreadable(f"{path}: cannot be read as a whole on all ranks"))
+        elif hashing.join_blocks(digests) != file.xxh3_128_blocks:
+            problems.append(f"{path}: checksum differs from the manifest")
+    return problems
 
 
 def _by(rank: int, problem: str) -> Unreadable:

@@ -13,9 +13,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 
 from adaptor import output
 from adaptor.checkpoint import disk, left_overs, manifest, publish, regular_folder, resume_check, tracker
-from adaptor.checkpoint.hashing import HashingFile
+from adaptor.checkpoint.hashing import BLOCK, BlockDigest, HashingFile
 from adaptor.errors import ResumeError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
@@ -411,24 +412,57 @@ def test_after_any_crash_the_next_start_goes_on(root: Path, tmp_path: Path) -> N
     assert clock.calls.count("os.rename") == 3
 
 
-def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path, tmp_path: Path) -> None:
-    """An intact checkpoint, a damaged one, and a damaged one in a folder that is only loaded from."""
-    foreign = Path(shutil.copytree(root, tmp_path / "foreign"))
-    _shorten(root)
-    _remove(foreign)
-    pairs = [str(path) for path in (pristine, pristine, root, root, foreign, root)]
-    ranks = [
+def _start(tmp_path: Path, size: int, folders: Sequence[Path]) -> list[Warm]:
+    return [
         Warm(
-            [sys.executable, str(SCRIPT), str(tmp_path / "store"), str(rank), "3", *pairs],
+            [sys.executable, str(SCRIPT), str(tmp_path / "store"), str(rank), str(size), *map(str, folders)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(3)
+        for rank in range(size)
     ]
+
+
+def _heard(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[1:]) for line in text.splitlines() if line[0] == "="]
+
+
+def test_all_ranks_read_a_part_of_a_file_with_a_checksum_of_blocks(root: Path, tmp_path: Path) -> None:
+    """A byte is found wherever it has changed: in the part of either rank, in the short last block."""
+    folder = publish.prepare(root, NEWER + 1)
+    content = os.urandom(3 * BLOCK + 10)
+    digest = BlockDigest()
+    digest.update(content)
+    (folder / "large.pt").write_bytes(content)
+    entry = FileEntry("large.pt", len(content), None, xxh3_128_blocks=digest.hexdigest())
+    publish.publish(root, NEWER + 1, [entry], {}, 2)
+    copies = [root]
+    for at in (0, 2 * BLOCK, len(content) - 1):
+        copies.append(copy := Path(shutil.copytree(root, tmp_path / f"at-{at}")))
+        changed = bytearray(content)
+        changed[at] ^= 1
+        (copy / naming.final_name(NEWER + 1) / "large.pt").write_bytes(changed)
+    copies.append(copy := Path(shutil.copytree(root, tmp_path / "short")))
+    os.truncate(copy / naming.final_name(NEWER + 1) / "large.pt", 2 * BLOCK)
+    ranks = _start(tmp_path, 2, [folder for copy in copies for folder in (copy, copy)])
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [[json.loads(line[1:]) for line in text.splitlines() if line[0] == "="] for text in outputs]
+    said = [_heard(text) for text in outputs]
+    assert not any(one["refused"] for lines in said for one in lines), "\n".join(outputs)
+    assert [len(lines) for lines in said] == [len(copies)] * 2, "\n".join(outputs)
+    assert [tracker.tracked_step(copy) for copy in copies] == [NEWER + 1, *[NEWER] * 4]
+    assert outputs[0].count("large.pt: checksum differs from the manifest") == 3
+
+
+def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path, tmp_path: Path) -> None:
+    """An intact checkpoint, a damaged one, and a damaged one in a folder that is only loaded from."""
+    foreign = Path(shutil.copytree(root, tmp_path / "foreign"))
+    _shorten(root)
+    _remove(foreign)
+    ranks = _start(tmp_path, 3, (pristine, pristine, root, root, foreign, root))
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    said = [_heard(text) for text in outputs]
     assert [len(lines) for lines in said] == [3, 3, 3], "\n".join(outputs)
     intact, damaged, refusal = zip(*said, strict=True)
     assert sorted(name for rank in intact for name in rank["read"]) == sorted(FILES)
