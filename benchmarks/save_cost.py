@@ -178,7 +178,7 @@ def main() -> None:
         )
     )
     text += [
-        f"{name}: dd took {min(one['dd']):.2f} to {max(one['dd']):.2f} s; the peak of a process was, in a dump,"
+        f"{name}: dd took {min(one['dd']):.2f} to {max(one['dd']):.2f} s; the peak of a process in a dump was"
         f" {statistics.median(one['extra']) / 2**20:.0f} MiB over what it had before,"
         f" {one['extra'][-1] / 2**20:.0f} MiB at most (its main thread may be in the backward pass)"
         for name, one in found.items()
