@@ -1,6 +1,8 @@
 """Step time, adaptor on against off, in the same layout: `python benchmarks/step_cost.py`.
 
-With `--online` the adaptor is on in both jobs, and "on" is online recovery (TTP_ONLINE=60).
+With `--online` the adaptor is on in both jobs, and "on" is online recovery (TTP_ONLINE=60). With
+`--host-copy K` it is on in both, too, and "on" are copies in host memory every K steps: blocks are compared
+by their mean step then, because a median would not see one step of K.
 
 Two jobs train the same model side by side, one under ttprun, one under plain torchrun with the unmodified
 framework, and take turns: while one makes a block of steps, the other waits in front of its next step and
@@ -30,6 +32,7 @@ from _job import RANKS, Job, JobError, model, new_folder, run
 # By replica.
 TARGETS = {"split": 1.02, "mirror": 1.03}
 ONLINE_TARGET = 1.002
+HOST_COPY_TARGET = 1.02
 ARMS = ("off", "on")
 _START_S = 300.0
 
@@ -45,6 +48,8 @@ class Race:
     environment  of the job with the adaptor
     against      of the other job, where it has the adaptor, too; None: it is the unmodified framework
     cost         whether what the processes take is written down
+    middle       of the steps of a block: their median, or their mean
+    launcher     options of the launcher
     """
 
     pairs: int
@@ -57,6 +62,8 @@ class Race:
     ranks: int = RANKS
     distributed: bool = True
     cost: bool = False
+    middle: Callable[[Sequence[float]], float] = statistics.median
+    launcher: Sequence[str] = ()
 
 
 class Referee:
@@ -109,15 +116,13 @@ def _loopback() -> int:
     return int(line.partition(":")[2].split()[8])
 
 
-def medians(job: Job, block: int) -> list[float]:
+def medians(
+    job: Job, block: int, middle: Callable[[Sequence[float]], float] = statistics.median
+) -> list[float]:
     """The median step time (seconds) of each block of a job on rank 0, its first step left out."""
     times = [line["time"] for line in job.records()[0]]
     blocks = [times[start : start + block] for start in range(0, len(times), block)]
-    return [
-        statistics.median(part[i] - part[i - 1] for i in range(1, block))
-        for part in blocks
-        if len(part) == block
-    ]
+    return [middle([part[i] - part[i - 1] for i in range(1, block)]) for part in blocks if len(part) == block]
 
 
 def interval(ratios: Sequence[float], seed: int) -> tuple[float, float]:
@@ -169,6 +174,7 @@ def one_start(
             cost=race.cost,
             instances=race.instances,
             environment=race.environment if arm == "on" else race.against,
+            launcher=race.launcher,
         )
         for arm in ARMS
     }
@@ -188,7 +194,7 @@ def one_start(
     finally:
         referee.dismiss()
     # The first pair warms up.
-    off, on = (medians(jobs[arm], race.block)[1:blocks] for arm in ARMS)
+    off, on = (medians(jobs[arm], race.block, race.middle)[1:blocks] for arm in ARMS)
     return {
         "off": off,
         "on": on,
@@ -219,24 +225,35 @@ def main() -> None:
     )
     parser.add_argument("--replica", choices=tuple(TARGETS), default="split")
     parser.add_argument("--online", action="store_true", help="online recovery armed against not armed")
+    parser.add_argument(
+        "--host-copy", type=int, default=0, metavar="K", help="copies every K steps against none"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the order of turns and of the interval")
     given = parser.parse_args()
     given.instances = given.instances or (2 if given.replica == "split" else 1)
-    target = ONLINE_TARGET if given.online else TARGETS[given.replica]
-    benchmark = Benchmark("step_cost_online" if given.online else "step_cost", vars(given))
+    against = given.online or given.host_copy > 0
+    target = ONLINE_TARGET if given.online else HOST_COPY_TARGET if against else TARGETS[given.replica]
+    name = "step_cost_online" if given.online else "step_cost_host_copy" if against else "step_cost"
+    benchmark = Benchmark(name, vars(given))
     source = random.Random(given.seed)
     folder = new_folder("step_cost")
     race = Race(
         given.pairs,
         given.block,
         given.instances,
-        given.online or given.instances == (2 if given.replica == "split" else 1),
+        against or given.instances == (2 if given.replica == "split" else 1),
         [
             *model(given.layers, given.hidden, given.sequence),
             *("--global-batch-size", str(given.global_batch)),
         ],
-        {"TTP_REPLICA": given.replica, "TTP_ONLINE": "60" if given.online else "0"},
-        {"TTP_REPLICA": given.replica} if given.online else None,
+        {
+            "TTP_REPLICA": given.replica,
+            "TTP_ONLINE": "60" if given.online else "0",
+            "TTP_HOST_COPY": str(given.host_copy),
+        },
+        {"TTP_REPLICA": given.replica} if against else None,
+        middle=statistics.mean if given.host_copy else statistics.median,
+        launcher=("--max-restarts", "1") if given.host_copy else (),
     )
     starts = []
     for number in range(given.starts):
@@ -262,9 +279,10 @@ def main() -> None:
     if resolution > 0.01:
         verdict += f", but known only to ±{100 * resolution:.1f} %: use more pairs or a quiet machine"
     compared = sum(start["compared"] for start in starts)
-    what = "online recovery" if given.online else "adaptor"
+    what = "online recovery" if given.online else "host copies" if against else "adaptor"
+    middle = "mean" if given.host_copy else "median"
     benchmark.finish(
-        table(["median step, ms", "off", "on", "on / off"], rows)
+        table([f"{middle} step, ms", "off", "on", "on / off"], rows)
         + f"\n\n{what} on / off: {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f} ({len(ratios)} pairs); "
         + f"at most {target:g}: {verdict}"
         + (f"\nlosses and grad norms: {compared} compared, all equal, bit for bit" if compared else ""),

@@ -22,6 +22,7 @@ from adaptor.launchers import after_verdict, board_watch, notifier
 from adaptor.launchers.control_thread import ControlThread
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.job_lease import JobLease
@@ -40,6 +41,7 @@ from adaptor.protocol.messages import (
     AgentTerminationRequested,
     BoardRecord,
     ControllerToAgent,
+    Copied,
     Dismissed,
     Exit,
     Find,
@@ -84,6 +86,7 @@ class AgentControl:
         server: serves them (TTP_SERVE).
         workers: of this node.
         gate: where spare nodes wait; None: not here.
+        keeper: gives host copies to another node; None: there are none, or no other node.
         client: the connection to the controller; None while no generation is open.
         news: what the workers of this generation have told.
         verdict: on this generation; None: there is none yet.
@@ -103,6 +106,7 @@ class AgentControl:
         self._status = JobStatus(self.files, self.incident_report, max_restarts)
         self.server = JobServer(config, lambda: self.files.folder)
         self.gate: SpareGate | None = None
+        self.keeper: CopyKeeper | None = None
         self.node = 0
         self.generations_begun = 0
         self.generation = ""
@@ -224,6 +228,10 @@ class AgentControl:
                     if self.node == 0:
                         self.lease.keep(Path(save))
                         self.uploads.begin(Path(save))
+            case Copied():
+                if self.keeper is not None:
+                    self.keeper.copied()
+                return
             case Modules():
                 self._replacements.hear(message)
                 return  # it stays here

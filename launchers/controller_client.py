@@ -101,6 +101,16 @@ class ControllerClient:
         return self._nodes == 1
 
     @property
+    def secret(self) -> bytes:
+        """Return what agents of this generation prove to each other, once this one has met the controller."""
+        return self._secret
+
+    @property
+    def address(self) -> str:
+        """Return the address at which other nodes reach this one, once it has met the controller."""
+        return self._address
+
+    @property
     def said(self) -> Sequence[FromAgent]:
         """Return what was reported that a controller must know, of processes that are not replaced."""
         return self._succession.said
@@ -142,9 +152,9 @@ class ControllerClient:
         where = (host, found.port) if found.kind != UNIX else (found.name, 0)
         reader, writer = await connect(*where, found.secret, self._tls)
         endpoint = None
+        if self._kind != UNIX:
+            self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
         if stands_by(self._node):
-            if self._kind != UNIX:
-                self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
             endpoint = self.listener.listen(self._secret, self._address)
         self._link = RemoteLink(writer)
         self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid()))

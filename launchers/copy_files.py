@@ -1,5 +1,6 @@
-"""The files of host copies that an agent holds for the workers of its node, from start to start of them.
+"""The files of host copies that an agent holds, from start to start of the workers.
 
+They are those of the workers of its node and, where it keeps copies for another node, of the ranks there.
 They are anonymous memory: they end with this process, however it ends, and nothing has a name that could be
 left behind. What is in them: `adaptor.protocol.copy_file`.
 """
@@ -11,44 +12,69 @@ import os
 from collections.abc import Collection, Sequence
 
 from adaptor import descriptors
-
-# While one is written, the other is whole.
-KEPT = 2
+from adaptor.protocol.copy_file import FILES, CopyFile
 
 
 class CopyFiles:
     """The files of one agent."""
 
     def __init__(self) -> None:
-        self._files: dict[int, list[int]] = {}
+        self._own: dict[int, list[int]] = {}
+        self._others: dict[int, list[int]] = {}  # of ranks of another node
         self._ranks: set[int] = set()
 
     def begin(self, ranks: Sequence[int]) -> str:
         """Make the files that are missing for `ranks`; return where all files are, for the environment.
 
-        Those of ranks that were on this node in the start before are kept: they may be on another node now.
+        Those of ranks that were on this node in the start before are held, too: they may be on another node
+        now. Of each rank the files that its worker writes come first.
 
         Raises:
             OSError: no more files can be made.
         """
-        self._keep_only({*ranks, *self._ranks})
+        _keep_only(self._own, {*ranks, *self._ranks})
         self._ranks = set(ranks)
         for rank in ranks:
-            if rank not in self._files:
-                self._files[rank] = [_made() for _ in range(KEPT)]
-        own = os.getpid()
-        return json.dumps(
-            {rank: [f"/proc/{own}/fd/{file}" for file in files] for rank, files in self._files.items()}
-        )
+            if rank not in self._own:
+                self._own[rank] = [_made() for _ in range(FILES)]
+        paths: dict[int, list[str]] = {}
+        for held in (self._own, self._others):
+            for rank, files in held.items():
+                paths.setdefault(rank, []).extend(map(_path, files))
+        return json.dumps(paths)
+
+    def own(self) -> dict[int, list[CopyFile]]:
+        """Open the files of the ranks of this node, for reading what their workers have written.
+
+        Raises:
+            OSError: no more files can be opened.
+        """
+        return {rank: [CopyFile(_path(file)) for file in self._own[rank]] for rank in sorted(self._ranks)}
+
+    def other(self, rank: int, slot: int) -> CopyFile:
+        """Open a file for a copy of a rank of another node.
+
+        Raises:
+            OSError: no more files can be made or opened.
+        """
+        if rank not in self._others:
+            self._others[rank] = [_made() for _ in range(FILES)]
+        return CopyFile(_path(self._others[rank][slot]))
 
     def close(self) -> None:
         """Let go of all."""
-        self._keep_only(())
+        _keep_only(self._own, ())
+        _keep_only(self._others, ())
 
-    def _keep_only(self, ranks: Collection[int]) -> None:
-        for rank in self._files.keys() - set(ranks):
-            for file in self._files.pop(rank):
-                os.close(file)
+
+def _keep_only(held: dict[int, list[int]], ranks: Collection[int]) -> None:
+    for rank in held.keys() - set(ranks):
+        for file in held.pop(rank):
+            os.close(file)
+
+
+def _path(file: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{file}"
 
 
 def _made() -> int:

@@ -26,6 +26,7 @@ from adaptor.launchers.agent_control import AgentControl
 from adaptor.launchers.control_thread import ControlThreadError
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.copy_files import CopyFiles
+from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.launchers.invitation import Invitation
 from adaptor.launchers.log import Log
 from adaptor.launchers.replacements import WorkerStarter
@@ -46,6 +47,9 @@ from adaptor.protocol.environment import (
 )
 from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, Recovered, Verdict
 from adaptor.protocol.spare_node_messages import SpareHello
+
+# Where the keeper of host copies of a node is found in the rendezvous store.
+_KEEPER = "ttp/copies/{}"
 
 
 class RendezvousStore(Protocol):
@@ -142,8 +146,20 @@ class Node:
             join = client.join(host, told, tuple(ranks))
             made = wait_for(lambda: wait(join), lambda: there)
             control.files.job = name_of(made.job)  # after a take-over this node writes to the same folder
+        if self._config.host_copy and nodes > 1:
+            self._keep_copies(client, node, nodes, store)
         control.generation = os.environ[GENERATION] = made.generation
         os.environ[IS_RESTART] = str(int(made.restart))
+
+    def _keep_copies(self, client: ControllerClient, node: int, nodes: int, store: RendezvousStore) -> None:
+        """Keep host copies of the node before, and give those of this node to the next one."""
+        keeper = self.control.keeper = CopyKeeper(node, self._copies, self._config, self._tls)
+        store.set(_KEEPER.format(node), keeper.listen(client.secret, client.address).encode())
+        other = (node + 1) % nodes
+        said = wait_for(
+            lambda: store.get(_KEEPER.format(other)), lambda: f"node {other}, which keeps copies of this one"
+        )
+        keeper.give(said.decode("utf-8", "replace"))
 
     def _set_environment(self, ranks: Sequence[int]) -> None:
         """Make the boards of `ranks`, and tell their workers where all is."""
@@ -297,6 +313,9 @@ class Node:
             self.control.settled.wait()
         with contextlib.suppress(ControlThreadError):
             self.control.thread.wait_for(self.control.end())
+        keeper, self.control.keeper = self.control.keeper, None
+        if keeper is not None:
+            keeper.close()
 
     def close(self) -> None:
         """Stop the control thread."""

@@ -121,7 +121,9 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     from adaptor.host_copy import start  # torch, which is for the script to import
     from adaptor.online import rejoin
 
-    start.attach(runtime.get().session)
+    worker = runtime.get()
+    if isinstance(worker, runtime.Runtime):  # other engines make no copies
+        start.attach(worker.session, worker.tell_of_copy)
     if rejoin.of_this_process() is None:
         begins()
         trained = wrapped(*args, **kwargs)

@@ -2,9 +2,10 @@
 
 Between two updates nothing changes what is copied. The main thread waits for the rest of a copy only before
 its next update. There are two files, and all ranks agree which of them is written next: every TTP_HOST_COPY
-steps they exchange the newest step that each holds. Invariant: the newest step that all ranks hold is
-overwritten by none, so whatever dies and whenever, there is a step of which every rank has a whole copy (once
-there was one). A rank that cannot copy says so, and keeps what it has; so do all the others then.
+steps they exchange the newest step that is sure on each: whole, and on a job of several nodes kept by another
+node, too. Invariant: the newest step that is sure on all ranks is overwritten by none. So whatever dies and
+whenever, there is a step of which every rank has a whole copy, once there was one. While the newest copies
+are on their way to other nodes no new ones are made. A rank that cannot copy says so, and keeps what it has.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Copier:
         rank, world_size: of this process, and of the job.
         generation: the start of the workers.
         files: two, which the agent holds.
+        has_keeper: whether another node is to keep them, too.
+        on_whole: is called with the step of each new copy, on the thread that has made it.
         smallest: returns the least of what all ranks say, number by number; collective.
     """
 
@@ -44,6 +47,8 @@ class Copier:
         world_size: int,
         generation: str,
         files: Sequence[CopyFile],
+        has_keeper: bool,
+        on_whole: Callable[[int], None],
         smallest: Callable[[Sequence[int]], list[int]],
     ) -> None:
         self._every = every
@@ -51,6 +56,8 @@ class Copier:
         self._world_size = world_size
         self._generation = generation
         self._files = list(files)
+        self._has_keeper = has_keeper
+        self._on_whole = on_whole
         self._smallest = smallest
         self._changed = threading.Condition()
         self._job: Callable[[], None] | None = None
@@ -98,8 +105,11 @@ class Copier:
             return
         self.wait()
         held = self._held()
-        (of_all,) = self._smallest([max(held.values(), default=NONE)])
-        target = self._target(held, of_all, record.step)
+        newest, sure = max(held.values(), default=NONE), self._sure(held)
+        sure, oldest, latest = self._smallest([sure, newest, -newest])
+        if sure < oldest == -latest:
+            return  # every rank has the newest copy, and not every keeper
+        target = self._target(held, sure, record.step)
         if target is None or not is_intact or self._failed:
             return
         self._is_cancelled = False
@@ -129,14 +139,21 @@ class Copier:
             if header is not None and header.generation == self._generation
         }
 
-    def _target(self, held: dict[int, int], of_all: int, step: int) -> CopyFile | None:
+    def _sure(self, held: dict[int, int]) -> int:
+        """Return the newest step that outlives this node, where it is to."""
+        kept = (
+            step for number, step in held.items() if not self._has_keeper or self._files[number].kept == step
+        )
+        return max(kept, default=NONE)
+
+    def _target(self, held: dict[int, int], sure: int, step: int) -> CopyFile | None:
         """Return the file to overwrite with `step`; None: this rank has it already.
 
-        Not that with the step `of_all`, which every rank holds; of two others the older.
+        Not that with the step that is `sure` on all ranks; of two others the older.
         """
         if step in held.values():
             return None
-        free = [number for number in range(len(self._files)) if held.get(number) != of_all]
+        free = [number for number in range(len(self._files)) if held.get(number) != sure]
         return self._files[min(free, key=lambda number: held.get(number, NONE))]
 
     def _serve(self) -> None:
@@ -169,6 +186,7 @@ class Copier:
         if self._is_cancelled:
             raise CopyAbandonedError
         file.commit(CopyHeader(self._generation, self._world_size, self._rank, record.step, size, digest))
+        self._on_whole(record.step)
 
 
 def _room(file: CopyFile, size: int) -> memoryview:

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import _get_default_store
@@ -30,8 +32,9 @@ from adaptor.controller.plan import Plan, groups_of, plan
 from adaptor.devices.device import Device
 from adaptor.errors import CheckpointError
 from adaptor.host_copy import content
-from adaptor.protocol.copy_file import CopyFile, CopyHeader
-from adaptor.protocol.environment import Generation, HeldCopies, Place
+from adaptor.online.transfer import TransferChannel
+from adaptor.protocol.copy_file import CopyFile, CopyHeader, digest_of
+from adaptor.protocol.environment import Generation, HeldCopies
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import BoardRecord, Phase
 from adaptor.protocol.state_provider import DumpRun
@@ -41,6 +44,8 @@ from adaptor.worker import dump_store
 T = TypeVar("T")
 # The start of the workers in which copies were made, and their step.
 _Key = tuple[str, int]
+# And the rank whose copy it is.
+_Copy = tuple[_Key, int]
 
 
 def write_newest(
@@ -59,78 +64,122 @@ def write_newest(
     Returns:
         The step that was written; None: there is none, or it could not be written, which a line says.
     """
+    rank, size = dist.get_rank(), dist.get_world_size()
     held = _held()
-    told = _tell({key: header.world_size for key, (_, header) in held.items()})
-    (saved,) = _from_first(tracker.tracked_step(save) if dist.get_rank() == 0 else None)
-    later = {key for keys in told for key in keys if key[1] > (saved or 0)}
-    size = dist.get_world_size()
-    whole = [key for key in later if all(keys.get(key) == size for keys in told)]
+    holders = _holders(_tell({key: header.world_size for key, (_, header) in held.items()}))
+    (saved,) = _from_first(tracker.tracked_step(save) if rank == 0 else None)
+    later = {key: of for key, of in holders.items() if key[1] > (saved or 0)}
+    whole = [key for key, of in later.items() if of.keys() == set(range(size))]
     if not whole:
         if later:
-            _say(_incomplete(later, told))
+            _say(_incomplete(later, size))
         return None
     state, place, device = describe()
-    for key in sorted(whole, key=lambda key: (key[1], key[0]), reverse=True):
-        file, header = held[key]
-        try:
-            with _put_back(optimizer):
-                said = _write(save, key[1], file, header, state, place, device)
-        finally:
-            _close(held)
+    for key in sorted(whole, key=_age, reverse=True):
+        with _put_back(optimizer):
+            said = _write(save, key, held, holders[key], state, place, device)
         if not said:
             since = f"later than step {saved}, which was saved" if saved is not None else "nothing was saved"
             _say(f"step {key[1]} is written from the copies in host memory ({since})")
             return key[1]
         _say(f"step {key[1]} cannot be written from the copies in host memory: {said}")
-        held = _held()
     return None
 
 
-def _held() -> dict[_Key, tuple[CopyFile, CopyHeader]]:
-    """Return the whole copies of this rank that its agent holds."""
-    found: dict[_Key, tuple[CopyFile, CopyHeader]] = {}
-    rank = context.part(Place).rank
-    for path in context.part(HeldCopies).paths.get(rank, ()):
+def _age(key: _Key) -> tuple[int, str]:
+    return key[1], key[0]
+
+
+def _held() -> dict[_Copy, tuple[CopyFile, CopyHeader]]:
+    """Return the whole copies that the agent of this rank holds, of whatever ranks."""
+    found: dict[_Copy, tuple[CopyFile, CopyHeader]] = {}
+    for path in (path for paths in context.part(HeldCopies).paths.values() for path in paths):
         with contextlib.suppress(OSError):
             file = CopyFile(path)
             header = file.header
-            if header is not None and header.rank == rank:
-                found[header.generation, header.step] = file, header
-            else:
-                file.close()
+            if header is not None:
+                found[header.key, header.rank] = file, header
     return found
 
 
-def _close(held: dict[_Key, tuple[CopyFile, CopyHeader]]) -> None:
-    for file, _ in held.values():
-        file.close()
+def _holders(told: Sequence[dict[_Copy, int]]) -> dict[_Key, dict[int, int]]:
+    """Return for each key whose copies there are, and which rank can read each: its own, or the lowest.
+
+    Args:
+        told: of each rank: the copies that it can read, and how many ranks the job had then.
+    """
+    found: dict[_Key, dict[int, int]] = {}
+    for reader, copies in enumerate(told):
+        for (key, rank), world_size in copies.items():
+            if world_size == len(told):
+                of = found.setdefault(key, {})
+                if rank not in of or reader == rank:
+                    of[rank] = reader
+    return found
 
 
-def _incomplete(later: set[_Key], told: Sequence[dict[_Key, int]]) -> str:
-    newest = max(later, key=lambda key: (key[1], key[0]))
-    without = [rank for rank, keys in enumerate(told) if newest not in keys]
-    if not without:
-        return f"the copies in host memory of step {newest[1]} are of a job with another number of ranks"
+def _incomplete(later: dict[_Key, dict[int, int]], size: int) -> str:
+    newest = max(later, key=_age)
+    without = [rank for rank in range(size) if rank not in later[newest]]
     ranks = ", ".join(map(str, without[:5])) + (" and others" if len(without) > 5 else "")
     return f"no step has copies in host memory of all ranks: of step {newest[1]} rank {ranks} has none"
 
 
+def _bring(
+    key: _Key, held: dict[_Copy, tuple[CopyFile, CopyHeader]], holders: dict[int, int]
+) -> tuple[memoryview, CopyHeader]:
+    """Return the copy of this rank, and give the copies of others to those that cannot read them.
+
+    One after the other, in the same order on all ranks, so that nobody waits for who waits for it.
+
+    Args:
+        key: of the copies.
+        held: which this rank can read.
+        holders: for each rank, who can read its copy.
+    """
+    own, found = dist.get_rank(), None
+    for rank, reader in sorted(holders.items()):
+        if own not in (rank, reader):
+            continue
+        if reader == rank:
+            file, header = held[key, rank]
+            found = file.content[: header.size], header
+            continue
+        line = TransferChannel(_meet(f"{key[0]}/{key[1]}/{rank}", (reader, rank), own), int(own == reader))
+        if own == reader:
+            file, header = held[key, rank]
+            line.send(msgspec.msgpack.encode(tuple(header)))
+            whole = torch.frombuffer(file.content, dtype=torch.uint8, count=header.size)
+            line.send_tensors([whole], lambda tensor: tensor)
+            line.receive()  # a message counts as sent while it is still in a socket
+        else:
+            header = CopyHeader(*msgspec.msgpack.decode(line.receive()))
+            whole = torch.empty(header.size, dtype=torch.uint8)
+            line.receive_tensors([whole])
+            line.send(b"")
+            found = memoryview(whole.numpy().data), header
+    assert found is not None
+    return found
+
+
 def _write(
     save: Path,
-    step: int,
-    file: CopyFile,
-    header: CopyHeader,
+    key: _Key,
+    held: dict[_Copy, tuple[CopyFile, CopyHeader]],
+    holders: dict[int, int],
     state: TrainingState,
     place: CheckpointPlacement,
     device: Device,
 ) -> str:
-    """Write the checkpoint of `step`; return why it could not be written, the same on all ranks."""
+    """Write the checkpoint of `key`; return why it could not be written, the same on all ranks."""
+    step = key[1]
     found: list[content.Told] = []
 
     def read() -> None:
-        if file.digest(header.size) != header.digest:
+        memory, header = _bring(key, held, holders)
+        if digest_of(memory) != header.digest:
             raise CheckpointError(f"the copy of rank {header.rank} is damaged")
-        found.append(content.read(file.content[: header.size], state, device))
+        found.append(content.read(memory, state, device))
 
     said = _first_of_all(read)
     if said:

@@ -32,8 +32,13 @@ def require(place: Place, needed: int, everyone: dist.ProcessGroup) -> int:
     """
     told: list[Any] = [None] * everyone.size()
     dist.all_gather_object(told, (place.node, needed, available()), group=everyone)
-    for node in sorted({node for node, _, _ in told}):
-        whole = sum(size for other, size, _ in told if other == node)
+    nodes = sorted({node for node, _, _ in told})
+    own = {node: sum(size for other, size, _ in told if other == node) for node in nodes}
+    # Where there are several, each keeps the copies of the one before, too.
+    needs: dict[int, int] = {
+        node: own[node] + (own[nodes[at - 1]] if len(nodes) > 1 else 0) for at, node in enumerate(nodes)
+    }
+    for node, whole in needs.items():
         there = min(free for other, _, free in told if other == node)
         if whole > there:
             raise UnsupportedError(
@@ -41,7 +46,7 @@ def require(place: Place, needed: int, everyone: dist.ProcessGroup) -> int:
                 f" {there} bytes are free (limits of its control group included): leave it out, or give the"
                 " node more memory"
             )
-    return sum(size for other, size, _ in told if other == place.node)
+    return needs[place.node]
 
 
 def available() -> int:

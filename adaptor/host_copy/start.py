@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -11,15 +11,19 @@ from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.errors import UnsupportedError
 from adaptor.host_copy import content, room
 from adaptor.host_copy.copier import Copier
-from adaptor.protocol.copy_file import HEADER_BYTES, CopyFile
+from adaptor.protocol.copy_file import FILES, HEADER_BYTES, CopyFile
 from adaptor.protocol.environment import Generation, HeldCopies, Place
 from adaptor.protocol.state_provider import StateCopier
 from adaptor.replica import group
 from adaptor.worker.session import Session
 
 
-def attach(session: Session) -> None:
+def attach(session: Session, on_whole: Callable[[int], None]) -> None:
     """Give `session` the copier of this rank, which begins with its files as they are.
+
+    Args:
+        session: of this process.
+        on_whole: is called with the step of each new copy, on the copier's thread.
 
     Raises:
         OSError: the agent's files cannot be opened.
@@ -39,7 +43,9 @@ def attach(session: Session) -> None:
         place.rank,
         dist.get_world_size(),
         context.part(Generation).name,
-        [CopyFile(path) for path in paths],
+        [CopyFile(path) for path in paths[:FILES]],
+        context.part(HeldCopies).has_keeper,
+        on_whole,
         smallest,
     )
 
@@ -74,10 +80,14 @@ def reserve(copier: StateCopier | None, trainee: MegatronTrainee) -> None:
             f"TTP_HOST_COPY is set: no memory for {copier.count} copies of {size} bytes of rank"
             f" {place.rank} ({error.strerror}): leave it out, or give node {place.node} more memory"
         ) from None
+    survives = (
+        "and the loss of any node: the next node keeps them, too"
+        if context.part(HeldCopies).has_keeper
+        else "not that of ttprun or of the node: there is no other node"
+    )
     if place.rank == 0 and not context.part(Generation).is_restart:
         output.tell(
             f"[ttp] copies in host memory every {context.get().settings.host_copy} steps:"
-            f" {of_the_node / 2**20:.1f} MiB on node 0; they survive the death of all workers, not that of"
-            " ttprun or of the node",
+            f" {of_the_node / 2**20:.1f} MiB on node 0; they survive the death of all workers, {survives}",
             to="stdout",
         )

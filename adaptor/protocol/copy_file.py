@@ -18,6 +18,10 @@ HEADER_BYTES = 4096  # a page: what is behind it can be mapped by itself
 _FIELDS = struct.Struct("<8s32sqqqqQ")
 _DIGEST = struct.Struct("<Q")
 _MAGIC = b"ttp-copy"
+# What the agent writes into the page of the header: the step that another node has, too, and one more.
+_KEPT, _KEPT_AT = struct.Struct("<q"), 1024
+# The files of a rank: while one is written, the other is whole.
+FILES = 2
 # A piece of the content that is hashed, sent or read at once.
 PIECE = 8 << 20
 
@@ -40,6 +44,11 @@ class CopyHeader(NamedTuple):
     step: int
     size: int
     digest: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The start of the workers and the step: copies of all ranks with the same key belong together."""
+        return self.generation, self.step
 
 
 class CopyFile:
@@ -76,6 +85,28 @@ class CopyFile:
             self._memory = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
         return memoryview(self._memory)[HEADER_BYTES:]
 
+    def read(self, start: int, count: int) -> bytes:
+        """Return bytes of the content, where another process may shorten the file: who maps it would die.
+
+        Raises:
+            EOFError: it was shortened.
+        """
+        data = os.pread(self._fd, count, HEADER_BYTES + start)
+        if len(data) < count:
+            raise EOFError("the copy was given up")
+        return data
+
+    @property
+    def kept(self) -> int:
+        """The step of which another node has this copy, too; -1: none is known."""
+        said = os.pread(self._fd, _KEPT.size, _KEPT_AT)
+        return int(_KEPT.unpack(said)[0]) - 1 if len(said) == _KEPT.size else -1
+
+    def note_kept(self, step: int) -> None:
+        """Note that another node has the copy of `step`, too; by the agent alone."""
+        if os.fstat(self._fd).st_size >= HEADER_BYTES:
+            os.pwrite(self._fd, _KEPT.pack(step + 1), _KEPT_AT)
+
     def reserve(self, size: int) -> None:
         """Have room for `size` bytes of content, so that writing it needs no memory any more.
 
@@ -106,11 +137,16 @@ class CopyFile:
 
     def digest(self, size: int) -> int:
         """Return the checksum of the first `size` bytes of the content."""
-        made, content = xxhash.xxh3_64(), self.content
-        for start in range(0, size, PIECE):
-            made.update(content[start : min(start + PIECE, size)])
-        return int(made.intdigest())
+        return digest_of(self.content[:size])
 
     def close(self) -> None:
         self._memory = None
         os.close(self._fd)
+
+
+def digest_of(content: memoryview) -> int:
+    """Return the checksum of a content."""
+    made = xxhash.xxh3_64()
+    for start in range(0, len(content), PIECE):
+        made.update(content[start : start + PIECE])
+    return int(made.intdigest())

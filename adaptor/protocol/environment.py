@@ -80,12 +80,15 @@ class HeldCopies:
     """The files of host copies that the agent of this process holds, a part of its context.
 
     Attributes:
-        paths: of each rank the paths of its files; empty where there are none
+        paths: of each rank the paths of its files; empty where there are none. Those that its worker writes
+            come first, if it is on this node; behind them those that were kept for it
+        has_keeper: whether the agent of another node keeps copies of the ranks of this one
     """
 
     def __init__(self, context: Context) -> None:
         said = json.loads(os.environ.get(COPY_FILES) or "{}")
         self.paths: dict[int, tuple[str, ...]] = {int(rank): tuple(paths) for rank, paths in said.items()}
+        self.has_keeper = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 
 class Place:

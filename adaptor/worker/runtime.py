@@ -25,7 +25,7 @@ from adaptor.protocol.environment import (
     SCRATCH,
     Generation,
 )
-from adaptor.protocol.messages import Layout, Origin, Raised, Refused, Unprotected
+from adaptor.protocol.messages import Copied, Layout, Origin, Raised, Refused, Unprotected
 from adaptor.protocol.state_provider import Trainee
 from adaptor.worker import stacks
 from adaptor.worker.engine import WorkerRuntime
@@ -105,6 +105,10 @@ class Runtime:
         """See `Processor.hear_signals`, and `stacks.write_when_told`."""
         self.processor.hear_signals()
         stacks.write_when_told(stack_files.scratch(Path(os.environ[SCRATCH]), self.rank))
+
+    def tell_of_copy(self, step: int) -> None:
+        """Tell the agent that there is a new copy of this rank's state in host memory; from any thread."""
+        self.processor.say(Copied(self.rank, step))
 
     def refuse(self, reason: str) -> None:
         """Tell the agent that the job is refused, in one line, and wait to be ended."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.certificates import Authority
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2_FP16, DP3, TP2_DP1, Job, Layout
 from tests.faults.same import differences
@@ -45,4 +46,30 @@ def test_no_holder_of_a_shard_is_left(
     assert job.save is not None
     folder = job.save / "iter_0000006"
     assert differences(folder, baseline.checkpoints / folder.name) == []
+    outcome.assert_same_training(ended, baseline.records)
+
+
+def test_a_node_is_lost_with_the_only_holder_of_a_shard(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The agent of node 1 is killed, and its copies go along; node 0 has kept them, too. With TLS."""
+    job = Job(
+        tmp_path / "job",
+        TP2_DP1,
+        save=tmp_path / "save",
+        nodes=2,
+        spares=1,
+        restarts=1,
+        options=["--ttp-host-copy", "2"],
+        environment=Authority(tmp_path / "signer").settings(),
+        faults=["rank=1,step=8,phase=backward,kind=agent-sigkill"],
+    )
+    baseline = baseline_of(TP2_DP1)
+    ended = harness.run(job)
+    assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
+    (line,) = [line for line in ended.said if "is written from the copies in host memory" in line]
+    step = int(line.split()[2])
+    assert step in (4, 6)  # the newest may have been on its way
+    assert job.save is not None
+    folder = job.save / f"iter_{step:07d}"
+    found = differences(folder, baseline.checkpoints / folder.name)
+    assert found == ["mp_rank_01/model_optim_rng.pt/args./local_rank: 0 and 1"]  # all were on one node there
     outcome.assert_same_training(ended, baseline.records)

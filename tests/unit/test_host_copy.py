@@ -111,14 +111,14 @@ def test_a_state_comes_back_bit_for_bit(made: Callable[[], CopyFile]) -> None:
 class _Ranks:
     """The copiers of a job, each on a thread when all do something together."""
 
-    def __init__(self, count: int, made: Callable[[], CopyFile]) -> None:
+    def __init__(self, count: int, made: Callable[[], CopyFile], *, has_keeper: bool = False) -> None:
         self._barrier = Barrier(count)
         self._said: list[Sequence[int]] = [()] * count
         self._pool = ThreadPoolExecutor(count)
         self.files = [[made(), made()] for _ in range(count)]
         self.trainees = [trainee() for _ in range(count)]
         self.copiers = [
-            Copier(EVERY, rank, count, "a", files, self._smallest_of(rank))
+            Copier(EVERY, rank, count, "a", files, has_keeper, lambda step: None, self._smallest_of(rank))
             for rank, files in enumerate(self.files)
         ]
 
@@ -175,6 +175,20 @@ def test_whoever_is_interrupted_a_whole_step_stays(seed: int, made: Callable[[],
             ranks.interrupt(rank)
         assert max(ranks.whole(), default=-1) >= (newest if victims else step), (seed, step, victims)
         newest = max(ranks.whole())
+
+
+def test_none_is_made_while_one_is_on_its_way_to_another_node(made: Callable[[], CopyFile]) -> None:
+    ranks = _Ranks(2, made, has_keeper=True)
+    for step in (2, 4):
+        ranks.step(step)
+        assert ranks.whole() == {2}
+    for files in ranks.files:
+        for file in files:
+            if file.header is not None:
+                file.note_kept(2)
+    for step in (6, 8):
+        ranks.step(step)
+        assert ranks.whole() == {2, 6}
 
 
 def test_what_the_job_goes_back_behind_is_given_up(made: Callable[[], CopyFile]) -> None:

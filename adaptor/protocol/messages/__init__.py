@@ -27,6 +27,7 @@ from adaptor.protocol.messages.from_agent import (
 )
 from adaptor.protocol.messages.from_worker import (
     BusyReport,
+    Copied,
     FromWorker,
     Frozen,
     Hello,
@@ -97,6 +98,7 @@ __all__ = [
     "BusyProbe",
     "BusyReport",
     "ControllerToAgent",
+    "Copied",
     "Count",
     "Died",
     "Dismissed",

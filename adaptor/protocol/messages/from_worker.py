@@ -167,6 +167,13 @@ class Present(Message, frozen=True):
     incident: int
 
 
+class Copied(Message, frozen=True):
+    """This rank has a new copy of its state in host memory; it stays with the agent."""
+
+    rank: Number
+    step: int
+
+
 class TimelineEvent(Message, frozen=True):
     """An event for the timeline of the incident."""
 
@@ -193,5 +200,6 @@ FromWorker = (
     | Joined
     | RegroupFailed
     | Present
+    | Copied
     | TimelineEvent
 )
