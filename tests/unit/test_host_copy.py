@@ -15,15 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adaptor import descriptors
+from adaptor import config, descriptors
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.host_copy import content, room
 from adaptor.host_copy.copier import Copier
 from adaptor.launchers.copy_files import CopyFiles
+from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
 from adaptor.protocol.environment import COPY_FILES, HeldCopies
+from tests import waiting
 from tests.unit.launching import ONE, Launcher, clean, launcher, zygote
 
 __all__ = ["clean", "launcher", "zygote"]
@@ -256,3 +258,68 @@ def test_a_job_that_never_starts_again_is_refused(launcher: Launcher) -> None:
         "ttprun: error: TTP_HOST_COPY is 10 and --max-restarts is 0: the next start of the workers makes a"
         " checkpoint of the copies, so give --max-restarts 1 or more, or leave out TTP_HOST_COPY"
     )
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[tuple[CopyFiles, CopyKeeper]]]:
+    """Two nodes with a rank each; the first gives its copies to the second."""
+    settings = config.load({})
+    nodes = []
+    for node in (0, 1):
+        files = CopyFiles()
+        files.begin([node])
+        nodes.append((files, CopyKeeper(node, files, settings, None)))
+    secret = b"of this start of the workers, 32 bytes"
+    endpoints = [keeper.listen(secret, "127.0.0.1") for _, keeper in nodes]
+    nodes[0][1].give(endpoints[1])
+    yield nodes
+    for files, keeper in nodes:
+        keeper.close()
+        files.close()
+
+
+def _fill(file: CopyFile, step: int, body: bytes, digest: int | None = None) -> CopyHeader:
+    file.begin()
+    file.reserve(len(body))
+    file.content[: len(body)] = body
+    header = CopyHeader("ab12", 2, 0, step, len(body), file.digest(len(body)) if digest is None else digest)
+    file.commit(header)
+    return header
+
+
+def test_the_next_node_keeps_a_copy(keepers: list[tuple[CopyFiles, CopyKeeper]]) -> None:
+    (files, giver), (others, _) = keepers
+    own = files.own()[0]
+    body = os.urandom(3_000_001)
+    for number, step in enumerate((2, 4)):
+        header = _fill(own[number], step, body)
+        giver.copied()
+        waiting.until(lambda file=own[number], step=step: file.kept == step, "the next node has it")  # type: ignore[misc]
+        kept = others.other(0, number)
+        assert kept.header == header
+        assert kept.content[: len(body)] == body
+    assert others.other(0, 0).header is not None  # the one before is still there
+
+
+def test_a_copy_that_was_damaged_on_its_way_does_not_count(
+    keepers: list[tuple[CopyFiles, CopyKeeper]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (files, giver), (others, _) = keepers
+    first, second = files.own()[0]
+    _fill(first, 2, b"whole")
+    giver.copied()
+    waiting.until(lambda: first.kept == 2, "the next node has it")
+    _fill(second, 4, b"other", digest=1)
+    giver.copied()
+    said = [""]
+
+    def is_said() -> bool:
+        said.append(said[-1] + capfd.readouterr().err)
+        return "checksum" in said[-1]
+
+    waiting.until(is_said, "it is told")
+    assert "[ttp] node 0: the next node does not keep copies of its ranks: the copy of rank 0" in "".join(
+        said
+    )
+    assert (second.kept, others.other(0, 1).header) == (-1, None)
+    assert others.other(0, 0).header == first.header
