@@ -7,8 +7,7 @@ from typing import Annotated
 import msgspec
 
 from adaptor.protocol import wire
-from adaptor.protocol.messages import Message
-from adaptor.protocol.messages.parts import Count, Number
+from adaptor.protocol.messages import Count, Message, Number
 
 # More than any host has.
 _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
