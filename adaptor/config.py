@@ -133,7 +133,8 @@ SETTINGS = (
         "0, or a number of seconds from 1 to 3600",
         zero_or(number(1, 3600, float)),
         "online recovery: after a fault only the failed ranks are replaced and the job goes on without a"
-        " restart, where that takes at most these seconds and half of TTP_OT; 0: all ranks are started again",
+        " restart, where that takes no more than these seconds, and no more than half of TTP_OT; 0: all ranks"
+        " are started again",
     ),
     Setting(
         "spares",
