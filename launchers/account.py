@@ -28,6 +28,7 @@ class Account:
     def __init__(self, restarts: int, begun: int = 0) -> None:
         self._restarts = restarts
         self._begun = begun  # restarts
+        self._again = ""  # the start that has been begun last, in words
         self._last: Verdict | None = None  # since training has gone on
         self._newest = -1  # the newest step that was finished before the faults since then
         self._noticed = 0.0  # the first of these faults, on the monotonic clock
@@ -70,16 +71,18 @@ class Account:
     def restart(self) -> str:
         """Count a restart: the workers are about to be started again. Return which one it is, in words."""
         self._begun += 1
-        return self._which
+        self._again = f"restart {self._begun} of {self._restarts}"
+        return self._again
+
+    def join(self) -> str:
+        """Note that the workers are about to be started again, on more nodes; return that, in words."""
+        self._again = "start on more nodes"
+        return self._again
 
     @property
     def begun(self) -> int:
         """Return how many restarts the job has made."""
         return self._begun
-
-    @property
-    def _which(self) -> str:
-        return f"restart {self._begun} of {self._restarts}"
 
     def training_began(self, origin: int, at: float) -> None:
         """Write the line of a restart, once training goes on.
@@ -94,7 +97,7 @@ class Account:
         lost = max(0, self._newest - origin)
         self.lost += lost
         after = f"{max(0.0, at - self._noticed):.1f} s after the fault"
-        say(f"{_utc(time.time())} {self._which}: from step {origin}, {_steps(lost)} lost, {after}")
+        say(f"{_utc(time.time())} {self._again}: from step {origin}, {_steps(lost)} lost, {after}")
 
     def ended(self) -> None:
         """Write the sum of all incidents, if there were any, at the end of a job."""

@@ -17,13 +17,15 @@ from adaptor.config import Config
 from adaptor.controller.recurrence import EXIT_NO_PROGRESS
 from adaptor.launchers.account import Account, say
 from adaptor.launchers.elastic_events import ElasticEvents
+from adaptor.launchers.later_nodes import LaterNodes
 from adaptor.launchers.node import Node
 from adaptor.launchers.places import Places
+from adaptor.launchers.rendezvous import Rendezvous
 from adaptor.launchers.repeated_sigterm import OneRequest
 from adaptor.launchers.run_record import RunRecord
 from adaptor.launchers.starter import Starter
 from adaptor.launchers.store_resume import StoreResume
-from adaptor.protocol.messages import Verdict
+from adaptor.protocol.messages import NODES_JOIN, Verdict
 
 # torch's name for the file of a failure that has left none.
 _NO_FILE = "<N/A>"
@@ -62,9 +64,11 @@ class SurvivorsAgent(LocalElasticAgent):
         self._events = ElasticEvents(
             getattr(spec, "event_log_handler", "null"), spec.rdzv_handler.get_run_id()
         )
-        handler: Any = spec.rdzv_handler  # ours
-        nodes: str = handler.nodes
+        handler: Any = spec.rdzv_handler
+        self._handler: Rendezvous = handler  # by our registry
+        nodes = self._handler.nodes
         self._control = Node(self._config, job, spec.max_restarts, nodes)
+        self._later_nodes = LaterNodes(self._handler, self._control) if nodes else None
         self._generations = place.generations if place else 0
         self._remaining_restarts -= place.restarts if place else 0
         self._places: Places | None = None
@@ -104,7 +108,10 @@ class SurvivorsAgent(LocalElasticAgent):
             store=store,
             host=worker_group.master_addr,
             may_restart=self._remaining_restarts > 0,
+            has_met_before=self._handler.has_met_before,
         )
+        if self._later_nodes is not None:
+            self._later_nodes.begin()
         self._open_gate(worker_group)
         self._control.meet()
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -189,6 +196,8 @@ class SurvivorsAgent(LocalElasticAgent):
             # Not HEALTHY meanwhile: torch would take agents that are ahead of this one for new nodes.
             self._control.wait_until_reaped()
             return self._conclude(worker_group, verdict)
+        if self._later_nodes is not None and worker_group.group_rank == 0:
+            self._later_nodes.look(worker_group.group_world_size)
         handlers = self._handlers.values()
         if any(handler.proc.poll() != 0 for handler in handlers):
             # Also if none has failed yet: if one fails while torch looks at them, torch ends the others.
@@ -234,6 +243,11 @@ class SurvivorsAgent(LocalElasticAgent):
             action = "the job ends"
             if verdict.outcome == "refused" or not self._can_start_again(verdict, worker_group):
                 self._remaining_restarts = 0
+            elif verdict.fault.kind == NODES_JOIN:
+                say(verdict.line)
+                self._control.record_next_action(self._account.join())
+                self._handler.take_in()
+                return RunResult(state=WorkerState.HEALTHY)
             elif self._remaining_restarts > 0:
                 say(verdict.line)
                 action = self._account.restart()

@@ -45,7 +45,13 @@ from adaptor.protocol.environment import (
     NODES_BEFORE,
     SCRATCH,
 )
-from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, Recovered, Verdict
+from adaptor.protocol.messages import (
+    AgentHello,
+    AgentTerminationRequested,
+    NodesWaiting,
+    Recovered,
+    Verdict,
+)
 from adaptor.protocol.spare_node_messages import SpareHello
 
 # Where the keeper of host copies of a node is found in the rendezvous store.
@@ -97,6 +103,7 @@ class Node:
         host: str,
         *,
         may_restart: bool = True,
+        has_met_before: bool = False,
     ) -> None:
         """Prepare a generation before its workers start.
 
@@ -109,6 +116,7 @@ class Node:
             store: the rendezvous store, which all agents share, with keys of this generation alone.
             host: the address of node rank 0.
             may_restart: whether all may be started again after this; if not, only a spare replaces a rank.
+            has_met_before: whether the job had workers on other nodes before this one came.
         """
         control = self.control
         # An error that the line quotes may have a NUL in it, which no environment variable can hold.
@@ -135,7 +143,11 @@ class Node:
         if node == 0:
             self._serve()
             made: Invitation = wait(
-                client.host(host, restart=control.generations_begun > 1, job=control.files.job)
+                client.host(
+                    host,
+                    restart=has_met_before or control.generations_begun > 1,
+                    job=control.files.job,
+                )
             )
             if nodes > 1:
                 store.set(invitation.KEY, made.encode())
@@ -260,6 +272,21 @@ class Node:
         """
         host = self.control.controller_host
         return self.control.dismissed or (host is not None and host.dismissed)
+
+    def fits(self, nodes: int) -> bool | None:
+        """Return whether the job could train on so many nodes; None while it has not begun to train.
+
+        It is asked on node 0, where the controller is.
+        """
+        host = self.control.controller_host
+        if host is None or not (self.control.news.training_began or host.controller.membership.unprotected):
+            return None
+        return host.controller.membership.fits(nodes)
+
+    def ask_for_nodes(self, count: int) -> None:
+        """Have the job saved, so that all start again with the nodes that wait; a verdict says that it is."""
+        with contextlib.suppress(ControlThreadError):
+            self.control.thread.wait_for(self.control.say(NodesWaiting(self.control.node, count)))
 
     def leave(self, signal: str, grace_s: float) -> None:
         """Have the job saved, because this agent was told to end; a verdict says that it was in time.

@@ -83,7 +83,8 @@ def wait_until_it_answers(host: str, port: int, deadline: float) -> None:
 class Rendezvous:
     """Wraps a rendezvous handler of torch, and passes on all of its methods.
 
-    While the store does not answer, no node counts as waiting to join: it may be on the node that is lost.
+    torch is told of nodes that wait to join only when the job is saved (`take_in`). While the store does not
+    answer, none counts as waiting: it may be on the node that is lost.
 
     Args:
         handler: torch's.
@@ -97,6 +98,7 @@ class Rendezvous:
         self._most = most
         self._static = _Static(handler) if handler.get_backend() == "static" else None
         self._interrupted = False
+        self._takes_in = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
@@ -109,11 +111,35 @@ class Rendezvous:
             return ""
         return f"{settings.min_nodes}:{settings.max_nodes}"
 
-    def num_nodes_waiting(self) -> int:
+    @property
+    def last_call_s(self) -> float:
+        """Return how long nodes wait for more of them, in seconds, where their number may change."""
+        return float(self._handler.settings.timeout.last_call.total_seconds())
+
+    @property
+    def has_met_before(self) -> bool:
+        """Return whether the job had workers before the nodes met last, on whichever nodes."""
+        holder = getattr(self._handler, "_state_holder", None)
+        return self._static is None and holder is not None and holder.state.round > 0
+
+    @property
+    def nodes_that_wait(self) -> int:
+        """Return how many nodes wait to be taken in."""
         try:
             return int(self._handler.num_nodes_waiting())
         except RendezvousConnectionError:
             return 0
+
+    def take_in(self) -> None:
+        """Let torch start all workers again, with the nodes that wait: the job is saved for that."""
+        self._takes_in = True
+
+    def num_nodes_waiting(self) -> int:
+        """Return for torch whether it is to start all workers again, which counts as no restart.
+
+        It would do so as soon as a node waits, and lose the steps since the last checkpoint.
+        """
+        return int(self._takes_in)
 
     def meet(self, work: Callable[[], None]) -> None:
         """Run `work`, which meets the other nodes.
@@ -135,13 +161,33 @@ class Rendezvous:
         if self._static is not None and not self._static.met:
             # Before torch makes its own store, which does not tell which nodes are missing.
             self._handler._store = self._static.meet()
-        return self._handler.next_rendezvous()
+        self._takes_in = False
+        while True:
+            # torch keeps the address at which workers meet from its first round on: a node that was not there
+            # then would wait for it in vain, and others would go to a node that may be lost.
+            self._handler._bootstrap_store_info = None
+            try:
+                return self._handler.next_rendezvous()
+            except RendezvousTimeoutError:
+                if not self._trains_without_this_node:
+                    raise
+
+    @property
+    def _trains_without_this_node(self) -> bool:
+        """Return whether the job is there, and has not yet taken this node in: it may wait for any time."""
+        holder = getattr(self._handler, "_state_holder", None)
+        if self._static is not None or holder is None:
+            return False
+        state = holder.state
+        return state.complete and not state.closed and self._handler._this_node not in state.participants
 
     @property
     def missing(self) -> str:
         """Return the nodes that this one waits for, in words; empty if it is alone."""
         if self._most == 1:
             return ""
+        if self._trains_without_this_node:
+            return f"the job at {self._where}, which trains, to take this node in"
         words = self._static.missing if self._static is not None else _missing_of(self._handler)
         return f"{words or 'the other nodes'} at {self._where}"
 

@@ -44,6 +44,7 @@ from adaptor.protocol.messages import (
     Layout,
     NodeResumed,
     NodeStalled,
+    NodesWaiting,
     Phase,
     Raised,
     Refused,
@@ -163,6 +164,8 @@ class Controller:
                 who = "ttprun" if len(self.membership.agents) == 1 else f"ttprun on node {node}"
                 self._failures.leaving.add(node)
                 return self._on_asked(-1, name, who, now, error, node)
+            case NodesWaiting(node=0, count=count):  # no other: such restarts are not counted
+                return self._on_nodes_waiting(count, now)
             case NodeStalled():
                 return self._look_for_a_hang(now) if self._stalled.take(message) else []
             case NodeResumed(node=node):
@@ -211,6 +214,14 @@ class Controller:
         if self.incident is not None:
             return self._route(self.incident.on_told_to_end())
         return self._fault(now, by_death=True)  # nothing else explains it
+
+    def _on_nodes_waiting(self, count: int, now: float) -> Orders:
+        """Have the newest step saved, so that all start again from it on more nodes."""
+        is_quiet = self.incident is None and self.verdict is None
+        if not (count and is_quiet and self.membership.fits(len(self.membership.agents) + count)):
+            return []
+        self._failures.join(count)
+        return self._fault(now, by_death=True)
 
     def _look_for_a_hang(self, now: float) -> Orders:
         """A rank that hangs makes all others wait: it is a hang when every node stands still."""
@@ -281,7 +292,7 @@ class Controller:
             store=self._store,
             awaited=self._awaited_nodes.awaited,
             term=self.term,
-            answer_s=ANSWER_S if self._failures.hang_s or self._failures.asked else 0.0,
+            answer_s=ANSWER_S if self._failures.is_urgent else 0.0,
             recoveries=self._recoveries,
         )
         self._number += 1

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from adaptor.protocol.messages import CALL, Raised, Standing
+from adaptor.protocol.messages import CALL, NODES_JOIN, Raised, Standing
 
 # What a shell reports for a process that a signal ended.
 SIGNAL_BASE = 128
@@ -50,7 +50,7 @@ class Failures:
         noticed: ranks that have ended, in the order in which that was noticed; statuses come later
         lost: nodes that were lost, with their ranks
         raised: the first exception of each rank
-        asked: the cause, if the job was told to end while nothing had failed
+        asked: the cause, if the job was told to end, or to take nodes in, while nothing had failed
         told_to_end: the process that was told to end last, and the signal; also after a failure
         leaving: nodes whose agents were told to end
         hang_s: seconds for which nothing had moved, if that was a hang; else 0
@@ -89,6 +89,16 @@ class Failures:
             return
         code = SIGNAL_BASE + signal.Signals.__members__.get(name, signal.SIGTERM)
         self.asked = Cause(rank, code, f"{who} was told to end by {name}", kind="told-to-end", node=node)
+
+    def join(self, count: int) -> None:
+        """Note that `count` more nodes are there, with which all are to start again."""
+        words = f"{count} more node{' is' if count == 1 else 's are'} there"
+        self.asked = Cause(-1, 1, words, kind=NODES_JOIN)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Return whether no rank may take long to answer: the job hangs, or is told to end."""
+        return bool(self.hang_s) or (self.asked is not None and self.asked.kind != NODES_JOIN)
 
     @property
     def is_known(self) -> bool:

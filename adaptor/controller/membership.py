@@ -79,6 +79,11 @@ class Membership:
             self._groups = groups_of({rank: layout.shares for rank, layout in self.layouts.items()})
         return self._groups
 
+    def fits(self, nodes: int) -> bool:
+        """Return whether the job could train on so many nodes, as far as its ranks have told it."""
+        numbers = next(iter(self.layouts.values())).nodes if self.layouts else ()
+        return not numbers or nodes in numbers
+
     def lives(self, rank: int) -> bool:
         return rank not in self.dead and rank not in self.dying
 

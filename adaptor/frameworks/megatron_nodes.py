@@ -48,11 +48,14 @@ def fit(args: Any) -> None:
     _require_whole_replicas(args, nodes)
     unit = args.micro_batch_size * data_parallel_size(args)
     asked = args.global_batch_size
-    if not _divides(args, unit):
+    if not _divides(args, unit, asked):
         if context.get().settings.batch != NEAREST:
             raise UnsupportedError(_indivisible(args, nodes))
         _require_samples(args)
         args.global_batch_size = nearest(asked, unit)
+    nodes.fitting = tuple(
+        count for count in range(nodes.fewest, nodes.most + 1) if _fits(args, nodes, count, asked)
+    )
     _say(args, nodes, asked)
 
 
@@ -131,11 +134,23 @@ def _others(args: Any, nodes: Nodes, size: int) -> str:
     return f"{with_nodes}, or with other parallel sizes"
 
 
-def _divides(args: Any, unit: int) -> bool:
+def _fits(args: Any, nodes: Nodes, count: int, batch: int) -> bool:
+    """Return whether the job could train on `count` nodes, with the global batch that was asked for."""
+    ranks = args.world_size // nodes.here * count
+    if ranks % _model_size(args) or ranks % _experts_size(args):
+        return False
+    size = ranks // _model_size(args)
+    if context.get().settings.replica == "split" and size % 2:
+        return False
+    may_change = context.get().settings.batch == NEAREST and _counts_samples(args)
+    return may_change or _divides(args, args.micro_batch_size * size, batch)
+
+
+def _divides(args: Any, unit: int, batch: int) -> bool:
     """Return whether each global batch of the job is a number of whole micro-batches on each rank."""
     if getattr(args, "decrease_batch_size_if_needed", False):
         return True  # the user lets the framework round it down
-    return all(size % unit == 0 for size in [args.global_batch_size, *_rampup(args)])
+    return all(size % unit == 0 for size in [batch, *_rampup(args)])
 
 
 def _rampup(args: Any) -> list[int]:

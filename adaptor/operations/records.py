@@ -49,7 +49,9 @@ class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     data: dict[str, str] = {}
 
 
-CauseKind = Literal["signal", "exit", "exception", "hang", "told-to-end", "node-lost", "error", "unknown"]
+CauseKind = Literal[
+    "signal", "exit", "exception", "hang", "told-to-end", "node-lost", "nodes-join", "error", "unknown"
+]
 
 
 class Cause(msgspec.Struct, kw_only=True, frozen=True):
@@ -57,8 +59,8 @@ class Cause(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         kind: signal: a process was ended by one; exit: it exited; exception: its script raised; hang: nothing
-            moved; told-to-end: by a signal to ttprun or a worker; node-lost: its agent is gone; error: of
-            ttprun itself
+            moved; told-to-end: by a signal to ttprun or a worker; node-lost: its agent is gone;
+            nodes-join: nobody has failed, more nodes are there; error: of ttprun itself
         signal: its name, for kind signal and told-to-end
         exit_code: of the process, for kind exit
         exception: type and place, for kind exception

@@ -67,6 +67,7 @@ class Nodes:
         fewest, most: with how many the job may train; 0 and 0 where their number is fixed
         here: with how many it trains now
         before: with how many it trained before this start; 0 at the first one
+        fitting: the numbers of nodes with which its arguments let it train; empty: nobody knows
     """
 
     def __init__(self, context: Context) -> None:
@@ -74,6 +75,7 @@ class Nodes:
         self.fewest, self.most = int(fewest or 0), int(most or 0)
         self.here = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self.before = int(os.environ.get(NODES_BEFORE, "0"))
+        self.fitting: tuple[int, ...] = ()
 
 
 class HeldCopies:

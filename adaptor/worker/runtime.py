@@ -24,6 +24,7 @@ from adaptor.protocol.environment import (
     NOT_BY_TTPRUN,
     SCRATCH,
     Generation,
+    Nodes,
 )
 from adaptor.protocol.messages import Copied, Layout, Origin, Raised, Refused, Unprotected
 from adaptor.protocol.state_provider import Trainee
@@ -183,6 +184,7 @@ class Runtime:
                 fingerprint,
                 trainee.has_local_copy,
                 self.online,
+                context.part(Nodes).fitting,
             )
         )
 

@@ -87,9 +87,9 @@ KINDS += ("cut", "unplugged")
 KINDS += ("disk", "slow-disk")
 # A device computes nonsense: the optimizer state of this rank is not finite any more, and then it raises.
 KINDS += ("nan",)
-# No fault: something that takes long; a cut that is mended before anyone is missed; links that are slow; an
-# agent that is stopped for a while; a wall clock that jumps by a day.
-KINDS += ("pause", "short-cut", "slow-link", "agent-pause", "clock-back", "clock-ahead")
+# No fault: a rank that waits for an incident; something that takes long; a cut that is mended before anyone
+# is missed; links that are slow; an agent that is stopped for a while; a wall clock that jumps by a day.
+KINDS += ("until-told", "pause", "short-cut", "slow-link", "agent-pause", "clock-back", "clock-ahead")
 PAUSE_S = 8.0
 # Less than a silence that counts as the loss of a node: the kernel sends again after 0.2 s and 0.6 s, and who
 # mends it takes some time, too.
@@ -265,6 +265,8 @@ class Injector:
             case "nan":
                 _spoil()
                 raise InjectedError(str(fault))
+            case "until-told":
+                _until_it_is_known()
             case "pause":
                 threading.Event().wait(PAUSE_S)
             case "deadlock":
@@ -286,7 +288,7 @@ def _until_it_is_known() -> None:
     from adaptor.worker import runtime
 
     session = runtime.get().session
-    waiting.until(lambda: session.door.closed, "the job is to end")
+    waiting.until(lambda: session.door.closed, "the job is to end", within_s=3 * waiting.LONG_S)
 
 
 def _until_it_is_stopped(rank: int) -> None:

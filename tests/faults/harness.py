@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests import operator_files
+from tests import operator_files, waiting
 from tests.faults import leftovers, warm
 from tests.faults.fault import Fault
 from tests.faults.namespaces import Namespaces
@@ -169,6 +169,7 @@ class Job:
     arguments  of the training script, besides those of the layout
     nodes      how many agents, all on this machine; the processes are divided among them
     fewest     with how many of `nodes` the job goes on when others are lost (`--nnodes MIN:MAX`); 0: not
+    later      how many of `nodes`, the last ones, are started when a fault has struck
     spares     how many more wait to take the place of a node that is lost; with `network`, beside node 1
     spares_die the one that takes the first place is killed when it has it (`dying_spare.py`)
     network    the namespaces that the nodes are in; None: they share the machine's
@@ -194,6 +195,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     nodes: int = 1
     fewest: int = 0
+    later: int = 0
     spares: int = 0
     spares_die: bool = False
     network: Namespaces | None = None
@@ -274,6 +276,8 @@ def run(job: Job) -> Ended:
     logs = [job.out / f"agent{node}.log" for node in range(job.nodes + job.spares)]
     agents = []
     for node, log in enumerate(logs):
+        if job.later and node == job.nodes - job.later:
+            waiting.written(job.out, (job.out / "stamps").exists, "a fault has struck")
         with log.open("wb") as sink:
             command = _command(job, node, ports[0])
             start = subprocess.Popen if _cold(job) else warm.Warm

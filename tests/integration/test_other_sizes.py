@@ -54,9 +54,9 @@ def undisturbed(tmp_path: Path, nodes: int, step: int, *extra: str) -> Ended:
 
 
 def assert_same(ended: Ended, reference: Ended, steps: range) -> None:
-    """What was trained after the restart is, bit for bit, what the run of the new size has trained."""
+    """What was trained in the new size is, bit for bit, what the run of the new size has trained."""
     for rank, lines in reference.records.items():
-        again = [line for line in ended.records[rank] if line["restart"] == 1]
+        again = [line for line in ended.records[rank] if line["iteration"] in steps]
         assert [line["iteration"] for line in again] == list(steps)
         for one, other in zip(again, lines, strict=True):
             same = ("iteration", "losses", "grad_norm", "skipped")
@@ -111,3 +111,22 @@ def test_the_nearest_batch(tmp_path: Path) -> None:
     assert sorted(consumed) == [9, 18, 27, 35, 43, 51, 59]
     reference = undisturbed(tmp_path, 2, 3, "--global-batch-size", "8", *SAMPLES, "--exit-interval", "7")
     assert_same(ended, reference, range(4, 8))
+
+
+def test_a_node_that_comes_later(tmp_path: Path) -> None:
+    """The job saves the newest step and starts again with it, which uses up no restart."""
+    job = Job(
+        tmp_path / "job",
+        Layout("dp2", 2, extra=BATCH),
+        save=tmp_path / "save",
+        nodes=2,
+        fewest=1,
+        later=1,
+        faults=["rank=0,step=4,phase=forward,kind=until-told,restart=-2"],
+    )
+    ended = harness.run(job)
+    assert ended.codes == (0, 0), ended.log[-3000:]
+    assert "[ttp] 1 more node is there; step 3 is saved, no finished step is lost" in ended.logs[0]
+    assert "[ttp] 2 nodes of 1 to 2, 1 before: data-parallel size 2, global batch 12: 6" in ended.logs[0]
+    assert "start on more nodes: from step 3, 0 steps lost" in ended.logs[0]
+    assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))

@@ -28,6 +28,7 @@ from adaptor.protocol.messages import (
     FromAgent,
     FromWorker,
     Hello,
+    NodesWaiting,
     Phase,
     Prepare,
     Progress,
@@ -236,6 +237,10 @@ class Agent(Follower):
             yield 0.1
 
     # torch's side
+
+    def nodes_wait(self) -> None:
+        """Ask for the save behind which one more node is taken in."""
+        self._up(NodesWaiting(self.node, 1))
 
     def leave(self, grace_s: float) -> None:
         """SIGTERM to `ttprun`."""

@@ -51,6 +51,8 @@ class Faults:
         if draw.random() < 0.2 and len(world.agents) > 1:
             node = draw.randrange(len(world.agents))
             world.clock.after(draw.uniform(0.0, 3.0), self._stall, node)
+        if draw.random() < 0.1:
+            world.clock.after(draw.uniform(0.0, 3.0), self._nodes_wait)
 
     def _plan(self, *, first: bool) -> None:
         draw = self._draw
@@ -224,6 +226,15 @@ class Faults:
             self._tell(f"SIGTERM to ttprun of node {agent.node}")
             self._blame(-1, "told")
             agent.leave(self._draw.choice([2.0, 25.0]))
+
+    def _nodes_wait(self) -> None:
+        """No fault: all are to start again on more nodes."""
+        agent = self._world.agents[0]
+        if agent.alive and agent.living and not agent.stopped:
+            self._tell("a node waits to be taken in")
+            self.by.setdefault(-1, "nodes")
+            self._world.invariants.fault(agent.ranks[0], "nodes")
+            agent.nodes_wait()
 
     def _preempt(self, worker: Worker) -> None:
         for agent in self._world.agents.values():

@@ -130,3 +130,12 @@ def test_the_last_line_has_the_newest_checkpoint(said: list[str], monkeypatch: p
     account.failed("as it was")
     assert "the job has failed, 2 incidents, 10 steps lost" in said[-2]
     assert said[-1] == "[ttp] as it was; the newest checkpoint in /save is step 20"
+
+
+def test_a_start_on_more_nodes_is_no_restart(said: list[str]) -> None:
+    account = Account(1)
+    account.fault(lost(5), time.time(), "")
+    assert account.join() == "start on more nodes"
+    account.training_began(5, time.monotonic())
+    assert "start on more nodes: from step 5, 0 steps lost, " in said[-1]
+    assert account.begun == 0

@@ -143,3 +143,22 @@ def test_a_fixed_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     megatron_nodes.count_iterations(args)
     assert args.global_batch_size == 7
     assert not hasattr(args, "train_iters")
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "numbers"),
+    [
+        ({}, {}, (2, 3)),  # 24 samples in micro-batches of 2, on 4, 6 or 8 data-parallel ranks
+        ({"micro_batch_size": 1}, {}, (2, 3, 4)),
+        ({"pipeline_model_parallel_size": 3, "micro_batch_size": 1}, {}, (3,)),
+        ({"train_samples": 1000}, {"TTP_BATCH": "nearest"}, (2, 3, 4)),
+        ({"micro_batch_size": 1, "tensor_model_parallel_size": 4}, {"TTP_REPLICA": "split"}, (2, 4)),
+    ],
+)
+def test_with_how_many_nodes_a_job_could_train(
+    given: dict[str, Any], settings: dict[str, str], numbers: tuple[int, ...], nodes: pytest.MonkeyPatch
+) -> None:
+    for name, value in settings.items():
+        nodes.setenv(name, value)
+    megatron_nodes.fit(Namespace(**{**FITS, **given}))
+    assert context.part(environment.Nodes).fitting == numbers

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 from adaptor.launchers.rendezvous import Rendezvous
 
@@ -27,12 +33,47 @@ class Handler:
 
 def test_a_rendezvous_that_is_gone_with_its_node() -> None:
     """The agent goes on watching its workers, which are asked for their state."""
-    assert Rendezvous(Handler(RendezvousConnectionError())).num_nodes_waiting() == 0
+    assert Rendezvous(Handler(RendezvousConnectionError())).nodes_that_wait == 0
+
+
+def test_torch_hears_of_nodes_that_wait_when_the_job_is_saved() -> None:
+    """It would start all workers again at once."""
+    meeting = Rendezvous(Handler(2))
+    assert (meeting.nodes_that_wait, meeting.num_nodes_waiting()) == (2, 0)
+    meeting.take_in()
+    assert meeting.num_nodes_waiting() == 1
 
 
 def test_all_else_is_torch_s() -> None:
-    assert Rendezvous(Handler(2)).num_nodes_waiting() == 2
     assert Rendezvous(Handler(0)).settings == "as they are"
     assert not hasattr(Rendezvous(Handler(0)), "nothing")
     with pytest.raises(RendezvousClosedError):
-        Rendezvous(Handler(RendezvousClosedError())).num_nodes_waiting()
+        _ = Rendezvous(Handler(RendezvousClosedError())).nodes_that_wait
+
+
+class Late(Handler):
+    """A node that the job takes in at the second try; `trains`: the job goes on without it until then."""
+
+    _this_node = "this one"
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__(0)
+        state = SimpleNamespace(complete=trains, closed=False, participants={"another": 0}, round=1)
+        self._state_holder = SimpleNamespace(state=state)
+        self._tries = 0
+
+    def next_rendezvous(self) -> str:
+        self._tries += 1
+        if self._tries == 1:
+            raise RendezvousTimeoutError
+        return "met"
+
+
+def test_a_node_waits_as_long_as_the_job_trains_without_it() -> None:
+    """torch's limit (10 minutes) is for nodes that meet."""
+    meeting = Rendezvous(Late(trains=True), "node0:1", 2)
+    assert meeting.missing == "the job at node0:1, which trains, to take this node in"
+    assert meeting.next_rendezvous() == "met"
+    assert meeting.has_met_before
+    with pytest.raises(RendezvousTimeoutError):
+        Rendezvous(Late(trains=False)).next_rendezvous()

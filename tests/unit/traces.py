@@ -42,6 +42,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from adaptor.controller.controller import Controller
 from adaptor.controller.incident_state import Stage
 from adaptor.controller.outcome import Orders
@@ -67,6 +69,7 @@ from adaptor.protocol.messages import (
     Message,
     NodeResumed,
     NodeStalled,
+    NodesWaiting,
     Phase,
     Prepare,
     Prepared,
@@ -206,6 +209,8 @@ class Trace:
                 return TerminationRequested(rank, "SIGTERM")
             case "leave":
                 return AgentTerminationRequested(rank, "SIGTERM")
+            case "nodes-wait":
+                return NodesWaiting(rank, int(words[1]))
             case "dying":
                 return Dying(rank, 0.0, BoardRecord(rank))
             case "raised":
@@ -214,7 +219,8 @@ class Trace:
                 return Refused(rank, text)
             case "layout":
                 self._copies = settings.get("copies", str(int(self._copies))) == "1"
-                return self._layout(rank, words[1])
+                nodes = tuple(map(int, filter(None, settings.get("nodes", "").split("/"))))
+                return msgspec.structs.replace(self._layout(rank, words[1]), nodes=nodes)
             case "hello":
                 return Hello(rank, int(settings.get("pid", 1000 + rank)))
             case "joined":

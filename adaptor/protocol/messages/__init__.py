@@ -18,6 +18,7 @@ from adaptor.protocol.messages.from_agent import (
     FromAgent,
     NodeResumed,
     NodeStalled,
+    NodesWaiting,
     Prepared,
     Progress,
     Published,
@@ -45,7 +46,7 @@ from adaptor.protocol.messages.from_worker import (
     WriteFailed,
     Written,
 )
-from adaptor.protocol.messages.incident_end import Fault, Recovered, Verdict
+from adaptor.protocol.messages.incident_end import NODES_JOIN, Fault, Recovered, Verdict
 from adaptor.protocol.messages.parts import (
     CALL,
     BoardRecord,
@@ -90,6 +91,7 @@ from adaptor.protocol.messages.to_worker import (
 
 __all__ = [
     "CALL",
+    "NODES_JOIN",
     "Addressed",
     "AgentHello",
     "AgentLost",
@@ -121,6 +123,7 @@ __all__ = [
     "ModulesProbe",
     "NodeResumed",
     "NodeStalled",
+    "NodesWaiting",
     "Number",
     "Origin",
     "Phase",

@@ -47,6 +47,13 @@ class AgentTerminationRequested(Message, frozen=True):
     error: str = ""
 
 
+class NodesWaiting(Message, frozen=True):
+    """So many more nodes wait to be taken into the job; only the agent of node 0 says so."""
+
+    node: Number
+    count: Number
+
+
 class NodeStalled(Message, frozen=True):
     """The report that no worker of this node has moved for `seconds`, which is too long for a step.
 
@@ -131,6 +138,7 @@ FromAgent = (
     FromWorker
     | AgentHello
     | AgentTerminationRequested
+    | NodesWaiting
     | NodeStalled
     | NodeResumed
     | Dying

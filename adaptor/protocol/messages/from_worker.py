@@ -19,7 +19,8 @@ class Layout(Message, frozen=True):
     `save`: empty where handlers of the script write checkpoints, and name them (`adaptor.mindio`).
     `has_local_copy`: it keeps a local copy of the state before an update (TTP_LOCAL_COPY).
     `online`: why this rank cannot take part in an online recovery, in a few words for the user; "off" where
-    TTP_ONLINE is 0; empty where it can.
+    TTP_ONLINE is 0; empty where it can. `nodes`: the numbers of nodes with which the job could train; empty:
+    nobody knows.
     """
 
     rank: Number
@@ -29,6 +30,7 @@ class Layout(Message, frozen=True):
     fingerprint: str
     has_local_copy: bool = False
     online: str = "off"
+    nodes: tuple[Number, ...] = ()
 
 
 class Refused(Message, frozen=True):

@@ -6,6 +6,9 @@ import msgspec
 
 from adaptor.protocol.messages.parts import Message
 
+# The kind of an incident that nobody has failed in: all workers start again, on more nodes.
+NODES_JOIN = "nodes-join"
+
 
 class Fault(msgspec.Struct, frozen=True, gc=False):
     """The first failure, for those who read of it and for those who compare it with the next one.
@@ -16,8 +19,8 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
         ranks: those that have failed by themselves, the first one first
         pid: of the first rank, without a rank of the agent that was told to end; 0 where it is not known
         host: the machine of that process
-        kind: signal, exit, exception, hang, told-to-end, node-lost or error (of ttprun itself); empty where
-            it is not known
+        kind: signal, exit, exception, hang, told-to-end, node-lost, nodes-join or error (of ttprun itself);
+            empty where it is not known
         status: of the process that failed first (negative: the signal)
     """
 

@@ -1,0 +1,84 @@
+"""When nodes that wait are asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptor import output
+from adaptor.launchers.later_nodes import LaterNodes
+
+LAST_CALL_S = 30.0
+
+
+class Around:
+    """What is around: nodes that wait, a job of 2 nodes, a clock."""
+
+    last_call_s = LAST_CALL_S
+
+    def __init__(self) -> None:
+        self.nodes_that_wait = 0
+        self.answer: bool | None = True
+        self.now = 100.0
+        self.asked: list[int] = []
+        self.later = LaterNodes(self, self, lambda: self.now)
+
+    def fits(self, nodes: int) -> bool | None:
+        return self.answer
+
+    def ask_for_nodes(self, count: int) -> None:
+        self.asked.append(count)
+
+    def after(self, seconds: float, waiting: int) -> list[int]:
+        """Return what has been asked for until so many seconds from now, at which so many wait."""
+        self.now += seconds
+        self.nodes_that_wait = waiting
+        self.later.look(2)
+        return self.asked
+
+
+def test_nodes_that_come_one_after_the_other_are_asked_for_once() -> None:
+    around = Around()
+    assert around.after(500, 0) == []
+    assert around.after(0, 1) == []
+    assert around.after(LAST_CALL_S - 1, 2) == []
+    assert around.after(LAST_CALL_S - 1, 2) == []
+    assert around.after(1, 2) == [2]
+
+
+def test_they_are_asked_for_again_when_an_incident_was_open() -> None:
+    around = Around()
+    around.after(0, 1)
+    assert around.after(LAST_CALL_S, 1) == [1]
+    assert around.after(LAST_CALL_S - 1, 1) == [1]
+    assert around.after(1, 1) == [1, 1]
+
+
+def test_a_node_that_goes_away_is_not_asked_for() -> None:
+    around = Around()
+    around.after(0, 1)
+    around.after(LAST_CALL_S - 1, 0)
+    assert around.after(LAST_CALL_S, 0) == []
+    assert around.after(0, 1) == []
+
+
+def test_a_job_that_has_not_begun_is_left_alone() -> None:
+    around = Around()
+    around.answer = None
+    around.after(0, 1)
+    assert around.after(LAST_CALL_S, 1) == []
+    around.answer = True
+    assert around.after(0.1, 1) == [1]
+
+
+def test_a_number_of_nodes_that_cannot_train_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    around = Around()
+    around.answer = False
+    around.after(0, 1)
+    for _ in range(3):
+        assert around.after(LAST_CALL_S, 1) == []
+    output.finish()
+    said = capfd.readouterr().err
+    assert said == (
+        "[ttp] 1 more node waits: 3 nodes cannot train this job (parallel sizes, global batch, TTP_REPLICA);"
+        " it goes on with 2\n"
+    )
