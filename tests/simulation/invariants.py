@@ -352,9 +352,10 @@ class Watch:
         if world.disk.is_ahead(max(known.begun, job.origin + 1), world.generation):
             return  # what hung in the generation before has ended, and the next one starts from that
         if known.begun <= job.origin:
-            # A step that not all have come to may be tried, and its only holder be where the disk hangs.
-            hangs = verdict.outcome == "lost" and bool(world.faults.disk_hangs_on)
-            assert hangs or verdict.outcome in ("nothing", "saved"), verdict.line
+            # A step that not all have come to may be tried, and its only holder be where the disk hangs, or be
+            # hurt when it was chosen.
+            tried = verdict.outcome == "lost" and bool(world.faults.disk_hangs_on or world.faults.hurt)
+            assert tried or verdict.outcome in ("nothing", "saved"), verdict.line
         else:
             assert verdict.outcome == "saved", f"step {known.begun} is lost: {verdict.line}"
             assert verdict.step >= known.begun, f"step {known.begun} is lost: {verdict.line}"
