@@ -352,8 +352,8 @@ class Watch:
         if world.disk.is_ahead(max(known.begun, job.origin + 1), world.generation):
             return  # what hung in the generation before has ended, and the next one starts from that
         if known.begun <= job.origin:
-            # A step that not all have come to may be tried, and its only holder be where the disk hangs, or be
-            # hurt when it was chosen.
+            # A step that not all have come to may be tried, and its only holder be where the disk hangs, or
+            # be hurt when it was chosen.
             tried = verdict.outcome == "lost" and bool(world.faults.disk_hangs_on or world.faults.hurt)
             assert tried or verdict.outcome in ("nothing", "saved"), verdict.line
         else:
