@@ -25,6 +25,8 @@ from adaptor.online.replay import STEPS
 
 # A number that no rank knows.
 _UNKNOWN = -1.0
+# Since 0.16 the first step of a job has a line whatever the interval, and stays in the average of its own.
+_IS_FIRST = "is_first_iteration"
 
 
 class StepLog:
@@ -33,10 +35,12 @@ class StepLog:
     Args:
         keep: keeps bytes for the process that may take this one's place.
         kept: what the process whose place this one takes has kept; empty: it takes none.
+        start: the step behind which the job began.
     """
 
-    def __init__(self, keep: Callable[[bytes], None], kept: bytes) -> None:
+    def __init__(self, keep: Callable[[bytes], None], kept: bytes, start: int) -> None:
         self._keep = keep
+        self._start = start
         self._step = 0  # the newest that has begun
         self._losses: dict[int, dict[str, torch.Tensor]] = {}  # of this rank, by step
         self._outcomes: dict[int, tuple[bool, float | None, float | None]] = {}  # updated, norm, zeros
@@ -82,18 +86,24 @@ class StepLog:
         """Call the framework's `training_log`, which adds up losses and writes a line at intervals."""
         from megatron.training import get_args, get_timers
 
-        call = _signature(wrapped).bind(*args, **kwargs).arguments
+        bound = _signature(wrapped).bind(*args, **kwargs)
+        call = bound.arguments
         step, sums = call["iteration"], call["total_loss_dict"]
         if self._first is not None:
             sums.update(self._first)
             self._first = None
             _let_begin(get_timers()("interval-time", log_level=0), self._since)
-        result = wrapped(*args, **kwargs)
+            if _IS_FIRST in call:  # of a call of the loop, which is not the first one
+                call[_IS_FIRST] = self._is_first(step)
+        result = wrapped(*bound.args, **bound.kwargs)
         self._sums[step] = dict(sums)
         if step % get_args().log_interval == 0:
             self._since = time.time()
         self._keep_all(step)
         return result
+
+    def _is_first(self, step: int) -> bool:
+        return step == self._start + 1
 
     def _keep_all(self, step: int) -> None:
         written = max(self._sums)
@@ -155,6 +165,7 @@ class StepLog:
             "grad_norm": norm,
             "params_norm": training.calc_params_l2_norm(model) if args.log_params_norm else None,
             "num_zeros_in_grad": None if zeros == _UNKNOWN else zeros,
+            _IS_FIRST: self._is_first(step),
         }
         self._first = None
         timer = get_timers()("interval-time", log_level=0)

@@ -75,7 +75,7 @@ class MegatronLoop:
         self._record: StepRecord | None = None
         self.everyone: dist.ProcessGroup | None = None
         board = runtime.get().session.board
-        self.log = StepLog(board.keep, board.kept)
+        self.log = StepLog(board.keep, board.kept, self._start["iteration"])
 
     def group(self) -> str:
         from pathlib import Path

@@ -14,7 +14,7 @@ from adaptor.online import groups
 from adaptor.online.groups import Groups
 
 # Versions with which failed ranks were replaced: docs/compatibility.md.
-TESTED = SpecifierSet(">=0.15.0rc5,<0.17", prereleases=True)
+TESTED = SpecifierSet(">=0.12,<0.17", prereleases=True)
 # Packages that put loops of their own in the place of Megatron-LM's, or change what it does.
 _OTHERS = ("mindspeed_llm", "mindspeed", "modellink")
 

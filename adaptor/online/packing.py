@@ -1,18 +1,20 @@
 """The record of a step as bytes, for a process that takes the place of another; nothing is ever unpickled.
 
-It has what checkpoints have besides shards: numbers, text, tensors, numpy's arrays, tuples and dicts of
-these.
+It has what checkpoints have besides shards: numbers, text, tensors, numpy's arrays, members of enums, tuples
+and dicts of these.
 """
 
 from __future__ import annotations
 
+import enum
+import sys
 from typing import Any
 
 import msgspec
 import numpy
 import torch
 
-_TENSOR, _ARRAY, _TUPLE, _BIG, _GENERATOR = 1, 2, 3, 4, 5
+_TENSOR, _ARRAY, _TUPLE, _BIG, _GENERATOR, _ENUM = 1, 2, 3, 4, 5, 6
 # What fits into a number of msgpack.
 _SMALL = range(-(1 << 63), 1 << 64)
 
@@ -42,6 +44,9 @@ def _plain(value: Any) -> Any:
         return _ext(_ARRAY, (value.dtype.str, list(value.shape), value.tobytes()))
     if isinstance(value, numpy.generic):
         return _plain(value.item())
+    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
+        found = type(value)
+        return _ext(_ENUM, (found.__module__, found.__qualname__, value.name))
     if isinstance(value, tuple):
         return _ext(_TUPLE, [_plain(item) for item in value])
     if isinstance(value, list):
@@ -67,8 +72,25 @@ def _read(code: int, data: memoryview) -> Any:
     if code == _GENERATOR:
         device, state = unpack(data)
         return torch.Generator(device).set_state(state)
+    if code == _ENUM:
+        return _member(*unpack(data))
     kind, shape, content = unpack(data)
     if code == _ARRAY:
         return numpy.frombuffer(bytearray(content), dtype=numpy.dtype(kind)).reshape(shape)
     flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).byte()
     return flat.view(getattr(torch, kind)).reshape(shape)
+
+
+def _member(module: str, kind: str, name: str) -> enum.Enum:
+    """Return member `name` of an enum of a module that this process has imported, too.
+
+    Raises:
+        TypeError: there is no such enum; nothing is imported for it.
+    """
+    found: Any = sys.modules.get(module)
+    for part in kind.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, enum.EnumMeta) and name in found.__members__):
+        raise TypeError(f"{kind}.{name} of {module} is no member of an enum here")
+    member: enum.Enum = found[name]
+    return member

@@ -109,6 +109,14 @@ CHECKS = {
         replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False), *killed(1, 6, "update"), 6
     ),
     "restart": Check(DP3, *killed(0, 4, "backward"), 3, restarts=1),
+    "online": Check(
+        DP3,
+        f"{killed(0, 4, 'backward')[0]}; TTP_ONLINE=60",
+        killed(0, 4, "backward")[1],
+        3,
+        restarts=1,
+        online=True,
+    ),
     "off": Check(DP3, "none, ENABLE_TTP=False", environment=(("ENABLE_TTP", "False"),)),
     "native-split": Check(DP4, *killed(1, 6, "backward"), 5, load=3),
     "native-mirror": Check(DP3, *killed(1, 6, "update"), 6, load=3),

@@ -39,7 +39,7 @@ from tests.faults.harness import (
 from tests.faults.same import differences
 from tests.frameworks import prepare, record
 from tests.frameworks.by_hand import HEADER
-from tests.frameworks.checks import REFUSED, SAVED
+from tests.frameworks.checks import NOT_ONLINE, REFUSED, SAVED
 from tests.frameworks.tuning import BASE, SFT, MegatronSft, Tuning, quantize, script
 
 MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -124,8 +124,6 @@ MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*_EXPERTS, "--expert-model-parallel-si
 VARIABLE = (*SFT, "--no-pad-to-seq-lengths")
 PACKED = (*SFT, "--use-flash-attn", "--reset-attention-mask", "--reset-position-ids")
 NEAT = (*PACKED, "--neat-pack")
-# What a job of this framework says of online recovery, which it does not have; the reason differs.
-NOT_ONLINE = re.compile(r"^\[ttp\] online recovery: no \(.+\); a fault restarts all ranks$", re.MULTILINE)
 # Without dropout: the framework makes the reference model after it has loaded the random states.
 STILL = ("--hidden-dropout", "0", "--attention-dropout", "0")
 DPO_ALONE = ("--stage", "dpo", "--is-pairwise-dataset", "--dpo-loss-type", "sigmoid", *STILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -72,6 +73,19 @@ def recovers(job: Job, baseline: Baseline) -> Ended:
     return ended
 
 
+# What a job says at its start that is not recovered online; the reason differs.
+NOT_ONLINE = re.compile(r"^\[ttp\] online recovery: no \(.+\); a fault restarts all ranks$", re.MULTILINE)
+
+
+def is_not_online(step: int) -> Callable[[Job, Baseline], Ended]:
+    def is_not_online(job: Job, baseline: Baseline) -> Ended:
+        ended = restarts(step)(replace(job, options=("--ttp-online", "60")), baseline)
+        assert len(NOT_ONLINE.findall(ended.log)) == 1, ended.log[:3000]
+        return ended
+
+    return is_not_online
+
+
 def refused(line: str) -> Callable[[Job, Baseline], Ended]:
     def refused(job: Job, baseline: Baseline) -> Ended:
         ended = harness.run(job)
@@ -124,6 +138,9 @@ CHECKS = {
         restarts=1,
     ),
 }
+# With tied ones, 0.12 itself asserts in `_build_model_param_gbuf_map` (docs/compatibility.md).
+STAGES = replace(PP2_DP2, name="pp2-dp2-untied", extra=("--untie-embeddings-and-output-weights",))
+SAID = "`online recovery: no` at the start; "
 RECOVERED = "recovered online, bitwise"
 # Of the versions with which that has been tested.
 ONLINE = {
@@ -135,7 +152,7 @@ ONLINE = {
         ("update", DP2, "SIGKILL", "update", "rank=1,step=6,phase=update,kind=sigkill"),
         ("exception", DP2, "an exception", "backward", "rank=1,step=6,phase=backward,kind=exception"),
         ("tensor", TP2_DP2, "SIGKILL", "backward", "rank=1,step=6,phase=backward,kind=sigkill"),
-        ("pipeline", PP2_DP2, "SIGKILL", "gather", "rank=1,step=6,phase=gather,kind=sigkill"),
+        ("pipeline", STAGES, "SIGKILL", "gather", "rank=1,step=6,phase=gather,kind=sigkill"),
     )
 }
 REFUSED = "refused in one line before the first step"

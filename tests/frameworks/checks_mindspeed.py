@@ -19,9 +19,12 @@ from tests.faults.harness import (
 from tests.frameworks.checks import (
     CHECKS,
     REFUSED,
+    SAID,
     SAVED,
+    STAGES,
     Check,
     has_local_copy,
+    is_not_online,
     refused,
     restarts,
     saves,
@@ -94,6 +97,14 @@ MINDSPEED = {
         "rank=0,step=4,phase=norm,kind=sigkill",
         restarts=1,
     ),
+    "online": Check(
+        DP2,
+        "SIGKILL of rank 0, before the gradient norm of step 4; TTP_ONLINE=60",
+        is_not_online(3),
+        SAID + CHECKS["restart"].outcome,
+        "rank=0,step=4,phase=norm,kind=sigkill",
+        restarts=1,
+    ),
     "availability": Check(
         DP2,
         "none, but `--enable-high-availability`",
@@ -140,7 +151,6 @@ MODELLINK = {
     ),
 }
 # Where embeddings are tied, Megatron-core 0.12 asserts in its stages if sizes are no multiple of 128.
-STAGES = replace(PP2_DP2, name="pp2-dp2-untied", extra=("--untie-embeddings-and-output-weights",))
 _ROPE = ("--position-embedding-type", "rope", "--use-mcore-models")
 
 

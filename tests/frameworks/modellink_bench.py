@@ -24,7 +24,7 @@ from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import ITERATIONS, Ended, Job, Layout, Program
 from tests.faults.same import differences
 from tests.frameworks import record
-from tests.frameworks.checks import REFUSED
+from tests.frameworks.checks import NOT_ONLINE, REFUSED, SAID
 
 # How the reference of a layout with `split` is named.
 SPLIT = "-split"
@@ -40,6 +40,7 @@ class Check:
     step   the one that has to be saved; None: nothing breaks, or nothing is saved
     load   the step of a checkpoint of plain torchrun from which the job begins
     last   what the last line of a job says that saves nothing
+    online TTP_ONLINE is on, which the framework does not have, and says so
     """
 
     layout: Layout
@@ -52,6 +53,7 @@ class Check:
     nodes: int = 1
     load: int | None = None
     last: str = ""
+    online: bool = False
 
 
 class Bench:
@@ -93,7 +95,7 @@ class Bench:
             restarts=check.restarts,
             faults=check.spec.split(),
             arguments=check.options,
-            environment=dict(check.environment),
+            environment={**dict(check.environment), **({"TTP_ONLINE": "60"} if check.online else {})},
             nodes=check.nodes,
             program=self._program,
         )
@@ -103,9 +105,12 @@ class Bench:
             ended = harness.run(replace(job, network=network))
         told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
         replica = f"{told[1]} ({layout.replica})" if told else "none needed"
+        if check.online:
+            assert len(NOT_ONLINE.findall(ended.log)) == 1, ended.log[:3000]
         if check.last:
             return replica if check.spec else layout.replica, _ends_without(check, ended)
-        return replica, self._judge(check, ended, self._reference(layout, "split" in replica, check.load))
+        judged = self._judge(check, ended, self._reference(layout, "split" in replica, check.load))
+        return replica, f"{SAID if check.online else ''}{judged}"
 
     def _reference(self, layout: Layout, split: bool, load: int | None = None) -> Path:
         """A job that nothing disturbs, without the adaptor where it can be compared; it saves every step.

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 import random
+import sys
 
+import msgspec
 import numpy
 import pytest
 import torch
 
 from adaptor.online import packing
+
+
+class Colour(enum.Enum):
+    RED = 1
 
 
 @pytest.mark.parametrize(
@@ -26,6 +33,7 @@ from adaptor.online import packing
         {"a": {"b": (1, None)}},
         {1: 2},
         random.Random(3).getstate(),
+        {"state": pytest.ExitCode.USAGE_ERROR, "of": [Colour.RED]},
     ],
 )
 def test_plain_values(value: object) -> None:
@@ -66,3 +74,14 @@ def test_a_generator_of_torch() -> None:
 def test_what_cannot_be_passed_on_is_named() -> None:
     with pytest.raises(TypeError, match="Random cannot be passed on"):
         packing.pack({"a": [random.Random()]})
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"), [("this", "Colour"), ("builtins", "getattr"), (__name__, "random.Random")]
+)
+def test_only_members_of_enums_are_looked_up_and_nothing_is_imported(module: str, kind: str) -> None:
+    """`packing.pack` makes no such thing."""
+    member = msgspec.msgpack.Ext(6, packing.pack([module, kind, "RED"]))
+    with pytest.raises(TypeError, match="is no member of an enum here"):
+        packing.unpack(msgspec.msgpack.encode(member))
+    assert "this" not in sys.modules
