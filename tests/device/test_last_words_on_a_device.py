@@ -54,8 +54,9 @@ def test_a_rank_is_ready_when_its_stream_has_come_so_far(device: Accelerator, ma
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 def test_last_words_are_written_while_the_default_stream_is_blocked(
-    device: Accelerator, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    device: Accelerator, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_place: bool
 ) -> None:
     rank = on_the_machine(machine, monkeypatch)
     record = dataclasses.replace(
@@ -69,7 +70,16 @@ def test_last_words_are_written_while_the_default_stream_is_blocked(
     for state, taken, where in ((rank.state, record, device), (Rank(0, 1).state, RECORD, HOST)):
         folder = tmp_path / ("host" if where is HOST else "device") / naming.temporary_name(RECORD.step)
         folder.mkdir(parents=True)
-        run = DumpRun(0, str(folder), 1, lambda ranks: None, lambda count: None, lambda: False, past=False)
+        run = DumpRun(
+            0,
+            str(folder),
+            1,
+            lambda ranks: None,
+            lambda count: None,
+            lambda: False,
+            past=False,
+            in_place=in_place,
+        )
         trainee = trainee_on(where, state, folder.parent)
         in_a_thread(lambda trainee=trainee, taken=taken, run=run: trainee.dump(taken, order, run))
     assert {what for _, what, _ in machine.calls} == {"copy"}

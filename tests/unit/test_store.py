@@ -14,10 +14,12 @@ from urllib.parse import urlparse
 import pytest
 
 from adaptor.__main__ import main
-from adaptor.checkpoint import manifest, tracker
+from adaptor.checkpoint import manifest, publish, tracker
+from adaptor.checkpoint.hashing import BLOCK, BlockDigest
 from adaptor.errors import StoreError
 from adaptor.launchers import ttp
 from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import address, choose
 from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
@@ -224,6 +226,31 @@ def test_old_checkpoints_are_removed(url: str, tmp_path: Path, capsys: pytest.Ca
     assert len(_rows(url, capsys)) == 3, "there are fewer, so all stay"
     assert _store("prune", url, "--keep", "0") == 2
     assert "--keep is 0: it must be a number from 1 on" in capsys.readouterr().err
+
+
+def test_a_file_with_a_checksum_of_blocks_is_compared_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ranks write it together; in the store it has a checksum of the whole."""
+    url = f"file://{tmp_path}/store"
+    folder = publish.prepare(tmp_path / "one", 12, generation="0f3a5c21")
+    content = os.urandom(BLOCK + 9)
+    digest = BlockDigest()
+    digest.update(content)
+    (folder / "large.pt").write_bytes(content)
+    entry = FileEntry("large.pt", len(content), None, xxh3_128_blocks=digest.hexdigest())
+    publish.publish(tmp_path / "one", 12, [entry], {}, 1, "0f3a5c21")
+    shutil.copytree(tmp_path / "one", tmp_path / "damaged")
+    file = tmp_path / "damaged" / naming.final_name(12) / "large.pt"
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert _store("push", url, tmp_path / "damaged") == 2
+    assert f"{file}: checksum differs from the manifest" in capsys.readouterr().err
+    assert _store("push", url, tmp_path / "one") == 0
+    assert _store("pull", url, tmp_path / "two") == 0
+    assert manifest.defects(tmp_path / "two" / naming.final_name(12)) == []
+    (pulled,) = manifest.read(tmp_path / "two" / naming.final_name(12)).files
+    assert pulled.xxh3_128 is not None
+    assert pulled.xxh3_128_blocks is None
 
 
 def test_a_damaged_checkpoint_is_not_pushed(
