@@ -94,7 +94,8 @@ class SpareGate:
         ready: list[_Waiting] = []
         for spare in list(self._waiting):
             if len(ready) < len(lost) and await spare.answers():
-                ready.append(spare)
+                # Those that have answered before may have gone meanwhile.
+                ready = [one for one in (*ready, spare) if one in self._waiting]
         if len(ready) < len(lost):
             return {}
         owners = {}

@@ -15,11 +15,19 @@ from torch.distributed import HashStore
 from adaptor import config
 from adaptor.errors import ConfigError, StartError
 from adaptor.launchers import flags, invitation, spare_node, tls, ttprun
+from adaptor.launchers.agent_connection import connect
 from adaptor.launchers.places import Places
 from adaptor.launchers.spare_gate import SpareGate
 from adaptor.launchers.spare_node import wait_at_gate
+from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello
-from adaptor.protocol.spare_node_messages import SpareHello, TakePlace
+from adaptor.protocol.spare_node_messages import (
+    SpareAsked,
+    SpareHello,
+    SpareReady,
+    TakePlace,
+    to_spare_node,
+)
 from tests import waiting
 from tests.certificates import Authority
 from tests.ports import free_port
@@ -76,6 +84,37 @@ def test_the_places_of_lost_nodes_go_to_spares_that_are_there(settings: config.C
         assert gate.gone == {2: AgentHello(2, (2,), host=MINE.host, pid=MINE.pid)}
         places[1].connection.close()
         await gate.close()
+
+    _run(work())
+
+
+def test_a_spare_that_goes_while_another_one_is_asked_gets_no_place(settings: config.Config) -> None:
+    async def work() -> None:
+        gate = _gate(settings)
+        found = await gate.open("127.0.0.1")
+
+        async def answers(goes: bool) -> None:
+            """Answer once: at once and go, or when the other one has gone."""
+            where = (found.name, 0) if found.kind == invitation.UNIX else ("127.0.0.1", found.port)
+            reader, writer = await connect(*where, found.secret, tls.load(settings))
+            writer.write(wire.frame(MINE))
+            while not isinstance(await wire.read(reader, to_spare_node), SpareAsked):
+                pass
+            if not goes:
+                await _waits(gate, 1)
+            writer.write(wire.frame(SpareReady()))
+            if not goes:
+                await reader.read()
+            writer.close()
+
+        first = asyncio.ensure_future(answers(goes=True))
+        await _waits(gate, 1)
+        second = asyncio.ensure_future(answers(goes=False))
+        await _waits(gate, 2)
+        assert await gate.fill({1: (1,), 2: (2,)}, restarts=1, generations=1) == {}
+        assert gate.waiting == 1
+        await gate.close()
+        await asyncio.gather(first, second)
 
     _run(work())
 
