@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptor.checkpoint import dcp, shards
+from adaptor.checkpoint import dcp, integrity, shards
 from adaptor.checkpoint.format_torch import TorchFormat, save
 from adaptor.checkpoint.optimizer_stand_ins import (
     REPLACED,
@@ -116,6 +116,8 @@ class Sharding:
         if part.has_data:
             files[part.data_file] = part.write_data
         files[part.part_file] = part.write_part
+        if getattr(state.args, "verify_integrity", False):
+            return integrity.with_part(files, self.first)
         return files
 
 

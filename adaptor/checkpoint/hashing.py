@@ -146,9 +146,14 @@ class HashingFile:
         self._progress = progress
         self._failure: BaseException | None = None
         self._digest = xxhash.xxh3_128()
+        self._also: list[Callable[[memoryview], None]] = []
         descriptor = disk.create(root, path.relative_to(root).as_posix())
         self._file = os.fdopen(descriptor, "wb", buffering=0)
         self._stretch = self._sync_at = _SLICE
+
+    def also(self, update: Callable[[memoryview], None]) -> None:
+        """Let a second digest see what is written from now on."""
+        self._also.append(update)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Writes all of `data`; returns its size in bytes. Raises OSError."""
@@ -157,6 +162,8 @@ class HashingFile:
             for start in range(0, len(view), _SLICE):
                 piece = view[start : start + _SLICE]
                 self._digest.update(piece)
+                for update in self._also:
+                    update(piece)
                 self._write_all(piece)
                 self._progress(len(piece))
         except BaseException as error:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from adaptor.checkpoint import dcp, disk, left_overs, manifest, saved_steps, tracker
+from adaptor.checkpoint import dcp, disk, integrity, left_overs, manifest, saved_steps, tracker
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
@@ -104,7 +104,7 @@ def publish(
     for name in names[number if written is None else written : number]:
         _take(root / name, temporary, files)
     if not saved_steps.is_of_generation(root, step, generation):
-        entries = dcp.join(temporary, files)
+        entries = integrity.join(temporary, dcp.join(temporary, files))
         if not entries:
             raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
         _name(temporary, entries, progress)
@@ -158,7 +158,8 @@ def _take(source: Path, target: Path, files: tuple[FileEntry, ...]) -> None:
         source.rename(target)
     except FileNotFoundError:
         return
-    _drop_others(target, {dcp.METADATA, *(path for file in files for path in (file.draft, file.path))})
+    ours = {path for file in files for path in (file.draft, file.path)}
+    _drop_others(target, {dcp.METADATA, integrity.NAME, *ours})
 
 
 def _tell_tracker(root: Path, step: int, generation: str) -> None:

@@ -10,7 +10,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from adaptor.checkpoint import checksum_notes, disk, left_overs, publish, saved_steps
+from adaptor.checkpoint import checksum_notes, disk, integrity, left_overs, publish, saved_steps
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
@@ -40,6 +40,7 @@ def sync_regular(root: Path, step: int, generation: str = "") -> None:
     Files that nobody has hashed on their way get a checksum, but for large ones.
     """
     saving = root / naming.regular_name(step, generation)
+    integrity.settle(saving)
     files = _written(saving)
     for path in files:
         disk.sync(path)

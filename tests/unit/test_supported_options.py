@@ -60,7 +60,6 @@ REFUSED = [
     ("no_save_optim", True),
     ("no_save_rng", True),
     ("ckpt_format", "zarr"),
-    ("verify_integrity", True),
     ("inprocess_restart", True),
     ("perform_rl_step", True),
     ("vision_pretraining_type", "dino"),

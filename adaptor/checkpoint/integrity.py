@@ -1,0 +1,124 @@
+"""Writes `integrity.json`, which Megatron-LM checks at a load with `--verify-integrity` (since core 0.17).
+
+It has the SHA-256 of files of a checkpoint in the format `torch_dist`. Of last words each writer hashes its
+files on their way and leaves the digests in a part, `.integrity.R`; who publishes joins the parts. Of a
+regular save the framework writes the file, and what is removed before the checkpoint has its name is taken
+out of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from adaptor.checkpoint import checksum_notes, dcp, disk, manifest
+from adaptor.checkpoint.hashing import HashingFile
+from adaptor.errors import CheckpointError
+from adaptor.protocol.file_entry import FileEntry
+
+NAME = "integrity.json"
+_PART = ".integrity."
+_ALGORITHM = "sha256"
+_LARGEST = 64 << 20  # bytes
+_SLICE = 4 << 20
+_Write = Callable[[HashingFile], object]
+
+
+class _Integrity(msgspec.Struct):
+    """The content of the file: digests in hexadecimal, by name."""
+
+    algorithm: str
+    files: dict[str, str]
+
+    def encode(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=2)
+
+
+def with_part(files: Mapping[str, _Write], rank: int) -> dict[str, _Write]:
+    """Return the files of a writer, and behind them its part: the digests of those that are not joined.
+
+    Args:
+        files: that it writes, by name.
+        rank: that names the part.
+    """
+    digests: dict[str, str] = {}
+
+    def digested(name: str, write: _Write) -> _Write:
+        def act(file: HashingFile) -> None:
+            digest = hashlib.sha256()
+            file.also(digest.update)
+            write(file)
+            digests[name] = digest.hexdigest()
+
+        return act
+
+    made = {
+        name: write if name.startswith(dcp.METADATA) else digested(name, write)
+        for name, write in files.items()
+    }
+    made[f"{_PART}{rank}"] = lambda file: file.write(msgspec.json.encode(_Integrity(_ALGORITHM, digests)))
+    return made
+
+
+def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
+    """Join the parts, if there are any, and return the files of the checkpoint; after `dcp.join`.
+
+    May be called again after a crash. A part is read only if it equals, bit for bit, its writer's report.
+
+    Raises:
+        CheckpointError: a part is not what was reported.
+    """
+    parts = [entry for entry in entries if entry.path.startswith(_PART)]
+    if not parts:
+        return tuple(entries)
+    joined = folder / NAME
+    if not joined.exists():  # it gets its name when it is complete
+        problems = manifest.compare(folder, [replace(part, path=part.draft) for part in parts])
+        if problems:
+            raise CheckpointError(f"{problems[0]}: it was reported as written")
+        whole: dict[str, str] = {}
+        for part in parts:
+            whole |= _decoded((folder / part.draft).read_bytes(), folder / part.draft).files
+        whole[dcp.METADATA] = _hash(folder / dcp.METADATA)
+        disk.replace(folder, NAME, _Integrity(_ALGORITHM, dict(sorted(whole.items()))).encode())
+    content = joined.read_bytes()
+    entry = FileEntry(NAME, len(content), xxhash.xxh3_128_hexdigest(content))
+    return (*(one for one in entries if one not in parts), entry)
+
+
+def settle(folder: Path) -> None:
+    """Take notes of checksums, which are no part of the checkpoint, out of the framework's own file.
+
+    Where there is none, or it is not of the form that is known, nothing is changed. Raises OSError.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return
+    try:
+        said = _decoded(disk.read(path, _LARGEST), path)
+    except CheckpointError:
+        return
+    kept = {name: digest for name, digest in said.files.items() if not checksum_notes.is_note(Path(name))}
+    if kept != said.files:
+        disk.replace(folder, NAME, _Integrity(said.algorithm, kept).encode())
+
+
+def _decoded(text: bytes, path: Path) -> _Integrity:
+    try:
+        return msgspec.json.decode(text, type=_Integrity)
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{path}: has no digests of files ({error})") from error
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with os.fdopen(disk.open_regular(path), "rb", buffering=0) as file:
+        while piece := file.read(_SLICE):
+            digest.update(piece)
+    return digest.hexdigest()
