@@ -7,6 +7,9 @@ which the framework knows by the number that the checkpoint has (`consumed_train
 
 from __future__ import annotations
 
+import copy
+import shlex
+from itertools import product
 from typing import Any
 
 from adaptor import context, output
@@ -131,7 +134,73 @@ def _others(args: Any, nodes: Nodes, size: int) -> str:
     local = args.world_size // nodes.here
     fitting = [str(count) for count in range(nodes.fewest, nodes.most + 1) if count * local % size == 0]
     with_nodes = f"start {' or '.join(fitting)} nodes" if fitting else "start another number of nodes"
-    return f"{with_nodes}, or with other parallel sizes"
+    target = other_sizes(args)
+    if target is None:
+        return f"{with_nodes}, or with other parallel sizes"
+    tensor, pipeline = target
+    folder = f"{str(args.save).rstrip('/')}-tp{tensor}-pp{pipeline}"
+    source, made = shlex.quote(str(args.save)), shlex.quote(folder)
+    return (
+        f"{with_nodes}, or run `python -m adaptor transform {source} {made} --tp {tensor} --pp {pipeline}`"
+        f" and start with --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} --load"
+        f" {made} --save {made}"
+    )
+
+
+def other_sizes(args: Any) -> tuple[int, int] | None:
+    """Return the tensor and pipeline parallel sizes with which the model would fit the ranks that are there.
+
+    Of all that fit, those with which a rank holds no more than now, and no less than need be; if there are
+    none, those with which it holds the least more.
+
+    Args:
+        args: of the framework.
+
+    Returns:
+        None where there are none, or `adaptor transform` does not make such a checkpoint.
+    """
+    if (
+        getattr(args, "ckpt_format", "torch") != "torch"
+        or not args.use_distributed_optimizer
+        or getattr(args, "optimizer", "adam") != "adam"
+    ):
+        return None
+    now = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    found = [
+        (tensor, pipeline)
+        for tensor, pipeline in product(_divisors(args.world_size), repeat=2)
+        if _takes(args, tensor, pipeline)
+    ]
+
+    def rank(sizes: tuple[int, int]) -> tuple[bool, int, bool, int]:
+        held = sizes[0] * sizes[1]
+        changes = sizes[0] != args.tensor_model_parallel_size
+        return held < now, abs(held - now), changes, sizes[1]
+
+    return min(found, key=rank, default=None)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _takes(args: Any, tensor: int, pipeline: int) -> bool:
+    """Return whether the ranks that are there could train the model in these sizes, and the batch."""
+    changed = copy.copy(args)
+    changed.tensor_model_parallel_size, changed.pipeline_model_parallel_size = tensor, pipeline
+    heads = [args.num_attention_heads]
+    if getattr(args, "group_query_attention", False):
+        heads.append(args.num_query_groups)
+    has_experts = getattr(args, "num_experts", None) is not None
+    if (
+        any(count % tensor for count in heads)
+        or args.num_layers % pipeline
+        or (has_experts and tensor != args.tensor_model_parallel_size)
+        or args.world_size % _model_size(changed)
+        or args.world_size % _experts_size(changed)
+    ):
+        return False
+    return _divides(args, args.micro_batch_size * data_parallel_size(changed), args.global_batch_size)
 
 
 def _fits(args: Any, nodes: Nodes, count: int, batch: int) -> bool:

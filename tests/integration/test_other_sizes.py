@@ -6,7 +6,10 @@ Each node has one rank.
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,11 +23,11 @@ BATCH = ("--global-batch-size", "12")
 SAMPLES = ("--train-samples", "64", "--lr-warmup-iters", "0")
 
 
-def lose_a_node(tmp_path: Path, nodes: int, *extra: str, **more: object) -> Ended:
+def lose_a_node(tmp_path: Path, nodes: int, *extra: str, tp: int = 1, **more: object) -> Ended:
     """Run a job of one rank on each of `nodes`, of which the last one is lost in step 4, and return it."""
     job = Job(
         tmp_path / "job",
-        Layout(f"dp{nodes}", nodes, extra=extra),
+        Layout(f"dp{nodes}", nodes, tp=tp, extra=extra),
         save=tmp_path / "save",
         nodes=nodes,
         fewest=nodes - 1,
@@ -130,3 +133,27 @@ def test_a_node_that_comes_later(tmp_path: Path) -> None:
     assert "[ttp] 2 nodes of 1 to 2, 1 before: data-parallel size 2, global batch 12: 6" in ended.logs[0]
     assert "start on more nodes: from step 3, 0 steps lost" in ended.logs[0]
     assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
+
+
+def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None:
+    """The last line has the command that makes a checkpoint which does, and the framework goes on from it."""
+    ended = lose_a_node(tmp_path, 4, *BATCH, tp=2)
+    assert set(ended.codes) == {137}, ended.log[-3000:]
+    (line,) = {log.rstrip().rpartition("\n")[2] for log in ended.logs if "adaptor transform" in log}
+    assert "; not started again: 3 nodes with 3 ranks: the model (tensor times pipeline times context" in line
+    assert " takes 2, of which 3 is no multiple; start 4 nodes, or run `python -m adaptor transform" in line
+    sizes = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
+    made = tmp_path / "save-tp1-pp1"
+    assert f" and start with {sizes} --load {made} --save {made}; the newest checkpoint in " in line
+    (command,) = re.findall("`python (.*)`", line)
+    subprocess.run([sys.executable, *shlex.split(command)], check=True, capture_output=True)
+    job = Job(
+        tmp_path / "smaller",
+        Layout("dp3", 3, extra=BATCH),
+        launcher="torchrun",
+        load=made,
+        save=made,
+    )
+    resumed = harness.run(job)
+    assert resumed.code == 0, resumed.log[-3000:]
+    assert [line["iteration"] for line in resumed.records[0]] == list(range(4, ITERATIONS + 1))

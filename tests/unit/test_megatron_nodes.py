@@ -23,6 +23,7 @@ FITS: dict[str, Any] = {
     "global_batch_size": 24,
     "num_experts": None,
     "train_samples": None,
+    "use_distributed_optimizer": False,
 }
 
 
@@ -162,3 +163,43 @@ def test_with_how_many_nodes_a_job_could_train(
         nodes.setenv(name, value)
     megatron_nodes.fit(Namespace(**{**FITS, **given}))
     assert context.part(environment.Nodes).fitting == numbers
+
+
+MODEL = {
+    **FITS,
+    "num_attention_heads": 8,
+    "num_layers": 4,
+    "use_distributed_optimizer": True,
+    "global_batch_size": 48,
+    "micro_batch_size": 1,
+    "save": "/my runs/gpt/",
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({"world_size": 6, "pipeline_model_parallel_size": 2}, (2, 1)),  # 4 and more do not divide 6
+        ({"world_size": 12, "tensor_model_parallel_size": 8}, (4, 1)),
+        ({"world_size": 8, "tensor_model_parallel_size": 3}, (4, 1)),
+        ({"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}, (2, 4)),
+        ({"world_size": 8, "group_query_attention": True, "num_query_groups": 2}, (2, 1)),
+        ({"world_size": 12, "num_experts": 4, "expert_model_parallel_size": 4, "num_layers": 3}, None),
+        ({"world_size": 6, "ckpt_format": "torch_dist"}, None),
+        ({"world_size": 6, "use_distributed_optimizer": False}, None),
+        ({"world_size": 6, "num_attention_heads": 1, "global_batch_size": 7}, None),
+    ],
+)
+def test_sizes_in_which_the_model_would_fit(given: dict[str, Any], sizes: tuple[int, int] | None) -> None:
+    assert megatron_nodes.other_sizes(Namespace(**{**MODEL, **given})) == sizes
+
+
+@pytest.mark.usefixtures("nodes")
+def test_the_command_that_makes_it_fit() -> None:
+    with pytest.raises(AdaptorError) as refused:
+        megatron_nodes.fit(Namespace(**{**MODEL, "world_size": 6, "pipeline_model_parallel_size": 2}))
+    assert str(refused.value).endswith(
+        "start 2 or 4 nodes, or run `python -m adaptor transform '/my runs/gpt/' '/my runs/gpt-tp2-pp1' --tp"
+        " 2 --pp 1` and start with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --load"
+        " '/my runs/gpt-tp2-pp1' --save '/my runs/gpt-tp2-pp1'"
+    )
