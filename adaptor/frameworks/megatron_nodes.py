@@ -142,8 +142,8 @@ def _others(args: Any, nodes: Nodes, size: int) -> str:
     source, made = shlex.quote(str(args.save)), shlex.quote(folder)
     return (
         f"{with_nodes}, or run `python -m adaptor transform {source} {made} --tp {tensor} --pp {pipeline}`"
-        f" and start with --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} --load"
-        f" {made} --save {made}"
+        f" and start with --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
+        f" --load {made} --save {made}"
     )
 
 
