@@ -49,7 +49,6 @@ class Race:
     against      of the other job, where it has the adaptor, too; None: it is the unmodified framework
     cost         whether what the processes take is written down
     middle       of the steps of a block: their median, or their mean
-    launcher     options of the launcher
     """
 
     pairs: int
@@ -63,7 +62,6 @@ class Race:
     distributed: bool = True
     cost: bool = False
     middle: Callable[[Sequence[float]], float] = statistics.median
-    launcher: Sequence[str] = ()
 
 
 class Referee:
@@ -174,7 +172,6 @@ def one_start(
             cost=race.cost,
             instances=race.instances,
             environment=race.environment if arm == "on" else race.against,
-            launcher=race.launcher,
         )
         for arm in ARMS
     }
@@ -253,7 +250,6 @@ def main() -> None:
         },
         {"TTP_REPLICA": given.replica} if against else None,
         middle=statistics.mean if given.host_copy else statistics.median,
-        launcher=("--max-restarts", "1") if given.host_copy else (),
     )
     starts = []
     for number in range(given.starts):

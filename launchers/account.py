@@ -64,6 +64,10 @@ class Account:
         self._keep(report)
         say(recovered.line)
 
+    def look_again(self) -> None:
+        """Read the tracker of the save folder again: there may be a newer checkpoint than in the incident."""
+        self._tracker = _Tracker(self._tracker.save)
+
     def _keep(self, report: str) -> None:
         if report:
             self._reports = f"in {Path(report).parent}" if Path(report).is_absolute() else report

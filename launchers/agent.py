@@ -236,6 +236,9 @@ class SurvivorsAgent(LocalElasticAgent):
         if self._record.verdict is not verdict:
             if verdict.outcome == "refused":
                 self._record.refused_after = self._record.verdict
+                self._account.look_again()
+            elif self._control.only_writes_copies:
+                self._record.refused_after, self._remaining_restarts = self._record.verdict, 0
             self._record.verdict = verdict
             self._tell(verdict)
             if verdict.stop and (self._remaining_restarts or verdict.exit_code == EXIT_NO_PROGRESS):
@@ -251,11 +254,26 @@ class SurvivorsAgent(LocalElasticAgent):
             elif self._remaining_restarts > 0:
                 say(verdict.line)
                 action = self._account.restart()
+            elif self._may_have_copies(verdict):
+                # torch's own count: workers start once more, and end before they train.
+                self._remaining_restarts = 1
+                self._control.only_writes_copies = True
+                action = "no restart is left: workers start once more, to write their copies in host memory"
+                say(f"{verdict.line}; {action}")
             self._control.record_next_action(f"{action}{self._record.stopped}")
             self._ends = self._remaining_restarts <= 0
             if self._ends:
                 self._control.mark_leaving()
         return RunResult(state=WorkerState.FAILED, failures=self._failures(worker_group, verdict))
+
+    def _may_have_copies(self, verdict: Verdict) -> bool:
+        """Return True if nothing could be saved, and workers that start again may have copies to write.
+
+        All agents answer alike, by the verdict.
+        """
+        every, lost = self._config.host_copy, verdict.lost or verdict.leaves
+        first = not self._control.only_writes_copies
+        return bool(first and every and verdict.outcome == "lost" and verdict.newest >= every and not lost)
 
     def _tell_of_recoveries(self) -> None:
         while not self._control.recovered.empty():

@@ -43,6 +43,7 @@ from adaptor.protocol.environment import (
     LAST_INCIDENT,
     NODES,
     NODES_BEFORE,
+    ONLY_COPIES,
     SCRATCH,
 )
 from adaptor.protocol.messages import (
@@ -78,6 +79,7 @@ class Node:
 
     Attributes:
         control: what its control thread does.
+        only_writes_copies: the next workers write the copies in host memory, and do not train.
     """
 
     def __init__(self, config: Config, job: str = "", max_restarts: int = 0, nodes: str = "") -> None:
@@ -89,6 +91,7 @@ class Node:
         self._log = Log(config)
         self._recurrence = Recurrence(config.no_progress)
         self._copies = CopyFiles()
+        self.only_writes_copies = False
         self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name))
         self.control.thread.start()
         self.control.thread.wait_for(self.control.workers.serve())
@@ -180,6 +183,7 @@ class Node:
         os.environ[BOARD] = boards.path
         os.environ[BOARD_RANKS] = boards.slots
         os.environ[SCRATCH] = self._scratch.name
+        os.environ[ONLY_COPIES] = str(int(self.only_writes_copies))
         os.environ[COPY_FILES] = self._copies.begin(ranks if self._config.host_copy else ())
         with contextlib.suppress(OSError):  # something may have cleaned up there; workers do without it
             Path(self._scratch.name).mkdir(mode=0o700, exist_ok=True)

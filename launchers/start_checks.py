@@ -40,16 +40,6 @@ def needs_own_agent(settings: config.Config) -> str:
     return next((name for name, value in given.items() if value is not None), "")
 
 
-def require_restart(parsed: argparse.Namespace, settings: config.Config) -> None:
-    """Refuse host copies in a job that never starts its workers again: the next start writes them to disk."""
-    if settings.host_copy and parsed.max_restarts < 1:
-        raise ConfigError(
-            f"TTP_HOST_COPY is {settings.host_copy} and --max-restarts is {parsed.max_restarts}: the next"
-            " start of the workers makes a checkpoint of the copies, so give --max-restarts 1 or more, or"
-            " leave out TTP_HOST_COPY"
-        )
-
-
 def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
     """Refuse a script that is missing, cannot be read or is not Python: ttprun starts it itself."""
     if parsed.no_python:

@@ -121,7 +121,6 @@ def _check(
     engine.require(settings)
     misspelt.refuse(os.environ)
     flags.require_sense(parsed)
-    start_checks.require_restart(parsed, settings)
     start_checks.require_safe_connections(parsed, settings)
     load = store_load.take(parsed)
     if engine.has_own_agent:

@@ -102,11 +102,14 @@ def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any
 def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
 
+    from adaptor.host_copy import start  # torch, which is for the script to import
+
     given = get_args()
     load_arg = args[3] if len(args) > 3 else kwargs.get("load_arg", "load")
     copies = context.get().settings.host_copy and context.part(Generation).is_restart and load_arg == "load"
     if copies:
         _write_host_copies(args, kwargs)
+        start.require_training()
     _require_intact(load_arg)
     if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded now
         _write_host_copies(args, kwargs)

@@ -27,7 +27,9 @@ def attach(session: Session, on_whole: Callable[[int], None]) -> None:
 
     Raises:
         OSError: the agent's files cannot be opened.
+        UnsupportedError: this process was started only to write copies.
     """
+    require_training()
     every, place = context.get().settings.host_copy, context.part(Place)
     paths = context.part(HeldCopies).paths.get(place.rank, ())
     if not every or not paths:
@@ -48,6 +50,16 @@ def attach(session: Session, on_whole: Callable[[int], None]) -> None:
         on_whole,
         smallest,
     )
+
+
+def require_training() -> None:
+    """End this process, where it was started only to write host copies; that is done, or cannot be.
+
+    Raises:
+        UnsupportedError: it was.
+    """
+    if context.part(HeldCopies).only:
+        raise UnsupportedError("no restart is left")
 
 
 def reserve(copier: StateCopier | None, trainee: MegatronTrainee) -> None:

@@ -22,6 +22,8 @@ GENERATION = "TTP_GENERATION"
 IS_RESTART = "TTP_IS_RESTART"
 # The files of host copies that the agent holds: JSON, for each rank the paths of its files.
 COPY_FILES = "TTP_COPY_FILES"
+# 1: workers are started to write host copies to disk, and do not train.
+ONLY_COPIES = "TTP_ONLY_COPIES"
 # The number of the incident in which this process takes the place of another; not set at a start of all.
 NEWCOMER = "TTP_NEWCOMER"
 # The line of the incident after which all workers are started again; empty at the first start.
@@ -84,12 +86,14 @@ class HeldCopies:
     Attributes:
         paths: of each rank the paths of its files; empty where there are none. Those that its worker writes
             come first, if it is on this node; behind them those that were kept for it
+        only: whether this process is to write them to disk, and not to train
         has_keeper: whether the agent of another node keeps copies of the ranks of this one
     """
 
     def __init__(self, context: Context) -> None:
         said = json.loads(os.environ.get(COPY_FILES) or "{}")
         self.paths: dict[int, tuple[str, ...]] = {int(rank): tuple(paths) for rank, paths in said.items()}
+        self.only = os.environ.get(ONLY_COPIES, "0") == "1"
         self.has_keeper = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 

@@ -49,6 +49,28 @@ def test_no_holder_of_a_shard_is_left(
     outcome.assert_same_training(ended, baseline.records)
 
 
+def test_no_restart_is_left(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Workers start once more, to write the copies; the job ends with the code of the fault."""
+    job = Job(
+        tmp_path / "job",
+        TP2_DP1,
+        save=tmp_path / "save",
+        options=["--ttp-host-copy", "2"],
+        faults=["rank=1,step=8,phase=backward,kind=sigkill"],
+    )
+    ended = harness.run(job)
+    assert ended.code == 137, ended.log[-3000:]
+    assert "[ttp] step 6 is written from the copies in host memory (nothing was saved)" in ended.said
+    assert "the state cannot be saved" in ended.last_line
+    assert ended.last_line.endswith(
+        f"; not started again: no restart is left; the newest checkpoint in {job.save} is step 6"
+    )
+    assert job.save is not None
+    outcome.assert_saved(job.save, 6)
+    assert differences(job.save / "iter_0000006", baseline_of(TP2_DP1).checkpoints / "iter_0000006") == []
+    outcome.assert_same_training(ended, baseline_of(TP2_DP1).records, steps=range(1, 8))
+
+
 def test_a_node_is_lost_with_the_only_holder_of_a_shard(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """The agent of node 1 is killed, and its copies go along; node 0 has kept them, too. With TLS."""
     job = Job(

@@ -26,9 +26,6 @@ from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
 from adaptor.protocol.environment import COPY_FILES, HeldCopies
 from tests import waiting
-from tests.unit.launching import ONE, Launcher, clean, launcher, zygote
-
-__all__ = ["clean", "launcher", "zygote"]
 
 EVERY = 2
 
@@ -248,16 +245,6 @@ def test_an_agent_keeps_the_files_of_the_start_before(monkeypatch: pytest.Monkey
     assert held([2, 3]) == {2, 3}
     files.close()
     assert held([]) == set()
-
-
-def test_a_job_that_never_starts_again_is_refused(launcher: Launcher) -> None:
-    script = launcher.script("print('started')")
-    ended = launcher.run(*ONE, "--ttp-host-copy", "10", script)
-    assert ended.code == 2
-    assert ended.last_line == (
-        "ttprun: error: TTP_HOST_COPY is 10 and --max-restarts is 0: the next start of the workers makes a"
-        " checkpoint of the copies, so give --max-restarts 1 or more, or leave out TTP_HOST_COPY"
-    )
 
 
 @pytest.fixture
