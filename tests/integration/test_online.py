@@ -13,13 +13,19 @@ import pytest
 from tests.faults import framework_log, harness, outcome
 from tests.faults.harness import (
     DP2,
+    DP2_FP16,
+    DP2_FP32,
     DP2_MIRROR,
+    DP2_OVERLAP,
     DP2_RAMPUP,
+    DP2_WHOLE,
     DP4,
     ITERATIONS,
     MOE_EP2,
+    MOE_EP2_MIRROR,
     PP2_DP2,
     TP2_DP2,
+    VPP2_DP2,
     Ended,
     Job,
     Layout,
@@ -142,7 +148,8 @@ def test_a_loop_of_ones_own_says_at_its_start_that_it_is_not_recovered_online(tm
 
 
 def test_two_faults_one_after_the_other(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    faults = ["rank=1,step=4,phase=backward,kind=sigkill", "rank=2,step=6,phase=update,kind=sigkill"]
+    """The second one strikes the rank that gave its state to the first one's newcomer."""
+    faults = ["rank=1,step=4,phase=backward,kind=sigkill", "rank=3,step=6,phase=update,kind=sigkill"]
     trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
 
 
@@ -168,9 +175,28 @@ def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, base
     assert "rank 1 was ended by SIGKILL" in report["reason"]
 
 
-@pytest.mark.parametrize("layout", [TP2_DP2, MOE_EP2, DP2_MIRROR], ids=lambda layout: layout.name)
+LAYOUTS = (
+    TP2_DP2,
+    VPP2_DP2,
+    MOE_EP2,
+    MOE_EP2_MIRROR,
+    DP2_MIRROR,
+    DP2_OVERLAP,
+    DP2_FP16,
+    DP2_FP32,
+    DP2_WHOLE,
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layouts(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
     trains_on(online(tmp_path, layout, ["rank=1,step=6,phase=backward,kind=sigkill"]), baseline_of(layout))
+
+
+def test_with_a_local_copy(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
+    job = online(tmp_path, DP4, faults, environment={"TTP_LOCAL_COPY": "True"})
+    trains_on(job, baseline_of(DP4))
 
 
 @pytest.mark.parametrize("fault", ["rank=1,step=6,phase=backward", "rank=2,step=6,phase=gather"])

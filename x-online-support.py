@@ -1,0 +1,102 @@
+"""Checks if a job of Megatron-LM, or of a loop of one's own on Megatron-core, can be recovered online."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from packaging.specifiers import SpecifierSet
+
+from adaptor import context
+from adaptor.online import groups
+from adaptor.online.groups import Groups
+
+# Versions with which failed ranks were replaced: docs/compatibility.md.
+TESTED = SpecifierSet(">=0.12,<0.21,!=0.17.*,!=0.18.*,!=0.19.*", prereleases=True)
+# Packages that put loops of their own in the place of Megatron-LM's, or change what it does.
+_OTHERS = ("mindspeed_llm", "mindspeed", "modellink")
+
+
+def why_not(args: Any, call: Mapping[str, Any]) -> str:
+    """Return why a job of Megatron-LM is not recovered online; empty: it is.
+
+    Args:
+        args: of the framework.
+        call: the arguments of its training loop, by their names.
+    """
+    return of_process_groups() or of_framework() or of_data(call) or of_options(args) or of_torch()
+
+
+def why_not_on_core(*configs: Any) -> str:
+    """Return why a training loop of one's own is not recovered online; empty: it is.
+
+    Args:
+        configs: of the model, of its gradients' reduction, of the optimizer.
+    """
+    found = map(of_options, configs)
+    return of_process_groups() or of_framework() or next(filter(None, found), "") or of_torch()
+
+
+def of_process_groups() -> str:
+    """Return why process groups of this backend are not exchanged; empty: they are."""
+    backend = str(dist.get_backend())
+    return (
+        "" if backend == "gloo" else f"process groups over {backend} have not been exchanged on a device yet"
+    )
+
+
+def of_framework() -> str:
+    """Return why it is not done with what is imported; empty: it is."""
+    for name in _OTHERS:
+        if name in sys.modules:
+            return f"it has not been tested with {name}"
+    from megatron.core.package_info import __version__ as version
+
+    return of_version(version)
+
+
+def of_options(given: Any) -> str:
+    """Return which of the options in `given` holds something of the groups of the start; empty: none."""
+    for name, meaning in (
+        ("tp_comm_overlap", "--tp-comm-overlap has buffers of its own between ranks"),
+        ("enable_cuda_graph", "CUDA graphs hold the groups of the start"),
+        ("external_cuda_graph", "CUDA graphs hold the groups of the start"),
+        ("cuda_graph_impl", "CUDA graphs hold the groups of the start"),
+        ("use_nccl_ub", "NCCL's user buffers are registered with the groups of the start"),
+        ("nccl_ub", "NCCL's user buffers are registered with the groups of the start"),
+        ("use_sharp", "SHARP is bound to the groups of the start"),
+        ("async_save", "an asynchronous save holds groups of the start"),
+        ("perform_rl_step", "reinforcement learning has loops of its own"),
+    ):
+        if getattr(given, name, False) not in (False, None, "none"):
+            return meaning
+    return ""
+
+
+def of_torch() -> str:
+    """Return why this torch does not exchange the backends of groups; empty: it does."""
+    groups_of_job = context.part(Groups)
+    if groups_of_job.lone:  # a new process among survivors, whose torch is this one: they have found out
+        return ""
+    if not groups_of_job.known:
+        return "this torch makes process groups in a way that is not known"
+    return groups.why_not()
+
+
+def of_version(version: str) -> str:
+    """Return why a version of Megatron-LM is not recovered online; empty: it is."""
+    return (
+        "" if TESTED.contains(version) else f"Megatron-LM {version} has not been tested with it: {TESTED} has"
+    )
+
+
+def of_data(call: Mapping[str, Any]) -> str:
+    """Return why the data of a call of the training loop cannot be read once more; empty: they can."""
+    for name in ("train_data_iterator", "valid_data_iterator"):
+        given = call.get(name)
+        for one in given if isinstance(given, list) else [given]:
+            if one is not None and not hasattr(one, "iterable"):
+                return f"{name} is a {type(one).__name__}, which cannot be read once more"
+    return ""
