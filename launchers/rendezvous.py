@@ -99,6 +99,7 @@ class Rendezvous:
         self._static = _Static(handler) if handler.get_backend() == "static" else None
         self._interrupted = False
         self._takes_in = False
+        self._has_met = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
@@ -167,16 +168,22 @@ class Rendezvous:
             # then would wait for it in vain, and others would go to a node that may be lost.
             self._handler._bootstrap_store_info = None
             try:
-                return self._handler.next_rendezvous()
+                info = self._handler.next_rendezvous()
+                self._has_met = True
+                return info
             except RendezvousTimeoutError:
                 if not self._trains_without_this_node:
                     raise
 
     @property
     def _trains_without_this_node(self) -> bool:
-        """Return whether the job is there, and has not yet taken this node in: it may wait for any time."""
+        """Return whether the job is there, and has not yet taken this node in: it may wait for any time.
+
+        A node that was in the job waits for others that are to leave the last round, and for no longer than
+        torch says.
+        """
         holder = getattr(self._handler, "_state_holder", None)
-        if self._static is not None or holder is None:
+        if self._static is not None or holder is None or self._has_met:
             return False
         state = holder.state
         return state.complete and not state.closed and self._handler._this_node not in state.participants

@@ -17,7 +17,7 @@ from adaptor.launchers.rendezvous import Rendezvous
 class Handler:
     """What asks a store that may be gone."""
 
-    settings = "as they are"
+    settings: object = "as they are"
 
     def __init__(self, answer: int | Exception) -> None:
         self._answer = answer
@@ -55,6 +55,7 @@ class Late(Handler):
     """A node that the job takes in at the second try; `trains`: the job goes on without it until then."""
 
     _this_node = "this one"
+    settings = SimpleNamespace(min_nodes=1, max_nodes=2)
 
     def __init__(self, trains: bool) -> None:
         super().__init__(0)
@@ -75,5 +76,6 @@ def test_a_node_waits_as_long_as_the_job_trains_without_it() -> None:
     assert meeting.missing == "the job at node0:1, which trains, to take this node in"
     assert meeting.next_rendezvous() == "met"
     assert meeting.has_met_before
+    assert "which trains" not in meeting.missing, "it was in the job, and another node may be lost"
     with pytest.raises(RendezvousTimeoutError):
         Rendezvous(Late(trains=False)).next_rendezvous()
