@@ -359,15 +359,6 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     return [*command, str(framework / "pretrain_gpt.py"), *training(job)]
 
 
-def worker_command(job: Job) -> list[str]:
-    """The script of one worker and its arguments, as the launcher would be given them."""
-    command = [str(RECORD), str(job.out / "record")]
-    if job.faults:
-        command += [str(INJECT), "--stamp", str(job.out / "stamps")]
-        command += [f"--fault={Fault.parse(fault)}" for fault in job.faults] + ["--"]
-    return [*command, str((job.framework or prepare.megatron_lm()) / "pretrain_gpt.py"), *training(job)]
-
-
 def training(job: Job) -> list[str]:
     """Return the arguments of Megatron-LM's script in a job."""
     layout = job.layout
