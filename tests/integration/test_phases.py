@@ -1,7 +1,7 @@
 """Wherever in a step a process fails, the newest finished step is saved, and all end.
 
-`test_online.py` kills rank 1 in each phase and goes on; what is saved there is compared the same way. Here are
-the two phases in which it is decided late which step that is.
+`test_online.py` kills rank 1 in each phase and goes on; what is saved there is compared the same way. Here
+are the two phases in which it is decided late which step that is.
 `python -m tests.integration.matrix` has each phase in each layout.
 """
 
