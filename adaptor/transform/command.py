@@ -18,6 +18,9 @@ from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.source import SourceCheckpoint, open_source
 from adaptor.transform.target import TargetCheckpoint, rows_for
 
+# The first version of Megatron-core that loads the format `torch_dist` as it is written.
+_NUMBERED = (0, 14)
+
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of `python -m adaptor`."""
@@ -157,6 +160,12 @@ def _described(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCh
         value = getattr(parsed, name)
         if value is not None and value != getattr(sizes, name):
             raise UnsupportedError(f"--{name} {value}: --layout {parsed.layout} is of {sizes} DP{sizes.dp}")
+    core = layout.ranks[0].core
+    if parsed.format != "torch" and _version(core) < _NUMBERED:
+        raise UnsupportedError(
+            f"--format {parsed.format}: --layout {parsed.layout} is of Megatron-core {core}, which does not"
+            " load it in the form that is written, that of 0.14; give --format torch"
+        )
     rows = layout.ranks[0].args.get("padded_vocab_size")
     least = getattr(source.args, "vocab_size", None) or 1
     if type(rows) is not int or rows < least:
@@ -165,6 +174,12 @@ def _described(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCh
             f" {least} without"
         )
     return TargetCheckpoint(source, sizes, rows, layout, parsed.format)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Return the numbers at the start of a version; the form of a newer one where there are none."""
+    match = re.match(r"(\d{1,6})\.(\d{1,6})", text)
+    return tuple(map(int, match.groups())) if match else _NUMBERED
 
 
 def _target(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheckpoint:

@@ -329,7 +329,9 @@ def _bytes(where: Archive) -> bytes:
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise CheckpointError(f"{path}: missing")
+        raise CheckpointError(
+            f"{path}: missing (Megatron-core after 0.18 has its content elsewhere, which is not read)"
+        )
     return path
 
 

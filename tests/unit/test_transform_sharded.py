@@ -14,13 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from adaptor.__main__ import main
-from adaptor.checkpoint import manifest, tracker
+from adaptor.checkpoint import layout_file, manifest, tracker
 from adaptor.protocol import naming
 from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import FFN, STEP
@@ -291,3 +292,17 @@ def test_a_byte_that_changed(sharded: Path, tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert _transform(sharded, tmp_path / "c", "--tp", "1", "--verify") == 2
     assert "__0_0.distcp: checksum differs from the manifest" in _line(capsys)
+
+
+@pytest.mark.parametrize(("core", "code"), [("0.12.3", 2), ("0.14.0", 0), ("", 0)])
+def test_a_target_that_could_not_load_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], core: str, code: int
+) -> None:
+    small_checkpoint.write(tmp_path / "a", described=True)
+    layout = layout_file.read(tmp_path / "a" / STEP_FOLDER / naming.LAYOUT).ranks[0]
+    older = msgspec.structs.replace(layout, core=core)
+    (tmp_path / "older.json.gz").write_bytes(layout_file.join([layout_file.encode(older)]))
+    options = ["--layout", str(tmp_path / "older.json.gz"), *SHARDED]
+    assert _transform(tmp_path / "a", tmp_path / "b", *options) == code
+    if code:
+        assert "older.json.gz is of Megatron-core 0.12.3, which does not load" in _line(capsys)
