@@ -32,10 +32,10 @@ _START_S = 180.0
 PARTS = ("connect", "gather", "cast", "rebuild", "write", "fsync")
 
 
-def faults(repeats: int) -> list[Fault]:
+def faults(repeats: int, phase: str) -> list[Fault]:
     """One for each start of the workers, in the third step that it makes; the ranks take turns."""
     return [
-        Fault(rank=number % RANKS, phase="backward", kind="sigkill", step=2 * number + 3, restart=number)
+        Fault(rank=number % RANKS, phase=phase, kind="sigkill", step=2 * number + 3, restart=number)
         for number in range(repeats)
     ]
 
@@ -75,7 +75,7 @@ def timeline(
     return {**whole, "fault to published": published - stamp["time"]}
 
 
-def measure(folder: Path, name: str, repeats: int) -> dict[str, Any]:
+def measure(folder: Path, name: str, repeats: int, phase: str) -> dict[str, Any]:
     """Run the job of one model."""
     layers, hidden, sequence = MODELS[name]
     job = Job(
@@ -86,7 +86,7 @@ def measure(folder: Path, name: str, repeats: int) -> dict[str, Any]:
         launcher=["--max-restarts", str(repeats)],
         watch=True,
         native=True,
-        faults=faults(repeats),
+        faults=faults(repeats, phase),
         # An incident of the large model writes a gigabyte on a disk that may be slow.
         environment={"TTP_OT": "300"},
     )
@@ -131,10 +131,17 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=8, help="incidents of each model")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--phase",
+        default="backward",
+        help="of the faults; with door-before the main threads wait, and use no memory beside the dump",
+    )
     given = parser.parse_args()
-    benchmark = Benchmark("save_cost", {"repeats": given.repeats, **{m: MODELS[m] for m in given.models}})
+    benchmark = Benchmark(
+        "save_cost", {"repeats": given.repeats, "phase": given.phase, **{m: MODELS[m] for m in given.models}}
+    )
     folder = new_folder("save_cost")
-    found = {name: measure(folder / name, name, given.repeats) for name in given.models}
+    found = {name: measure(folder / name, name, given.repeats, given.phase) for name in given.models}
     shutil.rmtree(folder)
 
     rows, text, findings = [], [], {}

@@ -22,10 +22,10 @@ from adaptor.checkpoint import finite, shards
 from adaptor.checkpoint.hashing import BLOCK
 from adaptor.checkpoint.shards import Exchange, Part
 
-# The system is told to begin to write so many bytes, and waited for those of some stretches before: a sync at
-# the end then has little to do, and does not look like a halt.
-_STRETCH, _BEHIND = 32 << 20, 4
-_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range, linux/fs.h
+# After so many bytes the system is told to begin to write them, and waited for those before: a sync at the
+# end then has little to do, and does not look like a halt.
+_STRETCH = 64 << 20
+_WAIT_BEFORE, _WRITE = 1, 2  # of sync_file_range, linux/fs.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -96,6 +96,7 @@ class PartWriter:
         self._block = torch.empty(BLOCK // 2, dtype=torch.float32, device="cpu")  # of the smallest dtype
         self._exchange = exchange
         self._stretches: list[_Stretch] = []
+        self._waiting = 0  # bytes since the system was last told to begin
         self.parts: list[WrittenPart] = []
         self.not_finite: list[NotFinite] = []
 
@@ -156,8 +157,10 @@ class PartWriter:
                 digests += xxhash.xxh3_128_digest(data)
             write_all(descriptor, data, at)
             done += count
-            if done // _STRETCH > (done - count) // _STRETCH:
-                _begin_to_write(descriptor, stretch.at, done // _STRETCH)
+            self._waiting += count
+            if self._waiting >= _STRETCH:
+                self._waiting = 0
+                _begin_to_write(descriptor)
             self._exchange.advanced(count)
             yield
         self.parts.append(WrittenPart(stretch.file, stretch.at, stretch.size, crc, bytes(digests)))
@@ -247,16 +250,6 @@ def read_all(descriptor: int, count: int, at: int) -> bytes:
     return data
 
 
-def _begin_to_write(descriptor: int, at: int, stretches: int) -> None:
-    """Begin with the last of so many stretches from byte `at`; wait for one before.
-
-    A file system that does not know this writes at the sync.
-    """
-
-    def call(number: int, flags: int) -> None:
-        begin, size = ctypes.c_int64(at + number * _STRETCH), ctypes.c_int64(_STRETCH)
-        _libc.sync_file_range(descriptor, begin, size, flags)
-
-    call(stretches - 1, _WRITE)
-    if stretches > _BEHIND:
-        call(stretches - 1 - _BEHIND, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+def _begin_to_write(descriptor: int) -> None:
+    """Begin to write what has come to a file; a file system that does not know this writes at the sync."""
+    _libc.sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _WAIT_BEFORE | _WRITE)

@@ -291,7 +291,7 @@ def test_a_part_that_nobody_has_written_is_found(tmp_path: Path) -> None:
 def test_a_dump_takes_no_memory_for_a_copy(tmp_path: Path) -> None:
     """The peak is set back before it; the state has 96 MB, its copy with the weights would have 112."""
     numel = 8 << 20
-    rank = _one_param(numel)
+    rank = one_param(numel)
     root = tmp_path / "iter_0000012_tmp"
     root.mkdir()
     Path("/proc/self/clear_refs").write_text("5")
@@ -309,7 +309,7 @@ def _peak() -> int:
     return 1024 * int(peak)
 
 
-def _one_param(numel: int) -> Rank:
+def one_param(numel: int) -> Rank:
     rank = Rank(0, 1)
     data = torch.zeros(numel, dtype=torch.bfloat16)
     rank.model.register_parameter("a", torch.nn.Parameter(data))

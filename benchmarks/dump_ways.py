@@ -1,0 +1,132 @@
+"""Two holders write 1 GB of state in place, against one that gathers and writes it, and against `dd`:
+`python benchmarks/dump_ways.py`.
+
+Two processes, each with half of the state of an optimizer, from the order to write until all is on disk, in
+turn with `dd conv=fsync` of as many bytes by two processes. Seconds, and seconds of CPU time of all processes
+together, which depend less on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import time
+import traceback
+import types
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _bench import Benchmark, spread, table
+from _job import JobError, new_folder, run
+
+from adaptor.checkpoint import shards, state_writer
+from adaptor.checkpoint.shards import Exchange
+from tests.unit.test_checkpoint_dump import RECORD, Rank
+from tests.unit.test_in_place import DTYPES, one_param
+
+RANKS = 2
+TIMEOUT = timedelta(minutes=5)
+
+
+def half(index: int, numel: int) -> Rank:
+    """A rank with half of the shards of a model with one param."""
+    rank, own = one_param(numel), numel // RANKS
+    param = rank.model.a
+    place = {"gbuf_local": types.SimpleNamespace(start=0, end=own)}
+    rank.optimizer.gbuf_ranges = [{DTYPES: [{"param_map": {param: place}}]}]
+    rank.optimizer.data_parallel_group = types.SimpleNamespace(rank=lambda: index, size=lambda: RANKS)
+    rank.states[param] = {key: torch.rand(own) for key in shards.KEYS}
+    return rank
+
+
+def dump(ranks: list[Rank], folder: Path, in_place: bool) -> list[int]:
+    """Begin a dump; return its processes."""
+
+    def work(number: int) -> None:
+        store = dist.FileStore(str(folder / "store"), RANKS)
+        group = dist.ProcessGroupGloo(store, number, RANKS, TIMEOUT)
+        exchange = Exchange(group, number, [list(range(RANKS))], folder=folder if in_place else None)
+        if number:
+            state_writer.send_shards(ranks[number].state, 0, exchange)
+        else:
+            state_writer.write_files(ranks[0].state, RECORD, exchange, folder, 1)
+
+    return [forked(work, number) for number in range(RANKS)]
+
+
+def forked(work: Callable[[int], None], number: int) -> int:
+    if pid := os.fork():
+        return pid
+    try:
+        work(number)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def dd(folder: Path, size: int) -> list[int]:
+    options = ["if=/dev/zero", "bs=1M", f"count={size // RANKS >> 20}", "conv=fsync", "status=none"]
+    return [subprocess.Popen(["dd", f"of={folder}/{number}", *options]).pid for number in range(RANKS)]
+
+
+def measured(begin: Callable[[], list[int]]) -> tuple[float, float]:
+    """Return seconds and CPU seconds until all processes that `begin` begins have ended."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    ended = [os.waitpid(pid, 0)[1] for pid in begin()]
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if any(ended):
+        raise JobError(f"the processes have ended with {ended}")
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--params", type=int, default=75, help="in millions; each has 14 bytes in the files")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    numel = given.params * 1_000_000 // 256 * 256
+    benchmark = Benchmark("dump_ways", {"repeats": given.repeats, "bytes": 14 * numel})
+    root = new_folder("dump_ways")
+    ranks = [half(number, numel) for number in range(RANKS)]
+    ways: dict[str, Callable[[Path], list[int]]] = {
+        "in place": lambda folder: dump(ranks, folder, in_place=True),
+        "gathered": lambda folder: dump(ranks, folder, in_place=False),
+        "dd": lambda folder: dd(folder, 14 * numel),
+    }
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for number in range(given.repeats + 1):
+        for way, begin in list(ways.items())[:: 1 if number % 2 else -1]:
+            folder = root / "iter_0000012_tmp"
+            folder.mkdir()
+            one = measured(lambda begin=begin, folder=folder: begin(folder))  # type: ignore[misc]
+            shutil.rmtree(folder)
+            if number:  # the first round warms up
+                found[way].append(one)
+    shutil.rmtree(root)
+    rows: list[list[str]] = []
+    findings: dict[str, Any] = {}
+    for way, pairs in found.items():
+        seconds, cpu = ([pair[place] for pair in pairs] for place in (0, 1))
+        ratio = statistics.median(
+            ours[0] / theirs[0] for ours, theirs in zip(pairs, found["dd"], strict=True)
+        )
+        cells = [f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for v in (seconds, cpu)]
+        rows.append([way, *cells, f"{ratio:.2f}"])
+        findings[way] = {"seconds": spread(seconds), "cpu": spread(cpu), "of_dd": ratio}
+    benchmark.finish(table(["way", "s", "CPU s", "median of s / dd's"], rows), findings)
+
+
+if __name__ == "__main__":
+    run(main)
