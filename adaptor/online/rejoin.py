@@ -204,6 +204,7 @@ class Rejoin:
         while True:
             try:
                 loop.finish_step()
+                self._session.come_round()
                 return train()
             except Unwind:
                 pass

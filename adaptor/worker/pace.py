@@ -55,6 +55,11 @@ class Pace:
         self._in_phases = 0.0
         self._board.enter(step)
 
+    def await_step(self, step: int) -> None:
+        """Count as one that is in `step`: in an online recovery each rank waits for all others before it."""
+        self._board.leave(self._slowest)
+        self._board.enter(step)
+
     def end_step(self) -> None:
         """Does nothing where no step is running."""
         if self._board.inside < 0:

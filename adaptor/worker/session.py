@@ -113,7 +113,8 @@ class Session:
         measures: Measures | None = None,
     ) -> None:
         """The state of `trainee` is that of `step` again, and `record` belongs to it: the next step is made,
-        for the first time or once more.
+        for the first time or once more. Until `come_round` a rank that waits for another one counts as one
+        that is in that step, so that a hang is noticed.
 
         In a process that takes the place of another training begins here; `origin` is the step that the job
         was started from, and `measures` those of another rank.
@@ -133,6 +134,11 @@ class Session:
             if measures is not None:
                 self.pace.take_over(measures)
             self._send_layout(trainee, origin)
+        self.pace.await_step(step + 1)
+
+    def come_round(self) -> None:
+        """The loop may be called: what comes before its first step may take any time."""
+        self.pace.abandon_step()
 
     def tell_again(self) -> None:
         """Tell the agent once more what this rank holds: how it is recovered was decided after training
