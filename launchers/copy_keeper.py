@@ -30,8 +30,10 @@ from adaptor.protocol.messages import Endpoint
 
 # Bytes that are read or sent at once: other connections have their turn in between.
 PIECE = 1 << 18
-# Until it tries again to reach the next node, or to send a copy that was not kept.
+# Until it tries again to reach the next node.
 AGAIN_S = 2.0
+# Until it tries again to send a copy that was not kept: what is missing there may be memory.
+REFUSED_S = 10.0
 # A piece of a copy that has not come, or gone, after so long will not.
 SLOW_S = 30.0
 _GONE = (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError, StartError)
@@ -146,8 +148,9 @@ class CopyKeeper:
                     for rank, files in own.items():
                         await self._give_newest(rank, files, reader, writer)
                     await self._changed.wait()
-            except StartError as error:
-                self._tell(str(error))
+            except StartError:
+                at = f"{endpoint.address} port {endpoint.port}" if endpoint.port else "its socket"
+                self._tell(f"it cannot be reached at {at}")
             except _GONE:
                 pass  # a connection that was lost is made anew
             finally:
@@ -171,11 +174,15 @@ class CopyKeeper:
             writer.write(file.read(start, min(PIECE, header.size - start)))
             await asyncio.wait_for(writer.drain(), SLOW_S)
         answer = await wire.read(reader, from_keeper)
-        now = file.header
-        if answer.reason:
-            self._tell(f"the copy of rank {rank}: {answer.reason}")
-        elif now is not None and now == header and answer.step == step:
+        if file.header != header or answer.step != step:
+            return  # its worker has overwritten it meanwhile
+        if not answer.reason:
             file.note_kept(step)
+            return
+        self._tell(f"the copy of rank {rank}: {answer.reason}")
+        # Until it is kept no rank makes a new one.
+        await asyncio.sleep(REFUSED_S)
+        self._changed.set()
 
     # keeping
 
