@@ -44,9 +44,12 @@ def test_the_writer_fails(second: str, tmp_path: Path, baseline_of: BaselineOf) 
     "two ranks are killed, one after the other",
     "the first is named by the verdict, its line and the report",
 )
-def test_the_holder_that_sends_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
+@pytest.mark.parametrize("phase", ["dump", "dump-write"], ids=["at-once", "while-it-writes-its-shards"])
+def test_a_holder_that_does_not_make_the_files_is_killed(
+    phase: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
     """Ranks 0 and 1 are chosen for the two shards, and rank 3 stands in for rank 1."""
-    faults = ["rank=2,step=6,phase=backward,kind=sigkill", "rank=1,phase=dump,kind=sigkill"]
+    faults = ["rank=2,step=6,phase=backward,kind=sigkill", f"rank=1,phase={phase},kind=sigkill"]
     job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=faults)
     ended = survives(job, baseline_of(DP4), code=137, saved={5})
     assert_blamed(ended, 2)
