@@ -15,7 +15,13 @@ from adaptor import config
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "After a fault": ("TTP_ONLINE", "TTP_SPARES", "TTP_NO_PROGRESS", "TTP_OT", "TTP_GRACE", "TTP_HANG"),
-    "What is protected": ("ENABLE_TTP", "TTP_REPLICA", "TTP_LOCAL_COPY", "TTP_REQUIRE_PROTECTION"),
+    "What is protected": (
+        "ENABLE_TTP",
+        "TTP_REPLICA",
+        "TTP_LOCAL_COPY",
+        "TTP_HOST_COPY",
+        "TTP_REQUIRE_PROTECTION",
+    ),
     "Several nodes": (
         "TTP_TLS_CERT",
         "TTP_TLS_KEY",
