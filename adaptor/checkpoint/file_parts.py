@@ -7,7 +7,6 @@ in it as a whole; blocks that have bytes of several parts are hashed when the fi
 
 from __future__ import annotations
 
-import ctypes
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +19,8 @@ import xxhash
 
 from adaptor.checkpoint import finite, shards
 from adaptor.checkpoint.hashing import BLOCK
+from adaptor.checkpoint.paced_sync import PacedSync
 from adaptor.checkpoint.shards import Exchange, Part
-
-# After so many bytes the system is told to begin to write them, and waited for those before: a sync at the
-# end then has little to do, and does not look like a halt.
-_STRETCH = 64 << 20
-_WAIT_BEFORE, _WRITE = 1, 2  # of sync_file_range, linux/fs.h
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -96,7 +90,8 @@ class PartWriter:
         self._block = torch.empty(BLOCK // 2, dtype=torch.float32, device="cpu")  # of the smallest dtype
         self._exchange = exchange
         self._stretches: list[_Stretch] = []
-        self._waiting = 0  # bytes since the system was last told to begin
+        # From a block on: a sync waits for what others have written to the file meanwhile, too.
+        self._sync = PacedSync(BLOCK)
         self.parts: list[WrittenPart] = []
         self.not_finite: list[NotFinite] = []
 
@@ -157,10 +152,7 @@ class PartWriter:
                 digests += xxhash.xxh3_128_digest(data)
             write_all(descriptor, data, at)
             done += count
-            self._waiting += count
-            if self._waiting >= _STRETCH:
-                self._waiting = 0
-                _begin_to_write(descriptor)
+            self._sync.wrote(descriptor, count)
             self._exchange.advanced(count)
             yield
         self.parts.append(WrittenPart(stretch.file, stretch.at, stretch.size, crc, bytes(digests)))
@@ -248,8 +240,3 @@ def read_all(descriptor: int, count: int, at: int) -> bytes:
     while len(data) < count and (more := os.pread(descriptor, count - len(data), at + len(data))):
         data += more
     return data
-
-
-def _begin_to_write(descriptor: int) -> None:
-    """Begin to write what has come to a file; a file system that does not know this writes at the sync."""
-    _libc.sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _WAIT_BEFORE | _WRITE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,15 +12,12 @@ from types import TracebackType
 import xxhash
 
 from adaptor.checkpoint import disk
+from adaptor.checkpoint.paced_sync import PacedSync
 from adaptor.protocol.file_entry import FileEntry
 
 # Small enough that a slice is still in the cache when it is written after it was hashed, and that progress is
 # reported several times a second on a slow disk.
 _SLICE = 4 << 20
-# The longest stretch between two fsyncs: a single long one at the end would look like a halt. Stretches begin
-# with a slice, and grow while the disk takes each in less than a second.
-_LONGEST = 256 << 20
-_QUICK_S = 1.0
 
 
 def hash_file(path: Path) -> str:
@@ -149,7 +145,7 @@ class HashingFile:
         self._also: list[Callable[[memoryview], None]] = []
         descriptor = disk.create(root, path.relative_to(root).as_posix())
         self._file = os.fdopen(descriptor, "wb", buffering=0)
-        self._stretch = self._sync_at = _SLICE
+        self._sync = PacedSync(_SLICE)
 
     def also(self, update: Callable[[memoryview], None]) -> None:
         """Let a second digest see what is written from now on."""
@@ -175,16 +171,8 @@ class HashingFile:
         while piece:
             count = self._file.write(piece)
             self.bytes += count
-            if self.bytes >= self._sync_at:
-                self._sync()
+            self._sync.wrote(self._file.fileno(), count)
             piece = piece[count:]
-
-    def _sync(self) -> None:
-        began = time.monotonic()
-        os.fdatasync(self._file.fileno())
-        quick = time.monotonic() - began < _QUICK_S
-        self._stretch = min(2 * self._stretch, _LONGEST) if quick else max(self._stretch // 2, _SLICE)
-        self._sync_at = self.bytes + self._stretch
 
     def flush(self) -> None:
         """Do nothing, because nothing is buffered; torch.save calls it."""

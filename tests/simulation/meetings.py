@@ -142,7 +142,8 @@ class Dumping:
         yield from worker.through(lambda: worker.meet(connect, everyone))
         yield world.random.uniform(0.0, 0.05)
         self._check(worker, order)
-        if order.in_place:  # a holder writes its shards itself
+        if order.in_place:  # a holder writes its shards itself, block by block
+            worker.session.board.advance(1)
             yield from world.disk.wait(worker.node, world.disk.slow_s)
             self._check(worker, order)
         given = self._given.setdefault((order.incident, order.attempt, group.group), {})
