@@ -12,8 +12,9 @@ from tests.faults import harness, warm
 from tests.faults.harness import Ended
 from tests.frameworks import args, prepare
 
-# The framework's formula leaves biases out, which are a larger part of so small a model.
-TOLERANCE = 0.03
+# The framework's formula leaves biases out, and what holders write in place begins on a page of the disk:
+# both are a larger part of so small a model.
+TOLERANCE = 0.05
 
 
 def assert_as_planned(ended: Ended) -> None:
@@ -32,4 +33,5 @@ def assert_as_planned(ended: Ended) -> None:
     (chosen,) = (row for row in plan["replicas"] if row["chosen"])
     assert chosen["survives"] == said[1]
     (incident,) = (job.out / "logs").glob("*/incidents/*.json")
-    assert plan["save"] == pytest.approx(json.loads(incident.read_text())["bytes"], rel=TOLERANCE)
+    saved = json.loads(incident.read_text())["bytes"]
+    assert plan["save"] == pytest.approx(saved, rel=TOLERANCE), saved
