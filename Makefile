@@ -10,7 +10,7 @@
 #
 # PYTHON picks the interpreter of the environment (3.10 to 3.13), TORCH the version of torch,
 # DEMO options for the demo (make demo DEMO="--kill-rank 0"), TESTS for pytest (make test TESTS="-k plan"),
-# JOBS how many tests run at the same time (one more than there are cores; for make check twice as many).
+# JOBS how many tests run at the same time (twice as many as there are cores).
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -41,15 +41,14 @@ demo: $(PROJECT_READY) $(FRAMEWORKS_READY)
 
 # A worker begins with its share of the files in their order, so most tests that share a fixture run in one place,
 # and then takes what others have left.
-# $(1): how many run at the same time, from the number of cores. There are more than cores, since many tests wait
-# most of the time; of those that start no job nearly all do.
-pytest = $(BIN)/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) $(1))) --dist worksteal
+# More run at the same time than there are cores, since many tests wait most of the time.
+pytest = $(BIN)/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) \* 2)) --dist worksteal
 
 test: $(PROJECT_READY) $(FRAMEWORKS_READY)
-	@$(call pytest,+ 1) $(TESTS)
+	@$(pytest) $(TESTS)
 
 check: $(PROJECT_READY) $(FRAMEWORKS_READY)
-	@$(call pytest,\* 2) -m 'not integration' --ignore tests/simulation $(TESTS)
+	@$(pytest) -m 'not integration' --ignore tests/simulation $(TESTS)
 
 test-torch:
 	@$(MAKE) --no-print-directory test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH) TESTS="$(SMALL) $(TESTS)"

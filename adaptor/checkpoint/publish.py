@@ -194,7 +194,7 @@ def _name(folder: Path, entries: tuple[FileEntry, ...], progress: Callable[[], N
 def _drop_others(folder: Path, keep: set[str]) -> None:
     for path in list(disk.files(folder)):
         if path.relative_to(folder).as_posix() not in keep:
-            path.unlink()
+            path.unlink(missing_ok=True)  # an attempt that was given up may remove it now, too
     for place, _, _ in os.walk(folder, topdown=False):
         if not any(Path(place).iterdir()):
             Path(place).rmdir()

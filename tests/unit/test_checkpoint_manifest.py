@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptor.checkpoint import hashing, manifest
+from adaptor.checkpoint import hashing, manifest, paced_sync
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
@@ -107,6 +107,9 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def write(self, data: memoryview) -> int:
             return real.write(data[:3])
 
+        def fileno(self) -> int:
+            return real.fileno()
+
     monkeypatch.setattr(file, "_file", Short())
     assert file.write(b"0123456789") == 10
     monkeypatch.setattr(file, "_file", real)
@@ -130,9 +133,9 @@ def test_a_slow_disk_is_asked_more_often(
 ) -> None:
     """In bytes, four a slice and at most sixteen: the stretches between two syncs."""
     monkeypatch.setattr(hashing, "_SLICE", 4)
-    monkeypatch.setattr(hashing, "_LONGEST", 16)
+    monkeypatch.setattr(paced_sync, "_LONGEST", 16)
     now, at = [0.0], []
-    monkeypatch.setattr(hashing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(paced_sync.time, "monotonic", lambda: now[0])
 
     def sync(descriptor: int) -> None:
         at.append(os.fstat(descriptor).st_size)

@@ -196,6 +196,25 @@ def test_a_dump_gets_its_name_and_the_tracker_names_it(root: Path) -> None:
     assert left_over(root) == []
 
 
+def test_an_attempt_that_was_given_up_removes_its_files_meanwhile(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = publish.prepare(root, STEP)
+    given_up, written = write(folder, b"old", attempt=1), write(folder, b"new", attempt=2)
+    listed = disk.files
+
+    def then_removed(place: Path) -> Iterator[Path]:
+        found = list(listed(place))
+        for entry in given_up:
+            (folder / entry.draft).unlink(missing_ok=True)
+        return iter(found)
+
+    monkeypatch.setattr(disk, "files", then_removed)
+    publish.publish(root, STEP, written, {}, 2)
+    assert tracked(root) == str(STEP)
+    assert content_of(root, STEP).startswith(b"new")
+
+
 def test_publishing_twice_is_publishing_once(root: Path) -> None:
     entries = write(publish.prepare(root, STEP), b"new")
     assert publish.publish(root, STEP, entries, {}, 2)
