@@ -376,15 +376,23 @@ class AgentControl:
         if reading is not None and self.controller_host is not None:
             self._status.look_at_uses(reading)
 
+    def _look_at_last_moments(self) -> None:
+        """Read once more what workers did before they ended: the last step, and the save behind it."""
+        self._look_at_uses()
+        if self.controller_host is not None:
+            newest = self.workers.newest_step()
+            self._status.note_last_step(newest)
+            self.incident_report.record_progress(newest)
+
     async def end(self) -> None:
         """End the generation, with all that is at work for it."""
         self._forwarding = Forwarding.IGNORED
         await self.thread.cancel_tasks()
         await self._replacements.end()
         try:
-            self._look_at_uses()  # the last save may have ended a moment ago
+            self._look_at_last_moments()
         except Exception as error:  # it is for people
-            tell_error("the status of the job lacks what its last moments were used for", error)
+            tell_error("the status of the job lacks its last moments", error)
         await self.workers.end()
         client, self.client = self.client, None
         if client is not None:

@@ -157,7 +157,7 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         newest = end.newest if end.newest >= 0 else None
         if verdict == "saved":
             lost = max(0, end.newest - end.step)
-        action = f"the job ends: {stop}" if stop else "the workers are started again, if a restart is left"
+        action = f"the job ends: {stop}" if stop else _next(end, timeline)
     step = end.step if end.step >= 0 else None
     return Incident(
         id=name,
@@ -190,6 +190,15 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         ranks=sorted({one.rank for one in events if one.rank is not None}),
         events=[timeline.event(one, end.incident) for one in events],
     )
+
+
+def _next(end: Verdict, timeline: Timeline) -> str:
+    """Return what comes after a verdict, as far as the verdict tells; the agent knows more later."""
+    if end.fault.kind != "told-to-end" or end.cause_rank >= 0:
+        return "the workers are started again, if a restart is left"
+    if len(timeline.hosts) > 1:
+        return f"ttprun on {end.fault.host} ends, as it was told; the job goes on if enough nodes are left"
+    return "the job ends, as ttprun was told"
 
 
 def _missing(happened: Sequence[Happened], silent: Sequence[int]) -> list[str]:

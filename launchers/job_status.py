@@ -141,6 +141,11 @@ class JobStatus:
     def _keep_holders(self, key: object, shares: Mapping[int, tuple[Share, ...]]) -> None:
         self._holders = (key, _fewest_holders(shares))
 
+    def note_last_step(self, step: int) -> None:
+        """Note the newest step that is finished when the workers have ended; -1: none is known."""
+        if step > self._step:
+            self._step, self._step_time = step, time.time()
+
     def end(self) -> None:
         """Write that ttprun ends, if this node has written the status."""
         if self._last is not None:
@@ -150,6 +155,8 @@ class JobStatus:
                     self._last,
                     time=now,
                     state="ended",
+                    step=self._step if self._step >= 0 else None,
+                    step_time=utc(self._step_time) if self._step >= 0 else None,
                     incidents=self._report.incidents,
                     last_incident=self._report.last_id,
                     spent=self._uses.totals(),

@@ -154,6 +154,10 @@ class Workers:
         """Return the boards of the workers that are alive."""
         return [self.boards.read(rank) for rank in sorted(self.alive)] if self.boards is not None else []
 
+    def newest_step(self) -> int:
+        """Return the newest step that a worker of this node has finished, dead or alive; -1: none."""
+        return self.boards.newest_step() if self.boards is not None else -1
+
     def spent(self) -> list[float] | None:
         """Return what the lowest rank, dead or alive, has spent its time on; None: there are no boards."""
         return self.boards.spent() if self.boards is not None else None

@@ -38,11 +38,13 @@ def of_incident(incident: Incident, time: str, kind: str = "incident") -> Notice
     lost = incident.steps_lost
     steps = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
     words = f"training goes on{steps}" if kind == "resumed" else incident.reason
+    # The line of an online recovery has said it.
+    then = "" if incident.verdict == "recovered" else f"; {incident.next_action}"
     return Notice(
         type="resumed" if kind == "resumed" else "incident",
         time=time,
         job=incident.job,
-        text=f"{incident.job}: {words}; {incident.next_action}",
+        text=f"{incident.job}: {words}{then}",
         # Its file has them; with thousands of ranks no target would take them in time.
         incident=msgspec.structs.replace(incident, events=[], ranks=[]),
     )

@@ -103,6 +103,10 @@ class BoardMemory:
             turns=turns,
         )
 
+    def newest_step(self) -> int:
+        """Return the newest step that one of the ranks has finished; -1: none."""
+        return max((self.read(rank).finished for rank in self._slots), default=-1)
+
     def spent(self) -> list[float]:
         """Return the seconds that the lowest rank has spent in each of `USES`, in their order."""
         start = (self._slots[min(self._slots)] + _SPENT) // 8

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from adaptor.operations import job_folder
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, ITERATIONS, Ended
 from tests.faults.library import train
@@ -72,6 +73,8 @@ def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path, undistu
     ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=("--ttp-online", "60"))
     assert ended.code == 0, ended.log[-3000:]
     assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
+    status = job_folder.status(job_folder.find(tmp_path / "job/logs"))
+    assert (status.state, status.step) == ("ended", ITERATIONS)
     assert [ended.log.count(f"back behind step {step}\n") for step in (3, 5)] == [4, 4]
     assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
     outcome.assert_same_training(ended, undisturbed.records)

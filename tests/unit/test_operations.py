@@ -27,6 +27,7 @@ from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     AgentHello,
+    AgentTerminationRequested,
     BoardRecord,
     Died,
     Dump,
@@ -181,6 +182,26 @@ def test_an_online_recovery(tmp_path: Path) -> None:
     assert written["phases"]["first_step"] > 0
 
 
+@pytest.mark.parametrize(
+    ("nodes", "action"),
+    [
+        (1, "the job ends, as ttprun was told"),
+        (2, "ttprun on n1 ends, as it was told; the job goes on if enough nodes are left"),
+    ],
+)
+def test_after_a_ttprun_that_was_told_to_end(nodes: int, action: str, tmp_path: Path) -> None:
+    report = IncidentReport(JobFiles(str(tmp_path)))
+    report.begin(1)
+    for node in range(nodes):
+        report.record_message(node, AgentHello(node, (node,), host=f"n{node}"))
+    report.record_message(nodes - 1, AgentTerminationRequested(nodes - 1, "SIGTERM"))
+    fault = Fault("SIGTERM", 47, (), 70, "n1", "told-to-end")
+    told = msgspec.structs.replace(SAVED, fault=fault, cause_rank=-1, exit_code=143)
+    report.record_order(0, None, told)
+    assert output.drain(LONG_S)
+    assert json.loads(Path(report.path).read_text())["next_action"] == action
+
+
 def test_a_rank_that_does_not_answer_is_silent(tmp_path: Path) -> None:
     job = Recorded(tmp_path)
     for rank in (0, 1):
@@ -281,7 +302,10 @@ def test_the_status_of_a_job(tmp_path: Path) -> None:
     status = job.look(5, 5)
     assert (status.state, status.shard_holders) == ("incident", None)
     job.status.end()
-    assert job.read().state == "ended"
+    assert (job.read().state, job.read().step) == ("ended", 5)
+    job.status.note_last_step(7)  # it was finished after the last look at the boards
+    job.status.end()
+    assert job.read().step == 7
 
 
 def test_the_status_adds_up_what_ranks_do_besides_steps(tmp_path: Path) -> None:
