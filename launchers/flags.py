@@ -22,6 +22,7 @@ _PREFIX = "--ttp"
 DRY_RUN = "--dry-run"
 HOSTS = "--hosts"
 SPARE = "--ttp-spare"
+VERSION = "--version"
 _COUNT = "a number of processes from 1 on, or auto, cpu, gpu and the like where this machine has them"
 _NODES = "a number of nodes from 1 on, or MIN:MAX"
 _STREAMS = "0, 1, 2 or 3, or that for some of the ranks of this node, as 0:3,1:1"
@@ -149,6 +150,7 @@ def _torchs() -> argparse.ArgumentParser:
 
     torchs = argparse.ArgumentParser(
         prog="ttprun",
+        usage=help.USAGE,  # that of torch has all its flags, and comes with each line about a wrong one
         description=help.SUMMARY,
         parents=[get_args_parser()],
         add_help=False,
@@ -167,6 +169,7 @@ def whole_parser() -> argparse.ArgumentParser:
     whole.add_argument(DRY_RUN, action="store_true", help="say what protection takes and gives")
     whole.add_argument(HOSTS, help="with --dry-run: a file with a line 'HOST RACK' for each node")
     whole.add_argument(SPARE, action="store_true", help=help.SPARE)
+    whole.add_argument(VERSION, action="store_true", help="print the versions of the adaptor and of torch")
     return whole
 
 

@@ -54,8 +54,9 @@ TORCHS = (
 )
 SPARE = "wait, without --node-rank, to take the place of a node that is lost"
 SUMMARY = "torchrun for a job that survives the death, the hang and the exceptions of its processes."
+USAGE = "ttprun [flags] script.py [the script's arguments]"
 _EXAMPLES = f"""\
-usage: ttprun [flags] script.py [the script's arguments]
+usage: {USAGE}
 
 {SUMMARY}
 
@@ -128,7 +129,8 @@ def short(torchs: argparse.ArgumentParser) -> str:
     parts.append(_CODES)
     parts.append(
         "Each flag of ours wins over its variable (--ttp-hang: TTP_HANG; --ttp-enable: ENABLE_TTP).\n"
-        "ttprun --help-all has every flag, with all values. Settings: docs/settings.md."
+        "ttprun --help-all has every flag, with all values; ttprun --version prints versions.\n"
+        "Settings: docs/settings.md."
     )
     return "\n".join(parts)
 

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    # Alone: as a flag of the parser it would make an abbreviation of a flag of torchrun ambiguous.
+    if arguments == [flags.VERSION]:
+        print(f"ttprun of ttp-adaptor {metadata.version('ttp-adaptor')}, torch {metadata.version('torch')}")
+        return 0
     machine = this_machine()
     try:
         arguments, hosts = flags.take_hosts(arguments)

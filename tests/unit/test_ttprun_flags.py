@@ -115,6 +115,33 @@ def test_the_short_help_is_short_and_has_each_setting_once(capsys: pytest.Captur
     assert "--logs-specs" not in shown
 
 
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ttprun.main(["--version"]) == 0
+    assert re.fullmatch(r"ttprun of ttp-adaptor \S+, torch \S+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "the following arguments are required: training_script, training_script_args"),
+        (["--wings", "script.py"], "unrecognized arguments: --wings"),
+        (
+            ["--max-restarts", "x", "script.py"],
+            "argument --max-restarts/--max_restarts: invalid int value: 'x'",
+        ),
+    ],
+)
+def test_a_wrong_flag_of_torchrun_is_two_lines(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ttprun.main(arguments)
+    assert ended.value.code == 2
+    usage, line = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: ttprun [flags] script.py")
+    assert line == f"ttprun: error: {why}"
+
+
 @pytest.mark.usefixtures("clean")
 def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     dump = tmp_path / "dump.json"
