@@ -49,6 +49,7 @@ class JobStatus:
         self._step_time = 0.0
         self._timer = StepTimer()
         self._uses = TimeUses()
+        self._save = ""  # the save folder; ranks that are started again say it when they begin to train
         self._holders: tuple[object, int | None] = (None, None)  # of which members, and how many
         self._trains = 0  # the newest generation whose ranks were all seen to train
 
@@ -92,6 +93,7 @@ class JobStatus:
         if time.monotonic() - self._written < STATUS_S:
             return
         self._written = time.monotonic()
+        self._save = members.save or self._save
         why_not = next(iter(members.unprotected.values()), "")
         self._last = Status(
             time=utc(now),
@@ -115,7 +117,7 @@ class JobStatus:
             why_not=why_not,
             incidents=self._report.incidents,
             last_incident=self._report.last_id,
-            save=members.save,
+            save=self._save,
             lost_nodes=sorted(members.lost),
             shard_holders=self._count_holders(members, generation) if state == "training" else None,
             step_times=self._timer.times(),

@@ -66,6 +66,7 @@ class Seen:
 
     alert      as Alertmanager sent it
     metrics    by an expression: its value in Prometheus at the end
+    panels     the same for each expression of the dashboard for Grafana
     seconds    from the third kill until Prometheus had counted the restart, and until the alert was there
     scrape_s   the longest scrape
     samples    of one scrape
@@ -73,6 +74,7 @@ class Seen:
 
     alert: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    panels: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     scrape_s: float = 0.0
     samples: int = 0
@@ -150,6 +152,16 @@ class _Prometheus:
 
         waiting.until(reached, f"{expression} >= {least}", pause_s=_PAUSE_S, within_s=LIMIT_S)
 
+    def soon(self, expression: str) -> float:
+        """Return the value of an expression, when there is one: some are made a scrape after others."""
+        waiting.until(
+            lambda: self.value(expression) is not None,
+            f"{expression} has a value",
+            pause_s=_PAUSE_S,
+            within_s=LIMIT_S,
+        )
+        return self.value(expression) or 0.0
+
 
 def _job(folder: Path, port: int) -> list[str]:
     script = ROOT / "examples" / "megatron_core" / "pretrain.py"
@@ -167,6 +179,12 @@ def _job(folder: Path, port: int) -> list[str]:
         ),
         *("--ttp-serve", str(port), str(script), "--save", str(folder / "save"), "--iters", "1000000"),
     ]
+
+
+def _of_the_dashboard() -> list[str]:
+    """Return the expressions of its panels, with its variable as it is where all jobs are chosen."""
+    panels = json.loads((EXAMPLE / "grafana.json").read_text())["panels"]
+    return [target["expr"].replace("$instance", ".*") for panel in panels for target in panel["targets"]]
 
 
 def observe(folder: Path) -> Seen:
@@ -227,6 +245,8 @@ def observe(folder: Path) -> Seen:
         database.comes_to("ttp_protected", 1)
         for expression in EXPECTED:
             seen.metrics[expression] = database.value(expression) or 0.0
+        for expression in _of_the_dashboard():
+            seen.panels[expression] = database.soon(expression)
         seen.scrape_s = database.value('max_over_time(scrape_duration_seconds{job="ttp"}[1h])') or 0.0
         seen.samples = int(database.value('scrape_samples_scraped{job="ttp"}') or 0)
         with urllib.request.urlopen(f"http://127.0.0.1:{job}/metrics") as answer:
@@ -275,6 +295,7 @@ def main() -> int:
     print(f"  {seen.alert['annotations']['runbook_url']}")
     for expression, value in seen.metrics.items():
         print(f"{expression} = {value:g}")
+    print(f"the dashboard: each of its {len(seen.panels)} expressions has a value")
     for what, seconds in seen.seconds.items():
         print(f"from the third kill: {what} after {seconds:.1f} s")
     print(f"a scrape: {seen.samples} samples, {1000 * seen.scrape_s:.0f} ms at most")

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,55 @@ def test_a_panel_shows_what_is_served(title: str, target: dict[str, Any]) -> Non
     assert used <= labels
     assert target["expr"].count("(") == target["expr"].count(")")
     assert target["datasource"]["uid"] == "${datasource}"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool (Debian: prometheus)")
+def test_prometheus_reads_each_expression(tmp_path: Path) -> None:
+    expressions = [target["expr"] for _, target in TARGETS]
+    expressions += [one["expr"] for one in DASHBOARD["annotations"]["list"]]
+    rules = [{"record": f"panel:{number}", "expr": one} for number, one in enumerate(expressions)]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run(
+        ["promtool", "check", "rules", "rules.yml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, f"{len(rules)} rules found" in done.stdout) == (0, True), done.stderr
+
+
+# What the dashboard has that Grafana's schema of it has not: its data source for Prometheus reads them.
+OF_THE_DATA_SOURCE = {"annotations.list.0.expr", "annotations.list.0.step", "annotations.list.0.titleFormat"}
+
+
+def test_grafana_knows_each_field() -> None:
+    """Its own classes read the dashboard and write it again: nothing is misspelt, or of a wrong form."""
+    pytest.importorskip(
+        "grafana_foundation_sdk", reason="Grafana's classes are not installed (the extra test)"
+    )
+    from grafana_foundation_sdk.cog import encoder, plugins
+    from grafana_foundation_sdk.models import dashboard, prometheus, stat, timeseries
+
+    plugins.register_default_plugins()
+    read = dashboard.Dashboard.from_json(DASHBOARD)
+    assert read.panels is not None
+    for panel in read.panels:
+        assert isinstance(panel, dashboard.Panel)
+        assert isinstance(
+            panel.options, {"stat": stat.Options, "timeseries": timeseries.Options}[panel.type_val]
+        )
+        assert {type(target) for target in panel.targets or ()} == {prometheus.Dataquery}
+    again = json.loads(encoder.JSONEncoder().encode(read))
+    assert set(_not_in(DASHBOARD, again)) <= OF_THE_DATA_SOURCE
+
+
+def _not_in(one: Any, other: Any, path: str = "") -> Iterator[str]:
+    """The paths of what is in `one` and not, or not the same, in `other`."""
+    if isinstance(one, dict | list) and isinstance(other, type(one)):
+        keys = one if isinstance(one, dict) else range(len(one))
+        for key in keys:
+            there = key in other if isinstance(other, dict) else key < len(other)
+            place = f"{path}.{key}".lstrip(".")
+            yield from _not_in(one[key], other[key], place) if there else [place]
+    elif one != other:
+        yield path
 
 
 def test_the_dashboard_shows_all_metrics_but_these() -> None:

@@ -301,6 +301,10 @@ def test_the_status_of_a_job(tmp_path: Path) -> None:
     job.hears(Dying(1, 2.0, BoardRecord(1, 71, Phase.RUNNING, 5, 5)))
     status = job.look(5, 5)
     assert (status.state, status.shard_holders) == ("incident", None)
+    job.controller = Controller(
+        2, 10.0, ("", 0, b"")
+    )  # all are started again: nobody has said the folder yet
+    assert job.look(-1, -1, generation=2).save == "/save"
     job.status.end()
     assert (job.read().state, job.read().step) == ("ended", 5)
     job.status.note_last_step(7)  # it was finished after the last look at the boards
