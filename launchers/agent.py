@@ -17,11 +17,11 @@ from adaptor.config import Config
 from adaptor.controller.recurrence import EXIT_NO_PROGRESS
 from adaptor.launchers.account import Account, say
 from adaptor.launchers.elastic_events import ElasticEvents
+from adaptor.launchers.end_requests import EndRequests
 from adaptor.launchers.later_nodes import LaterNodes
 from adaptor.launchers.node import Node
 from adaptor.launchers.places import Places
 from adaptor.launchers.rendezvous import Rendezvous
-from adaptor.launchers.repeated_sigterm import OneRequest
 from adaptor.launchers.run_record import RunRecord
 from adaptor.launchers.starter import Starter
 from adaptor.launchers.store_resume import StoreResume
@@ -73,7 +73,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._remaining_restarts -= place.restarts if place else 0
         self._places: Places | None = None
         self._interrupted = False
-        self._sigterm = OneRequest()
+        self._end_requests = EndRequests()
         self._ends = False  # by a verdict
         self._closed = False
         self._broken_off = False
@@ -116,7 +116,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._control.meet()
         started: dict[int, Any] = super()._start_workers(worker_group)
         self._record.has_started = True
-        self._sigterm.install()  # torch has just set its own handler
+        self._end_requests.install()  # torch has just set its own handlers
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._handlers
         self._control.watch(
@@ -166,6 +166,7 @@ class SurvivorsAgent(LocalElasticAgent):
     def _save_first(self, death_signal: signal.Signals) -> bool:
         """Have the job saved within TTP_GRACE; return False if there was not enough time."""
         self._interrupted = True
+        self._end_requests.take()
         self._control.leave(death_signal.name, self._config.grace_s)
         self._interrupted = False
         in_time = self._control.verdict is not None or not self._control.running
@@ -188,6 +189,7 @@ class SurvivorsAgent(LocalElasticAgent):
             self._control.end()
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
+        self._end_requests.raise_again()
         self._tell_of_recoveries()
         if self._control.training_began is not None:
             self._account.training_began(*self._control.training_began)

@@ -264,12 +264,15 @@ def _run_with_survivors(
             _conclude(f"{said}; nothing was started")
         else:
             _conclude(f"{verdict.line}; {said}", verdict.save)
-        waiting.hear_signals()
         code, at_once = 128 + error.sigval, True  # the thread that still waits would abort the interpreter
+    except SignalException as error:  # it came while the last line was told
+        code, at_once = _end_by(error.sigval, record), True
     finally:
         try:
+            waiting.hear_signals()
             # After an error of the control thread's own its tasks would complain at the interpreter's end.
             at_once = record.end_agent() or at_once
+            waiting.ignore_signals()
         except SignalException:  # one more signal: at once
             at_once = True
         if at_once:
@@ -323,13 +326,7 @@ def _run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, re
         _conclude(f"{verdict.line}; nodes cannot meet again, {why}", verdict.save)
         return int(verdict.exit_code)
     except SignalException as error:
-        verdict = record.verdict
-        if verdict is None:
-            line = f"ended by {error.sigval.name}, and the workers with it"
-            _conclude(line, record.save)
-        else:
-            record.account.failed(verdict.line)
-        return 128 + error.sigval
+        return _end_by(error.sigval, record)
     except ChildFailedError as error:
         verdict = record.verdict
         if verdict is None:
@@ -350,6 +347,22 @@ def _run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, re
         return int(verdict.exit_code)
     record.account.ended()
     return 0
+
+
+def _end_by(sigval: signal.Signals, record: RunRecord) -> int:
+    """Tell the last line of a job that a signal has ended; return the exit code.
+
+    Further signals are ignored: what is left takes some seconds at most, also where the disk hangs.
+    """
+    from adaptor.launchers import waiting
+
+    waiting.ignore_signals()
+    verdict = record.verdict
+    if verdict is None:
+        _conclude(f"ended by {sigval.name}, and the workers with it", record.save)
+    else:
+        record.account.failed(verdict.line)
+    return 128 + sigval
 
 
 def _conclude(line: str, save: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -366,6 +368,30 @@ def test_a_terminated_ttprun_takes_its_workers_along(by: signal.Signals, launche
     line = rf"^\[ttp\] \S+Z incident 1, ttprun \(pid {pid}, host {host}\), report {logs}\S+\.json$"
     assert re.search(line, ended.log, re.MULTILINE), ended.log
     assert all(is_gone(worker) for worker in workers)
+
+
+def test_signals_that_come_again_and_again_are_one(launcher: Launcher) -> None:
+    """Also those that come while the last line is told: it stays, and so does the exit code."""
+    before = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+    pid, workers = start_and_find_workers(launcher, before)
+    ttprun = os.pidfd_open(pid)
+
+    def repeat() -> None:
+        pause = threading.Event()
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            while not pause.wait(0.001):
+                signal.pidfd_send_signal(ttprun, signal.SIGINT)
+                signal.pidfd_send_signal(ttprun, signal.SIGHUP)
+
+    signals = threading.Thread(target=repeat)
+    signals.start()
+    ended = launcher.wait(pid)
+    signals.join()
+    os.close(ttprun)
+    assert ended.code in {128 + signal.SIGINT, 128 + signal.SIGHUP}, ended.log
+    assert ended.last_line.startswith("[ttp] ")
+    assert "Traceback" not in ended.log
+    waiting.ended(workers)
 
 
 def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
