@@ -16,6 +16,7 @@ from adaptor.diagnostics import requests
 from adaptor.errors import ConfigError
 from adaptor.setting_values import (
     NotShownError,
+    Reshape,
     endpoint,
     folder,
     new_file,
@@ -24,6 +25,7 @@ from adaptor.setting_values import (
     one_of,
     path,
     rate,
+    reshape,
     store_url,
     truth,
     truth_or_auto,
@@ -71,6 +73,7 @@ class Config:
     dump: requests.Dump | None
     layout_only: str
     batch: str
+    reshape: Reshape | None
 
 
 @dataclass(frozen=True)
@@ -374,6 +377,16 @@ SETTINGS = (
         one_of("keep", "nearest"),
         "with --nnodes MIN:MAX: what a global batch becomes that the nodes which are there cannot divide;"
         " keep: the job ends, saved; nearest: the nearest size that they can divide (with --train-samples)",
+    ),
+    Setting(
+        "reshape",
+        "TTP_RESHAPE",
+        "no",
+        "no, auto or sizes like tp=2,pp=1",
+        reshape,
+        "a checkpoint in --save that has other tensor, pipeline or expert parallel sizes than this start is"
+        " transformed first; with --nnodes MIN:MAX a model that does not fit the nodes that are there gets"
+        " these sizes; auto: those with which a rank holds about what it did",
     ),
 )
 

@@ -201,6 +201,7 @@ def protect(
     patching.check("ttp")
     supported_options.require_no_layout_only()
     supported_options.require_no_host_copy()
+    supported_options.require_no_reshape()
     step = _whole_number(step)
     model = _require_megatron(model, optimizer)
     if not hasattr(parallel_state, "get_expert_data_parallel_world_size"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor import endpoints
@@ -107,3 +108,28 @@ def folder(text: str) -> str:
 def truth_or_auto(text: str) -> str:
     """Return `auto`, or the text of a truth value."""
     return "auto" if text.strip().lower() == "auto" else str(truth(text))
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """The tensor and pipeline parallel sizes that a model gets where those of the arguments do not fit.
+
+    Attributes:
+        tp, pp: 0 and 0: they are chosen (`auto`)
+    """
+
+    tp: int = 0
+    pp: int = 0
+
+    def __str__(self) -> str:
+        return f"tp={self.tp},pp={self.pp}" if self.tp else "auto"
+
+
+def reshape(text: str) -> Reshape | None:
+    """Return what `no`, `auto` or `tp=2,pp=1` says."""
+    if text in ("no", "auto"):
+        return Reshape() if text == "auto" else None
+    match = re.fullmatch(r"tp=([1-9][0-9]{0,4}),pp=([1-9][0-9]{0,4})", text)
+    if match is None:
+        raise ValueError
+    return Reshape(int(match[1]), int(match[2]))

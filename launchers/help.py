@@ -30,6 +30,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_PORT",
         "TTP_PLATFORM",
         "TTP_BATCH",
+        "TTP_RESHAPE",
     ),
     "For operators": ("TTP_LOG_PATH", "TTP_SERVE", "TTP_SERVE_TOKEN", "TTP_NOTIFY", "TTP_NOTIFY_SECRET"),
     "Object storage": (

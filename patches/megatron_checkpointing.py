@@ -113,6 +113,13 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     _require_intact(load_arg)
     if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded now
         _write_host_copies(args, kwargs)
+    if load_arg == "load" and context.get().settings.reshape is not None:
+        from megatron.core import mpu
+
+        from adaptor.frameworks import reshape  # torch, which is for the script to import
+
+        tensor, pipeline = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+        reshape.bring_to_sizes(given, (tensor, pipeline, mpu.get_expert_model_parallel_rank()))
     load = getattr(given, load_arg)
     if not adapter_base.is_filtered(given):
         return wrapped(*args, **kwargs)

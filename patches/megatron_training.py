@@ -9,7 +9,13 @@ from typing import Any
 from adaptor import context, patching, preflight
 from adaptor.checkpoint import folder, lease_claim, left_overs
 from adaptor.diagnostics.recorder import Recorder
-from adaptor.frameworks import fine_tuning, megatron_nodes, megatron_sizes, supported_options
+from adaptor.frameworks import (
+    fine_tuning,
+    megatron_nodes,
+    megatron_sizes,
+    parallel_sizes,
+    supported_options,
+)
 from adaptor.patches._versions import MEGATRON
 from adaptor.patches.megatron_core import INSTANCES, detect_instance_support, inner_optimizers
 from adaptor.replica.choice import ReplicaChoice
@@ -64,6 +70,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
     yield lambda: megatron_lm.take_local_copy(parsed)
     yield lambda: supported_options.require_alone(parsed)
     yield lambda: supported_options.require_one_profiler(parsed)
+    yield lambda: parallel_sizes.require_transformable(parsed)
     yield from supported_options.checks(parsed)
     yield from supported_options.checks_of_values(mindspeed_wrappers.ALLOWED_VALUES, parsed)
     yield from fine_tuning.checks(parsed)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from adaptor import output
-from adaptor.checkpoint import disk, saved_steps, tracker
+from adaptor.checkpoint import disk, reshaped, saved_steps, tracker
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
@@ -42,6 +42,7 @@ def clean(root: Path, term: int | None = None, generation: str = "") -> list[str
     """
     left_over: list[Path] = []
     removed: list[str] = []
+    reshaped.restore(root)
     for path in (root / name for name in saved_steps.names(root)):
         if term is not None and not _is_left_by(path.name, term, generation):
             continue

@@ -50,6 +50,7 @@ def checks(args: Any) -> Iterator[Callable[[], None]]:
     yield lambda: supported_options.require_alone(args)
     yield supported_options.require_no_layout_only
     yield supported_options.require_no_host_copy
+    yield supported_options.require_no_reshape
     yield lambda: _require_shards_to_copy(args)
 
 

@@ -70,6 +70,15 @@ def require_no_host_copy() -> None:
         )
 
 
+def require_no_reshape() -> None:
+    """Refuse TTP_RESHAPE where Megatron-LM's own function does not load. Raises UnsupportedError."""
+    if context.get().settings.reshape is not None:
+        raise UnsupportedError(
+            "TTP_RESHAPE is set: only jobs that load with Megatron-LM's own load_checkpoint have their"
+            " checkpoints transformed; leave it out"
+        )
+
+
 def require_alone(args: Any) -> None:
     """Refuse a job that a second system would save, too: both would hold its processes and write its files.
 

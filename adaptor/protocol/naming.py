@@ -8,6 +8,8 @@ iter_0000012_saving.abandoned_0f3a    one that an incident has cut short, while 
 iter_0000012_tmp.abandoned_0f3a       what bore the name of last words that are about to be written, likewise
 aside_iter_0000012.1       what lay under the final name, incomplete, damaged or of an earlier run
 replaced_iter_0000012      a complete checkpoint whose newer version is just being moved in
+reshape_iter_0000012       the folder in which a job makes that checkpoint in other parallel sizes
+before_reshape_iter_0000012.1    what it was made from; it stays until somebody removes it
 
 What works on a disk that hangs may go on when the disk does, generations later: so it finds only names of its
 own generation, and can neither empty nor remove what a later one writes.
@@ -34,6 +36,8 @@ _TEMPORARY = re.compile(
     r"iter_[0-9]{7,18}_(?:tmp([0-9]{0,9})(?:\.[0-9]{1,9})?|saving)(?:\.abandoned[0-9]{0,9})?(_[0-9A-Za-z]+)?"
 )
 _GENERATION = 8  # so many letters and digits of what is drawn at random tell one from another
+_RESHAPE = "reshape_"
+_BEFORE_RESHAPE = re.compile(r"before_reshape_(iter_[0-9]{7,18})\.([0-9]{1,9})")
 _REPLACED = re.compile(r"replaced_(iter_[0-9]{7,18})")
 
 
@@ -83,6 +87,28 @@ def aside_name(step: int, number: int) -> str:
 def replaced_name(step: int) -> str:
     """Return the name that the older version of a checkpoint has while the newer one is moved in."""
     return f"replaced_{final_name(step)}"
+
+
+def reshape_name(step: int) -> str:
+    """Return the folder in which a job makes the checkpoint of `step` in other parallel sizes."""
+    return f"{_RESHAPE}{final_name(step)}"
+
+
+def is_reshape(name: str) -> bool:
+    """Return whether `name` is the folder in which a job makes a checkpoint in other parallel sizes."""
+    return name.startswith(_RESHAPE) and step_of(name.removeprefix(_RESHAPE)) is not None
+
+
+def before_reshape_name(step: int, number: int) -> str:
+    """Return the name of the checkpoint from which one in other sizes was made; `number` from 1."""
+    return f"before_reshape_{final_name(step)}.{number}"
+
+
+def before_reshape(name: str) -> tuple[int, int] | None:
+    """Return the step and the number of what `before_reshape_name` gives, None for any other name."""
+    match = _BEFORE_RESHAPE.fullmatch(name)
+    step = step_of(match.group(1)) if match else None
+    return (step, int(match.group(2))) if match and step is not None else None
 
 
 def is_temporary(name: str) -> bool:

@@ -109,15 +109,14 @@ def require_supported(args: Namespace, folder: Path, *, described: bool) -> None
     Raises:
         UnsupportedError: names the option.
     """
-    for name, option in _REFUSED.items():
-        if getattr(args, name, None):
-            raise UnsupportedError(f"{folder}: was saved with {option}, which is not transformed")
     for name, option in UNEVEN.items():
         if getattr(args, name, None) and not described:
             raise UnsupportedError(
                 f"{folder}: was saved with {option} and has no {naming.LAYOUT}, without which it is not"
                 " transformed"
             )
+    if why := untransformable(args, described=True):
+        raise UnsupportedError(f"{folder}: was saved {why}, which is not transformed")
     sizes = Sizes.of(args)
     has_experts = bool(getattr(args, "num_experts", None)) and not described
     if has_experts and sizes.ep == 1:
@@ -125,16 +124,28 @@ def require_supported(args: Namespace, folder: Path, *, described: bool) -> None
             f"{folder}: has experts with an expert-parallel size of 1, where one optimizer has them and all"
             f" else, and no {naming.LAYOUT}; without it only sizes from 2 on are transformed"
         )
-    if not args.use_distributed_optimizer:
-        raise UnsupportedError(
-            f"{folder}: was saved without --use-distributed-optimizer, which is not transformed"
-        )
-    optimizer = getattr(args, "optimizer", None)
-    if optimizer != "adam":
-        raise UnsupportedError(f"{folder}: was saved with --optimizer {optimizer}; only adam is transformed")
     etp = getattr(args, "expert_tensor_parallel_size", None) or sizes.tp
     if has_experts and (etp != sizes.tp or sizes.tp > 1):
         raise UnsupportedError(
             f"{folder}: has experts with TP{sizes.tp} and expert-tensor-parallel size {etp}, and no"
             f" {naming.LAYOUT}; without it experts are transformed only where both are 1"
         )
+
+
+def untransformable(args: Namespace, *, described: bool) -> str:
+    """Return with which option a checkpoint is not transformed, whatever its sizes are; empty: with none.
+
+    Args:
+        args: the framework's.
+        described: a layout file says what each rank has; False: also that of the target is made by rules.
+
+    Returns:
+        Words that stand behind `a job` or `was saved`.
+    """
+    for name, option in {**_REFUSED, **({} if described else UNEVEN)}.items():
+        if getattr(args, name, None):
+            return f"with {option}"
+    if not args.use_distributed_optimizer:
+        return "without --use-distributed-optimizer"
+    optimizer = getattr(args, "optimizer", None)
+    return "" if optimizer == "adam" else f"with --optimizer {optimizer}"

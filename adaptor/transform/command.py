@@ -10,16 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from adaptor.checkpoint import layout_file
 from adaptor.errors import AdaptorError, CheckpointError, UnsupportedError
 from adaptor.protocol import naming
-from adaptor.transform import described
+from adaptor.transform import targets
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.source import SourceCheckpoint, open_source
-from adaptor.transform.target import TargetCheckpoint, rows_for
-
-# The first version of Megatron-core that loads the format `torch_dist` as it is written.
-_NUMBERED = (0, 14)
+from adaptor.transform.target import TargetCheckpoint
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -149,42 +145,10 @@ def _run(parsed: argparse.Namespace) -> None:
     _write(parsed, target, ranks)
 
 
-def _described(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheckpoint:
-    """Return the target that a layout file describes."""
-    layout = layout_file.read(parsed.layout)
-    try:
-        sizes = described.sizes_of(layout)
-    except AdaptorError as error:
-        raise type(error)(f"--layout {parsed.layout}: {error}") from error
-    for name in ("tp", "pp", "vpp", "ep", "dp"):
-        value = getattr(parsed, name)
-        if value is not None and value != getattr(sizes, name):
-            raise UnsupportedError(f"--{name} {value}: --layout {parsed.layout} is of {sizes} DP{sizes.dp}")
-    core = layout.ranks[0].core
-    if parsed.format != "torch" and _version(core) < _NUMBERED:
-        raise UnsupportedError(
-            f"--format {parsed.format}: --layout {parsed.layout} is of Megatron-core {core}, which does not"
-            " load it in the form that is written, that of 0.14; give --format torch"
-        )
-    rows = layout.ranks[0].args.get("padded_vocab_size")
-    least = getattr(source.args, "vocab_size", None) or 1
-    if type(rows) is not int or rows < least:
-        raise UnsupportedError(
-            f"--layout {parsed.layout}: is of a vocabulary of {rows} rows with padding; the checkpoint has"
-            f" {least} without"
-        )
-    return TargetCheckpoint(source, sizes, rows, layout, parsed.format)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    """Return the numbers at the start of a version; the form of a newer one where there are none."""
-    match = re.match(r"(\d{1,6})\.(\d{1,6})", text)
-    return tuple(map(int, match.groups())) if match else _NUMBERED
-
-
 def _target(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheckpoint:
+    given = {name: getattr(parsed, name) for name in ("tp", "pp", "vpp", "ep", "dp")}
     if parsed.layout is not None:
-        return _described(source, parsed)
+        return targets.described_by(source, parsed.layout, given, parsed.format)
     sizes = replace(
         source.sizes,
         tp=parsed.tp or source.sizes.tp,
@@ -192,24 +156,12 @@ def _target(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheck
         vpp=parsed.vpp or 1,
         ep=parsed.ep or source.sizes.ep,
     )
-    dp = parsed.dp or max(source.sizes.dp, sizes.ep)
-    sizes = replace(sizes, dp=dp)
-    source.model.require_divisible(sizes)
-    if source.model.experts and sizes.ep == 1 and source.layout is None:
-        raise UnsupportedError(
-            "--ep 1: a model with experts is transformed with --ep from 2 on only where SRC has no"
-            f" {naming.LAYOUT}"
-        )
-    if source.model.experts and sizes.tp > 1 and source.layout is None:
-        raise UnsupportedError(
-            f"--tp {sizes.tp}: a model with experts is transformed with --tp 1 only where SRC has no"
-            f" {naming.LAYOUT}"
-        )
+    sizes = replace(sizes, dp=parsed.dp or max(source.sizes.dp, sizes.ep))
     if parsed.etp is not None and parsed.etp != sizes.tp:
         raise UnsupportedError(
             f"--etp {parsed.etp}: experts are transformed with that of --tp only, {sizes.tp}"
         )
-    return TargetCheckpoint(source, sizes, rows_for(source, sizes, parsed.vocab_size), format=parsed.format)
+    return targets.by_rules(source, sizes, parsed.format, parsed.vocab_size)
 
 
 def _write(parsed: argparse.Namespace, target: TargetCheckpoint, ranks: list[Rank]) -> None:

@@ -77,6 +77,13 @@ def write_rank(
 ) -> list[tuple[str, int, str]]:
     """Write the files of one rank, and the note that they are there.
 
+    Args:
+        target: the checkpoint in other sizes.
+        rank: of it.
+        folder: the temporary one.
+        mark: of the order, by which another run knows that it may use the files.
+        progress: is called with the bytes that are written, again and again; what it raises ends the work.
+
     Raises:
         CheckpointError: a file is damaged, the disk refuses, or the main params do not round to the weights.
     """

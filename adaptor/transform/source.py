@@ -19,7 +19,7 @@ from adaptor.transform.contents import STATES, ByParam
 from adaptor.transform.model import Item, Model, Slot, View, in_whole_model, whole_shape
 from adaptor.transform.records import StoredTensor
 from adaptor.transform.rules import EMBEDDING, OUTPUT
-from adaptor.transform.sharded_source import ShardedCheckpoint, is_sharded
+from adaptor.transform.sharded_source import COMMON, ShardedCheckpoint, is_sharded
 from adaptor.transform.sizes import Chunk, Rank, Sizes
 
 WEIGHT = "weight"
@@ -162,6 +162,33 @@ def find(root: Path, step: int | None) -> tuple[Path, int]:
     return folder, step
 
 
+def sizes_at(root: Path, step: int) -> Sizes:
+    """Return the parallel sizes with which the checkpoint of `step` below `root` was saved.
+
+    Only the arguments in one file are read, so nothing of it is checked.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+        UnsupportedError: it has no arguments.
+    """
+    folder, _ = find(root, step)
+    path = folder / COMMON if is_sharded(folder) else _model_files(folder)[0]
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing")
+    return Sizes.of(arguments.of(archive.read(path), path))
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """Return the files of the ranks' models. Raises CheckpointError where there are none."""
+    ranks = sorted(path / MODEL_FILE for path in folder.iterdir() if path.name.startswith("mp_rank_"))
+    found = [path for path in ranks if path.is_file()]
+    if not found:
+        raise CheckpointError(
+            f"{folder}: has no mp_rank_*/{MODEL_FILE}, so it is no checkpoint of the format torch"
+        )
+    return found
+
+
 def open_source(root: Path, step: int | None) -> SourceCheckpoint:
     """Open the checkpoint of `step` below `root`; no tensor is read.
 
@@ -172,12 +199,7 @@ def open_source(root: Path, step: int | None) -> SourceCheckpoint:
     folder, number = find(root, step)
     if is_sharded(folder):
         return _open_sharded(folder, number)
-    ranks = sorted(path / MODEL_FILE for path in folder.iterdir() if path.name.startswith("mp_rank_"))
-    first = [path for path in ranks if path.is_file()]
-    if not first:
-        raise CheckpointError(
-            f"{folder}: has no mp_rank_*/{MODEL_FILE}, so it is no checkpoint of the format torch"
-        )
+    first = _model_files(folder)
     args = arguments.of(archive.read(first[0]), first[0])
     layout = layout_file.read(path) if (path := folder / naming.LAYOUT).exists() else None
     arguments.require_supported(args, folder, described=layout is not None)

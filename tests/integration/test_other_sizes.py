@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from adaptor.__main__ import main
+from adaptor.checkpoint import manifest, saved_steps
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
 from tests.faults.harness import ITERATIONS, Ended, Job, Layout
@@ -38,7 +40,7 @@ def lose_a_node(tmp_path: Path, nodes: int, *extra: str, tp: int = 1, **more: ob
     return harness.run(job)
 
 
-def undisturbed(tmp_path: Path, nodes: int, step: int, *extra: str) -> Ended:
+def undisturbed(tmp_path: Path, nodes: int, step: int, *extra: str, tp: int = 1) -> Ended:
     """Run the unmodified framework with so many ranks, from the job's checkpoint of `step`."""
     begin = tmp_path / "begin"
     folder = naming.final_name(step)
@@ -46,7 +48,7 @@ def undisturbed(tmp_path: Path, nodes: int, step: int, *extra: str) -> Ended:
     (begin / naming.TRACKER).write_text(str(step))
     job = Job(
         tmp_path / "undisturbed",
-        Layout(f"dp{nodes}", nodes, extra=extra),
+        Layout(f"dp{nodes}", nodes, tp=tp, extra=extra),
         launcher="torchrun",
         load=begin,
         save=tmp_path / "other",
@@ -157,3 +159,60 @@ def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> No
     resumed = harness.run(job)
     assert resumed.code == 0, resumed.log[-3000:]
     assert [line["iteration"] for line in resumed.records[0]] == list(range(4, ITERATIONS + 1))
+
+
+def test_a_model_that_is_transformed_to_fit(tmp_path: Path) -> None:
+    """The job goes on in other sizes from the step that was saved, and nothing that it had saved is lost."""
+    ended = lose_a_node(tmp_path, 4, *BATCH, tp=2, options=["--ttp-reshape", "auto"])
+    assert sorted(ended.codes) == [0, 0, 0, 137], ended.log[-3000:]
+    save, folder = tmp_path / "save", naming.final_name(3)
+    assert (
+        "3 nodes of 3 to 4, 4 before: TP1 PP1 in place of TP2 PP1 (TTP_RESHAPE), data-parallel size 3"
+        in ended.log
+    )
+    assert f"[ttp] step 3 in {save} has TP2 PP1, and the job has TP1 PP1: it is transformed" in ended.log
+    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
+    assert_same(ended, undisturbed(tmp_path, 3, 3, *BATCH), range(4, ITERATIONS + 1))
+    last = naming.final_name(ITERATIONS)
+    found = differences(save / last, tmp_path / "other" / last)
+    assert [line for line in found if "args./load: " not in line] == []
+    # What was saved is there, intact; made from it by the command, the checkpoint is the same.
+    kept = save / naming.before_reshape_name(3, 1)
+    assert manifest.defects(kept) == manifest.defects(save / folder) == []
+    assert [name for name in saved_steps.names(save) if naming.is_reshape(name)] == []
+    (tmp_path / "kept").mkdir()
+    shutil.copytree(kept, tmp_path / "kept" / folder)
+    sizes = ("--tp", "1", "--pp", "1", "--dp", "3", "--step", "3")
+    assert main(["transform", str(tmp_path / "kept"), str(tmp_path / "made"), *sizes]) == 0
+    assert differences(tmp_path / "made" / folder, save / folder) == []
+
+
+@pytest.mark.parametrize("kind", ["torch", "torch_dist"])
+def test_a_model_takes_its_own_sizes_again(kind: str, tmp_path: Path) -> None:
+    """3 nodes begin in other sizes than the arguments say; with a fourth the job takes those.
+
+    In the sharded format the optimizer's state is `dp_reshardable`, which the framework cannot load in other
+    sizes itself.
+    """
+    extra = (*BATCH, "--ckpt-format", kind)
+    job = Job(
+        tmp_path / "job",
+        Layout("tp2", 4, tp=2, extra=extra),
+        save=tmp_path / "save",
+        nodes=4,
+        fewest=3,
+        later=1,
+        options=["--ttp-reshape", "tp=1,pp=1"],
+        faults=["rank=0,step=4,phase=forward,kind=until-told,restart=-2"],
+    )
+    ended = harness.run(job)
+    assert ended.codes == (0,) * 4, ended.log[-3000:]
+    assert (
+        "[ttp] 3 nodes of 3 to 4: TP1 PP1 in place of TP2 PP1 (TTP_RESHAPE), data-parallel size 3"
+        in ended.log
+    )
+    assert "[ttp] 4 nodes of 3 to 4, 3 before: data-parallel size 2, global batch 12: 6" in ended.log
+    assert "has TP1 PP1, and the job has TP2 PP1: it is transformed" in ended.log
+    assert "start on more nodes: from step 3, 0 steps lost" in ended.log
+    assert manifest.defects(tmp_path / "save" / naming.before_reshape_name(3, 1)) == []
+    assert_same(ended, undisturbed(tmp_path, 4, 3, *extra, tp=2), range(4, ITERATIONS + 1))

@@ -64,6 +64,19 @@ def arguments(shape: Shape = SMALL, **more: Any) -> Namespace:
     return Namespace(**(said | more))
 
 
+def job_arguments(save: Path, load: Path | None = None, **sizes: int) -> Namespace:
+    """The framework's arguments of a job that has the model, and `sizes` (tp, pp, dp)."""
+    return arguments(
+        load=str(load or save),
+        save=str(save),
+        ckpt_format="torch",
+        ckpt_step=None,
+        tensor_model_parallel_size=sizes.get("tp", 1),
+        pipeline_model_parallel_size=sizes.get("pp", 1),
+        data_parallel_size=sizes.get("dp", 1),
+    )
+
+
 def _shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     hidden, ffn = shape.hidden, shape.ffn
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (shape.rows, hidden)}

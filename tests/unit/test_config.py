@@ -53,6 +53,7 @@ DEFAULTS = Config(
     dump=None,
     layout_only="",
     batch="keep",
+    reshape=None,
 )
 
 GOOD: list[tuple[str, str, str, Any]] = [
@@ -300,6 +301,7 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_DUMP": "--ttp-dump",
         "TTP_LAYOUT_ONLY": "--ttp-layout-only",
         "TTP_BATCH": "--ttp-batch",
+        "TTP_RESHAPE": "--ttp-reshape",
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from adaptor import context, output
 from adaptor.errors import AdaptorError
-from adaptor.frameworks import megatron_nodes
+from adaptor.frameworks import megatron_nodes, parallel_sizes
 from adaptor.protocol import environment
 
 # Of a job that fits its nodes.
@@ -170,6 +170,7 @@ MODEL = {
     "num_attention_heads": 8,
     "num_layers": 4,
     "use_distributed_optimizer": True,
+    "optimizer": "adam",
     "global_batch_size": 48,
     "micro_batch_size": 1,
     "save": "/my runs/gpt/",
@@ -185,13 +186,20 @@ MODEL = {
         ({"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}, (2, 4)),
         ({"world_size": 8, "group_query_attention": True, "num_query_groups": 2}, (2, 1)),
         ({"world_size": 12, "num_experts": 4, "expert_model_parallel_size": 4, "num_layers": 3}, None),
-        ({"world_size": 6, "ckpt_format": "torch_dist"}, None),
+        ({"world_size": 3, "ckpt_format": "torch_dist"}, (1, 1)),
+        ({"world_size": 6, "ckpt_format": "zarr"}, None),
+        ({"world_size": 6, "decoder_first_pipeline_num_layers": 1}, None),
+        # Chunks of a pipeline are of the size that it has.
+        (
+            {"world_size": 4, "pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2},
+            (2, 2),
+        ),
         ({"world_size": 6, "use_distributed_optimizer": False}, None),
         ({"world_size": 6, "num_attention_heads": 1, "global_batch_size": 7}, None),
     ],
 )
 def test_sizes_in_which_the_model_would_fit(given: dict[str, Any], sizes: tuple[int, int] | None) -> None:
-    assert megatron_nodes.other_sizes(Namespace(**{**MODEL, **given})) == sizes
+    assert parallel_sizes.other_sizes(Namespace(**{**MODEL, **given})) == sizes
 
 
 @pytest.mark.usefixtures("nodes")
@@ -203,3 +211,91 @@ def test_the_command_that_makes_it_fit() -> None:
         " 2 --pp 1` and start with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --load"
         " '/my runs/gpt-tp2-pp1' --save '/my runs/gpt-tp2-pp1'"
     )
+
+
+@pytest.mark.usefixtures("nodes")
+def test_the_command_for_chunks_in_the_sharded_format() -> None:
+    """The pipeline stays as it is, and its chunks with it."""
+    chunks = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    given = {**chunks, "num_attention_heads": 1}
+    with pytest.raises(AdaptorError, match="--tp 1 --pp 2 --vpp 2 --format torch_dist` and start with"):
+        megatron_nodes.fit(Namespace(**{**MODEL, **given, "world_size": 6, "ckpt_format": "torch_dist"}))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "line"),
+    [
+        ("auto", {}, "TP2 PP1 in place of TP2 PP2 (TTP_RESHAPE), data-parallel size 3, global batch 48: 16 "),
+        (
+            "tp=1,pp=1",
+            {},
+            "TP1 PP1 in place of TP2 PP2 (TTP_RESHAPE), data-parallel size 6, global batch 48: 8 ",
+        ),
+        ("tp=1,pp=1", {"world_size": 12}, "before: data-parallel size 3, global batch 48: 16 "),
+        ("auto", {"num_attention_heads": 1}, "TP1 PP2 in place of TP2 PP2 (TTP_RESHAPE)"),
+    ],
+    ids=["chosen", "given", "not needed", "one head"],
+)
+def test_a_job_takes_other_sizes(
+    wanted: str,
+    given: dict[str, Any],
+    line: str,
+    nodes: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    nodes.setenv("TTP_RESHAPE", wanted)
+    args = Namespace(**{**MODEL, "pipeline_model_parallel_size": 2, "world_size": 6, **given})
+    megatron_nodes.fit(args)
+    output.finish()
+    assert line in capfd.readouterr().err
+    # With 4 nodes, and 8 ranks, the sizes that the arguments say; with 2 others again.
+    assert context.part(environment.Nodes).fitting == (2, 3, 4)
+
+
+def test_chunks_go_with_their_pipeline(nodes: pytest.MonkeyPatch) -> None:
+    nodes.setenv("TTP_RESHAPE", "tp=2,pp=1")
+    args = Namespace(**{**MODEL, "pipeline_model_parallel_size": 4, "world_size": 6})
+    args.num_layers_per_virtual_pipeline_stage = 1
+    megatron_nodes.fit(args)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 1)
+    assert args.num_layers_per_virtual_pipeline_stage is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "words"),
+    [
+        (
+            "tp=3,pp=1",
+            {},
+            "TTP_RESHAPE is tp=3,pp=1, and 8 attention heads are not divisible by 3; give other",
+        ),
+        ("tp=1,pp=3", {}, "4 layers are not divisible by 3"),
+        ("tp=4,pp=1", {}, "the model takes 4 ranks, of which 6 is no multiple"),
+        (
+            "tp=1,pp=1",
+            {"num_experts": 4, "expert_model_parallel_size": 1},
+            "experts keep the tensor parallel size",
+        ),
+        (
+            "auto",
+            {"global_batch_size": 7},
+            "in no tensor and pipeline parallel sizes 6 ranks can train this model",
+        ),
+        ("auto", {"use_checkpoint_args": True}, "a job with --use-checkpoint-args is not transformed"),
+        (
+            "auto",
+            {"optimizer": "sgd"},
+            "a job with --optimizer sgd is not transformed; leave out one of them",
+        ),
+        ("auto", {"fp8": "hybrid"}, "a job with --fp8-format is not transformed"),
+        ("auto", {"ckpt_format": "zarr"}, "a job with --ckpt-format zarr is not transformed"),
+    ],
+)
+def test_sizes_that_no_job_can_take(
+    wanted: str, given: dict[str, Any], words: str, nodes: pytest.MonkeyPatch
+) -> None:
+    nodes.setenv("TTP_RESHAPE", wanted)
+    with pytest.raises(AdaptorError, match=words):
+        megatron_nodes.fit(
+            Namespace(**{**MODEL, "pipeline_model_parallel_size": 2, "world_size": 6, **given})
+        )

@@ -222,7 +222,7 @@ def test_refused_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], optio
         (_with("num_experts", 4), "experts with an expert-parallel size of 1"),
         (_with("vocab_size", 20), "or one more for the end of a document; give the tokenizer's size"),
         (_with("use_distributed_optimizer", False), "without --use-distributed-optimizer"),
-        (_with("optimizer", "sgd"), "--optimizer sgd; only adam"),
+        (_with("optimizer", "sgd"), "--optimizer sgd, which is not"),
         (_other_step, "is not of step 7, but of step 6"),
         (
             _other_norm,

@@ -186,6 +186,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path
         "TTP_DUMP": str(dump),
         "TTP_LAYOUT_ONLY": str(tmp_path / "layout"),
         "TTP_BATCH": "nearest",
+        "TTP_RESHAPE": "tp=2,pp=1",
     }
     assert texts.keys() == {setting.variable for setting in config.SETTINGS}
     for setting in config.SETTINGS:

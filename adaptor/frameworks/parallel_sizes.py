@@ -1,0 +1,207 @@
+"""The parallel sizes of a job of Megatron-LM: which ones fit a number of ranks, and which the job takes.
+
+`TTP_RESHAPE` lets a job take others than its arguments say. The framework reads them after that: they are
+replaced in its parsed arguments, before it validates them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from adaptor import context
+from adaptor.errors import UnsupportedError
+from adaptor.setting_values import Reshape
+from adaptor.transform import arguments
+
+NEAREST = "nearest"
+# Formats that `adaptor transform` writes.
+_FORMATS = ("torch", "torch_dist")
+# How the framework is told of chunks: they belong to one pipeline parallel size.
+_CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+
+
+def model_size(args: Any) -> int:
+    """Return the number of ranks that hold the model once, context parallel ranks included."""
+    context_parallel = getattr(args, "context_parallel_size", 1)
+    return int(args.tensor_model_parallel_size * args.pipeline_model_parallel_size * context_parallel)
+
+
+def experts_size(args: Any) -> int:
+    """Return the number of ranks that hold all experts once; 1 where there are none."""
+    if getattr(args, "num_experts", None) is None:
+        return 1
+    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    return int(tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size)
+
+
+def data_parallel_size(args: Any) -> int:
+    """Return how many ranks read different samples: context parallel ranks read the same."""
+    return int(args.world_size // model_size(args))
+
+
+def holds_whole_models(args: Any, ranks: int) -> bool:
+    """Return whether so many ranks hold the model, and all experts, a whole number of times."""
+    return ranks % model_size(args) == 0 and ranks % experts_size(args) == 0
+
+
+def counts_samples(args: Any) -> bool:
+    """Return whether the global batch may change: samples keep their order then."""
+    return bool(getattr(args, "train_samples", None)) and not rampup(args)
+
+
+def rampup(args: Any) -> list[int]:
+    """Return the first batch of --rampup-batch-size and what it grows by."""
+    return [int(size) for size in (getattr(args, "rampup_batch_size", None) or [])[:2]]
+
+
+def divides(args: Any, unit: int, batch: int) -> bool:
+    """Return whether each global batch of the job is a number of whole micro-batches on each rank.
+
+    Args:
+        args: of the framework.
+        unit: of how many samples a batch is a multiple.
+        batch: the global batch that is asked for.
+    """
+    if getattr(args, "decrease_batch_size_if_needed", False):
+        return True  # the user lets the framework round it down
+    return all(size % unit == 0 for size in [batch, *rampup(args)])
+
+
+def chunks_of(args: Any, pipeline: int) -> int:
+    """Return the chunks of each stage in a pipeline of that size: what the arguments say is of their own."""
+    if pipeline != args.pipeline_model_parallel_size or pipeline == 1:
+        return 1
+    layers, stages = (getattr(args, name, None) for name in _CHUNKS)
+    return int(stages or (args.num_layers // pipeline // layers if layers else 1))
+
+
+def require_transformable(args: Any) -> None:
+    """Refuse TTP_RESHAPE for a job whose checkpoints are not transformed.
+
+    Args:
+        args: of the framework.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    wanted = context.get().settings.reshape
+    why = None if wanted is None else _untransformable(args)
+    if why:
+        raise UnsupportedError(
+            f"TTP_RESHAPE is {wanted}: a checkpoint of a job {why} is not transformed; leave out one of them"
+        )
+
+
+def _untransformable(args: Any) -> str:
+    """Return why the checkpoints of a job are not transformed, in words; empty where they are."""
+    if getattr(args, "ckpt_format", "torch") not in _FORMATS:
+        return f"with --ckpt-format {args.ckpt_format}"
+    if getattr(args, "use_checkpoint_args", False):  # they would win over the sizes of the job
+        return "with --use-checkpoint-args"
+    return arguments.untransformable(args, described=False)
+
+
+def take(args: Any, wanted: Reshape) -> None:
+    """Let the framework's arguments have the sizes of TTP_RESHAPE.
+
+    Args:
+        args: of the framework, before it validates them; changed.
+        wanted: the setting.
+
+    Raises:
+        UnsupportedError: there are no such sizes, or they fit neither the model nor the ranks.
+    """
+    if wanted.tp:
+        tensor, pipeline = wanted.tp, wanted.pp
+        why = next(_objections(args, tensor, pipeline), "")
+        if why:
+            raise UnsupportedError(f"TTP_RESHAPE is {wanted}, and {why}; give other sizes, or auto")
+    else:
+        found = other_sizes(args)
+        if found is None:
+            raise UnsupportedError(
+                f"TTP_RESHAPE is {wanted}, and in no tensor and pipeline parallel sizes {args.world_size}"
+                " ranks can train this model with this batch; start another number of nodes"
+            )
+        tensor, pipeline = found
+    if pipeline != args.pipeline_model_parallel_size:
+        for name in _CHUNKS:
+            if hasattr(args, name):
+                setattr(args, name, None)
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tensor, pipeline
+
+
+def other_sizes(args: Any) -> tuple[int, int] | None:
+    """Return the tensor and pipeline parallel sizes with which the model would fit the ranks that are there.
+
+    Of all that fit, those with which a rank holds no more than now, and no less than need be; if there are
+    none, those with which it holds the least more.
+
+    Args:
+        args: of the framework.
+
+    Returns:
+        None where there are none, or `adaptor transform` does not make such a checkpoint.
+    """
+    if _untransformable(args):
+        return None
+    now = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    found = [
+        (tensor, pipeline)
+        for tensor, pipeline in product(_divisors(args.world_size), repeat=2)
+        if next(_objections(args, tensor, pipeline), None) is None and _trains(args, tensor, pipeline)
+    ]
+
+    def rank(sizes: tuple[int, int]) -> tuple[bool, int, bool, int]:
+        held = sizes[0] * sizes[1]
+        changes = sizes[0] != args.tensor_model_parallel_size
+        return held < now, abs(held - now), changes, sizes[1]
+
+    return min(found, key=rank, default=None)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _changed(args: Any, tensor: int, pipeline: int) -> Any:
+    changed = copy.copy(args)
+    changed.tensor_model_parallel_size, changed.pipeline_model_parallel_size = tensor, pipeline
+    return changed
+
+
+def _objections(args: Any, tensor: int, pipeline: int) -> Iterator[str]:
+    """Yield why the ranks that are there cannot hold the model in these sizes."""
+    heads = {"attention heads": args.num_attention_heads}
+    if getattr(args, "group_query_attention", False):
+        heads["query groups"] = args.num_query_groups
+    for what, count in heads.items():
+        if count % tensor:
+            yield f"{count} {what} are not divisible by {tensor}"
+    stages = pipeline * chunks_of(args, pipeline)
+    if args.num_layers % stages:
+        yield f"{args.num_layers} layers are not divisible by {stages}"
+    if getattr(args, "num_experts", None) is not None:
+        if tensor != args.tensor_model_parallel_size:
+            yield "experts keep the tensor parallel size that they have"
+        if (getattr(args, "expert_tensor_parallel_size", None) or tensor) != tensor:
+            yield f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} is not {tensor}"
+    changed = _changed(args, tensor, pipeline)
+    if args.world_size % model_size(changed):
+        yield f"the model takes {model_size(changed)} ranks, of which {args.world_size} is no multiple"
+    if args.world_size % experts_size(changed):
+        size = experts_size(changed)
+        yield f"a set of experts takes {size} ranks, of which {args.world_size} is no multiple"
+
+
+def _trains(args: Any, tensor: int, pipeline: int) -> bool:
+    """Return whether the replicas and the batch that are asked for are possible in these sizes."""
+    size = data_parallel_size(_changed(args, tensor, pipeline))
+    settings = context.get().settings
+    if settings.replica == "split" and size % 2:
+        return False
+    may_change = settings.batch == NEAREST and counts_samples(args)
+    return may_change or divides(args, args.micro_batch_size * size, args.global_batch_size)

@@ -1,0 +1,297 @@
+"""Transforms the checkpoint that a job is about to load where the job has other parallel sizes (TTP_RESHAPE).
+
+All ranks call it together, before the framework loads. Each rank writes the files that it would load itself,
+where it is the first that does; rank 0 gives the checkpoint its name. Nothing of it has a final name before
+all of it is on disk, and what it was made from is kept (`reshaped`). The work of an interrupted start is
+kept, too, as far as whole ranks are written.
+
+Invariant: all ranks decide by what all have told, and each tells, whatever fails on it: all go the same way.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from adaptor import context, output, text
+from adaptor.checkpoint import disk, left_overs, manifest, reshaped, saved_steps, tracker
+from adaptor.errors import AdaptorError, CheckpointError, ResumeError
+from adaptor.protocol import naming
+from adaptor.transform import agreement, run, targets
+from adaptor.transform.copying import Files
+from adaptor.transform.sizes import Rank, Sizes
+from adaptor.transform.source import SourceCheckpoint, open_source, sizes_at
+from adaptor.transform.target import TargetCheckpoint
+
+T = TypeVar("T")
+# How often ranks tell each other how far they are: no collective may last as long as a large transform.
+_TELL_S = 2.0
+# How long a rank looks for what rank 0 has renamed: clients of NFS may remember a folder for a minute.
+_SEEN_S = 90.0
+_LOOK_S = 0.2
+# Of each rank of the target: its files, as path, size and checksum.
+_Written = dict[Rank, list[tuple[str, int, str]]]
+
+
+def bring_to_sizes(args: Any, place: tuple[int, int, int]) -> None:
+    """Let the checkpoint that the framework is about to load have the parallel sizes of the job; collective.
+
+    Args:
+        args: of the framework, validated. Its process groups are there.
+        place: the tensor, pipeline and expert parallel rank of this process.
+
+    Raises:
+        ResumeError: the checkpoint has other sizes and cannot be transformed; the same on all ranks.
+    """
+    if context.get().settings.reshape is None or not args.load:
+        return
+    save, wanted = Path(args.save), Sizes.of(args)
+    order = _from_first(lambda: _begin(Path(args.load), save, _chosen(args), wanted, _format(args)))
+    if order is None:
+        return
+    tensor, pipeline, expert = place
+    own = Rank(tensor, pipeline, expert if wanted.ep > 1 else 0)  # whose folder this process loads from
+    writers: dict[Rank, int] = {}
+    for number, rank in enumerate(_tell(own)):
+        writers.setdefault(rank, number)
+    written = _write_together(order, own if writers[own] == dist.get_rank() else None)
+    made = _from_first(lambda: _publish(order, save, written))
+    _all_or_none(lambda: _see(save / naming.final_name(order.step), made))
+
+
+def _chosen(args: Any) -> int | None:
+    """Return the step that the user has named, None for that of the tracker."""
+    return getattr(args, "ckpt_step", None) or None
+
+
+def _format(args: Any) -> str:
+    return str(getattr(args, "ckpt_format", "torch"))
+
+
+def _is_same(one: Sizes, other: Sizes) -> bool:
+    """Return whether checkpoints of these sizes have the same ranks; data-parallel ranks have no files."""
+    return (one.tp, one.pp, one.vpp, one.ep) == (other.tp, other.pp, other.vpp, other.ep)
+
+
+def _begin(
+    load: Path, save: Path, chosen: int | None, wanted: Sizes, format: str
+) -> run.TransformOrder | None:
+    """Return what is to be done, None where that is nothing; check it, and make its folder; on rank 0.
+
+    Raises:
+        AdaptorError: it cannot be done.
+    """
+    step = tracker.tracked_step(load) if chosen is None else chosen
+    if step is None or not (load / naming.final_name(step)).is_dir():
+        return None
+    is_own = load.resolve() == save.resolve()
+    try:
+        there = sizes_at(load, step)
+    except AdaptorError:
+        if is_own:
+            raise
+        return None  # what a job begins from may be anything that the framework loads
+    staging = save / naming.reshape_name(step)
+    if _is_same(there, wanted):
+        if is_own:
+            _remove_staging(save)
+        return None
+    if not is_own:
+        raise ResumeError(
+            f"{load} has {there} and the job has {wanted}; only in the --save folder is a checkpoint"
+            f" transformed: run `python -m adaptor transform {shlex.quote(str(load))} DST --tp {wanted.tp}"
+            f" --pp {wanted.pp}` with a new folder DST, and give that as --load"
+        )
+    source = open_source(load, step)
+    target = _target(source, wanted, format)
+    target.require_parts()
+    with Files() as files:
+        agreement.require_common(source, files)
+        agreement.require_replicas(source, files, everything=False)
+    _remove_staging(save, keep=staging)
+    staging.mkdir(exist_ok=True)
+    if (staging / naming.final_name(step)).exists():  # of a start that ended before it could be put in place
+        disk.remove(staging / naming.final_name(step))
+    folder = run.temporary_folder(staging, step)
+    size = sum(target.bytes(rank) for rank in wanted.ranks)
+    if not folder.exists():
+        run.require_room(staging, size)
+        folder.mkdir()
+    _say(
+        f"step {step} in {save} has {there}, and the job has {wanted}: it is transformed (TTP_RESHAPE),"
+        f" {size / 1e9:.3f} GB, {len(wanted.ranks)} rank{'' if len(wanted.ranks) == 1 else 's'}"
+    )
+    return run.TransformOrder(load, step, wanted, target.rows, folder, format)
+
+
+def _target(source: SourceCheckpoint, sizes: Sizes, format: str) -> TargetCheckpoint:
+    if source.layout is not None:
+        targets.require_loaded_by(source.layout.ranks[0].core, format, f"--ckpt-format {format}: the job")
+    return targets.by_rules(source, sizes, format)
+
+
+def _remove_staging(save: Path, keep: Path | None = None) -> None:
+    """Remove what transforms have left that nobody goes on with."""
+    found = [save / name for name in saved_steps.names(save) if naming.is_reshape(name)]
+    others = [path for path in found if path != keep and left_overs.is_left_over(path)]
+    left_overs.remove_beside(others, disk.remove, left_overs.ROOM_S)
+
+
+@dataclass
+class _Work:
+    """The part of this process, while a thread writes it.
+
+    Attributes:
+        written: the files that are written
+        problem: why they could not be, in words
+        ended: the thread writes no more
+        stopped: another rank has a problem
+    """
+
+    written: _Written = field(default_factory=dict)
+    problem: str = ""
+    ended: threading.Event = field(default_factory=threading.Event)
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+
+class _StoppedError(Exception):
+    """Another rank has a problem."""
+
+
+def _write_together(order: run.TransformOrder, rank: Rank | None) -> _Written:
+    """Write the files of all ranks of the target; return them.
+
+    Args:
+        order: the transform.
+        rank: of the target, that this process writes; None: none.
+
+    Raises:
+        ResumeError: some rank has a problem.
+    """
+    work = _Work()
+    if rank is None:
+        work.ended.set()
+    else:
+        threading.Thread(target=_write, args=(work, order, rank), name="ttp-reshape", daemon=True).start()
+    while True:
+        work.ended.wait(_TELL_S)
+        told = _tell((work.ended.is_set(), work.problem))
+        problem = next((said for _, said in told if said), "")
+        if problem:
+            work.stopped.set()
+        if all(ended for ended, _ in told):
+            break
+    if problem:
+        raise ResumeError(f"TTP_RESHAPE: {problem}")
+    return {rank: files for part in _tell(work.written) for rank, files in part.items()}
+
+
+def _write(work: _Work, order: run.TransformOrder, rank: Rank) -> None:
+    """Write the files of one rank, unless an earlier start has; never raise."""
+
+    def advanced(count: int) -> None:
+        if work.stopped.is_set():
+            raise _StoppedError
+
+    try:
+        if not order.folder.is_dir():
+            raise CheckpointError(f"{order.folder}: is not there; all nodes need the same --save folder")
+        done = run.already_done(order, rank)
+        if done is None:
+            target = _target(open_source(order.source, order.step), order.sizes, order.format)
+            done = run.write_rank(target, rank, order.folder, order.mark, advanced)
+        work.written[rank] = done
+    except _StoppedError:
+        pass
+    except Exception as error:  # the others wait for the answer, whatever it is
+        work.problem = f"rank {dist.get_rank()} on {platform.node()}: {_words(error)}"
+    finally:
+        work.ended.set()
+
+
+def _publish(order: run.TransformOrder, save: Path, written: _Written) -> bytes:
+    """Complete the checkpoint and put it in its place; return the manifest; on rank 0.
+
+    Raises:
+        AdaptorError: it cannot be done.
+    """
+    staging = order.folder.parent
+    target = _target(open_source(order.source, order.step), order.sizes, order.format)
+    run.finish(target, order, staging, written, verify=False)
+    made = staging / naming.final_name(order.step)
+    said = disk.read(made / naming.MANIFEST, manifest.LARGEST)
+    kept = reshaped.put_in_place(save, order.step, made)
+    _say(
+        f"step {order.step} in {save} has {order.sizes} now; what it was made from stays as {kept.name},"
+        " until somebody removes it"
+    )
+    left_overs.remove_beside([staging], disk.remove, left_overs.ROOM_S)
+    return said
+
+
+def _see(folder: Path, said: bytes) -> None:
+    """Wait until this node sees the new checkpoint. Raises CheckpointError where it does not."""
+    until = time.monotonic() + _SEEN_S
+    while True:
+        saved_steps.names(folder.parent)  # a client of NFS asks the server again
+        try:
+            if disk.read(folder / naming.MANIFEST, manifest.LARGEST) == said:
+                return
+        except OSError:
+            pass
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"{folder}: after {_SEEN_S:g} s this node does not see what rank 0 has put there; start again"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, AdaptorError) else text.describe(error)
+
+
+def _from_first(act: Callable[[], T]) -> T:
+    """Call `act` on rank 0 and return its result on all ranks. Raises ResumeError where it has failed."""
+    told: list[Any] = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            told = [act(), ""]
+        except Exception as error:  # the others wait for the answer, whatever it is
+            told = [None, _words(error)]
+    dist.broadcast_object_list(told, src=0)
+    made, problem = told
+    if problem:
+        raise ResumeError(f"TTP_RESHAPE: {problem}")
+    result: T = made
+    return result
+
+
+def _all_or_none(act: Callable[[], None]) -> None:
+    """Call `act` on all ranks. Raises ResumeError on all where it has failed on one."""
+    problem = ""
+    try:
+        act()
+    except Exception as error:  # as above
+        problem = f"rank {dist.get_rank()} on {platform.node()}: {_words(error)}"
+    problem = next(filter(None, _tell(problem)), "")
+    if problem:
+        raise ResumeError(f"TTP_RESHAPE: {problem}")
+
+
+def _tell(what: T) -> list[T]:
+    """Return what each rank tells; collective."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, what)
+    return told
+
+
+def _say(line: str) -> None:
+    output.tell(f"[ttp] {line}", to="stdout")

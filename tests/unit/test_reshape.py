@@ -1,0 +1,215 @@
+"""A job with TTP_RESHAPE transforms the checkpoint that it is about to load; no crash loses anything."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from adaptor import context, output
+from adaptor.__main__ import main
+from adaptor.checkpoint import left_overs, manifest, saved_steps, tracker
+from adaptor.errors import ResumeError
+from adaptor.frameworks import reshape
+from adaptor.protocol import naming
+from adaptor.transform import run
+from adaptor.transform.source import sizes_at
+from tests.faults.warm import Warm
+from tests.unit import small_checkpoint
+from tests.unit.small_checkpoint import STEP, contents, job_arguments
+from tests.unit.test_checkpoint_publish import Crash, crash_before
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("reshape_script.py")
+FOLDER, KEPT = naming.final_name(STEP), naming.before_reshape_name(STEP, 1)
+FIRST = (0, 0, 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group_of_one() -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def wanted(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("TTP_RESHAPE", "auto")
+    context.forget()
+    return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job with two tensor ranks."""
+    root = tmp_path_factory.mktemp("pristine")
+    small_checkpoint.write(root / "one")
+    sizes = ("--tp", "2", "--workers", "1")
+    assert main(["transform", str(root / "one"), str(root / "two"), *sizes]) == 0
+    return root / "two"
+
+
+@pytest.fixture(scope="module")
+def expected(pristine: Path) -> dict[str, bytes]:
+    """The contents of that checkpoint with one tensor rank, as the command makes it."""
+    made = pristine.parent / "made"
+    assert main(["transform", str(pristine), str(made), "--tp", "1", "--dp", "1", "--workers", "1"]) == 0
+    return contents(made)
+
+
+@pytest.fixture
+def save(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "save"))
+
+
+def assert_whole(save: Path, pristine: Path, expected: dict[str, bytes]) -> None:
+    """The checkpoint is the one that the command makes, and its source is there."""
+    assert manifest.defects(save / FOLDER) == []
+    assert contents(save) == expected
+    assert tracker.tracked_step(save) == STEP
+    kept, whole = save / KEPT, pristine / FOLDER
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
+    assert all((kept / file).read_bytes() == (whole / file).read_bytes() for file in files)
+    assert [name for name in saved_steps.names(save) if naming.is_reshape(name)] == []
+
+
+def test_a_checkpoint_of_these_sizes_stays_as_it_is(save: Path) -> None:
+    before = sorted(save.rglob("*"))
+    left = save / naming.reshape_name(STEP - 1)
+    left.mkdir()
+    reshape.bring_to_sizes(job_arguments(save, tp=2, dp=4), FIRST)
+    assert sorted(save.rglob("*")) == before
+
+
+def test_without_the_setting_nothing_is_done(save: Path, wanted: pytest.MonkeyPatch) -> None:
+    wanted.setenv("TTP_RESHAPE", "no")
+    context.forget()
+    reshape.bring_to_sizes(job_arguments(save), FIRST)
+    assert str(sizes_at(save, STEP)) == "TP2 PP1"
+
+
+def test_there_and_back(
+    save: Path, pristine: Path, expected: dict[str, bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    reshape.bring_to_sizes(job_arguments(save), FIRST)
+    assert_whole(save, pristine, expected)
+    output.finish()
+    said = capfd.readouterr().out
+    assert f"step 7 in {save} has TP2 PP1, and the job has TP1 PP1: it is transformed (TTP_RESHAPE)" in said
+    assert f"has TP1 PP1 now; what it was made from stays as {KEPT}, until somebody removes it" in said
+
+
+def test_after_any_crash_the_next_start_goes_on(
+    pristine: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    between = 0
+    for call in itertools.count(1):
+        here = Path(shutil.copytree(pristine, tmp_path / str(call)))
+        try:
+            with crash_before(call):
+                reshape.bring_to_sizes(job_arguments(here), FIRST)
+            break
+        except Crash:
+            pass
+        between += not (here / FOLDER).exists()
+        left_overs.clean(here)  # as every start does
+        # Whoever loads now finds one of the two, whole.
+        assert manifest.defects(here / FOLDER) == []
+        reshape.bring_to_sizes(job_arguments(here), FIRST)
+        assert_whole(here, pristine, expected)
+        shutil.rmtree(here)
+    assert between == 1, "the moment at which nothing has the name was not among them"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tp": 5}, "TTP_RESHAPE: .* heads"),
+        ({"pp": 3}, "TTP_RESHAPE: --pp 3: 4 layers are not divisible by 3"),
+    ],
+)
+def test_what_does_not_divide(given: dict[str, int], words: str, save: Path) -> None:
+    with pytest.raises(ResumeError, match=words):
+        reshape.bring_to_sizes(job_arguments(save, **given), FIRST)
+    assert str(sizes_at(save, STEP)) == "TP2 PP1"
+
+
+def test_a_folder_that_is_only_loaded_from_is_not_touched(pristine: Path, tmp_path: Path) -> None:
+    with pytest.raises(ResumeError, match=r"only in the --save folder .* transform .*two DST --tp 1 --pp 1`"):
+        reshape.bring_to_sizes(job_arguments(tmp_path, pristine), FIRST)
+    assert list(tmp_path.iterdir()) == []
+    # What is no checkpoint of the framework's is for the framework.
+    foreign = tmp_path / "foreign"
+    (foreign / FOLDER).mkdir(parents=True)
+    tracker.advance(foreign, STEP)
+    reshape.bring_to_sizes(job_arguments(tmp_path, foreign), FIRST)
+
+
+def test_a_disk_that_is_too_small(save: Path, wanted: pytest.MonkeyPatch) -> None:
+    wanted.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 5, 5))
+    with pytest.raises(ResumeError, match=r"TTP_RESHAPE: .*: 0\.000 GB are free, the transform needs 0\.00"):
+        reshape.bring_to_sizes(job_arguments(save), FIRST)
+    assert manifest.defects(save / FOLDER) == []
+
+
+def _ranks(tmp_path: Path, save: Path, size: int, *dies: str) -> list[tuple[int, str]]:
+    """Run so many ranks; return how each has ended, and its lines."""
+    store = tmp_path / f"store-{len(list(tmp_path.iterdir()))}"
+    started = [
+        Warm(
+            [sys.executable, str(SCRIPT), str(store), str(rank), str(size), str(save), *dies],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+
+def test_what_an_interrupted_start_has_written_is_kept(save: Path, pristine: Path, tmp_path: Path) -> None:
+    """Rank 2 of 3 is killed; of the next start it alone writes its files."""
+    folder = run.temporary_folder(Path(naming.reshape_name(STEP)), STEP)
+    (code, _), *_ = reversed(_ranks(tmp_path, save, 3, "2", f"{folder}/mp_rank_00.done.json"))
+    assert code == -9
+    assert manifest.defects(save / FOLDER) == []
+    assert str(sizes_at(save, STEP)) == "TP2 PP1"
+    files = [save / folder / "mp_rank_00" / name for name in (naming.MODEL_FILE, naming.OPTIMIZER_FILE)]
+    before = [path.stat().st_ino for path in files]
+    left_overs.clean(save)
+    assert [code for code, _ in _ranks(tmp_path, save, 3)] == [0, 0, 0]
+    assert [(save / FOLDER / "mp_rank_00" / path.name).stat().st_ino for path in files] == before
+    made = tmp_path / "made"
+    assert main(["transform", str(pristine), str(made), "--tp", "3", "--dp", "1"]) == 0
+    assert_whole(save, pristine, contents(made))
+
+
+def test_all_ranks_are_refused_alike(save: Path, tmp_path: Path) -> None:
+    """Main params are not the weights: a rank that reads them says so, and all others the same."""
+    for folder in ("mp_rank_00", "mp_rank_01"):
+        small_checkpoint.change(save / FOLDER / folder / naming.OPTIMIZER_FILE, _spoil)
+    ended = _ranks(tmp_path, save, 3)
+    refusals = {line for _, text in ended for line in text.splitlines() if line.startswith("refused: ")}
+    (line,) = refusals
+    assert "the main params of the optimizer do not round to the weights" in line
+    assert "refused: TTP_RESHAPE: rank " in line
+    assert [text.count("refused: ") for _, text in ended] == [1, 1, 1]
+    assert str(sizes_at(save, STEP)) == "TP2 PP1"
+
+
+def _spoil(content: dict[int, dict[object, dict[str, object]]]) -> None:
+    """Let the main params be others than the weights."""
+    ((_, tensors),) = content[0].items()
+    tensors["param"].add_(1)  # type: ignore[attr-defined]
