@@ -9,10 +9,11 @@ together, which depend less on what else the machine does.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-import resource
 import shutil
 import statistics
+import struct
 import subprocess
 import time
 import traceback
@@ -34,6 +35,7 @@ from tests.unit.test_in_place import DTYPES, one_param
 
 RANKS = 2
 TIMEOUT = timedelta(minutes=5)
+_REPORT = struct.Struct("<dd")  # the time of its end, its CPU seconds
 
 
 def half(index: int, numel: int) -> Rank:
@@ -47,45 +49,54 @@ def half(index: int, numel: int) -> Rank:
     return rank
 
 
-def dump(ranks: list[Rank], folder: Path, in_place: bool) -> list[int]:
-    """Begin a dump; return its processes."""
-
-    def work(number: int) -> None:
-        store = dist.FileStore(str(folder / "store"), RANKS)
-        group = dist.ProcessGroupGloo(store, number, RANKS, TIMEOUT)
-        exchange = Exchange(group, number, [list(range(RANKS))], folder=folder if in_place else None)
-        if number:
-            state_writer.send_shards(ranks[number].state, 0, exchange)
-        else:
-            state_writer.write_files(ranks[0].state, RECORD, exchange, folder, 1)
-
-    return [forked(work, number) for number in range(RANKS)]
+def dump(ranks: list[Rank], in_place: bool, folder: Path, number: int) -> None:
+    """Do what a rank does in a dump, from the order on."""
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    group = dist.ProcessGroupGloo(store, number, RANKS, TIMEOUT)
+    exchange = Exchange(group, number, [list(range(RANKS))], folder=folder if in_place else None)
+    if number:
+        state_writer.send_shards(ranks[number].state, 0, exchange)
+    else:
+        state_writer.write_files(ranks[0].state, RECORD, exchange, folder, 1)
 
 
-def forked(work: Callable[[int], None], number: int) -> int:
+def dd(size: int, folder: Path, number: int) -> None:
+    options = ["if=/dev/zero", "bs=1M", f"count={size // RANKS >> 20}", "conv=fsync", "status=none"]
+    subprocess.run(["dd", f"of={folder}/{number}", *options], check=True)
+
+
+def measured(work: Callable[[int], None]) -> tuple[float, float]:
+    """Return seconds, and CPU seconds of all, in which processes that are there already do their `work`."""
+    order, begin = os.pipe()
+    reports, told = os.pipe()
+    pids = [forked(work, number, order, begin, told) for number in range(RANKS)]
+    os.close(order)
+    os.close(told)
+    began = time.perf_counter()
+    os.close(begin)
+    found = [os.read(reports, _REPORT.size) for _ in pids]
+    ended = [os.waitpid(pid, 0)[1] for pid in pids]
+    os.close(reports)
+    if any(ended):
+        raise JobError(f"the processes have ended with {ended}")
+    ends, cpu = zip(*map(_REPORT.unpack, found), strict=True)
+    return max(ends) - began, sum(cpu)
+
+
+def forked(work: Callable[[int], None], number: int, order: int, begin: int, told: int) -> int:
+    """Make a process that waits until nobody holds `begin`, does its work and tells when it ended."""
     if pid := os.fork():
         return pid
     try:
+        os.close(begin)
+        os.read(order, 1)
+        before = sum(os.times()[:4])
         work(number)
+        os.write(told, _REPORT.pack(time.perf_counter(), sum(os.times()[:4]) - before))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
-
-
-def dd(folder: Path, size: int) -> list[int]:
-    options = ["if=/dev/zero", "bs=1M", f"count={size // RANKS >> 20}", "conv=fsync", "status=none"]
-    return [subprocess.Popen(["dd", f"of={folder}/{number}", *options]).pid for number in range(RANKS)]
-
-
-def measured(begin: Callable[[], list[int]]) -> tuple[float, float]:
-    """Return seconds and CPU seconds until all processes that `begin` begins have ended."""
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    ended = [os.waitpid(pid, 0)[1] for pid in begin()]
-    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if any(ended):
-        raise JobError(f"the processes have ended with {ended}")
-    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
@@ -100,17 +111,17 @@ def main() -> None:
     benchmark = Benchmark("dump_ways", {"repeats": given.repeats, "bytes": 14 * numel})
     root = new_folder("dump_ways")
     ranks = [half(number, numel) for number in range(RANKS)]
-    ways: dict[str, Callable[[Path], list[int]]] = {
-        "in place": lambda folder: dump(ranks, folder, in_place=True),
-        "gathered": lambda folder: dump(ranks, folder, in_place=False),
-        "dd": lambda folder: dd(folder, 14 * numel),
+    ways: dict[str, Callable[[Path, int], None]] = {
+        "in place": functools.partial(dump, ranks, True),
+        "gathered": functools.partial(dump, ranks, False),
+        "dd": functools.partial(dd, 14 * numel),
     }
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number in range(given.repeats + 1):
-        for way, begin in list(ways.items())[:: 1 if number % 2 else -1]:
+        for way, act in list(ways.items())[:: 1 if number % 2 else -1]:
             folder = root / "iter_0000012_tmp"
             folder.mkdir()
-            one = measured(lambda begin=begin, folder=folder: begin(folder))  # type: ignore[misc]
+            one = measured(functools.partial(act, folder))
             shutil.rmtree(folder)
             if number:  # the first round warms up
                 found[way].append(one)

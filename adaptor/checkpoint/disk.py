@@ -9,6 +9,7 @@ open, and no link is followed: nobody can divert a write to another file of the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import os
@@ -22,6 +23,9 @@ from pathlib import Path, PurePosixPath
 from typing import ParamSpec, TypeVar
 
 from adaptor.errors import CheckpointError
+
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+_libc = ctypes.CDLL(None, use_errno=True)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -109,6 +113,19 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def begin_to_write(descriptor: int, begin: int = 0, count: int = 0) -> None:
+    """Let the disk begin to write what has come to a file, without waiting for it.
+
+    This is a hint: a file system that does not know it writes at the next sync, which also tells of errors.
+
+    Args:
+        descriptor: of the file.
+        begin: the place of the first byte.
+        count: the number of bytes; 0 is all to the end of the file.
+    """
+    _libc.sync_file_range(descriptor, ctypes.c_int64(begin), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
 
 
 def _require_regular(status: os.stat_result, path: Path) -> None:

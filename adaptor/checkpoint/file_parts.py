@@ -8,7 +8,6 @@ in it as a whole; blocks that have bytes of several parts are hashed when the fi
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import xxhash
 
 from adaptor.checkpoint import finite, shards
+from adaptor.checkpoint.crc32 import crc32
 from adaptor.checkpoint.hashing import BLOCK
 from adaptor.checkpoint.paced_sync import PacedSync
 from adaptor.checkpoint.shards import Exchange, Part
@@ -147,7 +147,7 @@ class PartWriter:
             at = stretch.at + done
             count = min(BLOCK - at % BLOCK, stretch.size - done)
             data = stretch.read(done, done + count)
-            crc = zlib.crc32(data, crc)
+            crc = crc32(data, crc)
             if count == BLOCK:
                 digests += xxhash.xxh3_128_digest(data)
             write_all(descriptor, data, at)
@@ -186,21 +186,41 @@ class _Shard:
 
     def read(self, begin: int, end: int) -> memoryview:
         first, last = (self._begin + edge // self.itemsize for edge in (begin, end))
+        if (here := self._on_host(first, last)) is not None:
+            self._note(here, first, last)
+            return _view(here.view(torch.uint8))
         block = self._block[: last - first].zero_()
         while self._pieces and self._pieces[-1][0] < last:  # they come in order, and are read in order
             start, stop, tensor = self._pieces[-1]
             low, high = max(start, first), min(stop, last)
             into = block[low - first : high - first]
             self._exchange.device.copy(into, tensor[low - start : high - start])
-            if not finite.is_finite(into if self._dtype == torch.float32 else into.to(self._dtype)):
-                where = self._region
-                self._not_finite.append(
-                    NotFinite(where.position, where.number, where.key, where.dtype, self._index, low, high)
-                )
+            self._note(into, low, high)
             if stop > last:
                 break
             self._pieces.pop()
         return _view(block.to(self._dtype).view(torch.uint8))
+
+    def _on_host(self, first: int, last: int) -> torch.Tensor | None:
+        """Return elements [`first`, `last`) where one tensor in the host's memory has them as they are saved.
+
+        It may be read in place: what is frozen does not change.
+        """
+        while self._pieces and self._pieces[-1][1] <= first:
+            self._pieces.pop()
+        if not self._pieces:
+            return None
+        start, stop, tensor = self._pieces[-1]
+        is_whole = start <= first and last <= stop and tensor.dtype == self._dtype == torch.float32
+        return tensor[first - start : last - start] if is_whole and tensor.device.type == "cpu" else None
+
+    def _note(self, content: torch.Tensor, first: int, last: int) -> None:
+        """Note elements [`first`, `last`) where they are not finite in the dtype in which they are saved."""
+        if not finite.is_finite(content if self._dtype == torch.float32 else content.to(self._dtype)):
+            where = self._region
+            self._not_finite.append(
+                NotFinite(where.position, where.number, where.key, where.dtype, self._index, first, last)
+            )
 
 
 def _view(content: torch.Tensor) -> memoryview:

@@ -22,7 +22,6 @@ import enum
 import os
 import secrets
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ import xxhash
 
 from adaptor.checkpoint import disk, shards
 from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
+from adaptor.checkpoint.crc32 import crc32
 from adaptor.checkpoint.file_parts import (
     NotFinite,
     PartWriter,
@@ -269,7 +269,7 @@ class InPlace:
             crc = 0
             for begin in range(0, part.size, BLOCK):
                 data = read_all(here, min(BLOCK, part.size - begin), part.at + begin)
-                crc = zlib.crc32(data, crc)
+                crc = crc32(data, crc)
                 self._exchange.advanced(len(data))
         finally:
             os.close(here)

@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import time
 
-# The longest stretch between two syncs, in bytes. Stretches grow while the disk takes each in less than this.
+from adaptor.checkpoint import disk
+
+# The longest stretch between two syncs, in bytes.
 _LONGEST = 256 << 20
+# The next stretch is what the disk takes in this time, by the last one; it is at most so many times as long.
 _QUICK_S = 1.0
+_GROWTH = 8
+# Between two syncs the disk is told to begin after so many bytes: it works while the next ones are made.
+_BEGIN = 4 << 20
 
 
 class PacedSync:
@@ -19,17 +25,19 @@ class PacedSync:
 
     def __init__(self, shortest: int) -> None:
         self._shortest = self._stretch = shortest
-        self._waiting = 0
+        self._waiting = 0  # bytes since the last sync
+        self._idle = 0  # bytes since the disk was last told to begin
 
     def wrote(self, descriptor: int, count: int) -> None:
         """Note that `count` bytes were written to a file; sync it where a stretch ends. Raises OSError."""
         self._waiting += count
-        if self._waiting < self._stretch:
-            return
-        began = time.monotonic()
-        os.fdatasync(descriptor)
-        is_quick = time.monotonic() - began < _QUICK_S
-        self._stretch = (
-            min(2 * self._stretch, _LONGEST) if is_quick else max(self._stretch // 2, self._shortest)
-        )
-        self._waiting = 0
+        self._idle += count
+        if self._waiting >= self._stretch:
+            began = time.monotonic()
+            os.fdatasync(descriptor)
+            growth = _QUICK_S / max(time.monotonic() - began, _QUICK_S / _GROWTH)
+            self._stretch = min(max(int(growth * self._stretch), self._shortest), _LONGEST)
+            self._waiting = self._idle = 0
+        elif self._idle >= _BEGIN:
+            disk.begin_to_write(descriptor)
+            self._idle = 0

@@ -6,7 +6,6 @@ source, which is copied. A tensor's bytes come in pieces that fit into the cache
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 import pickle
@@ -42,8 +41,6 @@ _ZIP64 = 20  # bytes of the extra field of a file of more than 2 GiB
 _SMALL, _GATHERED = 64 << 10, 1 << 20
 # So often the system is told to begin to write to the disk, without waiting for it; in bytes.
 _BEGIN_TO_WRITE = 32 << 20
-_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Stream:
@@ -84,9 +81,7 @@ class Stream:
             self._progress(count)
         length = self.bytes - self._told
         if length >= _BEGIN_TO_WRITE:
-            # A hint: where the system does not know it, all is written when the file is closed.
-            begin, size = ctypes.c_int64(self._told), ctypes.c_int64(length)
-            _libc.sync_file_range(self._descriptor, begin, size, _SYNC_FILE_RANGE_WRITE)
+            disk.begin_to_write(self._descriptor, self._told, length)
             self._told = self.bytes
 
     def entry(self, name: str) -> FileEntry:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptor.checkpoint import hashing, manifest, paced_sync
+from adaptor.checkpoint import disk, hashing, manifest, paced_sync
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
@@ -127,7 +127,9 @@ def test_close_waits_for_the_disk_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(synced) == 1
 
 
-@pytest.mark.parametrize(("seconds", "synced"), [(0.1, [4, 12, 28, 44]), (1.5, [4, 8, 12, 16])])
+@pytest.mark.parametrize(
+    ("seconds", "synced"), [(0.1, [4, 20, 36, 52]), (0.4, [4, 16, 32, 48]), (1.5, [4, 8, 12, 16])]
+)
 def test_a_slow_disk_is_asked_more_often(
     seconds: float, synced: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +148,38 @@ def test_a_slow_disk_is_asked_more_often(
         for _ in range(15):
             file.write(b"four")
     assert at[:4] == synced
+
+
+def test_the_disk_begins_between_two_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "_SLICE", 4)
+    monkeypatch.setattr(paced_sync, "_BEGIN", 8)
+    told: list[str] = []
+    begin_to_write, fdatasync = disk.begin_to_write, os.fdatasync
+
+    def begin(descriptor: int) -> None:
+        begin_to_write(descriptor)
+        told.append(f"begin {os.fstat(descriptor).st_size}")
+
+    def sync(descriptor: int) -> None:
+        fdatasync(descriptor)
+        told.append(f"sync {os.fstat(descriptor).st_size}")
+
+    monkeypatch.setattr(disk, "begin_to_write", begin)
+    monkeypatch.setattr(os, "fdatasync", sync)
+    monkeypatch.setattr(paced_sync.time, "monotonic", lambda: 0.0)
+    with HashingFile(tmp_path / "file") as file:
+        for _ in range(9):
+            file.write(b"four")
+    assert told == ["sync 4", "begin 12", "begin 20", "begin 28", "sync 36"]
+
+
+def test_a_file_system_that_takes_no_hint_is_no_error() -> None:
+    reader, writer = os.pipe()
+    try:
+        disk.begin_to_write(writer)  # ESPIPE
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def test_what_this_process_cannot_open_is_not_called_wrong(tmp_path: Path) -> None:

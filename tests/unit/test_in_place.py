@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
 import threading
 import types
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.checkpoint import file_parts, in_place, manifest, publish, shards, state_writer
+from adaptor.checkpoint import crc32, file_parts, in_place, manifest, publish, shards, state_writer
 from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.hashing import BLOCK, BlockDigest
@@ -351,9 +353,15 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path) -> None:
     assert loaded["big"].shape == big.shape
 
 
-def test_checksums_of_parts_make_that_of_the_whole() -> None:
-    import zlib
+def test_a_crc_is_that_of_zip_files_with_isal_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(range(251)) * 5000
+    for view in (data, memoryview(data)[3:], b""):
+        assert crc32.crc32(view, 77) == zlib.crc32(view, 77)
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)  # as if it were not installed
+    assert crc32._fastest() is zlib.crc32
 
+
+def test_checksums_of_parts_make_that_of_the_whole() -> None:
     data = bytes(range(256)) * 5
     for first, second in ((0, 0), (0, 7), (1, 1000), (255, 256)):
         parts = [data[:first], data[first:second], data[second:]]
