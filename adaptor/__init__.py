@@ -2,7 +2,7 @@
 
 `ttprun` in place of `torchrun` enables the adaptor by itself; scripts of Megatron-LM, ModelLink and
 MindSpeed-LLM stay as they are. A script with a training loop of its own calls `enable`, `protect` and
-`Protection.step` (docs/training_loops.md). Importing this package imports neither torch nor a framework.
+`Protection.run_steps` (docs/training_loops.md). Importing this package imports neither torch nor a framework.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ __all__ = [
     "disable",
     "enable",
     "format_report",
+    "is_newcomer",
     "protect",
     "report",
 ]
@@ -123,11 +124,12 @@ def protect(
 ) -> Protection:
     """Protect a training loop of your own on Megatron-core: its state can be saved from now on.
 
-    Every rank calls it once, after loading and before the first step, and then runs each step inside of
-    `with protection.step(number):`. docs/training_loops.md has a complete loop. The survivors of
-    a failure write a checkpoint into `save`, and the tracker file. In Megatron's format `torch` it is
-    `iter_N/mp_rank_XX/model_optim_rng.pt` (iteration, model, optimizer, opt_param_scheduler, rng_state, and
-    the entries of `extra`), and `distrib_optim.pt` beside it. With ENABLE_TTP=False the call does nothing.
+    Every rank calls it once, after loading and before the first step, and then makes its steps by
+    `protection.run_steps`, or each inside of `with protection.step(number):`. docs/training_loops.md has a
+    complete loop. The survivors of a failure write a checkpoint into `save`, and the tracker file. In
+    Megatron's format `torch` it is `iter_N/mp_rank_XX/model_optim_rng.pt` (iteration, model, optimizer,
+    opt_param_scheduler, rng_state, and the entries of `extra`), and `distrib_optim.pt` beside it. With
+    ENABLE_TTP=False the call does nothing.
 
     Args:
         model: the `DistributedDataParallel` modules of this rank, one for each virtual pipeline stage.
@@ -162,6 +164,23 @@ def protect(
         extra=extra,
         format=format,
     )
+
+
+def is_newcomer() -> bool:
+    """Return whether this process takes the place of a failed rank in a job that goes on (TTP_ONLINE).
+
+    Such a process runs the script alone up to `Protection.run_steps`: its collectives return at once, with
+    its own values. There it joins the others, and gets the state of model, optimizer, scheduler and random
+    numbers from them, so it need not load a checkpoint before.
+
+    Returns:
+        True from `enable` on until it has joined; False in every other process, and with ENABLE_TTP=False.
+    """
+    if not _enabled:
+        return False
+    from adaptor.online import rejoin
+
+    return rejoin.is_newcomer()
 
 
 def disable() -> None:

@@ -28,6 +28,7 @@ class Protection:
         self._session = session
         self._done = done
         self._recovery = recovery
+        self._has_run = False
 
     def run_steps(
         self, one_step: Callable[[int], Any], last: int, go_back: Callable[[int], Any] | None = None
@@ -41,21 +42,30 @@ class Protection:
 
         Args:
             one_step: forward and backward pass, optimizer and scheduler, and what belongs to the step
-                besides, such as its line in a log. The same number gives the same data.
+                besides, such as its line in a log. The same number gives the same data. Where it returns
+                False, on all ranks in the same step, that step is the last one.
             last: the number of the last step.
             go_back: is called on each rank before training goes on after a fault, with the number of the last
                 finished step: what the script counts by itself, and an iterator over its data, continue
-                behind that step.
+                behind that step. It may draw random numbers: afterwards the random states are those of the
+                step.
 
         Raises:
-            StepError: only some of the optimizers made their update.
+            StepError: only some of the optimizers made their update; or it is called a second time.
         """
+        if self._has_run:
+            raise StepError(
+                "protection.run_steps was called a second time: a new process of a failed rank can only come "
+                "to the first call; make all steps in one call"
+            )
+        self._has_run = True
         if self._recovery is not None and self._session is not None:
             self._recovery.run(one_step, _whole_number(last), go_back)
             return
         for number in range(self._done + 1, _whole_number(last) + 1):
             with self.step(number):
-                one_step(number)
+                if one_step(number) is False:
+                    return
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:

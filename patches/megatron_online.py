@@ -24,8 +24,9 @@ def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     from megatron.training import get_args
 
     from adaptor.frameworks import megatron_online
+    from adaptor.online import rejoin
 
-    if not megatron_online.is_newcomer():
+    if not rejoin.is_newcomer():
         return wrapped(*args, **kwargs)
     with megatron_online.loads_nothing(get_args()):
         made = wrapped(*args, **kwargs)
@@ -41,9 +42,10 @@ def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 )
 def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.frameworks import megatron_online
+    from adaptor.online import rejoin
 
     made = wrapped(*args, **kwargs)
-    if megatron_online.is_newcomer():
+    if rejoin.is_newcomer():
         megatron_online.take_answers()
     return made
 

@@ -27,6 +27,7 @@ class LibraryLoop:
         optimizer: the chain of optimizers.
         group: the folder of this rank's files.
         describe: describes what this rank holds: collective.
+        session: of this process.
         go_back: lets the script go back behind a step.
     """
 
@@ -36,14 +37,16 @@ class LibraryLoop:
         optimizer: Any,
         group: str,
         describe: Callable[[], MegatronTrainee],
+        session: Session,
         go_back: Callable[[int], Any] | None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._group = group
         self._describe = describe
+        self._session = session
         self._go_back = go_back
-        self._step: int | None = None  # to go back behind, before the next one
+        self._record: StepRecord | None = None  # of the step to go back behind, before the next one
 
     def group(self) -> str:
         return self._group
@@ -70,12 +73,18 @@ class LibraryLoop:
         for chunk in self._model:  # a loop may do so behind its update
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._step = record.step
+        self._record = record
 
     def finish_step(self) -> None:
-        step, self._step = self._step, None
-        if step is not None and self._go_back is not None:
-            self._go_back(step)
+        record, self._record = self._record, None
+        if record is None or self._go_back is None:
+            return
+        with self._session.phase("go_back"):  # to come to the place in its data may take longer than a step
+            self._go_back(record.step)
+        trainee = self._session.trainee
+        assert isinstance(trainee, MegatronTrainee)
+        # A data loader of torch draws a seed when it is made, and a sampler may shuffle.
+        trainee.random.put_back(record.rng)
 
     def gather_weights(self) -> None:
         megatron_settle.gather_weights(self._model, self._optimizer)
@@ -132,7 +141,8 @@ class Recovery:
         def train() -> None:
             for number in range(session.board.finished + 1, last + 1):
                 with session.step(number, updates_finish=True):
-                    one_step(number)
+                    if one_step(number) is False:
+                        return
 
         if self._why_not and not worker.newcomer:
             train()
@@ -142,4 +152,4 @@ class Recovery:
             worker.ask_record()
         else:
             session.tell_again()
-        worker.run(LibraryLoop(*self._given, go_back), train)
+        worker.run(LibraryLoop(*self._given, session, go_back), train)

@@ -69,12 +69,6 @@ def log_of_this_process() -> StepLog | None:
     return None if loop is None else loop.log
 
 
-def is_newcomer() -> bool:
-    """Return whether this process takes the place of another, and has not joined yet."""
-    worker = rejoin.of_this_process()
-    return worker is not None and worker.newcomer
-
-
 @contextlib.contextmanager
 def loads_nothing(args: Any) -> Iterator[None]:
     """While a newcomer builds its model: no checkpoint is read, its state comes from the survivors."""

@@ -331,3 +331,9 @@ class OnlineRecovery:
 def of_this_process() -> Rejoin | None:
     """Return what takes part for this worker; None with TTP_ONLINE=0."""
     return context.part(OnlineRecovery).rejoin
+
+
+def is_newcomer() -> bool:
+    """Return whether this process takes the place of another, and has not joined yet."""
+    worker = of_this_process()
+    return worker is not None and worker.newcomer

@@ -1,8 +1,9 @@
-"""A training loop of one's own on Megatron-core, with last words: `ttprun --nproc-per-node 4 pretrain.py
---save ckpt`.
+"""A training loop of one's own on Megatron-core that outlives its processes: `ttprun --nproc-per-node 4
+pretrain.py --save ckpt`.
 
-A tiny GPT with dropout in bf16 under DDP and the distributed optimizer, on tokens drawn from a seed. What
-concerns the adaptor is marked (ttp); without it, or with ENABLE_TTP=False, this runs under plain torchrun.
+A tiny GPT with dropout in bf16 under DDP and the distributed optimizer, on the rows of a data loader that
+reads ahead. What concerns the adaptor is marked (ttp); without it, or with ENABLE_TTP=False, this runs under
+plain torchrun.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import adaptor  # (ttp)
@@ -29,8 +31,30 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH = 256, 32, 2
+
+
+class Rows(Dataset[torch.Tensor]):
+    """A text of as many rows as the training takes; a row follows from its number alone."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(row))
+
+
+def read_behind(step: int, last: int) -> Iterator[torch.Tensor]:
+    """Return the batches of this rank of the steps behind `step`, read ahead by a process of their own."""
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rows = Rows(last * BATCH * size)
+    own = [row for row in range(step * BATCH * size, len(rows)) if row // BATCH % size == rank]
+    return iter(DataLoader(rows, BATCH, sampler=own, num_workers=1))
 
 
 def main() -> None:
@@ -63,7 +87,8 @@ def main() -> None:
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-    done = load(args.save, model, optimizer, scheduler)
+    # A process in the place of a failed one gets its state from the others.
+    done = 0 if adaptor.is_newcomer() else load(args.save, model, optimizer, scheduler)  # (ttp)
     protection = adaptor.protect(  # (ttp)
         model=[model],
         optimizer=optimizer,
@@ -73,14 +98,19 @@ def main() -> None:
         samples_per_step=BATCH * size,
     )
     model.config.grad_scale_func = optimizer.scale_loss
+    batches = read_behind(done, args.iters)
+
+    def go_back(step: int) -> None:  # called before training goes on after a fault
+        nonlocal batches
+        batches = read_behind(step, args.iters)
 
     def one_step(step: int) -> None:  # called again for a step that a fault has cut off
-        loss, grad_norm = train_step(step, model, optimizer)
+        loss, grad_norm = train_step(next(batches), model, optimizer)
         scheduler.step(increment=BATCH * size)
         if torch.distributed.get_rank() == 0:
             print(f"step {step} loss {loss.hex()} grad norm {float(grad_norm).hex()}", flush=True)
 
-    protection.run_steps(one_step, last=args.iters)  # (ttp) in place of `for step in range(...)`
+    protection.run_steps(one_step, args.iters, go_back)  # (ttp) in place of `for step in range(...)`
     torch.distributed.destroy_process_group()
 
 
@@ -113,11 +143,9 @@ def build(instances: int) -> DistributedDataParallel:
     return DistributedDataParallel(config, ddp, model)
 
 
-def train_step(step: int, model: DistributedDataParallel, optimizer: object) -> tuple[float, float]:
+def train_step(batch: torch.Tensor, model: DistributedDataParallel, optimizer: object) -> tuple[float, float]:
     """One update; the mean loss over all ranks and the gradient norm."""
-    rank = parallel_state.get_data_parallel_rank()
-    source = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=source).cuda()
+    tokens = batch.cuda()
     model.zero_grad_buffer()
     optimizer.zero_grad()
     positions = torch.arange(LENGTH, device="cuda")[None]

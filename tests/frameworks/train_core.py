@@ -5,8 +5,10 @@ A tiny GPT under DDP and the distributed optimizer in bf16, on random tokens. Ea
 there, if there is one, and has its last words there, where the adaptor is enabled; it saves nothing itself.
 
 With `--context 2` two ranks share a sequence, half of it each: core's own attention for that is Transformer
-Engine's, so there is a plain one here. With `--freeze` the embedding is not trained. `--loop` says how the
-adaptor is told of the steps, or not told. `--give` makes a mistake in what it is given.
+Engine's, so there is a plain one here. With `--freeze` the embedding is not trained. With `--accumulate 2`
+every second step has an update. With `--stream` the tokens come from a data loader that reads ahead, and the
+loop counts them. `--loop` says how the adaptor is told of the steps, or not told. `--give` makes a mistake in
+what it is given.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from record import Recorder
+from torch.utils.data import DataLoader, Dataset
 
 import adaptor
 
 VOCABULARY = 256
 LENGTH = 32
+ROWS = 1000  # of a stream
 
 
 class ContextAttention(DotProductAttention):
@@ -54,8 +58,40 @@ class ContextAttention(DotProductAttention):
         return super().forward(query, key, value, *args, **kwargs)
 
 
-def build(instances: int, context: int, freeze: bool) -> tuple[DistributedDataParallel, TransformerConfig]:
-    """The model, its gradients reduced into shards for `instances` copies of the optimizer state."""
+class Rows(Dataset[torch.Tensor]):
+    """Tokens that depend on the number of their row alone."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(row))
+
+
+class Stream:
+    """The rows of a data-parallel rank in their order, from a process that reads ahead of the loop.
+
+    `rows` of them have been read.
+    """
+
+    def __init__(self, rank: int, size: int, step: int) -> None:
+        self._rank, self._size = rank, size
+        self.go_back(step)
+
+    def go_back(self, step: int) -> None:
+        self.rows = step
+        own = range(step * self._size + self._rank, ROWS, self._size)
+        self._loader = iter(DataLoader(Rows(), sampler=own, num_workers=1))
+        torch.rand(())  # a loader draws its seed; the device cpu gives each a generator of its own
+
+    def read(self) -> torch.Tensor:
+        self.rows += 1
+        tokens: torch.Tensor = next(self._loader)
+        return tokens
+
+
+def build(args: argparse.Namespace) -> tuple[DistributedDataParallel, TransformerConfig]:
+    """The model, its gradients reduced into shards for `args.instances` copies of the optimizer state."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=64,
@@ -66,25 +102,31 @@ def build(instances: int, context: int, freeze: bool) -> tuple[DistributedDataPa
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
-        context_parallel_size=context,
+        context_parallel_size=args.context,
+        tensor_model_parallel_size=args.tensor,
     )
     spec = get_gpt_layer_local_spec()
-    if context > 1:
+    if args.context > 1:
         spec.submodules.self_attention.submodules.core_attention = ContextAttention
     model = GPTModel(config, spec, VOCABULARY, LENGTH).cuda().bfloat16()
-    model.embedding.requires_grad_(not freeze)
+    model.embedding.requires_grad_(not args.freeze)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        num_distributed_optimizer_instances=instances,
+        use_distributed_optimizer=not args.whole,
+        num_distributed_optimizer_instances=args.instances,
         grad_reduce_in_fp32=True,
     )
     return DistributedDataParallel(config, ddp, model), config
 
 
-def batch(iteration: int, rank: int) -> dict[str, torch.Tensor]:
-    """This rank's part of [1, LENGTH] tokens, which depend on iteration and data-parallel rank alone."""
-    source = torch.Generator().manual_seed(1000 * iteration + rank)
-    tokens = torch.randint(VOCABULARY, (1, LENGTH + 1), generator=source).cuda()
+def drawn(iteration: int) -> torch.Tensor:
+    """Tokens that depend on iteration and data-parallel rank alone."""
+    source = torch.Generator().manual_seed(1000 * iteration + parallel_state.get_data_parallel_rank())
+    return torch.randint(VOCABULARY, (1, LENGTH + 1), generator=source)
+
+
+def batch(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """This rank's part of [1, LENGTH + 1] tokens, as the model takes it."""
+    tokens = tokens.cuda()
     part = LENGTH // parallel_state.get_context_parallel_world_size()
     start = part * parallel_state.get_context_parallel_rank()
     own = slice(start, start + part)
@@ -102,7 +144,8 @@ def resume(root: Path, model: DistributedDataParallel, optimizer: MegatronOptimi
     if not tracker.exists():
         return 0
     step = int(tracker.read_text())
-    folder = root / f"iter_{step:07d}" / "mp_rank_00"
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    folder = root / f"iter_{step:07d}" / f"mp_rank_{rank:02d}"
     body = torch.load(folder / "model_optim_rng.pt", weights_only=False)
     model.module.load_state_dict(body["model"])
     optimizer.load_state_dict(body["optimizer"])
@@ -136,6 +179,11 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=8)
     parser.add_argument("--instances", type=int, default=1, help="copies of the optimizer state")
     parser.add_argument("--context", type=int, default=1, help="ranks that share a sequence")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that share a layer")
+    parser.add_argument("--whole", action="store_true", help="every rank has the whole optimizer")
+    parser.add_argument("--accumulate", type=int, default=1, help="steps with one update")
+    parser.add_argument("--stream", action="store_true", help="tokens from a data loader that reads ahead")
+    parser.add_argument("--end-at", type=int, help="the step in which the function asks for the end")
     parser.add_argument("--freeze", action="store_true", help="do not train the embedding")
     parser.add_argument("--loop", choices=LOOPS, default="step", help="how the adaptor is told of steps")
     parser.add_argument("--give", choices=["bare-model", "bare-optimizer", "twice"], help="to the adaptor")
@@ -146,18 +194,23 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(
-        context_parallel_size=args.context, num_distributed_optimizer_instances=args.instances
+        tensor_model_parallel_size=args.tensor,
+        context_parallel_size=args.context,
+        num_distributed_optimizer_instances=args.instances,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
-    model, config = build(args.instances, args.context, args.freeze)
+    model, config = build(args)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True),
+        OptimizerConfig(
+            lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=not args.whole
+        ),
         [model],
     )
     config.grad_scale_func = optimizer.scale_loss
     recorder = Recorder(args.record)
-    step = resume(args.save, model, optimizer) if args.save else 0
+    # A new process among others has no checkpoint to load: its state comes from them.
+    step = resume(args.save, model, optimizer) if args.save and not adaptor.is_newcomer() else 0
     protection: Any = contextlib.nullcontext()
     if args.loop != "unprotected":
         given: dict[str, Any] = {"model": [model], "optimizer": optimizer}
@@ -168,21 +221,36 @@ def main() -> None:
         for _ in range(2 if args.give == "twice" else 1):
             protection = adaptor.protect(**given, save=args.save or "", step=step)
 
-    def one_step(iteration: int) -> None:
+    size = parallel_state.get_data_parallel_world_size()
+    stream = Stream(parallel_state.get_data_parallel_rank(), size, step) if args.stream else None
+
+    def one_step(iteration: int) -> bool:
         with LOOPS[args.loop](protection, iteration):
-            model.zero_grad_buffer()
-            optimizer.zero_grad()
-            loss = model(**batch(iteration, parallel_state.get_data_parallel_rank())).mean()
-            optimizer.scale_loss(loss).backward()
-            finalize_model_grads([model])
-            done, grad_norm, _ = optimizer.step()
+            if (iteration - 1) % args.accumulate == 0:
+                model.zero_grad_buffer()
+                optimizer.zero_grad()
+            loss = model(**batch(stream.read() if stream else drawn(iteration))).mean()
+            is_last = iteration % args.accumulate == 0
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                optimizer.scale_loss(loss).backward()
+            done, grad_norm = False, None
+            if is_last:
+                finalize_model_grads([model])
+                done, grad_norm, _ = optimizer.step()
             mean = loss.detach() / torch.distributed.get_world_size()
             torch.distributed.all_reduce(mean)
         with protection.phase("logging") if args.loop != "unprotected" else protection:
-            recorder.add(iteration, {"lm loss": mean}, grad_norm, skipped=not done)
+            figures = {"lm loss": mean, **({"rows": stream.rows} if stream else {})}
+            recorder.add(iteration, figures, grad_norm, skipped=not done)
+        return iteration != args.end_at
+
+    def go_back(step: int) -> None:
+        print(f"back behind step {step}\n", end="", flush=True)  # one write: four ranks have one log
+        if stream is not None:
+            stream.go_back(step)
 
     if args.loop == "run-steps":
-        protection.run_steps(one_step, args.iters, lambda step: print("back behind step", step, flush=True))
+        protection.run_steps(one_step, args.iters, go_back)
     else:
         for iteration in range(step + 1, args.iters + 1):
             one_step(iteration)

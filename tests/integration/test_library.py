@@ -81,6 +81,90 @@ def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path, undistu
     outcome.assert_saved(save, 5)
 
 
+STREAM = ("--loop", "run-steps", "--stream")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_stream(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """With an iterator over its data, and without the adaptor."""
+    ended = train(tmp_path_factory.mktemp("stream") / "run", "--stream", launcher="torchrun")
+    assert ended.code == 0, ended.log[-3000:]
+    return ended
+
+
+def test_an_iterator_over_the_data_goes_back_with_the_loop(tmp_path: Path, undisturbed_stream: Ended) -> None:
+    """It reads ahead, and draws a random number when it is made; the loop counts what it has read."""
+    faults = [
+        "rank=2,step=4,phase=backward,kind=sigkill",
+        "rank=0,step=6,phase=reduction,kind=exception",
+        "rank=3,step=7,phase=update,kind=sigkill",
+    ]
+    job = ("--save", str(tmp_path / "save"), *STREAM)
+    ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=("--ttp-online", "60"))
+    assert ended.code == 0, ended.log[-3000:]
+    assert "3 incidents (3 without a restart), 0 steps lost" in ended.log
+    assert [ended.log.count(f"back behind step {step}\n") for step in (3, 5, 7)] == [4, 4, 4]
+    # The line of a step that all had finished when the rank was killed may be written nowhere.
+    outcome.assert_same_training(ended, undisturbed_stream.records, {*range(1, ITERATIONS + 1)} - {7})
+
+
+def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(
+    tmp_path: Path, undisturbed_stream: Ended
+) -> None:
+    """The second one strikes the only other rank with the shard, when it gives it to the new process."""
+    faults = [
+        "rank=2,step=4,phase=forward,kind=sigstop",
+        "rank=1,step=7,phase=backward,kind=sigkill",
+        "rank=3,phase=give,kind=sigkill,since=7",
+    ]
+    save = tmp_path / "save"
+    options = ("--ttp-online", "60", "--ttp-hang", "5")
+    job = ("--save", str(save), *STREAM)
+    ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
+    assert ended.code == 0, ended.log[-3000:]
+    assert any("rank 2 does not answer; replaced by pid " in line for line in ended.said), ended.said
+    assert "restart 1 of 1: from step 6, 0 steps lost" in ended.log
+    assert "2 incidents (1 without a restart), 0 steps lost" in ended.log
+    outcome.assert_saved(save, 6)
+    outcome.assert_same_training(ended, undisturbed_stream.records)
+
+
+def test_the_function_asks_for_the_end(tmp_path: Path, undisturbed_stream: Ended) -> None:
+    """In a step that is made once more."""
+    job = ("--save", str(tmp_path / "save"), *STREAM, "--end-at", "6")
+    fault = "rank=1,step=6,phase=backward,kind=sigkill"
+    ended = train(tmp_path / "job", *job, restarts=1, faults=[fault], options=("--ttp-online", "60"))
+    assert ended.code == 0, ended.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
+    outcome.assert_same_training(ended, undisturbed_stream.records, range(1, 7))
+    assert {max(line["iteration"] for line in lines) for lines in ended.records.values()} == {6}
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault", "behind"),
+    [
+        # What was added to gradients since the last update is in no state: it is made again.
+        (("--accumulate", "2"), "rank=1,step=6,phase=backward,kind=sigkill", 4),
+        (("--tensor", "2"), "rank=3,step=6,phase=update,kind=sigkill", 6),
+        (("--context", "2", "--freeze"), "rank=0,step=6,phase=norm,kind=sigkill", 5),
+    ],
+    ids=["accumulates", "tensor-parallel", "frozen"],
+)
+def test_layouts_are_recovered_online(
+    layout: tuple[str, ...], fault: str, behind: int, tmp_path: Path
+) -> None:
+    instances = 1 if "--whole" in layout else 2
+    undisturbed = train(tmp_path / "undisturbed", *layout, launcher="torchrun", instances=instances)
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    job = (*layout, "--save", str(tmp_path / "save"), "--loop", "run-steps")
+    ended = train(tmp_path / "job", *job, restarts=1, faults=[fault], options=("--ttp-online", "60"))
+    assert ended.code == 0, ended.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
+    assert ended.log.count(f"back behind step {behind}\n") == 4
+    outcome.assert_saved(tmp_path / "save", behind)
+    outcome.assert_same_training(ended, undisturbed.records, {*range(1, ITERATIONS + 1)} - {behind})
+
+
 def test_shared_sequences_and_a_frozen_part(tmp_path: Path) -> None:
     """Context parallelism: ranks that share a sequence share the optimizer state, like data-parallel ones."""
     layout = ("--context", "2", "--freeze")

@@ -656,6 +656,26 @@ def test_steps_of_a_function_where_nothing_is_recovered_online(worker: Worker) -
     assert made == [(5, 5), (6, 6), (5, -1)]
 
 
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_function_of_a_step_ends_the_loop(worker: Worker, is_enabled: bool) -> None:
+    worker.loop.begin(4)
+    made = list[int]()
+    protection = Protection(worker.session if is_enabled else None, 4)
+    protection.run_steps(lambda step: made.append(step) or step != 6, 9)
+    assert made == [5, 6]
+    assert worker.board.inside == -1, "the last step has ended"
+
+
+@pytest.mark.robustness("A1", "run_steps is called twice", "one line that says why it is called once")
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_steps_are_made_in_one_call(worker: Worker, is_enabled: bool) -> None:
+    worker.loop.begin(4)
+    protection = Protection(worker.session if is_enabled else None, 4)
+    protection.run_steps(lambda step: None, 5)
+    with pytest.raises(StepError, match=r"protection\.run_steps was called a second time: .* in one call"):
+        protection.run_steps(lambda step: None, 6)
+
+
 @pytest.mark.robustness(
     "A1", "an exception leaves a step, and the script catches it", "the step is left: no hang is said later"
 )
