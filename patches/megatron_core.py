@@ -5,6 +5,8 @@ Both in one unit: replicas without the door, or the door without replicas, would
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +19,11 @@ from adaptor.worker import runtime
 from adaptor.worker.unprotected import UnprotectedTraining
 
 INSTANCES = "num_distributed_optimizer_instances"
+# In `parallel_state`: the half of a group that was cut in two, and the whole of it.
+_HALVES = {
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "_DATA_PARALLEL_GROUP_WITH_CP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "_EXPERT_DATA_PARALLEL_GROUP",
+}
 
 
 class PutOff:
@@ -74,14 +81,29 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
     from megatron.core import parallel_state
 
     ddp_config = kwargs.get("ddp_config", args[1] if len(args) > 1 else None)
-    if hasattr(ddp_config, INSTANCES) and ddp_config.use_distributed_optimizer:
-        size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        instances = size // parallel_state.get_data_parallel_world_size(
-            with_context_parallel=True, partial_data_parallel=True
-        )
+    if not hasattr(ddp_config, INSTANCES):
+        return wrapped(*args, **kwargs)
+    size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    instances = size // parallel_state.get_data_parallel_world_size(
+        with_context_parallel=True, partial_data_parallel=True
+    )
+    if ddp_config.use_distributed_optimizer:
         context.part(ReplicaChoice).require_instances(size, instances)
         ddp_config.num_distributed_optimizer_instances = instances
-    return wrapped(*args, **kwargs)
+        return wrapped(*args, **kwargs)
+    if instances == 1:
+        return wrapped(*args, **kwargs)
+    # The groups were made before: in a loop of one's own nobody has said then that each rank will have the
+    # whole optimizer. The framework would reduce its gradients over one half alone.
+    half = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    with _whole_groups():
+        made = wrapped(*args, **kwargs)
+    if any(buffer.data_parallel_group is half for buffer in instance.buffers):
+        raise UnsupportedError(
+            "the optimizer is not distributed, and this version of Megatron-core would reduce its gradients "
+            "over half of the ranks: set TTP_REPLICA=none; nothing is lost, because each rank has all of it"
+        )
+    return made
 
 
 @optimizer.patch(
@@ -163,6 +185,21 @@ def one_instance_writes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     if any(getattr(inner, "distributed_optimizer_instance_id", 0) for inner in instance.chained_optimizers):
         return None
     return wrapped(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _whole_groups() -> Iterator[None]:
+    """Let the framework find the whole of a group where it asks for the half of an optimizer instance."""
+    from megatron.core import parallel_state
+
+    halves = {name: getattr(parallel_state, name) for name in _HALVES if hasattr(parallel_state, name)}
+    for name in halves:
+        setattr(parallel_state, name, getattr(parallel_state, _HALVES[name]))
+    try:
+        yield
+    finally:
+        for name, half in halves.items():
+            setattr(parallel_state, name, half)
 
 
 def detect_instance_support() -> None:

@@ -147,8 +147,9 @@ def test_the_function_asks_for_the_end(tmp_path: Path, undisturbed_stream: Ended
         (("--accumulate", "2"), "rank=1,step=6,phase=backward,kind=sigkill", 4),
         (("--tensor", "2"), "rank=3,step=6,phase=update,kind=sigkill", 6),
         (("--context", "2", "--freeze"), "rank=0,step=6,phase=norm,kind=sigkill", 5),
+        (("--whole",), "rank=1,step=6,phase=forward,kind=sigkill", 5),
     ],
-    ids=["accumulates", "tensor-parallel", "frozen"],
+    ids=["accumulates", "tensor-parallel", "frozen", "whole-optimizer"],
 )
 def test_layouts_are_recovered_online(
     layout: tuple[str, ...], fault: str, behind: int, tmp_path: Path
