@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import os
 import socket
 import sys
@@ -77,6 +78,7 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
                 # is not there yet. A worker imports it where it needs it.
                 with contextlib.suppress(Exception, SystemExit):
                     _import(name, origin)
+        _let_inspect_know_the_modules()
         sys.path[:] = path
     other = [
         f"{name} is {modules.origin(name)} here, {origin} in a worker"
@@ -96,6 +98,14 @@ def _import(name: str, origin: str) -> None:
     spec = importlib.util.find_spec(name)
     if spec is not None and str(spec.origin or "") == origin:
         importlib.import_module(name)
+
+
+def _let_inspect_know_the_modules() -> None:
+    """Let Python's `inspect` look at every module: it does so when it is asked for code of a file that it
+    does not know, and keeps what it finds. Megatron-LM asks in each step (its rerun state machine), so a new
+    process would take the time for it, some 50 ms, in the step that all others wait for."""
+    with contextlib.suppress(Exception):  # whatever a module answers that loads its parts late
+        inspect.getmodule(compile("", "<of no module>", "exec"))
 
 
 @contextlib.contextmanager

@@ -85,7 +85,11 @@ class Groups:
         call = inspect.signature(helper).bind(*args, **kwargs)
         asked = dict(call.arguments)
         self._helper = helper
-        if self.lone:
+        if self.lone and _is_alone_in_gloo(asked):
+            from torch.distributed import HashStore
+
+            call.arguments["store"] = HashStore()  # it meets nobody there, now or later
+        elif self.lone:
             import torch.testing._internal.distributed.fake_pg  # noqa: F401  (it registers the backend)
 
             call.arguments["backend"] = LONE_BACKEND
@@ -112,7 +116,9 @@ class Groups:
         return int(_books().group_count)
 
     def exchange(self, store: Any, occasion: str) -> None:
-        """Give every group a fresh backend: all members do it, in the order in which they were made.
+        """Give the groups fresh backends: all members do it, in the order in which they were made.
+
+        A gloo group of this rank alone keeps its own, which has no connection that a fault could break.
 
         Args:
             store: where the members meet; its keys must be new.
@@ -124,11 +130,12 @@ class Groups:
         """
         if self._exchanges >= MOST_EXCHANGES:
             raise ExchangeError(f"the process groups were exchanged {MOST_EXCHANGES} times in this process")
-        _require_descriptors(len(self._made))
+        exchanged = {name: made for name, made in self._made.items() if not _is_sound(made.group)}
+        _require_descriptors(len(exchanged))
         self._exchanges += 1
         self.lone = False
         with self._connecting():
-            for name, made in list(self._made.items()):
+            for name, made in exchanged.items():
                 self._exchange_one(f"{name}@{occasion}", made, store)
 
     def sockets(self) -> frozenset[int]:
@@ -235,6 +242,20 @@ def _books() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world
+
+
+def _is_alone_in_gloo(asked: dict[str, Any]) -> bool:
+    """Return whether a group that is `asked` for has this rank alone, and gloo on each device."""
+    return asked["group_size"] == 1 and str(asked["backend"]) == "gloo"
+
+
+def _is_sound(group: Any) -> bool:
+    """Return whether no fault of another rank can break a group: there is none in it, and nothing aborts
+    gloo."""
+    from torch.distributed import ProcessGroupGloo
+
+    backends = [group._get_backend(device) for device in group._device_types]
+    return group.size() == 1 and all(isinstance(one, ProcessGroupGloo) for one in backends)
 
 
 def _is_member(group: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,10 @@ def summed(group: dist.ProcessGroup | None) -> float:
     return float(tensor[0])
 
 
+def backend_of(group: Any) -> Any:
+    return group._get_backend(torch.device("cpu"))
+
+
 def main(port: int, rank: int, size: int, newcomer: bool) -> None:
     known = context.part(groups.Groups)
     known.remember(lone=newcomer)
@@ -34,6 +39,7 @@ def main(port: int, rank: int, size: int, newcomer: bool) -> None:
     )
     made = [None, dist.new_group(list(range(size))), dist.new_group([0, size - 1])]
     other = dist.new_group([1])
+    own = backend_of(other) if rank == 1 else None
     total = size * (size + 1) / 2
     outer = size + 1 if rank in (0, size - 1) else rank + 1  # whose collective does nothing
     if newcomer:
@@ -41,6 +47,10 @@ def main(port: int, rank: int, size: int, newcomer: bool) -> None:
         dist.all_gather_object(told, rank)
         assert told == [rank] * size, "alone, each rank has given the same"
         assert dist.get_backend() == "gloo", "who asks is told the backend that it will be"
+        if rank == 1:
+            given, taken = torch.arange(3.0), torch.zeros(3)
+            dist.all_to_all_single(taken, given, group=other)
+            assert torch.equal(taken, given), "with itself alone, it speaks in earnest from the beginning"
     else:
         assert [summed(group) for group in made] == [total, total, outer]
         # The survivors have been through one exchange more than the newcomer.
@@ -55,6 +65,8 @@ def main(port: int, rank: int, size: int, newcomer: bool) -> None:
         assert [summed(group) for group in made] == [total, total, outer]
         assert dist.get_process_group_ranks(made[1]) == [*range(size)]
     assert (other is dist.GroupMember.NON_GROUP_MEMBER) == (rank != 1)
+    if rank == 1:
+        assert backend_of(other) is own, "what no other rank can break is kept"
     assert dist.get_backend() == "gloo"
     later = dist.new_group([0, size - 1])  # by the job's own store, under the name that all give it
     assert summed(later) == outer

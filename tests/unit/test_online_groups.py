@@ -52,21 +52,22 @@ from torch.distributed import distributed_c10d as c10d
 from adaptor import context
 from adaptor.online.groups import DESCRIPTORS_OF_A_GROUP, LEFT_DESCRIPTORS, ExchangeError, Groups
 
-more = int(sys.argv[1])
+more, rank, port = (int(word) for word in sys.argv[1:])
 made = context.part(Groups)
 made.remember(lone=False)
 helper = c10d._new_process_group_helper
 c10d._new_process_group_helper = lambda *args, **kwargs: made.make(helper, args, kwargs)
-store = dist.HashStore()
-dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=0, world_size=1)
-groups = [dist.new_group([0]) for _ in range(23)]
+store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=2)
+groups = [dist.new_group([0, 1]) for _ in range(23)]
+alone = [dist.new_group([each], backend="gloo") for each in (0, 1)]
 if more:
     limit = len(os.listdir("/proc/self/fd")) + 24 * DESCRIPTORS_OF_A_GROUP + LEFT_DESCRIPTORS + more
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 number = 0
 while True:
     try:
-        made.exchange(store, f"{number}.1")
+        made.exchange(dist.PrefixStore(str(number), store), f"{number}.1")
     except ExchangeError as error:
         files = [open(os.devnull) for _ in range(LEFT_DESCRIPTORS)]  # as many as last words may need
         print(number, error)
@@ -78,18 +79,26 @@ while True:
 
 
 def exchanges(more: int) -> str:
-    """Exchange the backends of 24 groups as often as it goes; return how often, and why not once more.
+    """Exchange the backends of 24 groups of two ranks as often as it goes; return how often, and why not once
+    more.
 
     Args:
         more: descriptors that there are at first beyond what one exchange asks for; 0: those of this machine.
     """
-    ran = subprocess.run(
-        [sys.executable, "-c", EXCHANGES, str(more)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
+    (port,) = free_ports(1)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def command(rank: int, more: int) -> list[str]:
+        return [sys.executable, "-c", EXCHANGES, str(more), str(rank), str(port)]
+
+    other = subprocess.Popen(
+        command(1, 0), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
+    try:
+        ran = subprocess.run(command(0, more), env=environment, capture_output=True, text=True, check=False)
+    finally:
+        other.kill()
+        other.wait()
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout.strip()
 
