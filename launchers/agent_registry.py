@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from adaptor.protocol.messages import AgentHello, FromAgent
+from adaptor.protocol.messages import AgentHello, FromAgent, Frozen
+
+_FOREIGN_RANK = "spoke for a rank of another node"
 
 
 class AgentRegistry:
@@ -36,11 +38,13 @@ class AgentRegistry:
             return "began with something else than a hello"
         if node in self._lost:
             return "spoke for a node that is lost"
+        if isinstance(message, Frozen):  # as many of them come as there are ranks, and a dump waits for all
+            return "" if self._homes.get(message.rank) == node else _FOREIGN_RANK
         if getattr(message, "node", node) != node:
             return "spoke for another node"
         rank = getattr(message, "rank", None)
         if rank is not None and self._homes.get(rank) != node:
-            return "spoke for a rank of another node"
+            return _FOREIGN_RANK
         return ""
 
     def is_here(self, node: int) -> bool:

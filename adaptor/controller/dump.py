@@ -90,7 +90,8 @@ class Writing:
     @property
     def taking_part(self) -> set[int]:
         """Return the ranks that have something to do in this attempt."""
-        return {rank for order in self.pending.values() for rank in order.ranks}
+        orders = self.pending.values()
+        return {order.writer for order in orders}.union(*(order.holders for order in orders))
 
     @property
     def is_in_place(self) -> bool:
@@ -167,6 +168,7 @@ class Writing:
             for rank in order.ranks:
                 names[rank] = (*names.get(rank, ()), name)
         host, port, secret = store
+        in_place = self.is_in_place  # looks at all ranks
         dumps = {  # one for all who take part in the same groups
             groups: Dump(
                 incident,
@@ -179,7 +181,7 @@ class Writing:
                 timeout_s=timeout_s,
                 as_is=tuple(self.doubts.ranks),
                 store_secret=secret,
-                in_place=self.is_in_place,
+                in_place=in_place,
             )
             for groups in set(names.values())
         }
