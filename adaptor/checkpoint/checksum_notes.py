@@ -26,6 +26,7 @@ _SMALL = 64 << 20  # of a file that rank 0 hashes for others, in bytes: a hundre
 class _Note(msgspec.Struct):
     bytes: int
     xxh3_128: str
+    xxh3_128_blocks: str | None = None
 
 
 def leave(folder: Path, entry: FileEntry) -> None:
@@ -33,7 +34,7 @@ def leave(folder: Path, entry: FileEntry) -> None:
 
     Where the disk refuses (it is full, the name with the suffix is too long), there is no note.
     """
-    text = msgspec.json.encode(_Note(entry.bytes, entry.xxh3_128 or ""))
+    text = msgspec.json.encode(_Note(entry.bytes, entry.xxh3_128 or "", entry.xxh3_128_blocks))
     try:
         with os.fdopen(disk.create(folder, f"{entry.path}{_SUFFIX}"), "wb") as file:
             file.write(text)
@@ -50,8 +51,7 @@ def hash_and_leave(folder: Path, path: Path) -> None:
     Where it cannot be read, there is no note.
     """
     with contextlib.suppress(OSError):
-        digest = hashing.hash_file(path)
-        leave(folder, FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, digest))
+        leave(folder, hashing.entry_of(path, path.relative_to(folder).as_posix()))
 
 
 def complete(folder: Path, files: list[Path]) -> None:
@@ -87,8 +87,11 @@ def entries(folder: Path, files: list[Path]) -> list[FileEntry]:
         note = _read(path, state) or (
             earlier.get(name) if _is_newer(folder / naming.MANIFEST, state) else None
         )
-        valid = note is not None and note.bytes == state.st_size
-        found.append(FileEntry(name, state.st_size, note.xxh3_128 if note is not None and valid else None))
+        if note is None or note.bytes != state.st_size:
+            found.append(FileEntry(name, state.st_size, None))
+        else:
+            blocks = note.xxh3_128_blocks
+            found.append(FileEntry(name, note.bytes, note.xxh3_128, xxh3_128_blocks=blocks))
     return found
 
 
@@ -129,4 +132,8 @@ def _of_earlier_call(folder: Path) -> Mapping[str, _Note]:
         files = manifest.read(folder).files
     except CheckpointError:
         return {}
-    return {entry.path: _Note(entry.bytes, entry.xxh3_128) for entry in files if entry.xxh3_128 is not None}
+    return {
+        entry.path: _Note(entry.bytes, entry.xxh3_128, entry.xxh3_128_blocks)
+        for entry in files
+        if entry.xxh3_128 is not None
+    }

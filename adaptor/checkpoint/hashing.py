@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -18,15 +18,24 @@ from adaptor.protocol.file_entry import FileEntry
 # Small enough that a slice is still in the cache when it is written after it was hashed, and that progress is
 # reported several times a second on a slow disk.
 _SLICE = 4 << 20
+# A larger file has a checksum of its blocks besides: the ranks of a job divide it among them. In bytes.
+_UNDIVIDED = 4 << 20
 
 
 def hash_file(path: Path) -> str:
     """The xxh3-128 of a file's content, in hexadecimal."""
     digest = xxhash.xxh3_128()
-    with os.fdopen(disk.open_regular(path), "rb", buffering=0) as file:
-        while piece := file.read(_SLICE):
-            digest.update(piece)
+    for piece in _pieces(path):
+        digest.update(piece)
     return digest.hexdigest()
+
+
+def _pieces(path: Path) -> Iterator[memoryview]:
+    """Yield the content of a file; each piece is good until the next one."""
+    memory = memoryview(bytearray(BLOCK))  # it stays in the cache
+    with os.fdopen(disk.open_regular(path), "rb", buffering=0) as file:
+        while count := file.readinto(memory):
+            yield memory[:count]
 
 
 DIGEST_BYTES = 16
@@ -68,6 +77,38 @@ class BlockDigest:
         return str(self._whole.hexdigest())
 
 
+class Digests:
+    """All checksums of a file that is hashed front to back: a large one has that of its blocks, too.
+
+    Attributes:
+        bytes: the number of them that were added
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._whole = xxhash.xxh3_128()
+        self._blocks = BlockDigest()
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Add the next bytes of the file."""
+        self.bytes += len(data)
+        self._whole.update(data)
+        self._blocks.update(data)
+
+    def entry(self, path: str, attempt: int | None = None) -> FileEntry:
+        """Return the entry of the file under `path`; nothing is added after it."""
+        blocks = self._blocks.hexdigest() if self.bytes > _UNDIVIDED else None
+        return FileEntry(path, self.bytes, self._whole.hexdigest(), attempt, blocks)
+
+
+def entry_of(path: Path, name: str) -> FileEntry:
+    """Return the entry, under `name`, of a file that is there. Raises OSError."""
+    digests = Digests()
+    for piece in _pieces(path):
+        digests.update(piece)
+    return digests.entry(name)
+
+
 def has_content_of(path: Path, entry: FileEntry) -> bool:
     """Return whether the file at `path` has the checksum of `entry`, which has one. Raises OSError."""
     if entry.xxh3_128 is not None:
@@ -96,27 +137,34 @@ def block_digests(path: Path, first: int, end: int, threads: int = 1) -> bytes:
     try:
         # The threads take stretches in turn: the disk sees one reader with several requests.
         stretches = range(first, end, _SLICE // BLOCK)
+        threads = max(1, min(threads, len(stretches)))
         hashed = functools.partial(_digests_in, descriptor, end)
-        if threads < 2 or len(stretches) < 2:
-            return b"".join(map(hashed, stretches))
+        if threads == 1:
+            return b"".join(hashed(stretches))
         with ThreadPoolExecutor(threads, thread_name_prefix="ttp-hash") as pool:
-            return b"".join(pool.map(hashed, stretches))
+            found = list(pool.map(hashed, (stretches[number::threads] for number in range(threads))))
+        return b"".join(found[number % threads][number // threads] for number in range(len(stretches)))
     finally:
         os.close(descriptor)
 
 
-def _digests_in(descriptor: int, end: int, first: int) -> bytes:
-    """Return the digests of a stretch of at most _SLICE bytes, before block `end`."""
-    buffer = bytearray(min(_SLICE, (end - first) * BLOCK))
-    view, filled = memoryview(buffer), 0
-    while filled < len(view) and (count := os.preadv(descriptor, [view[filled:]], first * BLOCK + filled)):
-        filled += count
-    found = bytearray()
-    for begin in range(0, filled, BLOCK):
-        digest = xxhash.xxh3_128()
-        digest.update(view[begin : min(begin + BLOCK, filled)])  # without the interpreter's lock
-        found += digest.digest()
-    return bytes(found)
+def _digests_in(descriptor: int, end: int, stretches: range) -> list[bytes]:
+    """Return the digests of the blocks of each stretch, as far as they stand before block `end`."""
+    memory, found = memoryview(bytearray(BLOCK)), []  # memory that stays in the cache
+    for first in stretches:
+        digests = bytearray()
+        for block in range(first, min(first + _SLICE // BLOCK, end)):
+            filled = 0
+            while filled < BLOCK and (
+                count := os.preadv(descriptor, [memory[filled:]], block * BLOCK + filled)
+            ):
+                filled += count
+            if filled:
+                digest = xxhash.xxh3_128()
+                digest.update(memory[:filled])  # without the interpreter's lock
+                digests += digest.digest()
+        found.append(bytes(digests))
+    return found
 
 
 def join_blocks(digests: bytes) -> str:
@@ -141,7 +189,7 @@ class HashingFile:
         self.bytes = 0
         self._progress = progress
         self._failure: BaseException | None = None
-        self._digest = xxhash.xxh3_128()
+        self._digests = Digests()
         self._also: list[Callable[[memoryview], None]] = []
         descriptor = disk.create(root, path.relative_to(root).as_posix())
         self._file = os.fdopen(descriptor, "wb", buffering=0)
@@ -157,7 +205,7 @@ class HashingFile:
         try:
             for start in range(0, len(view), _SLICE):
                 piece = view[start : start + _SLICE]
-                self._digest.update(piece)
+                self._digests.update(piece)
                 for update in self._also:
                     update(piece)
                 self._write_all(piece)
@@ -185,7 +233,7 @@ class HashingFile:
 
     def entry(self, path: str, attempt: int | None = None) -> FileEntry:
         """The entry for what was written, to be published under `path` relative to the checkpoint folder."""
-        return FileEntry(path, self.bytes, self._digest.hexdigest(), attempt)
+        return self._digests.entry(path, attempt)
 
     def __enter__(self) -> HashingFile:
         return self

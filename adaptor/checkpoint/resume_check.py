@@ -122,7 +122,7 @@ def _compare(order: _Told, rank: int, size: int) -> _Compared:
 
 def _in_blocks(file: FileEntry) -> bool:
     """Return whether a file has a checksum of its blocks, so that all ranks read a part of it."""
-    return file.xxh3_128 is None and file.xxh3_128_blocks is not None
+    return file.xxh3_128_blocks is not None
 
 
 def _digests(path: Path, first: int, end: int, threads: int, compared: _Compared) -> bytes:

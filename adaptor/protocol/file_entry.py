@@ -14,8 +14,9 @@ class FileEntry:
         bytes: its size
         xxh3_128: in hexadecimal, of a file that was written front to back; else None
         attempt: which attempt wrote it, while it has not been published; None when it has its name already
-        xxh3_128_blocks: of a file that several ranks have written in place: the xxh3-128 of the xxh3-128 of
-            its blocks of 1 MiB, in order (`hashing.BlockDigest`). Without either only the size is known
+        xxh3_128_blocks: of a large file, and of one that several ranks have written in place: the xxh3-128
+            of the xxh3-128 of its blocks of 1 MiB, in order (`hashing.BlockDigest`). Without either only the
+            size is known
     """
 
     path: str

@@ -81,7 +81,8 @@ def test_torch_saves_the_same_bytes_through_it(tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == plain.getvalue()
     assert file.bytes == sum(counts) == len(plain.getvalue())
     assert len(counts) > 5, "progress within one large tensor"
-    assert file.entry("x") == FileEntry("x", file.bytes, hashing.hash_file(tmp_path / "ours"))
+    assert file.entry("x") == hashing.entry_of(tmp_path / "ours", "x")
+    assert file.entry("x").xxh3_128 == hashing.hash_file(tmp_path / "ours")
 
 
 def test_what_progress_raises_ends_the_write(tmp_path: Path) -> None:
@@ -116,6 +117,21 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file.close()
     assert (tmp_path / "file").read_bytes() == b"0123456789"
     assert file.bytes == 10
+
+
+def test_a_large_file_has_a_checksum_of_its_blocks_too(tmp_path: Path) -> None:
+    content = os.urandom(5 * hashing.BLOCK + 10)
+    with HashingFile(tmp_path / "large") as large, HashingFile(tmp_path / "small") as small:
+        large.write(content)
+        small.write(content[: hashing.BLOCK])
+    entry = large.entry("large")
+    digests = hashing.block_digests(tmp_path / "large", 0, 9)
+    assert len(digests) == 6 * hashing.DIGEST_BYTES
+    assert digests == hashing.block_digests(tmp_path / "large", 0, 6, threads=3)
+    assert entry.xxh3_128_blocks == hashing.join_blocks(digests)
+    assert entry.xxh3_128 == hashing.hash_file(tmp_path / "large")
+    assert entry == hashing.entry_of(tmp_path / "large", "large")
+    assert small.entry("small").xxh3_128_blocks is None
 
 
 def test_close_waits_for_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

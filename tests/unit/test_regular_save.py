@@ -189,14 +189,19 @@ def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (folder / "mp_rank_00").mkdir()
         for path in (str(folder / "mp_rank_00" / "a.pt"), folder / "b.pt", tmp_path / "c.pt"):
             torch.save({"a": torch.arange(10)}, path)
+        torch.save(torch.zeros(2 << 20), folder / "large.pt")
         (folder / "d.pt").write_bytes(b"written by another process")
         saves().tracker(str(tmp_path / TRACKER))
     final = tmp_path / "iter_0000003"
-    assert {path.name for path in final.rglob("*")} == {"mp_rank_00", "a.pt", "b.pt", "d.pt", MANIFEST}
+    assert {path.name for path in final.rglob("*")} == {
+        *("mp_rank_00", "a.pt", "b.pt", "d.pt", "large.pt", MANIFEST)
+    }
     assert torch.load(final / "mp_rank_00" / "a.pt")["a"].tolist() == list(range(10))
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000003", "c.pt", TRACKER}
     hashed = {entry.path: entry.xxh3_128 is not None for entry in manifest.read(final).files}
-    assert hashed == {"mp_rank_00/a.pt": True, "b.pt": True, "d.pt": False}
+    assert hashed == {"mp_rank_00/a.pt": True, "b.pt": True, "d.pt": False, "large.pt": True}
+    divided = [entry.path for entry in manifest.read(final).files if entry.xxh3_128_blocks is not None]
+    assert divided == ["large.pt"]
     assert manifest.defects(final) == []
     content = bytearray((final / "b.pt").read_bytes())
     content[len(content) // 2] ^= 1

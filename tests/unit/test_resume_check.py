@@ -24,7 +24,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from adaptor import output
-from adaptor.checkpoint import disk, left_overs, manifest, publish, regular_folder, resume_check, tracker
+from adaptor.checkpoint import (
+    disk,
+    hashing,
+    left_overs,
+    manifest,
+    publish,
+    regular_folder,
+    resume_check,
+    tracker,
+)
 from adaptor.checkpoint.hashing import BLOCK, BlockDigest, HashingFile
 from adaptor.errors import ResumeError
 from adaptor.protocol import naming
@@ -429,14 +438,18 @@ def _heard(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[1:]) for line in text.splitlines() if line[0] == "="]
 
 
-def test_all_ranks_read_a_part_of_a_file_with_a_checksum_of_blocks(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["in-place", "front-to-back"])
+def test_all_ranks_read_a_part_of_a_file_with_a_checksum_of_blocks(
+    root: Path, tmp_path: Path, whole: bool
+) -> None:
     """A byte is found wherever it has changed: in the part of either rank, in the short last block."""
     folder = publish.prepare(root, NEWER + 1)
     content = os.urandom(3 * BLOCK + 10)
     digest = BlockDigest()
     digest.update(content)
     (folder / "large.pt").write_bytes(content)
-    entry = FileEntry("large.pt", len(content), None, xxh3_128_blocks=digest.hexdigest())
+    known = hashing.hash_file(folder / "large.pt") if whole else None
+    entry = FileEntry("large.pt", len(content), known, xxh3_128_blocks=digest.hexdigest())
     publish.publish(root, NEWER + 1, [entry], {}, 2)
     copies = [root]
     for at in (0, 2 * BLOCK, len(content) - 1):
@@ -450,6 +463,8 @@ def test_all_ranks_read_a_part_of_a_file_with_a_checksum_of_blocks(root: Path, t
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
     said = [_heard(text) for text in outputs]
     assert not any(one["refused"] for lines in said for one in lines), "\n".join(outputs)
+    read = [name for lines in said for one in lines for name in one["read"]]
+    assert not any("large.pt" in name for name in read), "no rank reads all of it"
     assert [len(lines) for lines in said] == [len(copies)] * 2, "\n".join(outputs)
     assert [tracker.tracked_step(copy) for copy in copies] == [NEWER + 1, *[NEWER] * 4]
     assert outputs[0].count("large.pt: checksum differs from the manifest") == 3
