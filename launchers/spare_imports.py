@@ -25,6 +25,7 @@ from adaptor.launchers import worker_main
 from adaptor.protocol import environment, wire
 from adaptor.protocol.spare_messages import Become, Import, Ready, to_spare
 from adaptor.worker import modules
+from adaptor.worker.garbage import GarbageCollection
 
 # By how much a spare is nicer than the workers while it imports, where that can be taken back.
 NICER = 10
@@ -65,6 +66,7 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
 def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
     """Return why this process cannot become a worker; empty: it can."""
     path = list(sys.path)
+    context.part(GarbageCollection).put_off()
     with _standing_back(), _reads_of(frozenset(order.of_a_rank)) as reads:
         try:
             worker_main.arm(None)

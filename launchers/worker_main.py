@@ -29,6 +29,11 @@ def main() -> None:
     """Be a worker: run the script in the arguments."""
     _script.leave_own_path()
     die_with_the_agent()
+    if environment.NEWCOMER in os.environ:
+        from adaptor import context
+        from adaptor.worker.garbage import GarbageCollection
+
+        context.part(GarbageCollection).put_off()
     run(sys.argv[1:])
 
 

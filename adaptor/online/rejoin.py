@@ -34,6 +34,7 @@ from adaptor.protocol.messages import Joined, Proceed, Regroup, RegroupFailed, R
 from adaptor.waits import Waits
 from adaptor.worker import runtime
 from adaptor.worker.door import Unwind
+from adaptor.worker.garbage import GarbageCollection
 from adaptor.worker.processor import CannotRejoinError, why_not
 from adaptor.worker.runtime import Runtime
 
@@ -192,6 +193,7 @@ class Rejoin:
         """Return what `train` returns, which is the framework's loop; it is called again after each
         incident from which the job goes on."""
         self._loop = loop
+        context.part(GarbageCollection).resume()  # in a newcomer: it has started
         self._will_not_return = False
         try:
             return self._run(loop, train)
