@@ -54,7 +54,8 @@ def read_behind(step: int, last: int) -> Iterator[torch.Tensor]:
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     rows = Rows(last * BATCH * size)
     own = [row for row in range(step * BATCH * size, len(rows)) if row // BATCH % size == rank]
-    return iter(DataLoader(rows, BATCH, sampler=own, num_workers=1))
+    # It draws a seed: from a generator of its own, so that it may be made when the random states are loaded.
+    return iter(DataLoader(rows, BATCH, sampler=own, num_workers=1, generator=torch.Generator()))
 
 
 def main() -> None:

@@ -82,7 +82,6 @@ class Stream:
         self.rows = step
         own = range(step * self._size + self._rank, ROWS, self._size)
         self._loader = iter(DataLoader(Rows(), sampler=own, num_workers=1))
-        torch.rand(())  # a loader draws its seed; the device cpu gives each a generator of its own
 
     def read(self) -> torch.Tensor:
         self.rows += 1
@@ -248,6 +247,7 @@ def main() -> None:
         print(f"back behind step {step}\n", end="", flush=True)  # one write: four ranks have one log
         if stream is not None:
             stream.go_back(step)
+            torch.rand(())  # a loader draws its seed; the device cpu gives each a generator of its own
 
     if args.loop == "run-steps":
         protection.run_steps(one_step, args.iters, go_back)
