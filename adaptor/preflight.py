@@ -214,6 +214,8 @@ def _in_one_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     said = " ".join(str(error).split())
+    if not said and isinstance(error, AssertionError) and frames:
+        said = frames[-1].line or ""  # the statement; most of Megatron-LM's assertions say nothing
     return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"
 
 

@@ -261,6 +261,7 @@ def test_a_training_loop_of_its_own_beside_patches_that_do_not_fit(
             "raise AssertionError('CUDA_DEVICE_MAX_CONNECTIONS')",
             "AssertionError: CUDA_DEVICE_MAX_CONNECTIONS",
         ),
+        ("assert sys.argv == 7", "AssertionError: assert sys.argv == 7"),
         ("import engine_of_nobody", "ModuleNotFoundError: No module named 'engine_of_nobody'"),
         ("sys.exit(3)", "exit code 3"),
         ("sys.exit('no data')", "SystemExit: no data"),
