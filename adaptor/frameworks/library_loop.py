@@ -29,6 +29,7 @@ class LibraryLoop:
         describe: describes what this rank holds: collective.
         session: of this process.
         go_back: lets the script go back behind a step.
+        last: the number of the last step.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class LibraryLoop:
         describe: Callable[[], MegatronTrainee],
         session: Session,
         go_back: Callable[[int], Any] | None,
+        last: int,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -46,6 +48,7 @@ class LibraryLoop:
         self._describe = describe
         self._session = session
         self._go_back = go_back
+        self._last = last
         self._record: StepRecord | None = None  # of the step to go back behind, before the next one
 
     def group(self) -> str:
@@ -58,7 +61,7 @@ class LibraryLoop:
         return self._model
 
     def answers(self, step: int) -> Mapping[str, Any]:
-        return {}
+        return {"last": self._last}
 
     def settle(self, step: int) -> None:
         megatron_settle.settle_core(self._model)
@@ -149,7 +152,8 @@ class Recovery:
             return
         worker.set_online_support(self._why_not)
         if worker.newcomer:
-            worker.ask_record()
+            # The script may count it from the step of the checkpoint that it has loaded.
+            last = worker.ask_record().answers["last"]
         else:
             session.tell_again()
-        worker.run(LibraryLoop(*self._given, session, go_back), train)
+        worker.run(LibraryLoop(*self._given, session, go_back, last), train)

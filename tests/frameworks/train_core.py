@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="every rank has the whole optimizer")
     parser.add_argument("--accumulate", type=int, default=1, help="steps with one update")
     parser.add_argument("--stream", action="store_true", help="tokens from a data loader that reads ahead")
+    parser.add_argument("--further", type=int, help="steps behind that of the checkpoint, for --iters")
     parser.add_argument("--end-at", type=int, help="the step in which the function asks for the end")
     parser.add_argument("--freeze", action="store_true", help="do not train the embedding")
     parser.add_argument("--loop", choices=LOOPS, default="step", help="how the adaptor is told of steps")
@@ -250,7 +251,7 @@ def main() -> None:
             torch.rand(())  # a loader draws its seed; the device cpu gives each a generator of its own
 
     if args.loop == "run-steps":
-        protection.run_steps(one_step, args.iters, go_back)
+        protection.run_steps(one_step, step + args.further if args.further else args.iters, go_back)
     else:
         for iteration in range(step + 1, args.iters + 1):
             one_step(iteration)
