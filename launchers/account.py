@@ -78,6 +78,10 @@ class Account:
         self._again = f"restart {self._begun} of {self._restarts}"
         return self._again
 
+    def begin_after(self, begun: int) -> None:
+        """Take over how many restarts the job had made before this node came."""
+        self._begun = begun
+
     def join(self) -> str:
         """Note that the workers are about to be started again, on more nodes; return that, in words."""
         self._again = "start on more nodes"

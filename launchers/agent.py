@@ -29,6 +29,8 @@ from adaptor.protocol.messages import NODES_JOIN, Verdict
 
 # torch's name for the file of a failure that has left none.
 _NO_FILE = "<N/A>"
+# In the store of a generation: how many restarts the job has made.
+_RESTARTS = "ttp/restarts"
 
 
 class SurvivorsAgent(LocalElasticAgent):
@@ -98,6 +100,7 @@ class SurvivorsAgent(LocalElasticAgent):
         workers = worker_group.workers
         store = self._store_of_this_generation(worker_group)
         self._keep_place(worker_group)
+        self._share_restarts(worker_group.group_rank, store)
         if self._resume is not None:
             self._resume.prepare(worker_group.group_rank, worker_group.group_world_size, store)
         self._control.begin(
@@ -135,6 +138,22 @@ class SurvivorsAgent(LocalElasticAgent):
             return worker_group.store
         self._generations += 1
         return PrefixStore(f"ttp/{self._generations}", worker_group.store)
+
+    def _share_restarts(self, node: int, store: Any) -> None:
+        """Let a node that comes later know how many restarts are used up: all agents decide alike then.
+
+        Args:
+            node: the rank of this node.
+            store: with keys of this generation alone.
+        """
+        if not self._handler.has_met_before:
+            return
+        if node == 0:
+            store.set(_RESTARTS, str(self._account.begun))
+        elif not self._record.has_started:
+            begun = int(store.get(_RESTARTS))
+            self._account.begin_after(begun)
+            self._remaining_restarts -= begun
 
     def _keep_place(self, worker_group: Any) -> None:
         """Check that no spare node has the place of this node.

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import utils
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
+from adaptor.launchers import node_order
 from adaptor.launchers.waiting import Interrupted, wait_for
 
 # How often node 0 checks which nodes have come: the store's own wait writes two warnings at each time-out.
@@ -46,7 +47,10 @@ class Registry:
         def connect() -> Any:
             if params.backend == "c10d" and params.get("store_type", "tcp").strip().lower() == "tcp":
                 _wait_for_c10d(params)
-            return self._registry.get_rendezvous_handler(params)
+            handler = self._registry.get_rendezvous_handler(params)
+            if params.backend != "static":
+                node_order.put_in_order(handler, utils.parse_rendezvous_endpoint(params.endpoint, 0)[0])
+            return handler
 
         return Rendezvous(wait_for(connect, lambda: what), params.endpoint, params.max_nodes)
 

@@ -170,6 +170,7 @@ class Job:
     nodes      how many agents, all on this machine; the processes are divided among them
     fewest     with how many of `nodes` the job goes on when others are lost (`--nnodes MIN:MAX`); 0: not
     later      how many of `nodes`, the last ones, are started when a fault has struck
+    addresses  of the nodes, as each says its own (`--local-addr`): c10d numbers nodes in their order
     spares     how many more wait to take the place of a node that is lost; with `network`, beside node 1
     spares_die the one that takes the first place is killed when it has it (`dying_spare.py`)
     network    the namespaces that the nodes are in; None: they share the machine's
@@ -196,6 +197,7 @@ class Job:
     nodes: int = 1
     fewest: int = 0
     later: int = 0
+    addresses: Sequence[str] = ()
     spares: int = 0
     spares_die: bool = False
     network: Namespaces | None = None
@@ -334,6 +336,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     if job.fewest:
         command += ["--nnodes", f"{job.fewest}:{job.nodes}", "--rdzv-backend", "c10d", *QUICK]
         command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
+        command += ["--local-addr", job.addresses[node]] if job.addresses else []
     elif job.nodes > 1:
         command += ["--nnodes", str(job.nodes)]
         command += ["--node-rank", str(node)] if node < job.nodes else ["--ttp-spare"]

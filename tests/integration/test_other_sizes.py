@@ -5,6 +5,7 @@ Each node has one rank.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -119,7 +120,10 @@ def test_the_nearest_batch(tmp_path: Path) -> None:
 
 
 def test_a_node_that_comes_later(tmp_path: Path) -> None:
-    """The job saves the newest step and starts again with it, which uses up no restart."""
+    """The job saves the newest step and starts again with it, which uses up no restart.
+
+    Its address is before that of the other node, but that one stays node 0, with the job's history.
+    """
     job = Job(
         tmp_path / "job",
         Layout("dp2", 2, extra=BATCH),
@@ -127,6 +131,7 @@ def test_a_node_that_comes_later(tmp_path: Path) -> None:
         nodes=2,
         fewest=1,
         later=1,
+        addresses=("127.0.0.2", "127.0.0.1"),
         faults=["rank=0,step=4,phase=forward,kind=until-told,restart=-2"],
     )
     ended = harness.run(job)
@@ -135,6 +140,36 @@ def test_a_node_that_comes_later(tmp_path: Path) -> None:
     assert "[ttp] 2 nodes of 1 to 2, 1 before: data-parallel size 2, global batch 12: 6" in ended.logs[0]
     assert "start on more nodes: from step 3, 0 steps lost" in ended.logs[0]
     assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
+    status = json.loads((tmp_path / "job/logs/job/status.json").read_text())
+    assert (status["generation"], status["incidents"]) == (2, 1)
+
+
+def test_a_node_that_comes_in_the_place_of_another(tmp_path: Path) -> None:
+    """It learns that no restart is left: after the next fault all end alike."""
+    job = Job(
+        tmp_path / "job",
+        Layout("dp2", 3, extra=BATCH),
+        save=tmp_path / "save",
+        nodes=3,
+        fewest=2,
+        later=1,
+        restarts=1,
+        addresses=("127.0.0.2", "127.0.0.3", "127.0.0.1"),
+        options=["--ttp-online", "0"],
+        faults=[
+            "rank=1,step=4,phase=backward,kind=agent-sigkill",
+            "rank=1,step=7,phase=backward,kind=exception,restart=-2",
+        ],
+    )
+    ended = harness.run(job)
+    assert ended.codes == (1, 137, 1), ended.log[-3000:]
+    first, _, last = ended.logs
+    assert "restart 1 of 1: from step 3, 0 steps lost" in first
+    assert "restart 1 of 1: " not in last
+    assert [
+        log.rstrip().endswith(f"the newest checkpoint in {tmp_path / 'save'} is step 6")
+        for log in (first, last)
+    ] == [True, True]
 
 
 def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None:
