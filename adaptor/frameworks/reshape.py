@@ -25,6 +25,7 @@ from adaptor import context, output, text
 from adaptor.checkpoint import disk, left_overs, manifest, reshaped, saved_steps, tracker
 from adaptor.errors import AdaptorError, CheckpointError, ResumeError
 from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
 from adaptor.transform import agreement, run, targets
 from adaptor.transform.copying import Files
 from adaptor.transform.sizes import Rank, Sizes
@@ -38,7 +39,7 @@ _TELL_S = 2.0
 _SEEN_S = 90.0
 _LOOK_S = 0.2
 # Of each rank of the target: its files, as path, size and checksum.
-_Written = dict[Rank, list[tuple[str, int, str]]]
+_Written = dict[Rank, list[FileEntry]]
 
 
 def bring_to_sizes(args: Any, place: tuple[int, int, int]) -> None:

@@ -57,10 +57,10 @@ class TransformOrder:
 
 
 class _Note(msgspec.Struct):
-    """The note of a rank that is done: its files, as path, size and checksum, and what is in them."""
+    """The note of a rank that is done: its files, and what is in them."""
 
     mark: str
-    files: list[tuple[str, int, str]]
+    files: list[FileEntry]
     items: list[NewItem] = []
 
 
@@ -74,7 +74,7 @@ def write_rank(
     folder: Path,
     mark: str,
     progress: Callable[[int], None] = lambda count: None,
-) -> list[tuple[str, int, str]]:
+) -> list[FileEntry]:
     """Write the files of one rank, and the note that they are there.
 
     Args:
@@ -97,7 +97,7 @@ def write_rank(
                 entry, items = sharded_target.write_rank(target, rank, folder, files, progress)
             except OSError as error:
                 raise CheckpointError(f"{path}: {error.strerror or error}") from error
-            done = [(entry.path, entry.bytes, entry.xxh3_128 or "")]
+            done = [entry]
     text = msgspec.json.encode(_Note(mark, done, items))
     disk.replace(folder, _note_name(target.sizes, rank), text)
     return done
@@ -105,7 +105,7 @@ def write_rank(
 
 def _write_torch(
     target: TargetCheckpoint, rank: Rank, folder: Path, files: Files, progress: Callable[[int], None]
-) -> list[tuple[str, int, str]]:
+) -> list[FileEntry]:
     below = folder / target.sizes.folder(rank)
     below.mkdir(parents=True, exist_ok=True)
     states, model = target.optimizer_state(rank, files), target.model_state(rank, files)
@@ -117,14 +117,13 @@ def _write_torch(
 
 def _written(
     path: Path, value: Any, folder: Path, files: Files, progress: Callable[[int], None]
-) -> tuple[str, int, str]:
+) -> FileEntry:
     try:
         with writing.Stream(path, folder, progress) as stream:
             writing.save(value, stream, path.stem, files)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    entry = stream.entry(path.relative_to(folder).as_posix())
-    return entry.path, entry.bytes, entry.xxh3_128 or ""
+    return stream.entry(path.relative_to(folder).as_posix())
 
 
 def _note_name(sizes: Sizes, rank: Rank) -> str:
@@ -136,14 +135,14 @@ def temporary_folder(root: Path, step: int) -> Path:
     return root / naming.temporary_name(step, generation=_GENERATION)
 
 
-def already_done(order: TransformOrder, rank: Rank) -> list[tuple[str, int, str]] | None:
+def already_done(order: TransformOrder, rank: Rank) -> list[FileEntry] | None:
     """Return the files of a rank that an earlier run has written from the same source; None without."""
     try:
         note = _note(order, rank)
-        sizes = [(order.folder / name).stat().st_size for name, _, _ in note.files]
+        sizes = [(order.folder / entry.path).stat().st_size for entry in note.files]
     except (OSError, msgspec.MsgspecError):
         return None
-    if note.mark != order.mark or sizes != [size for _, size, _ in note.files]:
+    if note.mark != order.mark or sizes != [entry.bytes for entry in note.files]:
         return None
     return note.files
 
@@ -171,7 +170,7 @@ def run(
     ranks: Sequence[Rank],
     workers: int,
     say: Callable[[str], None],
-) -> dict[Rank, list[tuple[str, int, str]]]:
+) -> dict[Rank, list[FileEntry]]:
     """Write the files of `ranks`, by so many `workers` at a time; return their files.
 
     What it does is told to `say`.
@@ -198,7 +197,7 @@ def run(
     # Threads: to read, to write, to hash and to copy is done without the interpreter's lock.
     mark = order.mark
     with ThreadPoolExecutor(min(workers, len(left))) as pool:
-        running: dict[Future[list[tuple[str, int, str]]], Rank] = {
+        running: dict[Future[list[FileEntry]], Rank] = {
             pool.submit(write_rank, target, rank, order.folder, mark, advanced): rank for rank in left
         }
         try:
@@ -250,7 +249,7 @@ def finish(
     target: TargetCheckpoint,
     order: TransformOrder,
     root: Path,
-    done: dict[Rank, list[tuple[str, int, str]]],
+    done: dict[Rank, list[FileEntry]],
     *,
     verify: bool,
 ) -> None:
@@ -263,7 +262,7 @@ def finish(
     Raises:
         CheckpointError: what was read is not what was written; it gets no name.
     """
-    entries = [FileEntry(*file) for rank in target.sizes.ranks for file in done[rank]]
+    entries = [entry for rank in target.sizes.ranks for entry in done[rank]]
     if target.format != "torch":
         items = [item for rank in target.sizes.ranks for item in _note(order, rank).items]
         entries += sharded_target.write_rest(target, order.folder, items)

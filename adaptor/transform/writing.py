@@ -9,16 +9,13 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import struct
-import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import xxhash
-
 from adaptor.checkpoint import disk
+from adaptor.checkpoint.hashing import Digests
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.transform.constructors import STORAGES
 from adaptor.transform.copying import Files
@@ -33,10 +30,8 @@ from adaptor.transform.records import (
     StoredArray,
     StoredTensor,
 )
+from adaptor.transform.zip_writer import ZipWriter
 
-_ALIGNMENT = 64  # of a storage in an archive, as torch has it, in bytes
-_LOCAL_HEADER = 30  # bytes before the name
-_ZIP64 = 20  # bytes of the extra field of a file of more than 2 GiB
 # What is smaller waits for what follows, so that the system is not called for each bias; in bytes.
 _SMALL, _GATHERED = 64 << 10, 1 << 20
 # So often the system is told to begin to write to the disk, without waiting for it; in bytes.
@@ -47,9 +42,9 @@ class Stream:
     """A file that is written front to back, and hashed: it is on disk when it is closed without an error."""
 
     def __init__(self, path: Path, below: Path, progress: Callable[[int], None]) -> None:
-        self.bytes = 0
         self._descriptor = disk.create(below, path.relative_to(below).as_posix())
-        self._digest = xxhash.xxh3_128()
+        self._digests = Digests()
+        self.bytes = 0
         self._progress = progress
         self._waiting = bytearray()
         self._told = 0
@@ -74,7 +69,7 @@ class Stream:
             self._write(memoryview(data))
 
     def _write(self, data: memoryview) -> None:
-        self._digest.update(data)
+        self._digests.update(data)
         while data:
             count = os.write(self._descriptor, data)
             data = data[count:]
@@ -86,7 +81,7 @@ class Stream:
 
     def entry(self, name: str) -> FileEntry:
         """Return the entry of the manifest, under `name`; call it when the file is closed."""
-        return FileEntry(name, self.bytes, self._digest.hexdigest())
+        return self._digests.entry(name)
 
     def __enter__(self) -> Stream:
         return self
@@ -209,32 +204,11 @@ def save(value: Any, stream: Stream, root: str, files: Files) -> None:
     structure = io.BytesIO()
     pickler = _Pickler(structure)
     pickler.dump(value)
-    with zipfile.ZipFile(_Forwards(stream), "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
-        content = structure.getvalue()
-        for name, text in (("data.pkl", content), ("byteorder", b"little"), ("version", b"3\n")):
-            _add(archive, stream, f"{root}/{name}", len(text), [text])
-        for key, tensor in enumerate(pickler.tensors):
-            pieces = tensor.pieces() if isinstance(tensor, NewTensor) else files.pieces(tensor)
-            _add(archive, stream, f"{root}/data/{key}", tensor.numel * SIZES[tensor.dtype], pieces)
-
-
-class _Forwards:
-    """A file for `zipfile` that cannot be sought in: checksums then stand behind the data, not before it."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.write = stream.write
-
-    def flush(self) -> None:
-        """Do nothing: the stream gathers what is small."""
-
-
-def _add(archive: zipfile.ZipFile, stream: Stream, name: str, size: int, pieces: Iterable[Any]) -> None:
-    """Add a file whose data begins at a multiple of `_ALIGNMENT`."""
-    large = size > zipfile.ZIP64_LIMIT
-    begin = stream.bytes + _LOCAL_HEADER + len(name) + 4 + (_ZIP64 if large else 0)
-    padding = -begin % _ALIGNMENT
-    info = zipfile.ZipInfo(name)
-    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    with archive.open(info, "w", force_zip64=large) as file:
-        for piece in pieces:
-            file.write(piece)
+    content = structure.getvalue()
+    archive = ZipWriter(stream.write, lambda: stream.bytes)
+    for name, text in (("data.pkl", content), ("byteorder", b"little"), ("version", b"3\n")):
+        archive.add(f"{root}/{name}", len(text), [text])
+    for key, tensor in enumerate(pickler.tensors):
+        pieces = tensor.pieces() if isinstance(tensor, NewTensor) else files.pieces(tensor)
+        archive.add(f"{root}/data/{key}", tensor.numel * SIZES[tensor.dtype], pieces)
+    archive.close()

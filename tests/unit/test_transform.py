@@ -21,7 +21,7 @@ from adaptor.__main__ import main
 from adaptor.checkpoint import hashing, manifest, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.transform import archive, random_states, rounding, rules, run, writing
+from adaptor.transform import archive, random_states, rounding, rules, run, writing, zip_writer
 from adaptor.transform.copying import Files
 from adaptor.transform.records import NewTensor, StoredTensor
 from adaptor.transform.sizes import Sizes
@@ -149,7 +149,7 @@ def test_what_is_written_is_an_archive_of_torch(
 ) -> None:
     content = numpy.arange(5000, dtype=numpy.float32)
     if limit is not None:
-        monkeypatch.setattr(zipfile, "ZIP64_LIMIT", limit)
+        monkeypatch.setattr(zip_writer, "_LIMIT", limit)
     value = {
         "whole": NewTensor("float32", (50, 100), lambda: [content[:2].tobytes(), content[2:].tobytes()]),
         "none": NewTensor("float32", (0,), list),
