@@ -148,7 +148,8 @@ def resume(root: Path, model: DistributedDataParallel, optimizer: MegatronOptimi
     body = torch.load(folder / "model_optim_rng.pt", weights_only=False)
     model.module.load_state_dict(body["model"])
     optimizer.load_state_dict(body["optimizer"])
-    optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
+    if (folder / "distrib_optim.pt").exists():
+        optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
     (rng,) = body["rng_state"]
     torch.set_rng_state(rng["torch_rng_state"])
     torch.cuda.set_rng_state(rng["cuda_rng_state"])
