@@ -7,6 +7,7 @@ nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -17,8 +18,11 @@ import msgspec
 
 from adaptor import output, text
 from adaptor.launchers.time_uses import JobUses
-from adaptor.operations.job_folder import EVENTS_FILE, INCIDENTS, STATUS_FILE, name_of
+from adaptor.operations.job_folder import EVENTS_FILE, INCIDENTS, STALE_S, STATUS_FILE, name_of
 from adaptor.operations.records import Event, Incident, Status
+
+# Of so many incidents the files are written when the disk has room again.
+_MOST_LATE = 16
 
 _json = msgspec.json.Encoder()
 
@@ -29,13 +33,18 @@ class JobFiles:
     Args:
         log_path: TTP_LOG_PATH.
         job: the id that the user gave to the job; '' where there is none.
+        patience_s: seconds after which a status that is not written yet is told of.
     """
 
-    def __init__(self, log_path: str, job: str = "") -> None:
+    def __init__(self, log_path: str, job: str = "", patience_s: float = STALE_S) -> None:
         self._log_path = Path(log_path).absolute()
         self._writer = output.Writer("ttp-report")
         self._writer.start()
+        self._patience_s = patience_s
         self._status_waits = False
+        self._waits_since = 0.0  # on the monotonic clock
+        self._has_gap = False  # whether the user has been told that nothing is written
+        self._late: dict[str, Callable[[], Incident]] = {}  # incidents whose files could not be written
         self._uses = JobUses()
         self.job = name_of(job or f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}")
 
@@ -54,10 +63,14 @@ class JobFiles:
 
     def write_status(self, status: Status, *, always: bool = False) -> None:
         """Replace status.json; without `always` only if none is waiting to be written."""
+        now = time.monotonic()
         if always or not self._status_waits:
+            self._waits_since = now
             self._status_waits = True  # before it is queued: the thread may have written it by then
             if not self._writer.submit(partial(self._write_status, status)):
                 self._status_waits = False
+        elif now - self._waits_since >= self._patience_s:
+            self._tell_gap("the disk does not answer")
 
     def calculate(self, work: Callable[[], None]) -> None:
         """Call `work` in the writer's thread: what takes long, and is for people."""
@@ -71,6 +84,15 @@ class JobFiles:
         """Wait for what is being written, for a bounded time."""
         self._writer.close()
 
+    def _tell_gap(self, why: str) -> None:
+        """Tell once that nothing is written, until something is written again."""
+        if not self._has_gap:
+            self._has_gap = True
+            output.tell(
+                f"[ttp] {self.folder}: the status of the job cannot be written ({why}); the job goes on, and"
+                " what ttp and the metrics say of it is old"
+            )
+
     # in the writer's thread
 
     def _append(self, make: Callable[[], Event]) -> None:
@@ -81,24 +103,43 @@ class JobFiles:
             file.write(_json.encode(make()) + b"\n")
 
     def _write_incident(self, make: Callable[[], Incident]) -> None:
+        name = ""
         try:
             incident = make()
-            _replace(self.incident_path(incident.id), msgspec.json.format(_json.encode(incident), indent=1))
+            name = incident.id
+            _replace(self.incident_path(name), msgspec.json.format(_json.encode(incident), indent=1))
+            self._late.pop(name, None)
         except Exception as error:  # it is for people, who have been told its path
-            output.tell(f"[ttp] the incident report cannot be written: {text.describe(error)}")
+            if name not in self._late:
+                output.tell(f"[ttp] the incident report cannot be written: {text.describe(error)}")
+            if isinstance(error, OSError) and len(self._late) < _MOST_LATE:
+                self._late[name] = make
 
     def _write_status(self, status: Status) -> None:
         try:
             spent = self._uses.total(status.spent, status.generation, self.folder)
             status = msgspec.structs.replace(status, spent=spent)
             _replace(self.folder / STATUS_FILE, msgspec.json.format(_json.encode(status), indent=1))
+        except OSError as error:
+            self._tell_gap(error.strerror or text.describe(error))
+            return
         finally:
             self._status_waits = False
+        if self._has_gap:
+            self._has_gap = False
+            output.tell(f"[ttp] {self.folder}: the status of the job is written again")
+        for make in list(self._late.values()):
+            self._write_incident(make)
 
 
 def _replace(path: Path, data: bytes) -> None:
     """Replace the file at once: a reader finds the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
     scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    scratch.write_bytes(data)
-    scratch.replace(path)
+    try:
+        scratch.write_bytes(data)
+        scratch.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            scratch.unlink()  # a disk that is full has the name, and none of the bytes
+        raise

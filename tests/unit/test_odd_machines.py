@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 
 import pytest
 
@@ -53,14 +54,21 @@ Membership.add = known
 class Training:
     """A job of two ranks under the real ttprun, which may start again once."""
 
-    def __init__(self, launcher: Launcher, then: str = "", before: str = "", **env: str) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        then: str = "",
+        before: str = "",
+        flags: Sequence[str] = TWO,
+        **env: str,
+    ) -> None:
         self.launcher = launcher
         self.folder = launcher.folder
         self.logs = self.folder / "logs"
         (self.folder / "save").mkdir()
         script = launcher.script(TRAINS.replace("ATTHEEND", then))
         env = {"TTP_LOG_PATH": str(self.logs), **env}
-        self.agent = launcher.start(*TWO, "--max-restarts", "1", script, before=KNOWS + before, **env)
+        self.agent = launcher.start(*flags, "--max-restarts", "1", script, before=KNOWS + before, **env)
 
     def remove_logs(self, *, leave_a_file: bool = False) -> None:
         """Remove the log folder, into which the agent writes meanwhile; a file in its place stops that."""
@@ -131,23 +139,37 @@ import os, socket
 os.makedirs("logs")
 os.mkfifo(f"logs/ttp-agent-{socket.gethostname()}-{os.getpid()}.log")
 """
-A_REPORT_THAT_HANGS = """
-import threading
-from adaptor.launchers import incident_report
-incident_report._write_report = lambda *args: threading.Event().wait()
+NAMED = [
+    "--nproc-per-node",
+    "2",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "localhost:0",
+    "--rdzv-id",
+    "odd",
+]
+EVENTS_THAT_HANG = """
+import os
+os.makedirs("logs/odd/incidents")
+os.mkfifo("logs/odd/events.jsonl")
 """
 
 
 @pytest.mark.robustness(
-    "B5", "the disk of the logs hangs at the first line of an incident, or at its report", "saved, restarted"
+    "B5",
+    "the disk of the logs hangs at the first line of an incident, or at the files of the job",
+    "saved, restarted",
 )
-@pytest.mark.parametrize("before", [A_LOG_THAT_HANGS, A_REPORT_THAT_HANGS], ids=["log", "report"])
+@pytest.mark.parametrize("before", [A_LOG_THAT_HANGS, EVENTS_THAT_HANG], ids=["log", "files"])
 def test_the_log_disk_hangs(before: str, launcher: Launcher) -> None:
-    """A FIFO that nobody reads: opening it never returns. The report has the time in its name."""
-    job = Training(launcher, TTP_LOG_STDOUT="1", before=before)
+    """A FIFO that nobody reads: opening it never returns."""
+    job = Training(launcher, flags=NAMED, TTP_LOG_STDOUT="1", before=before)
     job.begins()
     job.kill(1)
     job.restarts()
+    written = [*job.logs.glob("odd/incidents/*.json")]
+    assert len(written) == (before == A_LOG_THAT_HANGS), "one thread writes all files of a job"
 
 
 @pytest.mark.robustness(
@@ -189,7 +211,7 @@ OUTPUTS = {
 @pytest.mark.parametrize("to", OUTPUTS)
 def test_nobody_can_read_what_is_said(to: str, launcher: Launcher) -> None:
     before = f"import os\n{OUTPUTS[to]}\nos.dup2(there, 1)\nos.dup2(there, 2)\n"
-    job = Training(launcher, ON_GO + "raise ValueError('told to raise')", before)
+    job = Training(launcher, then=ON_GO + "raise ValueError('told to raise')", before=before)
     job.begins()
     (job.folder / "go").touch()
     job.restarts()
@@ -211,7 +233,7 @@ def test_nobody_can_read_what_is_said(to: str, launcher: Launcher) -> None:
     ],
 )
 def test_words_that_cannot_be_sent(what: str, said: str, launcher: Launcher) -> None:
-    job = Training(launcher, RANK_1 + what)
+    job = Training(launcher, then=RANK_1 + what)
     job.begins()
     (job.folder / "go").touch()
     ended = job.restarts(traceback=True)
@@ -230,7 +252,7 @@ def test_a_save_folder_that_cannot_be_named(launcher: Launcher) -> None:
 
 @pytest.mark.robustness("B1", "a worker's processor fails", "its worker ends, the others save, restarted")
 def test_a_processor_that_fails(launcher: Launcher) -> None:
-    job = Training(launcher, RANK_1 + "runtime.get().processor.say(object())")
+    job = Training(launcher, then=RANK_1 + "runtime.get().processor.say(object())")
     job.begins()
     (job.folder / "go").touch()
     ended = job.restarts(traceback=True)
@@ -345,7 +367,9 @@ def test_no_descriptors(launcher: Launcher) -> None:
         + eats.format(pad="        ", name="'-agent'")
         + "    return look(self, *args, **kwargs)\nHangDetector.look = eat\n"
     )
-    job = Training(launcher, "if rank == '0':\n    " + eats.format(pad="    ", name="'0'"), before)
+    job = Training(
+        launcher, then="if rank == '0':\n    " + eats.format(pad="    ", name="'0'"), before=before
+    )
     job.begins()
     (job.folder / "go").touch()
     waiting.exist(job.folder / "eaten-agent", job.folder / "eaten0")
@@ -386,7 +410,7 @@ def test_children_in_groups_of_their_own(launcher: Launcher) -> None:
         "other = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         "Path('other').write_text(f'{other.pid} ')\n"
     )
-    job = Training(launcher, "if rank == '1':\n    " + starts.replace("\n", "\n    "))
+    job = Training(launcher, then="if rank == '1':\n    " + starts.replace("\n", "\n    "))
     job.begins()
     files = [job.folder / name for name in ("child", "other")]
     waiting.written(

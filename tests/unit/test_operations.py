@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -70,8 +74,8 @@ class Recorded:
 
     def __init__(self, logs: Path, notifier: Notifier | None = None) -> None:
         self.logs = logs
-        files = JobFiles(str(logs), "job 7")
-        self.report = IncidentReport(files, notifier)
+        self.files = JobFiles(str(logs), "job 7")
+        self.report = IncidentReport(self.files, notifier)
         self.report.begin(1)
         self.report.record_start()
         self.starts(0.0)
@@ -310,6 +314,68 @@ def test_the_status_of_a_job(tmp_path: Path) -> None:
     job.status.note_last_step(7)  # it was finished after the last look at the boards
     job.status.end()
     assert job.read().step == 7
+
+
+def test_a_log_folder_that_cannot_be_written_is_told_of_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And what has failed meanwhile is written when it can be."""
+    job = Recorded(tmp_path)
+    folder = tmp_path / "job_7"
+    assert output.drain(LONG_S)
+    shutil.rmtree(folder)
+    folder.touch()
+    status = JobStatus(job.files, job.report, 3)
+    for _ in range(3):
+        _now(status)
+    job.rank_1_is_killed(100.0)
+    job.report.record_next_action("restart 1 of 3")
+    assert output.drain(LONG_S)
+    lines = capfd.readouterr().err.splitlines()
+    why = "the status of the job cannot be written (File exists); the job goes on"
+    assert [line.startswith(f"[ttp] {folder}: {why}") for line in lines] == [True, False]
+    assert lines[1].startswith("[ttp] the incident report cannot be written: ")
+    folder.unlink()
+    _now(status)
+    assert job.incident()["next_action"] == "restart 1 of 3"
+    assert capfd.readouterr().err == f"[ttp] {folder}: the status of the job is written again\n"
+    names = sorted(path.name for path in folder.rglob("*.json*"))
+    assert names == [f"{job.report.last_id}.json", "status.json"]
+
+
+def test_a_disk_that_is_full_has_no_half_of_a_file(tmp_path: Path) -> None:
+    files = JobFiles(str(tmp_path), "job")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    status = JobStatus(files, IncidentReport(files), 3)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        _now(status)
+        assert output.drain(LONG_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert list((tmp_path / "job").iterdir()) == []
+
+
+def test_a_disk_of_logs_that_hangs_is_told_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    files = JobFiles(str(tmp_path), "job", patience_s=0.0)
+    hangs = threading.Event()
+    files.calculate(hangs.wait)
+    status = JobStatus(files, IncidentReport(files), 3)
+    for _ in range(3):
+        _now(status)
+    hangs.set()
+    assert output.drain(LONG_S)
+    first, second = capfd.readouterr().err.splitlines()
+    assert "cannot be written (the disk does not answer); the job goes on" in first
+    assert second == f"[ttp] {tmp_path}/job: the status of the job is written again"
+
+
+def _now(status: JobStatus) -> None:
+    """Have the status written, as if a second was over."""
+    status._written = -1e9
+    status.look([], Controller(2, 10.0, ("", 0, b"")), 0, 1, 1, 0)
 
 
 def test_the_status_adds_up_what_ranks_do_besides_steps(tmp_path: Path) -> None:
