@@ -92,9 +92,6 @@ class Feasibility:
             cause = failures.first(self.state.silent)
             if failures.hang_s and cause.rank < 0:
                 raise CannotRegroupError("no rank stands out as the cause of the hang")
-            if failures.hang_s and cause.rank in self.state.nodes:
-                # To end it would leave its shards with one holder fewer, for as long as this takes.
-                raise CannotRegroupError(f"rank {cause.rank} hangs, and still gives its state")
             if (cause.key, step) == self.recoveries.last:
                 raise CannotRegroupError(f"{cause.key or 'the same fault'} came again at the same step")
         for rank in self._behind(step, self.ranks_to_replace(step)):
@@ -123,10 +120,13 @@ class Feasibility:
     def _ranks_without_state(self, step: int) -> set[int]:
         """Return the ranks that answer and hold nothing of `step`, nor of any other step, or whose main
         threads hang."""
+        hanging = self.hanging
+        if self.failures.hang_s:
+            hanging = hanging | {self.failures.first(self.state.silent).rank}
         return {
             rank
             for rank, board in self.state.boards.items()
-            if rank in self.hanging
+            if rank in hanging
             or (board.phase in (Phase.BROKEN, Phase.UNREADABLE) and not board.provides(step))
         }
 

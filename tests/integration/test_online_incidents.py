@@ -26,16 +26,25 @@ def test_an_exception_inside_the_update(tmp_path: Path, baseline_of: BaselineOf)
     assert any(line.startswith("[ttp] rank 1 raised ") and "replaced by pid" in line for line in ended.said)
 
 
-def test_a_rank_hangs(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """It is stopped: it does not answer, and is ended and replaced."""
+@pytest.mark.parametrize(
+    ("phase", "kind", "words"),
+    [
+        ("forward", "sigstop", "rank 1 does not answer"),
+        ("data", "deadlock", "rank 1 stands still, others wait; wait (threading.py:"),
+        ("door-before", "deadlock", "rank 1 stands still, others wait; wait (threading.py:"),
+        ("forward", "unanswered", "rank 1 waits where most do not; recv (distributed_c10d.py:"),
+    ],
+)
+def test_a_rank_hangs(phase: str, kind: str, words: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """It is ended and replaced; one that answers gives its state until the step is saved."""
     job = online(
         tmp_path,
         DP4,
-        ["rank=1,step=6,phase=forward,kind=sigstop"],
+        [f"rank=1,step=6,phase={phase},kind={kind}"],
         options=("--ttp-spares", "0", "--ttp-hang", "5"),
     )
     ended = trains_on(job, baseline_of(DP4))
-    assert any("rank 1 does not answer; replaced by pid " in line for line in ended.said), ended.said
+    assert words in replacement(ended)
 
 
 def test_a_survivor_whose_work_gloo_has_forgotten_goes_on(tmp_path: Path, baseline_of: BaselineOf) -> None:
