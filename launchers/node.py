@@ -21,7 +21,7 @@ from adaptor import output, text
 from adaptor.config import Config
 from adaptor.controller.recurrence import Recurrence
 from adaptor.errors import AdaptorError, ConfigError
-from adaptor.launchers import invitation, tls
+from adaptor.launchers import invitation, spare_node, tls
 from adaptor.launchers.agent_control import AgentControl
 from adaptor.launchers.control_thread import ControlThreadError
 from adaptor.launchers.controller_client import ControllerClient
@@ -53,7 +53,7 @@ from adaptor.protocol.messages import (
     Recovered,
     Verdict,
 )
-from adaptor.protocol.spare_node_messages import SpareHello
+from adaptor.protocol.spare_node_messages import MemberHello, SpareHello
 
 # Where the keeper of host copies of a node is found in the rendezvous store.
 _KEEPER = "ttp/copies/{}"
@@ -91,6 +91,7 @@ class Node:
         self._log = Log(config)
         self._recurrence = Recurrence(config.no_progress)
         self._copies = CopyFiles()
+        self._at_gate: socket.socket | None = None
         self.only_writes_copies = False
         self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name))
         self.control.thread.start()
@@ -209,6 +210,19 @@ class Node:
             invitation.kind_of(self._config), self._config.port, self._tls, common, self.control.lose_absent
         )
         return self.control.thread.wait_for(gate.open(host)).encode()
+
+    def stay_at_gate(self, gate: bytes, host: str, node: int, ranks: tuple[int, ...]) -> None:
+        """Keep a connection to the gate of node 0 as long as this process lives, by which its end is noticed.
+
+        Args:
+            gate: the invitation.
+            host: the address of node 0.
+            node: this one.
+            ranks: of its workers.
+        """
+        found = Invitation.decode(gate, invitation.kind_of(self._config))
+        me = MemberHello(node, ranks, socket.gethostname(), os.getpid())
+        self._at_gate = self.control.thread.wait_for(spare_node.stay_at_gate(found, host, self._tls, me))
 
     def fill(self, lost: Sequence[int], restarts: int, generations: int) -> dict[int, str]:
         """Give the places of lost nodes to spare nodes.
@@ -355,6 +369,8 @@ class Node:
             if self.control.gate is not None:
                 self.control.thread.wait_for(self.control.gate.close())
             self.control.thread.wait_for(self.control.workers.close())
+        if self._at_gate is not None:
+            self._at_gate.close()
         self.control.thread.stop()
         self.control.close()
         self._log.close()

@@ -19,6 +19,8 @@ from adaptor.protocol.spare_node_messages import TakePlace
 # Node 0 has the same verdict at the same time, ends its workers (5 s at most) and asks its spares (3 s for
 # each that is stopped).
 DECIDED_S = 60.0
+# Node 0 opens its gate as soon as it has the controller, which this node has reached.
+OPENED_S = 10.0
 _FILLED, _LEFT = "1", "0"
 
 
@@ -39,6 +41,14 @@ class Places:
     def announce(self, invitation: bytes) -> None:
         """Let spare nodes find the gate."""
         self._store.set(GATE, invitation.decode())
+
+    def gate(self) -> bytes:
+        """Return the invitation to the gate, which node 0 opens with its first workers; empty: it has not."""
+        try:
+            self._store.wait([GATE], timedelta(seconds=OPENED_S))
+            return bytes(self._store.get(GATE))
+        except RuntimeError:  # node 0 is lost, or does not answer
+            return b""
 
     def require_own(self) -> None:
         """Raises StartError if this place was given to another node."""

@@ -4,7 +4,8 @@ Invariants: a spare that waits has no place in the rendezvous and no worker; a p
 that have just answered, and only if there is one for each lost node; the owner of a place that was given away
 is written down before any worker starts again, so an agent that was taken for lost cannot come back to it.
 The connection of a spare lasts as long as its process, so the loss of one that has taken a place is noticed
-even before its agent has connected to the controller.
+even before its agent has connected to the controller. The other agents of the job have a connection here for
+that, too: between two starts of the workers no controller would notice that one is lost.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_node_messages import (
+    MemberHello,
     SpareAccepted,
     SpareAsked,
     SpareHello,
@@ -53,8 +55,8 @@ class SpareGate:
         on_gone: is called when `gone` gets one more.
 
     Attributes:
-        gone: by node, what the agent of a spare would have told the controller first, which has taken the
-            place of that node, and whose process has ended since.
+        gone: by node, what its agent would tell the next controller first, where the process has ended that
+            has this place.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class SpareGate:
         self._tls = tls
         self._mine = mine
         self._rejected = RejectedConnections("the gate of spare nodes")
-        self._listener: AgentListener[SpareHello] | None = None
+        self._listener: AgentListener[SpareHello | MemberHello] | None = None
         self._waiting: list[_Waiting] = []
         self._owners: dict[int, _Waiting] = {}  # of places that were given away
         self._on_gone = on_gone
@@ -128,8 +130,12 @@ class SpareGate:
         return f"{count} spare node{'' if count == 1 else 's'} left"
 
     async def _welcome(
-        self, hello: SpareHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, hello: SpareHello | MemberHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        if isinstance(hello, MemberHello):
+            writer.write(wire.frame(SpareAccepted()))
+            await self._outlive(hello, reader)
+            return
         if reason := _difference(hello, self._mine):
             writer.write(wire.frame(SpareRefused(reason)))
             output.tell(f"[ttp] the spare node {hello.host} (pid {hello.pid}) is refused: {reason}")
@@ -152,8 +158,20 @@ class SpareGate:
                 self._waiting.remove(spare)
                 output.tell(f"[ttp] {spare.where} is gone; {self._left}")
             elif spare.agent is not None and self._owners[spare.agent.node] is spare:
-                self.gone[spare.agent.node] = spare.agent
-                self._on_gone()
+                self._lose(spare.agent)
+
+    async def _outlive(self, member: MemberHello, reader: asyncio.StreamReader) -> None:
+        """Wait for the end of an agent that has its place from the beginning."""
+        try:
+            while True:
+                await wire.read(reader, from_spare_node, wire.SLOW_S)
+        except (EOFError, OSError, msgspec.DecodeError):
+            if member.node not in self._owners:  # else a spare has its place, as it was taken for lost
+                self._lose(AgentHello(member.node, member.ranks, host=member.host, pid=member.pid))
+
+    def _lose(self, agent: AgentHello) -> None:
+        self.gone[agent.node] = agent
+        self._on_gone()
 
 
 class _Waiting:
@@ -183,9 +201,9 @@ class _Waiting:
         return True
 
 
-async def _read_hello(reader: asyncio.StreamReader) -> SpareHello | None:
+async def _read_hello(reader: asyncio.StreamReader) -> SpareHello | MemberHello | None:
     hello = await wire.read(reader, from_spare_node)
-    return hello if isinstance(hello, SpareHello) else None
+    return hello if isinstance(hello, SpareHello | MemberHello) else None
 
 
 def _difference(spare: SpareHello, mine: SpareHello) -> str:

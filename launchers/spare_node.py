@@ -21,10 +21,13 @@ from adaptor import engines, output
 from adaptor.config import Config
 from adaptor.errors import ConfigError, StartError
 from adaptor.launchers import flags, invitation, tls
-from adaptor.launchers.agent_connection import connect
+from adaptor.launchers.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
 from adaptor.launchers.invitation import UNIX, Invitation
+from adaptor.launchers.tls import Tls
 from adaptor.protocol import wire
+from adaptor.protocol.deadline import deadline
 from adaptor.protocol.spare_node_messages import (
+    MemberHello,
     SpareAsked,
     SpareHello,
     SpareReady,
@@ -158,6 +161,37 @@ def _find_gate(host: str, port: int, run_id: str) -> bytes:
             return bytes(gate.get(GATE))
         except RuntimeError:  # node 0 has gone before it had made its gate; it may be started again
             time.sleep(rendezvous.TRY_S)
+
+
+async def stay_at_gate(
+    found: Invitation, host: str, tls: Tls | None, me: MemberHello
+) -> socket.socket | None:
+    """Connect a node of the job to the gate; return the connection, which ends with this process.
+
+    Args:
+        found: the invitation.
+        host: the address of node 0.
+        tls: the certificates of this node; None: without TLS.
+        me: what node 0 is told.
+
+    Returns:
+        None where the gate cannot be reached; the job trains all the same.
+    """
+    where = (found.name, 0) if found.kind == UNIX else (host, found.port)
+    reached = await try_connect(*where, found.secret, tls)
+    if reached is None:
+        return None
+    reader, writer = reached
+    try:
+        writer.write(wire.frame(me))
+        async with deadline(CONNECT_TIMEOUT_S):
+            await wire.read(reader, to_spare_node)  # accepted
+    except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
+        writer.transport.abort()
+        return None
+    connection: socket.socket = writer.get_extra_info("socket").dup()
+    writer.transport.abort()  # the streams end with their event loop, the connection with the last descriptor
+    return connection
 
 
 async def wait_at_gate(found: Invitation, host: str, settings: Config, mine: SpareHello) -> Taken | None:

@@ -1,4 +1,7 @@
-"""The messages between node 0 and a spare node (`--ttp-spare`), after the proof of the job's secret."""
+"""The messages between node 0 and a spare node (`--ttp-spare`), or another node of the job.
+
+All come after the proof of the job's secret.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,21 @@ class SpareHello(Message, frozen=True):
 
     facts: dict[str, str]
     arguments: tuple[str, ...]
+    host: str
+    pid: int
+
+
+class MemberHello(Message, frozen=True):
+    """node of the job -> node 0: all that it says; its connection ends with its `ttprun`.
+
+    Attributes:
+        node: its number
+        ranks: of its workers
+        host, pid: the machine and the process of its `ttprun`
+    """
+
+    node: int
+    ranks: tuple[int, ...]
     host: str
     pid: int
 
@@ -61,7 +79,7 @@ class SpareReleased(Message, frozen=True):
     """node 0 -> spare: the job is over."""
 
 
-FromSpareNode = SpareHello | SpareReady
+FromSpareNode = SpareHello | SpareReady | MemberHello
 ToSpareNode = SpareAccepted | SpareRefused | SpareAsked | TakePlace | SpareReleased
 
 from_spare_node: Decoder[FromSpareNode] = Decoder(msgspec.msgpack.Decoder(FromSpareNode))

@@ -173,6 +173,7 @@ class Job:
     addresses  of the nodes, as each says its own (`--local-addr`): c10d numbers nodes in their order
     spares     how many more wait to take the place of a node that is lost; with `network`, beside node 1
     spares_die the one that takes the first place is killed when it has it (`dying_spare.py`)
+    dies       the node that is killed when it is about to start its workers again (`dying_node.py`)
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
@@ -200,6 +201,7 @@ class Job:
     addresses: Sequence[str] = ()
     spares: int = 0
     spares_die: bool = False
+    dies: int | None = None
     network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
@@ -323,6 +325,8 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         launcher = [sys.executable, str(Path(__file__).with_name("publishing.py"))]
     elif job.spares_die and node >= job.nodes:
         launcher = [sys.executable, str(Path(__file__).with_name("dying_spare.py"))]
+    elif node == job.dies:
+        launcher = [sys.executable, str(Path(__file__).with_name("dying_node.py"))]
     else:
         launcher = [str(Path(sys.executable).with_name(job.launcher))]
     command = [

@@ -35,3 +35,25 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path, baseline_of: Bas
     assert ended.log.count("the job is over; this spare node was not needed") == 1
     assert "restart 2 of 2" in ended.logs[0]
     outcome.assert_same_training(ended, baseline_of(DP2).records)
+
+
+def test_a_node_that_is_lost_between_two_starts_is_replaced_at_once(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """No controller is there when it is killed, and the next one has not met it."""
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        nodes=2,
+        spares=1,
+        dies=1,
+        restarts=2,
+        options=("--ttp-hang", "0"),
+        faults=["rank=0,step=6,phase=backward,kind=sigkill"],
+    )
+    ended = harness.run(job)
+    assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
+    assert ended.logs[0].count(" takes the place of node 1; ") == 1
+    assert "restart 2 of 2" in ended.logs[0]
+    outcome.assert_same_training(ended, baseline_of(DP2).records)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from adaptor.launchers import flags, invitation, spare_node, tls, ttprun
 from adaptor.launchers.agent_connection import connect
 from adaptor.launchers.places import Places
 from adaptor.launchers.spare_gate import SpareGate
-from adaptor.launchers.spare_node import wait_at_gate
+from adaptor.launchers.spare_node import stay_at_gate, wait_at_gate
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_node_messages import (
+    MemberHello,
     SpareAsked,
     SpareHello,
     SpareReady,
@@ -115,6 +117,50 @@ def test_a_spare_that_goes_while_another_one_is_asked_gets_no_place(settings: co
         assert gate.waiting == 1
         await gate.close()
         await asyncio.gather(first, second)
+
+    _run(work())
+
+
+def test_the_end_of_an_agent_of_the_job_is_noticed_between_two_starts(settings: config.Config) -> None:
+    """No controller is there then, which would notice it. It says nothing of a place that a spare has."""
+
+    async def work() -> None:
+        gate = _gate(settings)
+        found = await gate.open("127.0.0.1")
+        certificates = tls.load(settings)
+
+        async def stays(node: int) -> socket.socket:
+            me = MemberHello(node, (node,), f"node{node}", 100 + node)
+            connection = await stay_at_gate(found, "127.0.0.1", certificates, me)
+            assert connection is not None
+            return connection
+
+        first, second = await stays(1), await stays(2)
+        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE))
+        await _waits(gate, 1)
+        assert gate.gone == {}
+        first.close()
+        await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
+        assert gate.gone == {1: AgentHello(1, (1,), host="node1", pid=101)}
+        await gate.fill({2: (2,)}, restarts=1, generations=1)
+        taken = await spare
+        assert taken is not None
+        second.close()
+        taken.connection.close()
+        await asyncio.to_thread(waiting.until, lambda: 2 in gate.gone, "the gate knows")
+        assert gate.gone[2].pid == MINE.pid
+        await gate.close()
+
+    _run(work())
+
+
+def test_a_gate_that_cannot_be_reached_stops_no_node(settings: config.Config) -> None:
+    async def work() -> None:
+        gate = _gate(settings)
+        found = await gate.open("127.0.0.1")
+        await gate.close()
+        me = MemberHello(1, (1,), "node1", 101)
+        assert await stay_at_gate(found, "127.0.0.1", tls.load(settings), me) is None
 
     _run(work())
 

@@ -1,0 +1,37 @@
+"""Runs ttprun as a node of a job that is killed when it is about to start its workers again.
+
+The controller of the workers before has ended then, and this agent has not come to the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import wrapt
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from adaptor.launchers import ttprun
+from adaptor.launchers.agent import SurvivorsAgent
+
+
+def main() -> int:
+    starts = 0
+
+    def dies(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal starts
+        starts += 1
+        if starts == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(SurvivorsAgent, "_start_workers", dies)
+    return ttprun.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
