@@ -3,7 +3,7 @@
 It has the SHA-256 of files of a checkpoint in the format `torch_dist`. Of last words each writer hashes its
 files on their way and leaves the digests in a part, `.integrity.R`; who publishes joins the parts. Of a
 regular save the framework writes the file, and what is removed before the checkpoint has its name is taken
-out of it.
+out of it. What `transform` writes has one where the source has one, or was saved with the option.
 """
 
 from __future__ import annotations
@@ -90,6 +90,18 @@ def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
     content = joined.read_bytes()
     entry = FileEntry(NAME, len(content), xxhash.xxh3_128_hexdigest(content))
     return (*(one for one in entries if one not in parts), entry)
+
+
+def content(folder: Path, digests: Mapping[str, str], others: Sequence[str]) -> bytes:
+    """Return the content of the file, for a checkpoint that is complete but for it.
+
+    Args:
+        folder: of the checkpoint.
+        digests: of files that were hashed while they were written, by name.
+        others: the names of further files, which are small.
+    """
+    whole = {**digests, **{name: _hash(folder / name) for name in others}}
+    return _Integrity(_ALGORITHM, dict(sorted(whole.items()))).encode()
 
 
 def settle(folder: Path) -> None:

@@ -57,11 +57,16 @@ class TransformOrder:
 
 
 class _Note(msgspec.Struct):
-    """The note of a rank that is done: its files, and what is in them."""
+    """The note of a rank that is done: its files, and what is in them.
+
+    Attributes:
+        digests: the SHA-256 of files, by path, where the framework asks for it
+    """
 
     mark: str
     files: list[FileEntry]
     items: list[NewItem] = []
+    digests: dict[str, str] = {}
 
 
 class _Stopped(Exception):
@@ -88,17 +93,19 @@ def write_rank(
         CheckpointError: a file is damaged, the disk refuses, or the main params do not round to the weights.
     """
     items: list[NewItem] = []
+    digests: dict[str, str] = {}
     with Files() as files:
         if target.format == "torch":
             done = _write_torch(target, rank, folder, files, progress)
         else:
             path = folder / sharded_target.data_file(target, rank)
             try:
-                entry, items = sharded_target.write_rank(target, rank, folder, files, progress)
+                entry, items, digest = sharded_target.write_rank(target, rank, folder, files, progress)
             except OSError as error:
                 raise CheckpointError(f"{path}: {error.strerror or error}") from error
             done = [entry]
-    text = msgspec.json.encode(_Note(mark, done, items))
+            digests = {entry.path: digest} if digest else {}
+    text = msgspec.json.encode(_Note(mark, done, items, digests))
     disk.replace(folder, _note_name(target.sizes, rank), text)
     return done
 
@@ -264,8 +271,10 @@ def finish(
     """
     entries = [entry for rank in target.sizes.ranks for entry in done[rank]]
     if target.format != "torch":
-        items = [item for rank in target.sizes.ranks for item in _note(order, rank).items]
-        entries += sharded_target.write_rest(target, order.folder, items)
+        notes = [_note(order, rank) for rank in target.sizes.ranks]
+        items = [item for note in notes for item in note.items]
+        digests = {path: digest for note in notes for path, digest in note.digests.items()}
+        entries += sharded_target.write_rest(target, order.folder, items, digests)
     layout = describing.content(target)
     if layout is not None:
         disk.replace(order.folder, naming.LAYOUT, layout)

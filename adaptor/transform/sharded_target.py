@@ -6,8 +6,9 @@ Megatron-LM loads in any parallel sizes. What ranks share is in the file of the 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from adaptor.checkpoint import disk
+from adaptor.checkpoint import disk, integrity
 from adaptor.checkpoint.layout_file import Piece
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.transform import rules, sharded_index, sharded_names, sharded_new_index, writing
@@ -63,8 +64,10 @@ def data_file(target: TargetCheckpoint, rank: Rank) -> str:
 
 def write_rank(
     target: TargetCheckpoint, rank: Rank, folder: Path, files: Files, progress: Callable[[int], None]
-) -> tuple[FileEntry, list[NewItem]]:
-    """Write the file of one rank; return its entry in the manifest, and its items for the index.
+) -> tuple[FileEntry, list[NewItem], str]:
+    """Write the file of one rank; return its entry in the manifest, its items for the index, its SHA-256.
+
+    The last is empty where the framework does not ask for it.
 
     Args:
         target: the checkpoint that is written.
@@ -79,7 +82,10 @@ def write_rank(
     """
     name = data_file(target, rank)
     items: list[NewItem] = []
+    digest = hashlib.sha256()
     with writing.Stream(folder / name, folder, progress) as stream:
+        if target.has_integrity:
+            stream.also(digest.update)
         for tensor in _tensors(target, rank):
             dtype = tensor.slot.item.dtype if tensor.kind == WEIGHT else "float32"
             pieces = partial(target.stored_as, tensor.slot, tensor.kind, files)
@@ -102,16 +108,19 @@ def write_rank(
             begin = stream.bytes
             writing.save([value], stream, "archive", files)
             items.append(NewItem(key, name, begin, stream.bytes - begin))
-    return stream.entry(name), items
+    return stream.entry(name), items, digest.hexdigest() if target.has_integrity else ""
 
 
-def write_rest(target: TargetCheckpoint, folder: Path, items: list[NewItem]) -> list[FileEntry]:
+def write_rest(
+    target: TargetCheckpoint, folder: Path, items: list[NewItem], digests: Mapping[str, str]
+) -> list[FileEntry]:
     """Write what is not of one rank: the index, what all ranks have in common, the name of the format.
 
     Args:
         target: the checkpoint that is written.
         folder: to which the files are written.
         items: of all ranks.
+        digests: the SHA-256 of the ranks' files, by name, where the framework asks for them.
     """
     with Files() as files:
         body = target.model_state(target.sizes.ranks[0], files)
@@ -132,9 +141,17 @@ def write_rest(target: TargetCheckpoint, folder: Path, items: list[NewItem]) -> 
         (sharded_index.NAME, sharded_new_index.content(items)),
         (CONFIG, json.dumps(_CONFIG).encode()),
     ):
-        disk.replace(folder, name, content)
-        entries.append(FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content)))
+        entries.append(_small(folder, name, content))
+    if target.has_integrity:
+        others = [entry.path for entry in entries]
+        entries.append(_small(folder, integrity.NAME, integrity.content(folder, digests, others)))
     return entries
+
+
+def _small(folder: Path, name: str, content: bytes) -> FileEntry:
+    """Write a small file."""
+    disk.replace(folder, name, content)
+    return FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content))
 
 
 def _tensors(target: TargetCheckpoint, rank: Rank) -> Iterator[_Tensor]:

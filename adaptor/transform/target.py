@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adaptor.checkpoint import integrity
 from adaptor.checkpoint.layout_file import JobLayout
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.transform import described, rules, sharded_names
@@ -76,6 +77,12 @@ class TargetCheckpoint:
             for buffer in buffers
         )
         return model + states + 2 * _REST
+
+    @property
+    def has_integrity(self) -> bool:
+        """Return whether the framework is to find an `integrity.json`, as it does in the source's job."""
+        asked = getattr(self.source.args, "verify_integrity", False)
+        return self.format != "torch" and bool(asked or (self.source.folder / integrity.NAME).exists())
 
     def own(self, rank: Rank) -> Iterator[Slot]:
         """Yield what a rank has and no rank before it: what it writes in the format `torch_dist`."""

@@ -48,6 +48,11 @@ class Stream:
         self._progress = progress
         self._waiting = bytearray()
         self._told = 0
+        self._updates: list[Callable[[memoryview], object]] = []
+
+    def also(self, update: Callable[[memoryview], object]) -> None:
+        """Let `update` of another digest have all that is written from now on."""
+        self._updates.append(update)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Write all of `data`; return its size in bytes. Raises OSError."""
@@ -70,6 +75,8 @@ class Stream:
 
     def _write(self, data: memoryview) -> None:
         self._digests.update(data)
+        for update in self._updates:
+            update(data)
         while data:
             count = os.write(self._descriptor, data)
             data = data[count:]

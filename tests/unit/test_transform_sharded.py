@@ -5,6 +5,7 @@ That Megatron-LM writes and loads such files is shown by `tests/integration/test
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from adaptor.__main__ import main
-from adaptor.checkpoint import layout_file, manifest, tracker
+from adaptor.checkpoint import integrity, layout_file, manifest, tracker
 from adaptor.protocol import naming
 from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import FFN, STEP
@@ -306,3 +307,32 @@ def test_a_target_that_could_not_load_it(
     assert _transform(tmp_path / "a", tmp_path / "b", *options) == code
     if code:
         assert "older.json.gz is of Megatron-core 0.12.3, which does not load" in _line(capsys)
+
+
+def _framework_checks(folder: Path) -> list[str]:
+    """The names that Megatron-LM's `--verify-integrity` compares; it raises where one differs."""
+    said = json.loads((folder / integrity.NAME).read_text())
+    assert said["algorithm"] == "sha256"
+    for name, digest in said["files"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
+    return list(said["files"])
+
+
+def test_the_digests_that_the_framework_checks(tmp_path: Path) -> None:
+    """They are there where the source was saved with --verify-integrity; also after an interruption."""
+    small_checkpoint.write(tmp_path / "a", ckpt_format="torch", verify_integrity=True)
+    for rank in ("tp=0,pp=0", "tp=1,pp=0"):
+        assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", *SHARDED, "--rank", rank) == 0
+    assert _transform(tmp_path / "a", tmp_path / "b", "--tp", "2", *SHARDED, "--resume", "--verify") == 0
+    folder = tmp_path / "b" / STEP_FOLDER
+    names = [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
+    assert _framework_checks(folder) == names
+    assert manifest.defects(folder) == []
+    assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--pp", "2", *SHARDED) == 0
+    assert _framework_checks(tmp_path / "c" / STEP_FOLDER) == names
+    assert _transform(tmp_path / "b", tmp_path / "d", "--tp", "1") == 0
+    assert not (tmp_path / "d" / STEP_FOLDER / integrity.NAME).exists(), "the format torch has none"
+
+
+def test_no_digests_where_nobody_asks_for_them(sharded: Path) -> None:
+    assert not (sharded / STEP_FOLDER / integrity.NAME).exists()
