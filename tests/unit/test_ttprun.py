@@ -86,6 +86,7 @@ BY_RANK = "import os, signal, sys\nif os.environ['RANK'] == '{rank}':\n    {what
     ("what", "code", "words"),
     [
         ("sys.exit(3)", 3, "rank 1 raised SystemExit: 3"),
+        ("sys.exit(16)", 16, "rank 1 raised SystemExit: 16"),  # of Megatron-LM's --rerun-mode, as 17
         ("os._exit(4)", 4, "rank 1 exited with code 4"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 was ended by SIGSEGV"),
