@@ -210,8 +210,11 @@ def main() -> None:
     )
     config.grad_scale_func = optimizer.scale_loss
     recorder = Recorder(args.record)
-    # A new process among others has no checkpoint to load: its state comes from them.
-    step = resume(args.save, model, optimizer) if args.save and not adaptor.is_newcomer() else 0
+    step = 0
+    if adaptor.is_newcomer():  # its state comes from others
+        print(f"rank {torch.distributed.get_rank()} loads nothing\n", end="", flush=True)
+    elif args.save:
+        step = resume(args.save, model, optimizer)
     protection: Any = contextlib.nullcontext()
     if args.loop != "unprotected":
         given: dict[str, Any] = {"model": [model], "optimizer": optimizer}
@@ -256,6 +259,7 @@ def main() -> None:
     else:
         for iteration in range(step + 1, args.iters + 1):
             one_step(iteration)
+    assert not adaptor.is_newcomer(), "it has joined"
     torch.distributed.destroy_process_group()
 
 

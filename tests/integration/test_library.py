@@ -104,6 +104,7 @@ def test_an_iterator_over_the_data_goes_back_with_the_loop(tmp_path: Path, undis
     assert ended.code == 0, ended.log[-3000:]
     assert "3 incidents (3 without a restart), 0 steps lost" in ended.log
     assert [ended.log.count(f"back behind step {step}\n") for step in (3, 5, 7)] == [4, 4, 4]
+    assert [ended.log.count(f"rank {rank} loads nothing\n") for rank in range(4)] == [0, 0, 1, 1]
     # The line of a step that all had finished when the rank was killed may be written nowhere.
     outcome.assert_same_training(ended, undisturbed_stream.records, {*range(1, ITERATIONS + 1)} - {7})
 
