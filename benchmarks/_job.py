@@ -28,6 +28,7 @@ from tests.frameworks import args, prepare, record
 RANKS = 4
 HERE = Path(__file__).resolve().parent
 WARM = _bench.ROOT / "tests/faults/warm.py"
+TRAIN_CORE = _bench.ROOT / "tests/frameworks/train_core.py"
 # Of the user's shell: kept out of what is measured.
 _SETTINGS = ("ENABLE_TTP", "TTP_", "TORCHELASTIC_")
 _PR_SET_PDEATHSIG = 1
@@ -77,12 +78,15 @@ class Job:
         tp: int = 1,
         precision: str = "bf16",
         warm: bool = False,
+        library: Sequence[str] | None = None,
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
         without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
         `watch`, `native`, `gate`, `cost`, `holds` and `parts` are `_worker.py`'s; the ranks are divided among
         `nodes`, all on this machine, each in its part of `network` if there is one; `warm`: workers are forks
-        that have torch imported, which is quicker where nothing is timed (`tests/faults/warm.py`)."""
+        that have torch imported, which is quicker where nothing is timed (`tests/faults/warm.py`); `library`:
+        arguments of `train_core.py`, which trains in the place of `pretrain_gpt.py` and saves nothing itself.
+        """
         self.folder = folder
         self.save = save or folder / "ckpt"
         self.logs = folder / "logs"
@@ -93,7 +97,7 @@ class Job:
         name, module = "ttprun", "adaptor.launchers.ttprun"
         if not adaptor:
             name, module = "torchrun", "torch.distributed.run"
-            if instances > 1:
+            if instances > 1 and library is None:
                 extra = [*extra, "--num-distributed-optimizer-instances", str(instances)]
         launch = [str(WARM), name] if warm else ["-m", module]
         self._command = [sys.executable, *launch, *(["--ttp-device", "cpu"] if adaptor else [])]
@@ -101,7 +105,8 @@ class Job:
         self._command += ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
         if not adaptor:
             self._command += ["-m", "adaptor.devices", "cpu"]
-        self._command += [str(Path(record.__file__)), str(folder / "records")]
+        if library is None:
+            self._command += [str(Path(record.__file__)), str(folder / "records")]
         if watch or native or gate or holds or parts:
             self._command += [str(HERE / "_worker.py"), "--out", str(folder / "watched")]
             self._command += ["--watch"] if watch else []
@@ -113,21 +118,35 @@ class Job:
         if faults:
             self._command += [str(Path(inject.__file__)), "--stamp", str(self.stamps)]
             self._command += [word for fault in faults for word in ("--fault", str(fault))]
-        self._command += [str(prepare.megatron_lm() / "pretrain_gpt.py")]
-        self._command += args.tiny_gpt(
-            train_iters=train_iters,
-            save=self.save,
-            load=self.save,
-            save_interval=save_interval,
-            tp=tp,
-            precision=precision,
-            distributed_optimizer=distributed,
-            extra=extra,
-        )
+        path = [str(_bench.ROOT)]
+        if library is not None:
+            self._command += [
+                str(TRAIN_CORE),
+                "--iters",
+                str(train_iters),
+                "--record",
+                str(folder / "records"),
+            ]
+            self._command += ["--save", str(self.save), "--tensor", str(tp), *library]
+            self._command += [] if distributed else ["--whole"]
+            self._command += ["--loop", "run-steps"] if adaptor else ["--instances", str(instances)]
+            path.append(str(prepare.megatron_core()))
+        else:
+            self._command += [str(prepare.megatron_lm() / "pretrain_gpt.py")]
+            self._command += args.tiny_gpt(
+                train_iters=train_iters,
+                save=self.save,
+                load=self.save,
+                save_interval=save_interval,
+                tp=tp,
+                precision=precision,
+                distributed_optimizer=distributed,
+                extra=extra,
+            )
         inherited = {k: v for k, v in args.environment().items() if not k.startswith(_SETTINGS)}
         self._environment = inherited | {
             "TTP_LOG_PATH": str(self.logs),
-            "PYTHONPATH": str(_bench.ROOT),
+            "PYTHONPATH": os.pathsep.join(path),
             "PYTHONWARNINGS": "ignore",
             # What a job does that is started again as a whole; measurements of online recovery ask for it.
             "TTP_ONLINE": "0",

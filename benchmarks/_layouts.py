@@ -18,11 +18,15 @@ HARMFUL = ("sys.exit", "exception", "nan", "deadlock")
 
 @dataclass(frozen=True)
 class Cut:
-    """A layout on one node or on several, with local copies in place of the barrier or without."""
+    """A layout on one node or on several, with local copies in place of the barrier or without.
+
+    library  the arguments of a loop of one's own on Megatron-core in place of Megatron-LM's; None: that one
+    """
 
     layout: Layout
     nodes: int = 1
     local_copy: bool = False
+    library: tuple[str, ...] | None = None
 
     @property
     def ranks(self) -> int:

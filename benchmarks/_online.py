@@ -28,6 +28,14 @@ LAYOUTS: Mapping[str, Cut] = {
     "dp2-fp32": Cut(harness.DP2_FP32),
     "tp2-dp2-sequence": Cut(harness.TP2_DP2_SP),
 }
+# Loops of one's own, which a campaign has where it is asked for them.
+LIBRARY: Mapping[str, Cut] = {
+    "core-dp4": Cut(harness.DP4, library=("--stream",)),
+    "core-tp2-dp2": Cut(harness.TP2_DP2, library=("--stream",)),
+    "core-dp2-whole": Cut(harness.DP2_WHOLE, library=("--stream",)),
+    "core-dp4-accumulates": Cut(harness.DP4, library=("--accumulate", "2")),
+}
+ALL = {**LAYOUTS, **LIBRARY}
 # Who holds what there is not worked out: a state that is lost after one death is a failure.
 UNKNOWN = ("moe-dp4-ep2", "moe-dp4-ep2-mirror")
 STEPS = 36
@@ -86,7 +94,7 @@ def draw(seed: int, cuts: Sequence[str], share: float, kinds: Sequence[str]) -> 
     source, number = random.Random(seed), 0
     while True:
         name = cuts[number % len(cuts)]
-        yield Drawn(number, name, tuple(_faults(source, LAYOUTS[name], share, kinds)), source.randint(0, 1))
+        yield Drawn(number, name, tuple(_faults(source, ALL[name], share, kinds)), source.randint(0, 1))
         number += 1
 
 
@@ -96,7 +104,10 @@ def _faults(source: random.Random, cut: Cut, share: float, kinds: Sequence[str])
         phase, kind = source.choice(CHOICE), source.choice(kinds)
         if phase == "gather" and not cut.layout.distributed_optimizer:
             phase = "update"  # nothing is gathered
-        if kind in HANGS and (phase == "between" or phase.startswith("save")):
+        if cut.library is not None:  # it saves nothing, and what comes after a step is its own log
+            phase = "forward" if phase == "data" else phase
+            phase = "logging" if phase == "between" or phase.startswith("save") else phase
+        if kind in HANGS and (phase in ("between", "logging") or phase.startswith("save")):
             kind = "sigkill"  # there only the framework's own time-outs tell
         if kind == "nan" and phase not in ("data", "forward", "backward"):
             kind = "exception"  # afterwards the framework itself would save it
@@ -185,7 +196,7 @@ def outcome_of(drawn: Drawn, report: Mapping[str, Any], struck: Sequence[Fault])
         _, found, why = reason.partition(WHY)
         return (RESTART, why.partition("; step")[0]) if found else (FAILED, reason)
     deaths = len({fault.rank for fault in struck}) + sum(fault.also is not None for fault in struck)
-    survives = deaths < 2 if drawn.cut in UNKNOWN else LAYOUTS[drawn.cut].survives(struck)
+    survives = deaths < 2 if drawn.cut in UNKNOWN else ALL[drawn.cut].survives(struck)
     return (FAILED if survives else EXPLAINED), reason
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from _bench import table
-from _online import EXPLAINED, FAILED, KINDS, LAYOUTS, ONLINE, OUTCOMES, RESTART, Incident
+from _online import ALL, EXPLAINED, FAILED, KINDS, LIBRARY, ONLINE, OUTCOMES, RESTART, Incident
 from _pages import titled
 from _schedule import CHOICE
 
@@ -42,12 +42,13 @@ def tables_of(found: Sequence[Incident], jobs: Sequence[Mapping[str, Any]]) -> t
     records: Counter[str] = Counter()
     for one in jobs:
         records[one["cut"]] += one["records"]
+    saved = sum(one["cut"] not in LIBRARY for one in jobs)  # a loop of one's own here saves nothing itself
     count = Counter(one.outcome for one in found)
     summary = [
         f"{len(found)} incidents in {len(jobs)} jobs: "
         + ", ".join(f"{count[name]} {name}" for name in OUTCOMES)
         + f"; a second fault struck in {sum(len(one.struck) > 1 for one in found)} of them.",
-        f"{sum(records.values())} records (loss, grad norm) and {len(jobs)} last checkpoints were compared.",
+        f"{sum(records.values())} records (loss, grad norm) and {saved} last checkpoints were compared.",
         f"Jobs that failed: {sum(bool(one['problems']) for one in jobs)}.",
     ]
     if times := sorted(one.seconds for one in found if one.seconds):
@@ -72,7 +73,10 @@ def _cell(found: Sequence[Incident]) -> str:
 def _phase_table(found: Sequence[Incident]) -> str:
     kinds = [kind for kind in KINDS if any(one.kind == kind for one in found)]
     rows = []
-    for phase in [*CHOICE, ""]:
+    struck = {one.phase for one in found}
+    elsewhere = [phase for phase in struck - {"", *CHOICE} if phase in PHASES]
+    usual = [phase for phase in CHOICE if phase in struck or not elsewhere]
+    for phase in [*usual, *sorted(elsewhere), ""]:
         here = [one for one in found if phase in ("", one.phase)]
         times = [one.seconds for one in here if one.seconds]
         rows.append(
@@ -102,7 +106,7 @@ def _second_table(found: Sequence[Incident]) -> str:
 def _layout_table(found: Sequence[Incident], records: Counter[str]) -> str:
     rows = [
         [name, cut.words, _cell([one for one in found if one.cut == name]), records[name]]
-        for name, cut in LAYOUTS.items()
+        for name, cut in ALL.items()
         if any(one.cut == name for one in found)
     ]
     return table(["layout", "", "incidents", "records as in the undisturbed run"], rows)

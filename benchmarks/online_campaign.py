@@ -27,7 +27,19 @@ from typing import Any
 
 from _bench import OUT, ROOT, Benchmark
 from _job import Job, JobError, run
-from _online import FAILED, KINDS, LAYOUTS, OUTCOMES, STEPS, Drawn, Incident, differences, draw, incidents
+from _online import (
+    ALL,
+    FAILED,
+    KINDS,
+    LAYOUTS,
+    OUTCOMES,
+    STEPS,
+    Drawn,
+    Incident,
+    differences,
+    draw,
+    incidents,
+)
 from _online_page import page, tables_of
 from _schedule import SAVE_INTERVAL
 
@@ -46,7 +58,7 @@ RESTARTS = 8
 
 def make_job(folder: Path, cut: str, index: Path, *, adaptor: bool, **settings: Any) -> Job:
     """A job of a layout; without the adaptor it is that of the undisturbed run."""
-    layout = LAYOUTS[cut].layout
+    layout, library = ALL[cut].layout, ALL[cut].library
     return Job(
         folder,
         adaptor=adaptor,
@@ -59,6 +71,7 @@ def make_job(folder: Path, cut: str, index: Path, *, adaptor: bool, **settings: 
         save_interval=SAVE_INTERVAL,
         extra=[*layout.arguments, "--data-cache-path", str(index)],
         warm=True,
+        library=library,
         **settings,
     )
 
@@ -95,7 +108,7 @@ def fight(folder: Path, drawn: Drawn) -> dict[str, Any]:
         adaptor=True,
         launcher=[
             *OPTIONS,
-            *LAYOUTS[drawn.cut].launcher,
+            *ALL[drawn.cut].launcher,
             *("--ttp-spares", str(drawn.spares), "--max-restarts", str(RESTARTS)),
         ],
         faults=drawn.faults,
@@ -118,7 +131,7 @@ def fight(folder: Path, drawn: Drawn) -> dict[str, Any]:
     problems += [f"{one.why}: {'; '.join(one.struck)}" for one in found if one.outcome == FAILED]
     if not problems:
         problems += differences(undisturbed, job, {one.step + more for one in found for more in (0, 1)})
-        problems += _checkpoint_problems(undisturbed, job)
+        problems += _checkpoint_problems(undisturbed, job) if ALL[drawn.cut].library is None else []
     struck = {stamp["fault"] for stamp in job.struck()}
     outcome = {
         "number": drawn.number,
@@ -184,7 +197,7 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=usual, help="named twice: twice as often"
     )
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", choices=ALL, default=list(LAYOUTS))
     parser.add_argument("--second", type=float, default=0.35, help="the share with a second fault")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the tables as a page")
     given = parser.parse_args()
