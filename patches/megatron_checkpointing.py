@@ -110,7 +110,7 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     if copies:
         _write_host_copies(args, kwargs)
         start.require_training()
-    _require_intact(load_arg)
+    _require_intact(load_arg, args[1] if len(args) > 1 else kwargs.get("optimizer"))
     if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded now
         _write_host_copies(args, kwargs)
     if load_arg == "load" and context.get().settings.reshape is not None:
@@ -129,14 +129,18 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     return loaded
 
 
-def _require_intact(load_arg: str) -> None:
+def _require_intact(load_arg: str, optimizer: Any) -> None:
     from megatron.training import get_args
     from megatron.training.checkpointing import checkpoint_exists
+
+    from adaptor.frameworks.loaded_files import loaded_here  # torch, which is for the script to import
 
     given = get_args()
     pretrained = getattr(given, "pretrained_checkpoint", None)
     for folder in filter(None, (getattr(given, load_arg), pretrained)):  # the second where the first is empty
-        resume_check.require_intact(Path(folder), Path(given.save), getattr(given, "ckpt_step", None) or None)
+        chosen = getattr(given, "ckpt_step", None) or None
+        loads = loaded_here(folder, optimizer)
+        resume_check.require_intact(Path(folder), Path(given.save), chosen, loads)
         if checkpoint_exists(folder):
             break
 

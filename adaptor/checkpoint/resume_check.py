@@ -2,8 +2,8 @@
 
 Rank 0 decides what is checked and what is done, and tells the others, who might see an older state of a
 shared file system; the ranks divide the files among them, and the blocks of a file that has a checksum of
-blocks, since a checksum reads everything. So all ranks go on, or all raise the same. What is not of the
-adaptor, a folder without a manifest, is left to the framework.
+blocks, since a checksum reads everything (`divided_reading`). So all ranks go on, or all raise the same.
+What is not of the adaptor, a folder without a manifest, is left to the framework.
 
 What cannot be read on some rank, because a disk or a machine has troubles, may be intact: then the job is
 refused, and nothing is touched. In the folder that the job itself saves to, what is damaged is moved aside,
@@ -22,7 +22,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from adaptor import context, output
-from adaptor.checkpoint import disk, hashing, left_overs, manifest, publish, saved_steps, tracker
+from adaptor.checkpoint import (
+    disk,
+    divided_reading,
+    hashing,
+    left_overs,
+    manifest,
+    publish,
+    saved_steps,
+    tracker,
+)
+from adaptor.checkpoint.divided_reading import Reader, in_blocks
 from adaptor.checkpoint.manifest import Unreadable
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, ResumeError
@@ -51,7 +61,7 @@ class _Told:
     refusal: str = ""
 
 
-def require_intact(load: Path, save: Path, chosen: int | None = None) -> None:
+def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tuple[str, ...] = ()) -> None:
     """Make sure that the checkpoint which the framework is about to read is intact.
 
     All ranks call it at the same time: the files are divided among them.
@@ -61,6 +71,8 @@ def require_intact(load: Path, save: Path, chosen: int | None = None) -> None:
         save: the folder that this job saves to; if it is the same, another checkpoint may take the place of a
             damaged one.
         chosen: the step that the user named, None for that of the tracker.
+        loads: with what the paths of files begin, below the checkpoint, that this rank is about to load; they
+            are read on its node then.
 
     Raises:
         ResumeError: a checkpoint is damaged, and no other may take its place; or it cannot be read.
@@ -70,6 +82,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     judgement = _judge(load, save, chosen) if rank == 0 else None
     problems: list[str] | None = None
+    readers: list[Reader] = []
     while True:
         told = [_next(judgement, problems) if judgement is not None else _Told()]
         dist.broadcast_object_list(told, src=0)
@@ -78,8 +91,11 @@ def require_intact(load: Path, save: Path, chosen: int | None = None) -> None:
             raise ResumeError(order.refusal)
         if not order.files:
             return
+        if not readers:
+            readers = [Reader(0, ())] * size
+            dist.all_gather_object(readers, Reader(context.part(Place).node, loads))
         found = [_Compared() for _ in range(size)]
-        dist.all_gather_object(found, _compare(order, rank, size))
+        dist.all_gather_object(found, _compare(order, rank, readers))
         problems = [problem for part in found for problem in part.problems]
         problems += _of_blocks(order, found)
 
@@ -97,19 +113,18 @@ class _Compared:
     digests: dict[str, bytes] = field(default_factory=dict)
 
 
-def _compare(order: _Told, rank: int, size: int) -> _Compared:
+def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
     """Compare the part of `rank`; never raise, for the other ranks wait for the answer."""
     compared, folder = _Compared(), Path(order.folder)
     try:
-        mine = _part(order.files, rank, size)
-        compared.problems += manifest.compare(folder, [file for file in mine if not _in_blocks(file)])
-        blocks = [file for file in mine if _in_blocks(file)]
-        compared.problems += manifest.compare(folder, blocks, checksums=False)
+        mine = divided_reading.whole_files(order.files, rank, readers)
+        compared.problems += manifest.compare(folder, [file for file in mine if not in_blocks(file)])
+        compared.problems += manifest.compare(folder, filter(in_blocks, mine), checksums=False)
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, context.part(Place).local_size))
-        for file in filter(_in_blocks, order.files):
-            count = hashing.blocks_of(file)
-            first, end = (count * edge // size for edge in (rank, rank + 1))
-            compared.digests[file.path] = _digests(folder / file.path, first, end, threads, compared)
+        for file in filter(in_blocks, order.files):
+            first, end = divided_reading.blocks(file, rank, readers)
+            if first < end:
+                compared.digests[file.path] = _digests(folder / file.path, first, end, threads, compared)
     except Exception as error:
         compared.problems.append(
             Unreadable(f"{order.folder}: cannot be read ({type(error).__name__}: {error})")
@@ -118,11 +133,6 @@ def _compare(order: _Told, rank: int, size: int) -> _Compared:
         _by(rank, problem) if isinstance(problem, Unreadable) else problem for problem in compared.problems
     ]
     return compared
-
-
-def _in_blocks(file: FileEntry) -> bool:
-    """Return whether a file has a checksum of its blocks, so that all ranks read a part of it."""
-    return file.xxh3_128_blocks is not None
 
 
 def _digests(path: Path, first: int, end: int, threads: int, compared: _Compared) -> bytes:
@@ -138,7 +148,7 @@ def _of_blocks(order: _Told, found: Sequence[_Compared]) -> list[str]:
     """Return the problems of files of which each rank has read a part."""
     told = [problem for part in found for problem in part.problems]
     problems: list[str] = []
-    for file in filter(_in_blocks, order.files):
+    for file in filter(in_blocks, order.files):
         path = Path(order.folder) / file.path
         digests = b"".join(part.digests.get(file.path, b"") for part in found)
         if len(digests) != hashing.blocks_of(file) * hashing.DIGEST_BYTES:
@@ -152,11 +162,6 @@ def _of_blocks(order: _Told, found: Sequence[_Compared]) -> list[str]:
 def _by(rank: int, problem: str) -> Unreadable:
     """Say who cannot read it."""
     return Unreadable(f"rank {rank} on {platform.node()}: {problem}")
-
-
-def _part(files: tuple[FileEntry, ...], rank: int, size: int) -> list[FileEntry]:
-    """The files that `rank` reads: each has one reader, who are spread over all ranks, and so over nodes."""
-    return [file for number, file in enumerate(files) if number * size // len(files) == rank]
 
 
 def _next(judgement: _Judgement, problems: list[str] | None) -> _Told:

@@ -6,6 +6,7 @@ Prints a line of JSON for each time: the files that this rank has read, and why 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from adaptor.checkpoint import hashing, resume_check
 from adaptor.errors import ResumeError
 
-hash_file = hashing.hash_file
+hash_file, block_digests = hashing.hash_file, hashing.block_digests
 read: list[str] = []
 
 
@@ -23,9 +24,17 @@ def hash_and_note(path: Path) -> str:
     return hash_file(path)
 
 
+def blocks_and_note(path: Path, first: int, end: int, threads: int = 1) -> bytes:
+    if first < end:
+        read.append(f"{path.parent.name}/{path.name}:{first}-{end}")
+    return block_digests(path, first, end, threads)
+
+
 def main() -> None:
     store, rank, size, *folders = sys.argv[1:]
     hashing.hash_file = hash_and_note
+    hashing.block_digests = blocks_and_note
+    loads = tuple(os.environ.get("LOADS", "").split())
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, int(size)), rank=int(rank), world_size=int(size)
     )
@@ -33,7 +42,7 @@ def main() -> None:
         read.clear()
         refused = ""
         try:
-            resume_check.require_intact(Path(load), Path(save))
+            resume_check.require_intact(Path(load), Path(save), loads=loads)
         except ResumeError as error:
             refused = str(error)
         print("=" + json.dumps({"read": read, "refused": refused}))

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -421,11 +421,14 @@ def test_after_any_crash_the_next_start_goes_on(root: Path, tmp_path: Path) -> N
     assert clock.calls.count("os.rename") == 3
 
 
-def _start(tmp_path: Path, size: int, folders: Sequence[Path]) -> list[Warm]:
+def _start(
+    tmp_path: Path, size: int, folders: Sequence[Path], own: Mapping[int, dict[str, str]] | None = None
+) -> list[Warm]:
+    """Start ranks; `own` is what each has besides in its environment."""
     return [
         Warm(
             [sys.executable, str(SCRIPT), str(tmp_path / "store"), str(rank), str(size), *map(str, folders)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(own or {}).get(rank, {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -464,10 +467,49 @@ def test_all_ranks_read_a_part_of_a_file_with_a_checksum_of_blocks(
     said = [_heard(text) for text in outputs]
     assert not any(one["refused"] for lines in said for one in lines), "\n".join(outputs)
     read = [name for lines in said for one in lines for name in one["read"]]
-    assert not any("large.pt" in name for name in read), "no rank reads all of it"
+    assert not any(name.endswith("large.pt") for name in read), "no rank reads all of it"
     assert [len(lines) for lines in said] == [len(copies)] * 2, "\n".join(outputs)
     assert [tracker.tracked_step(copy) for copy in copies] == [NEWER + 1, *[NEWER] * 4]
     assert outputs[0].count("large.pt: checksum differs from the manifest") == 3
+
+
+def test_what_a_node_loads_is_read_there(root: Path, tmp_path: Path) -> None:
+    """Two nodes of two ranks; what nobody says to load is read by all, and whoever reads finds the damage."""
+    folder = publish.prepare(root, NEWER + 1)
+    contents = {name: os.urandom(8 * BLOCK) for name in ("a.pt", "b.pt", "c.pt")}
+    entries = []
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+        entries.append(hashing.entry_of(folder / name, name))
+    (folder / "small.pt").write_bytes(b"small")
+    entries.append(hashing.entry_of(folder / "small.pt", "small.pt"))
+    publish.publish(root, NEWER + 1, entries, {}, 4)
+    damaged = Path(shutil.copytree(root, tmp_path / "damaged"))
+    changed = bytearray(contents["a.pt"])
+    changed[5 * BLOCK] ^= 1
+    (damaged / naming.final_name(NEWER + 1) / "a.pt").write_bytes(changed)
+    own = {rank: {"GROUP_RANK": str(rank // 2)} for rank in range(4)}
+    own[1]["LOADS"] = "b. c."
+    own[2]["LOADS"] = "a.pt c.pt"
+    own[3]["LOADS"] = "small"
+    ranks = _start(tmp_path, 4, (root, root, damaged, damaged), own)
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    said = [_heard(text) for text in outputs]
+    assert [len(lines) for lines in said] == [2] * 4, "\n".join(outputs)
+    name = naming.final_name(NEWER + 1)
+    assert [sorted(lines[0]["read"]) for lines in said[:2]] == [
+        [f"{name}/b.pt:0-4", f"{name}/c.pt:0-2"],
+        [f"{name}/b.pt:4-8", f"{name}/c.pt:2-4"],
+    ]
+    last = [sorted(lines[0]["read"]) for lines in said[2:]]
+    assert sum((reads.count(f"{name}/small.pt") for reads in last), 0) == 1
+    assert [[one for one in reads if ":" in one] for reads in last] == [
+        [f"{name}/a.pt:0-4", f"{name}/c.pt:4-6"],
+        [f"{name}/a.pt:4-8", f"{name}/c.pt:6-8"],
+    ]
+    assert tracker.tracked_step(root) == NEWER + 1
+    assert tracker.tracked_step(damaged) == NEWER
+    assert "a.pt: checksum differs from the manifest" in outputs[0]
 
 
 def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path, tmp_path: Path) -> None:
