@@ -141,9 +141,9 @@ def _sentence(one: Incident) -> tuple[str, str]:
 
 
 def _begin(words: str) -> str:
-    """Return words as a sentence begins; the name of a function stays as it is."""
+    """Return words as a sentence begins; the name of a function, and ttprun's, stay as they are."""
     words = words.strip().rstrip(".")
-    return words if re.match(r"\S+ \(", words) else words[:1].upper() + words[1:]
+    return words if re.match(r"\S+ \(|ttprun\b", words) else words[:1].upper() + words[1:]
 
 
 def _since(event: Event, fault_at: float) -> float:

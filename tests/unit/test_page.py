@@ -89,6 +89,19 @@ def test_holders_in_the_header(tmp_path: Path, holders: int, words: str) -> None
     assert words in str(Text(html_of(write(tmp_path, None, state=now))))
 
 
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        ("rank 1 was ended by SIGKILL; step 8 is saved", "Rank 1 was ended by SIGKILL"),
+        ("ttprun was told to end by SIGTERM; step 8 is saved", "ttprun was told to end by SIGTERM"),
+    ],
+)
+def test_the_cause_in_a_sentence(reason: str, sentence: str, tmp_path: Path) -> None:
+    one = incident()
+    one.reason = reason
+    assert f'<h3 id="incident-{one.id}-title">{sentence}</h3>' in html_of(write(tmp_path, one))
+
+
 def test_a_job_without_an_incident_and_without_a_step(tmp_path: Path) -> None:
     state = status(step=None, step_time=None, protected=False, why_not="no replica", incidents=0)
     text = str(Text(html_of(write(tmp_path, None, state=state))))
