@@ -300,3 +300,11 @@ def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> Non
     )
     assert [name for name in seen["modules"] if name.startswith(others)] == []
     assert seen["argv"] == ["script.py", "-x"]
+
+
+def test_a_job_that_is_ttp_doctor(launcher: Launcher) -> None:
+    """So each node of a job is looked at by whatever starts ttprun there."""
+    doctor = ("-m", "adaptor.launchers.ttp", "doctor", "--save", "save", "--write-mib", "1")
+    ended = launcher.run(*ONE, *doctor, TTP_DEVICE="cpu")
+    assert ended.code == 0, ended.log
+    assert " checks, 0 failed" in ended.log
