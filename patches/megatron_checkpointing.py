@@ -113,13 +113,8 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     _require_intact(load_arg, args[1] if len(args) > 1 else kwargs.get("optimizer"))
     if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded now
         _write_host_copies(args, kwargs)
-    if load_arg == "load" and context.get().settings.reshape is not None:
-        from megatron.core import mpu
-
-        from adaptor.frameworks import reshape  # torch, which is for the script to import
-
-        tensor, pipeline = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
-        reshape.bring_to_sizes(given, (tensor, pipeline, mpu.get_expert_model_parallel_rank()))
+    if load_arg == "load" and given.load:
+        _require_sizes(given)
     load = getattr(given, load_arg)
     if not adapter_base.is_filtered(given):
         return wrapped(*args, **kwargs)
@@ -127,6 +122,21 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     loaded = wrapped(*args, **kwargs)
     adapter_base.require_added()
     return loaded
+
+
+def _require_sizes(given: Any) -> None:
+    """Have the checkpoint transformed that was saved in other parallel sizes, or refuse it."""
+    from megatron.core import mpu
+
+    from adaptor.frameworks import parallel_sizes
+
+    if context.get().settings.reshape is not None:
+        from adaptor.frameworks import reshape  # torch, which is for the script to import
+
+        tensor, pipeline = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+        reshape.bring_to_sizes(given, (tensor, pipeline, mpu.get_expert_model_parallel_rank()))
+    elif given.rank == 0:
+        parallel_sizes.require_sizes_of_checkpoint(given)
 
 
 def _require_intact(load_arg: str, optimizer: Any) -> None:

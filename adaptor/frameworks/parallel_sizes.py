@@ -9,12 +9,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from adaptor import context
-from adaptor.errors import UnsupportedError
+from adaptor.checkpoint import saved_steps, tracker
+from adaptor.errors import AdaptorError, ResumeError, UnsupportedError
+from adaptor.protocol import naming
 from adaptor.setting_values import Reshape
-from adaptor.transform import arguments
+from adaptor.transform import arguments, source
+from adaptor.transform.sizes import Sizes
 
 NEAREST = "nearest"
 # Formats that `adaptor transform` writes.
@@ -205,3 +209,35 @@ def _trains(args: Any, tensor: int, pipeline: int) -> bool:
         return False
     may_change = settings.batch == NEAREST and counts_samples(args)
     return may_change or divides(args, args.micro_batch_size * size, args.global_batch_size)
+
+
+def require_sizes_of_checkpoint(args: Any) -> None:
+    """Refuse to load a checkpoint of the job that was saved in other sizes, where TTP_RESHAPE is not set.
+
+    The format `torch` is meant, of which the framework loads its own sizes alone; it would say so in the
+    traceback of an assertion. Only rank 0 calls it.
+
+    Args:
+        args: of the framework, validated.
+
+    Raises:
+        ResumeError: the sizes differ.
+    """
+    load, save = Path(args.load), Path(args.save)
+    step = getattr(args, "ckpt_step", None) or tracker.tracked_step(load)
+    if step is None or load.resolve() != save.resolve() or not saved_steps.has_manifest(load, step):
+        return
+    folder = load / naming.final_name(step)
+    if not any(path.name.startswith("mp_rank_") for path in folder.iterdir()):
+        return
+    try:
+        there = source.sizes_at(load, step)
+    except AdaptorError:
+        return  # the framework may be able to load it
+    if (there.tp, there.pp) != (args.tensor_model_parallel_size, args.pipeline_model_parallel_size):
+        wanted = Sizes.of(args)
+        raise ResumeError(
+            f"step {step} in {save} has {there}, and the job has {wanted}: give --ttp-reshape auto, which"
+            f" transforms it first, or start with --tensor-model-parallel-size {there.tp}"
+            f" --pipeline-model-parallel-size {there.pp}"
+        )

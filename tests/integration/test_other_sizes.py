@@ -220,6 +220,10 @@ def test_a_model_that_is_transformed_to_fit(tmp_path: Path) -> None:
     sizes = ("--tp", "1", "--pp", "1", "--dp", "3", "--step", "3")
     assert main(["transform", str(tmp_path / "kept"), str(tmp_path / "made"), *sizes]) == 0
     assert differences(tmp_path / "made" / folder, save / folder) == []
+    # Without the flag the sizes that the job had are refused now, and nothing begins anew.
+    again = harness.run(Job(tmp_path / "again", Layout("tp2", 2, tp=2), save=save, load=save))
+    assert again.code == 2, again.log[-3000:]
+    assert f"ttprun: error: step 8 in {save} has TP1 PP1, and the job has TP2 PP1: give --ttp-r" in again.log
 
 
 @pytest.mark.parametrize("kind", ["torch", "torch_dist"])

@@ -18,7 +18,7 @@ from adaptor import context, output
 from adaptor.__main__ import main
 from adaptor.checkpoint import left_overs, manifest, saved_steps, tracker
 from adaptor.errors import ResumeError
-from adaptor.frameworks import reshape
+from adaptor.frameworks import parallel_sizes, reshape
 from adaptor.protocol import naming
 from adaptor.transform import run
 from adaptor.transform.source import sizes_at
@@ -96,6 +96,23 @@ def test_without_the_setting_nothing_is_done(save: Path, wanted: pytest.MonkeyPa
     context.forget()
     reshape.bring_to_sizes(job_arguments(save), FIRST)
     assert str(sizes_at(save, STEP)) == "TP2 PP1"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [({"tp": 2}, False), ({"tp": 2, "dp": 4}, False), ({}, True), ({"tp": 2, "pp": 2}, True)],
+)
+def test_without_the_setting_other_sizes_are_refused(
+    sizes: dict[str, int], refused: bool, save: Path, tmp_path: Path
+) -> None:
+    """In one line that says what would be right; what is of another job is for the framework."""
+    if refused:
+        line = "^step 7 in .*/save has TP2 PP1, and the job has TP.*: give --ttp-reshape auto, .* start with "
+        with pytest.raises(ResumeError, match=f"{line}--tensor-model-parallel-size 2 --pipeline-model-"):
+            parallel_sizes.require_sizes_of_checkpoint(job_arguments(save, **sizes))
+    else:
+        parallel_sizes.require_sizes_of_checkpoint(job_arguments(save, **sizes))
+    parallel_sizes.require_sizes_of_checkpoint(job_arguments(tmp_path, save, **sizes))
 
 
 def test_there_and_back(
