@@ -105,7 +105,7 @@ def _import(name: str, origin: str) -> None:
 def _let_inspect_know_the_modules() -> None:
     """Let Python's `inspect` look at every module: it does so when it is asked for code of a file that it
     does not know, and keeps what it finds. Megatron-LM asks in each step (its rerun state machine), so a new
-    process would take the time for it, some 50 ms, in the step that all others wait for."""
+    process would take the time for it, 30 to 50 ms, in the step that all others wait for."""
     with contextlib.suppress(Exception):  # whatever a module answers that loads its parts late
         inspect.getmodule(compile("", "<of no module>", "exec"))
 
