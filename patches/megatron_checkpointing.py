@@ -126,11 +126,11 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
 
 def _require_sizes(given: Any) -> None:
     """Have the checkpoint transformed that was saved in other parallel sizes, or refuse it."""
-    from megatron.core import mpu
-
     from adaptor.frameworks import parallel_sizes
 
     if context.get().settings.reshape is not None:
+        from megatron.core import mpu
+
         from adaptor.frameworks import reshape  # torch, which is for the script to import
 
         tensor, pipeline = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
