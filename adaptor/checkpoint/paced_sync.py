@@ -8,10 +8,10 @@ import time
 from adaptor.checkpoint import disk
 
 # The longest stretch between two syncs, in bytes.
-_LONGEST = 256 << 20
+_LONGEST = 512 << 20
 # The next stretch is what the disk takes in this time, by the last one; it is at most so many times as long.
 _QUICK_S = 1.0
-_GROWTH = 8
+_GROWTH = 64
 # Between two syncs the disk is told to begin after so many bytes: it works while the next ones are made.
 _BEGIN = 4 << 20
 

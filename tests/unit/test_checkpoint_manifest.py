@@ -169,6 +169,7 @@ def test_a_slow_disk_is_asked_more_often(
 def test_the_disk_begins_between_two_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "_SLICE", 4)
     monkeypatch.setattr(paced_sync, "_BEGIN", 8)
+    monkeypatch.setattr(paced_sync, "_GROWTH", 8)
     told: list[str] = []
     begin_to_write, fdatasync = disk.begin_to_write, os.fdatasync
 
