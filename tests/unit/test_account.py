@@ -132,6 +132,17 @@ def test_the_last_line_has_the_newest_checkpoint(said: list[str], monkeypatch: p
     assert said[-1] == "[ttp] as it was; the newest checkpoint in /save is step 20"
 
 
+def test_a_job_that_is_told_to_end_has_not_failed(said: list[str]) -> None:
+    account = Account(1)
+    account.recovered(Recovered(1, 47, "rank 2 was replaced", replaced=(2,), seconds=0.9), "")
+    fault = Fault("SIGTERM", 50, (), 70, "n0", "told-to-end")
+    account.fault(
+        msgspec.structs.replace(lost(50), outcome="saved", fault=fault, cause_rank=-1), time.time(), ""
+    )
+    account.failed("as it was")
+    assert said[-2].endswith(" the job was ended, 2 incidents (1 without a restart), 0 steps lost")
+
+
 def test_a_start_on_more_nodes_is_no_restart(said: list[str]) -> None:
     account = Account(1)
     account.fault(lost(5), time.time(), "")
