@@ -56,10 +56,22 @@ def tables_of(found: Sequence[Incident], jobs: Sequence[Mapping[str, Any]]) -> t
         summary.append(
             f"From the fault until all go on: {middle:.2f} s (median; {times[0]:.2f} to {times[-1]:.2f})."
         )
+    together = [one for one in found if any(Fault.parse(text).also is not None for text in one.struck)]
+    if together:
+        alone = [one for one in found if one not in together]
+        summary.append(
+            f"In {len(together)} of them another rank was killed in the same moment: {_cell(together)}"
+            f" ({ONLINE} / {RESTART} / {EXPLAINED}); in the others {_cell(alone)}."
+        )
     summary += [f"PROBLEM: {problem}" for one in jobs for problem in one["problems"]]
     whys = Counter(one.why for one in found if one.outcome == RESTART)
-    reasons = table(["why all were started again", "incidents"], [[why, n] for why, n in whys.most_common()])
-    return [_phase_table(found), _second_table(found), _layout_table(found, records), reasons], summary
+    tables = [_phase_table(found), _layout_table(found, records)]
+    if any(one.struck[1:] for one in found):
+        tables.insert(1, _second_table(found))
+    if whys:
+        rows = [[why, n] for why, n in whys.most_common()]
+        tables.append(table(["why all were started again", "incidents"], rows))
+    return tables, summary
 
 
 def _cell(found: Sequence[Incident]) -> str:
