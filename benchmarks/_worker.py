@@ -110,6 +110,9 @@ def _peak() -> int:
 
 # With `split` the state is there twice in the four ranks: two of them hold all that is saved.
 _WRITERS = 2
+# A virtual machine gives memory that was freed back to its host within seconds, and what is written next
+# waits for it to come again. So dd and the dump both begin that long after a folder was removed.
+_SETTLE_S = 6.0
 
 
 class NativeSave:
@@ -148,7 +151,10 @@ class NativeSave:
             self._notes.add("native", ended - began, bytes=size)
             shutil.rmtree(self._folder)
             os.sync()
+            time.sleep(_SETTLE_S)
             self._dd(size // _WRITERS >> 20)
+            os.sync()
+            time.sleep(_SETTLE_S)
         torch.distributed.barrier()
 
     def _dd(self, mebibytes: int) -> None:
