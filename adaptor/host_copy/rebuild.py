@@ -285,5 +285,7 @@ def _from_first(what: T) -> list[T]:
 
 
 def _say(line: str) -> None:
+    """Tell `line` on rank 0; collective: where this start only writes copies, who goes on ends all others."""
     if dist.get_rank() == 0:
         output.tell(f"[ttp] {line}", to="stdout")
+    _tell(None)

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from record import Recorder
-from train_core import batch, build
+from train_core import batch, build, drawn
 
 
 def main() -> None:
@@ -25,7 +25,8 @@ def main() -> None:
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=args.instances)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    model, config = build(args.instances, context=1, freeze=False)
+    shape = argparse.Namespace(instances=args.instances, context=1, tensor=1, freeze=False, whole=False)
+    model, config = build(shape)
     options = OptimizerConfig(lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(options, [model])
     config.grad_scale_func = optimizer.scale_loss
@@ -35,7 +36,7 @@ def main() -> None:
         save=str(args.save),
         step=lab.load(args.save, model, optimizer),
         steps=args.iters,
-        batch=batch,
+        batch=lambda number, _rank: batch(drawn(number)),
         log=Recorder(args.record).add,
     )
     torch.distributed.destroy_process_group()

@@ -16,7 +16,7 @@ from tests.faults.scenario import BaselineOf
 @pytest.mark.parametrize(
     ("layout", "faults", "save_interval", "since"),
     [
-        (DP3, ["rank=1,step=7,phase=backward,kind=sigkill,also=2"], 1000, "nothing was saved"),
+        (DP3, ["rank=1,step=8,phase=backward,kind=sigkill,also=2"], 1000, "nothing was saved"),
         (TP2_DP1, ["rank=1,step=8,phase=norm,kind=sigkill"], 4, "later than step 4, which was saved"),
         (DP2_FP16, ["rank=1,step=7,phase=update,kind=sigkill,also=0"], 1000, "nothing was saved"),
     ],

@@ -40,6 +40,7 @@ from adaptor.operations.records import (
     utc,
 )
 from tests import certificates
+from tests.unit.launching import HEARS_CTRL_C
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 BEGAN = 1_700_000_000.0
@@ -397,8 +398,9 @@ def test_a_port_that_is_taken_is_said(job: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_the_command_says_where_it_serves(job: Path) -> None:
+    program = f"{HEARS_CTRL_C}; from adaptor.launchers import ttp; raise SystemExit(ttp.main())"
     with subprocess.Popen(
-        [sys.executable, "-m", "adaptor.launchers.ttp", "serve", str(job), "--port", "0", "--json"],
+        [sys.executable, "-c", program, "serve", str(job), "--port", "0", "--json"],
         stdout=subprocess.PIPE,
         text=True,
     ) as command:
