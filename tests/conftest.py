@@ -66,11 +66,23 @@ def _its_own_context() -> None:
 @pytest.fixture
 def capsys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
     """Pytest's own; what is told by a thread (`adaptor.output`) has been written when it is read."""
-    read = capsys.readouterr
+    return _drained(capsys, monkeypatch)
+
+
+@pytest.fixture
+def capfd(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
+    """As `capsys`, for what is written past Python's own streams."""
+    return _drained(capfd, monkeypatch)
+
+
+def _drained(
+    captured: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> pytest.CaptureFixture[str]:
+    read = captured.readouterr
 
     def drained() -> object:
         assert output.drain(60.0), "what was told is not written"
         return read()
 
-    monkeypatch.setattr(capsys, "readouterr", drained)
-    return capsys
+    monkeypatch.setattr(captured, "readouterr", drained)
+    return captured
