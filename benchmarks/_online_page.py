@@ -16,8 +16,9 @@ from tests.faults.fault import NEWCOMERS, PHASES, Fault
 
 WHAT = """\
 Jobs of several layouts train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun --ttp-online 60`.
-Up to six faults of random kinds strike each job, one after another, at a random rank, step and phase. Some
-are followed by a second fault during the recovery from the first, in a survivor or in the new process.
+Up to six faults strike each job, one after another, of a random one of the kinds in the first table, at a
+random rank, step and phase. With a share for `--second`, some are followed by a second fault during the
+recovery from the first, in a survivor or in the new process.
 
 - {online}: at most the failed ranks got a new process (an exception may need none), and no step was lost.
 - {restart}: last words of the newest finished step were saved, and all workers were started again; the last
@@ -31,10 +32,21 @@ on each node, the others start a new process. A cell is the number of incidents 
 {explained}, and of those that {failed}, if there are any."""
 
 
-def page(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
-    """Return `tables` and `summary` as they were printed; `command` makes all of it again."""
+def page(
+    kinds: Sequence[str], where: str, command: str, tables: Sequence[str], summary: Sequence[str]
+) -> str:
+    """Return `tables` and `summary` as they were printed; `command` makes all of it again.
+
+    Args:
+        kinds: of the faults.
+        where: the machine, in words.
+        command: the command line.
+        tables: of the incidents.
+        summary: lines.
+    """
+    faults = "kills" if set(kinds) == {"sigkill"} else "faults"
     what = WHAT.format(online=ONLINE, restart=RESTART, explained=EXPLAINED, failed=FAILED)
-    return titled("A campaign of random faults, recovered online", what, where, command, tables, summary)
+    return titled(f"A campaign of random {faults}, recovered online", what, where, command, tables, summary)
 
 
 def tables_of(found: Sequence[Incident], jobs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:

@@ -233,7 +233,7 @@ def main() -> None:
     benchmark.finish("\n\n".join([*tables, *summary]), {"jobs": done, "problems": problems})
     if given.write:
         command = f"python benchmarks/online_campaign.py {settings} --write {given.write}"
-        given.write.write_text(page(benchmark.where, command, tables, summary))
+        given.write.write_text(page(given.kinds, benchmark.where, command, tables, summary))
     if problems:
         raise JobError(f"{len(problems)} problems")
 

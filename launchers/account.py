@@ -128,8 +128,7 @@ class Account:
         if last is not None and last.outcome == "lost" and last.save:
             self.lost += max(0, self._newest - (tracker.step or 0))
         if self.incidents > 1:
-            told = last is not None and last.fault.kind == "told-to-end" and last.cause_rank < 0
-            how = "was ended" if told else "has failed"
+            how = "was ended" if last is not None and last.is_requested else "has failed"
             say(f"{_utc(time.time())} the job {how}, {self._sum}")
 
     @property

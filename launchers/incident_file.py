@@ -194,7 +194,7 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
 
 def _next(end: Verdict, timeline: Timeline) -> str:
     """Return what comes after a verdict, as far as the verdict tells; the agent knows more later."""
-    if end.fault.kind != "told-to-end" or end.cause_rank >= 0:
+    if not end.is_requested:
         return "the workers are started again, if a restart is left"
     if len(timeline.hosts) > 1:
         return f"ttprun on {end.fault.host} ends, as it was told; the job goes on if enough nodes are left"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from hypothesis import settings
@@ -32,3 +33,15 @@ def restless() -> Iterator[None]:
     sys.setswitchinterval(5e-6)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    """A job of one rank, this process, for what is collective."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
+    yield
+    dist.destroy_process_group()

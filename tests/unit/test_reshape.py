@@ -7,12 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from adaptor import context, output
 from adaptor.__main__ import main
@@ -27,19 +24,12 @@ from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import STEP, contents, job_arguments
 from tests.unit.test_checkpoint_publish import Crash, crash_before
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("reshape_script.py")
 FOLDER, KEPT = naming.final_name(STEP), naming.before_reshape_name(STEP, 1)
 FIRST = (0, 0, 0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group_of_one() -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

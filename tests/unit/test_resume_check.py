@@ -13,13 +13,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -41,19 +39,12 @@ from adaptor.protocol.file_entry import FileEntry
 from tests.faults.warm import Warm
 from tests.unit.test_checkpoint_publish import Crash, crash_before
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("resume_check_script.py")
 FILES = ("mp_rank_00/distrib_optim.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt")
 OLDER, NEWER = 10, 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group_of_one() -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,11 @@ class Verdict(Message, frozen=True, kw_only=True):
     newest: int = -1
     stop: str = ""
 
+    @property
+    def is_requested(self) -> bool:
+        """Return whether nothing has failed: a `ttprun` was told to end."""
+        return self.fault.kind == "told-to-end" and self.cause_rank < 0
+
 
 class Recovered(Message, frozen=True):
     """The incident is over and all workers go on from `step`; it comes before the workers are told `Proceed`.
