@@ -32,7 +32,6 @@ from tests.unit.test_resume_check import (
     FILES,
     NEWER,
     OLDER,
-    _group_of_one,
     content,
     folder,
     pristine,
@@ -40,7 +39,9 @@ from tests.unit.test_resume_check import (
     root,
 )
 
-__all__ = ["_group_of_one", "pristine", "root"]  # fixtures
+__all__ = ["pristine", "root"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
