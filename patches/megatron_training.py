@@ -21,6 +21,7 @@ from adaptor.patches.megatron_core import INSTANCES, detect_instance_support, in
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
 from adaptor.worker.incident_marks import IncidentMarks
+from adaptor.worker.open_run import OpenRun
 from adaptor.worker.unprotected import UnprotectedTraining
 from adaptor.worker.watchdogs import Watchdogs
 
@@ -216,8 +217,9 @@ def logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
             log = megatron_online.log_of_this_process()
         made = wrapped(*args, **kwargs) if log is None else log.write(wrapped, args, kwargs)
-        if (marks := context.part(IncidentMarks)).are_missing:
-            from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-            marks.write(runtime.get().session.board.finished, get_tensorboard_writer(), get_wandb_writer())
+        run = context.part(OpenRun).client = get_wandb_writer()
+        if (marks := context.part(IncidentMarks)).are_missing:
+            marks.write(runtime.get().session.board.finished, get_tensorboard_writer(), run)
         return made

@@ -47,6 +47,7 @@ from adaptor.protocol.messages import (
 )
 from adaptor.worker import abort_gloo, dump_order, flight_recorder, modules, stacks
 from adaptor.worker.incident_marks import IncidentMarks
+from adaptor.worker.open_run import OpenRun
 from adaptor.worker.session import Session
 from adaptor.worker.sigterm import SigtermReports
 
@@ -215,6 +216,7 @@ class Processor:
                 self.before_exit()
                 if order.blamed and self.held:
                     output.tell(self.held)
+                context.part(OpenRun).end()  # for people: after all else
                 _leave(self.exit_code)
 
     def _in_thread(self, name: str, act: Callable[[T], None], order: T) -> None:

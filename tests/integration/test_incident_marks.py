@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.faults import harness
-from tests.faults.harness import DP2
+from tests.faults.harness import DP2, ITERATIONS, Job, Layout
 from tests.integration.test_online import online
 
 
@@ -34,4 +35,62 @@ def test_tensorboard(tmp_path: Path) -> None:
     ]
     assert "rank 1 was ended by SIGKILL; replaced by pid " in texts[0]
     assert "rank 0 raised " in texts[1]
-    assert {point.step for point in written.Scalars("lm loss")} == set(range(1, harness.ITERATIONS + 1))
+    assert {point.step for point in written.Scalars("lm loss")} == set(range(1, ITERATIONS + 1))
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B's own client and service, which write to a folder and speak with no server."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def with_wandb(folder: Path) -> Layout:
+    """A layout whose rank 1 writes to W&B what it writes to TensorBoard, without which it writes nothing."""
+    wandb = ("--wandb-project", "tests", "--wandb-exp-name", "marks", "--wandb-save-dir", str(folder))
+    return replace(DP2, name="dp2-wandb", extra=("--tensorboard-dir", str(folder / "curves"), *wandb))
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_after_online_recoveries(tmp_path: Path) -> None:
+    """The rank that writes the log is killed; the new process has a run of its own, and survives a fault."""
+    from tests import wandb_file
+
+    faults = [
+        "rank=1,step=4,phase=backward,kind=sigkill",
+        "rank=0,step=6,phase=backward,kind=exception",
+    ]
+    ended = harness.run(online(tmp_path, with_wandb(tmp_path), faults))
+    assert set(ended.codes) == {0}, ended.log[-3000:]
+    first, second = wandb_file.runs(tmp_path)
+    assert first.exit_code is None  # its service died with the rank
+    assert second.exit_code == 0
+    assert list(second.steps) == list(range(4, ITERATIONS + 1))
+    marked = {step: values for step, values in second.steps.items() if "ttp/incident" in values}
+    assert [(step, values["ttp/incident"]) for step, values in marked.items()] == [(4, 1), (6, 1)]
+    assert "rank 1 was ended by SIGKILL; replaced by pid " in marked[4]["ttp/incident_line"]
+    assert "rank 0 raised " in marked[6]["ttp/incident_line"]
+    assert all("lm loss" in values for values in second.steps.values())
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_after_a_restart(tmp_path: Path) -> None:
+    """The rank that writes the log survives, and is ended in a collective: its run has every step."""
+    from tests import wandb_file
+
+    ended = harness.run(
+        Job(
+            tmp_path / "job",
+            with_wandb(tmp_path),
+            save=tmp_path / "save",
+            faults=["rank=0,step=4,phase=backward,kind=sigkill"],
+            restarts=1,
+        )
+    )
+    assert set(ended.codes) == {0}, ended.log[-3000:]
+    first, second = wandb_file.runs(tmp_path)
+    assert (list(first.steps), first.exit_code) == ([1, 2, 3], 1)
+    assert (list(second.steps), second.exit_code) == (list(range(4, ITERATIONS + 1)), 0)
+    (marked,) = [step for step, values in second.steps.items() if "ttp/incident" in values]
+    assert marked == 4
+    assert "rank 0 was ended by SIGKILL" in second.steps[4]["ttp/incident_line"]

@@ -1,0 +1,47 @@
+"""The framework's run of Weights & Biases is ended before a worker is ended, and holds it up only so long."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from adaptor import context, output
+from adaptor.worker.open_run import OpenRun
+
+
+class Hangs:
+    """A client whose service does not answer."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.answers = threading.Event()
+
+    def finish(self, exit_code: int) -> None:
+        self.asked.set()
+        self.answers.wait()
+
+
+class Fails:
+    """A client that has no run any more."""
+
+    def finish(self, exit_code: int) -> None:
+        raise ConnectionError("the service is gone")
+
+
+def test_a_client_that_hangs_is_left() -> None:
+    run = OpenRun(context.get())
+    run.client = client = Hangs()
+    run.end(limit_s=0.05)  # returns
+    assert client.asked.wait()
+    client.answers.set()
+
+
+def test_a_client_that_fails_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+    run = OpenRun(context.get())
+    run.client = Fails()
+    run.end()
+    output.drain()
+    assert (
+        "[ttp] the run of W&B was not ended: ConnectionError: the service is gone" in capfd.readouterr().err
+    )
