@@ -4,6 +4,10 @@ torch sorts the nodes that have met by their address. So a node that comes later
 agent has the job's history: incidents, their files, the restarts that are used up. And node 0 would be
 another one than the node with the rendezvous store, so that the loss of either ended the job.
 
+Invariant: where an agent has the store, it is node 0 as long as it lives. Which one has it is known by who
+could open its port (`c10d_store.py`), not by names: several agents may run on the machine of --rdzv-endpoint,
+and that machine may have other names.
+
 All agents of a job number nodes alike: what they are sorted by travels with them in torch's own state.
 """
 
@@ -12,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import utils
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 
@@ -22,7 +25,7 @@ class OrderedNode(_NodeDesc):
 
     Attributes:
         since: the round of the rendezvous in which it may be for the first time, from 0
-        is_apart: whether the store is on another machine
+        is_apart: whether another agent has the store
     """
 
     since: int = 0
@@ -38,14 +41,14 @@ class OrderedNode(_NodeDesc):
         return self.since, self.is_apart, self.addr, self.pid, self.local_id
 
 
-def put_in_order(handler: Any, host: str) -> None:
+def put_in_order(handler: Any, *, has_store: bool) -> None:
     """Let the node of a handler come behind those that were there before it.
 
     Nothing is changed where torch's handler has another form: its own order is right, too.
 
     Args:
         handler: torch's, which has met nobody yet.
-        host: the machine of the store.
+        has_store: whether what the nodes meet at ends with this agent.
 
     Raises:
         RendezvousConnectionError: the store does not answer.
@@ -62,6 +65,6 @@ def put_in_order(handler: Any, host: str) -> None:
         node.pid,
         node.local_id,
         since=state.round + int(state.complete),
-        is_apart=not utils._matches_machine_hostname(host),
+        is_apart=not has_store,
     )
     handler._this_node = executor._node = ordered

@@ -5,28 +5,19 @@ The loss of the node with the store does not end an agent: the survivors are sti
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import utils
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
-from adaptor.launchers import node_order
+from adaptor.launchers import c10d_store, node_order
 from adaptor.launchers.waiting import Interrupted, wait_for
 
 # How often node 0 checks which nodes have come: the store's own wait writes two warnings at each time-out.
-LOOK_S = 0.1
-# How often a node tries whether the store answers, and how long one try may take: the kernel itself sends its
-# request again meanwhile. Longer than `LOOK_S`, because each try of a thousand nodes reaches node 0.
-TRY_S = 0.5
-ONE_TRY_S = 10.0
-# torch's own defaults for the store of c10d.
-_C10D_TIMEOUT_S = 60
-_C10D_PORT = 29400
+_LOOK_S = 0.1
 # The most nodes that are named in a line.
 _NAMED = 4
 _ALL = "all are here"
@@ -42,46 +33,16 @@ class Registry:
         return getattr(self._registry, name)
 
     def get_rendezvous_handler(self, params: Any) -> Rendezvous:
+        """Return torch's handler for `params`, wrapped."""
         what = f"the rendezvous at {params.endpoint}" if params.max_nodes > 1 else ""
 
         def connect() -> Any:
-            if params.backend == "c10d" and params.get("store_type", "tcp").strip().lower() == "tcp":
-                _wait_for_c10d(params)
-            handler = self._registry.get_rendezvous_handler(params)
+            handler, has_store = c10d_store.connect(self._registry, params)
             if params.backend != "static":
-                node_order.put_in_order(handler, utils.parse_rendezvous_endpoint(params.endpoint, 0)[0])
+                node_order.put_in_order(handler, has_store=has_store)
             return handler
 
         return Rendezvous(wait_for(connect, lambda: what), params.endpoint, params.max_nodes)
-
-
-def _wait_for_c10d(params: Any) -> None:
-    """Wait for the store of c10d, unless torch will make it on this node."""
-    host, port = utils.parse_rendezvous_endpoint(params.endpoint, default_port=_C10D_PORT)
-    is_host = params.get_as_bool("is_host")
-    if utils._matches_machine_hostname(host) if is_host is None else is_host:
-        return
-    timeout_s = params.get_as_int("read_timeout", _C10D_TIMEOUT_S)
-    wait_until_it_answers(host, port, time.monotonic() + timeout_s)
-
-
-def wait_until_it_answers(host: str, port: int, deadline: float) -> None:
-    """Wait until something listens at `host`:`port`.
-
-    torch's own client waits, too, but writes the stack of its C++ functions each time it tries in vain.
-
-    Raises:
-        RendezvousConnectionError: nothing did until `deadline`, on the monotonic clock.
-    """
-    while True:
-        try:
-            left = deadline - time.monotonic()
-            socket.create_connection((host.strip("[]"), port), max(min(left, ONE_TRY_S), LOOK_S)).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise RendezvousConnectionError(f"nothing answers at {host}:{port}: {error}") from None
-            time.sleep(TRY_S)
 
 
 class Rendezvous:
@@ -229,7 +190,7 @@ class _Static:
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
         if self._node:
-            wait_until_it_answers(self._address, self._port, deadline)
+            c10d_store.wait_until_it_answers(self._address, self._port, deadline)
         store = TCPStore(
             self._address,
             self._port,
@@ -261,7 +222,7 @@ class _Static:
             if not keys.check([_here(awaited[0])]):
                 if time.monotonic() >= deadline:
                     raise RendezvousTimeoutError(self.missing)
-                time.sleep(LOOK_S)
+                time.sleep(_LOOK_S)
                 continue
             awaited = [node for node in awaited if not keys.check([_here(node)])]
             self._name_missing(awaited)

@@ -149,18 +149,18 @@ def _find_gate(host: str, port: int, run_id: str) -> bytes:
     """Return the invitation to the gate; node 0 may be started after this spare, at any time."""
     from torch.distributed import PrefixStore, TCPStore
 
-    from adaptor.launchers import rendezvous
+    from adaptor.launchers import c10d_store
 
     while True:
-        rendezvous.wait_until_it_answers(host, port, float("inf"))
+        c10d_store.wait_until_it_answers(host, port, float("inf"))
         try:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, multi_tenant=True)
             gate = PrefixStore(f"{run_id}/{PREFIX}", store)
             while not gate.check([GATE]):
-                time.sleep(rendezvous.TRY_S)
+                time.sleep(c10d_store.TRY_S)
             return bytes(gate.get(GATE))
         except RuntimeError:  # node 0 has gone before it had made its gate; it may be started again
-            time.sleep(rendezvous.TRY_S)
+            time.sleep(c10d_store.TRY_S)
 
 
 async def stay_at_gate(

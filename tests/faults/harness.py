@@ -38,7 +38,7 @@ JOB_TIMEOUT_S = 400.0
 ITERATIONS = 8
 # How long nodes of c10d wait for more than the fewest, and for a sign of life of one that is lost: torch's
 # own 30 s and 15 s are for real networks.
-QUICK = ("--rdzv-conf", "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5")
+QUICK = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
 @functools.cache
@@ -338,7 +338,9 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     if job.network is not None:
         command = [*job.network.command(min(node, 1)), *command]
     if job.fewest:
-        command += ["--nnodes", f"{job.fewest}:{job.nodes}", "--rdzv-backend", "c10d", *QUICK]
+        command += ["--nnodes", f"{job.fewest}:{job.nodes}", "--rdzv-backend", "c10d"]
+        # All are on the machine of the store, and whichever was fastest would have it, and be node 0.
+        command += ["--rdzv-conf", f"{QUICK},is_host={int(node == 0)}"]
         command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
         command += ["--local-addr", job.addresses[node]] if job.addresses else []
     elif job.nodes > 1:

@@ -144,6 +144,7 @@ USES_ANY = {
     "adaptor.frameworks": "the frameworks",
     "adaptor.host_copy": "models and optimizers of frameworks, marks of a device",
     "adaptor.launchers.agent": "the worker group of torch elastic",
+    "adaptor.launchers.c10d_store": "rendezvous handlers of torch elastic, and their parameters",
     "adaptor.launchers.node_order": "rendezvous handlers of torch elastic",
     "adaptor.launchers.rendezvous": "rendezvous handlers of torch elastic",
     "adaptor.launchers.starter": "the command of a process that torch elastic has started",

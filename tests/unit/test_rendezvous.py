@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import registry
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousParameters,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from adaptor.launchers import node_order
-from adaptor.launchers.rendezvous import Rendezvous
+from adaptor.launchers.rendezvous import Registry, Rendezvous
+from tests.ports import free_port
 
 
 class Handler:
@@ -92,7 +95,7 @@ def _node(port: int, address: str) -> Any:
     store = TCPStore("127.0.0.1", port, is_master=False)
     backend = C10dRendezvousBackend(store, "job")
     made = DynamicRendezvousHandler.from_backend("job", store, backend, 1, 1, address)
-    node_order.put_in_order(made, "127.0.0.9")  # of another machine
+    node_order.put_in_order(made, has_store=False)
     return made
 
 
@@ -113,3 +116,15 @@ def test_nodes_that_begin_together_come_by_address_those_with_the_store_first() 
     again = pickle.loads(pickle.dumps(dict.fromkeys((*apart, beside), "")))  # as torch's state travels
     assert [node.addr for node in sorted(again)] == ["127.0.0.3", "127.0.0.1", "127.0.0.2"]
     assert set(again) == {*apart, beside}
+
+
+def test_of_agents_on_the_machine_of_the_store_the_one_that_has_it_comes_first() -> None:
+    """All of them try to have it; the loss of that one ends the job, so node 0 must be no other one."""
+    other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def agent(port: int, address: str) -> Any:
+        where = RendezvousParameters("c10d", f"localhost:{port}", "job", 1, 2, address)
+        return Registry(registry).get_rendezvous_handler(where)
+
+    beside, has_it = agent(other.port, "127.0.0.1"), agent(free_port(), "127.0.0.2")
+    assert sorted([beside._this_node, has_it._this_node]) == [has_it._this_node, beside._this_node]
