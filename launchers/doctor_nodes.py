@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import socket
 import struct
@@ -31,8 +32,12 @@ from adaptor.launchers.start_checks import INTERFACES
 # srun starts its tasks within seconds; a client of NFS sees a new file after its cache of a minute at most.
 MEET_S = 120.0
 _PAUSE_S = 0.1
+# A name that is new is looked up until caches of DNS have forgotten that it was not there.
+NAME_S = 35.0
 # Times of nodes are compared for people alone: the events of a report are out of order by as much.
 SKEW_S = 1.0
+# Where the nodes of the job are to meet, as torch's launcher takes it from the environment.
+_MEETING_POINTS = ("PET_RDZV_ENDPOINT", "PET_MASTER_ADDR")
 # Asks for the address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
 
@@ -73,14 +78,15 @@ class _Meeting:
         self.there: set[str] = set()  # files that were there then
         self.ahead: dict[str, float] = {}  # by how much a clock is ahead of this node's, at least
 
-    def wait(self, done: Callable[[], bool]) -> bool:
-        """Write and read until `done`; return False when it has not come in time."""
+    def wait(self, done: Callable[[], bool], limit_s: float = MEET_S) -> bool:
+        """Write and read until `done`; return False when it has not come in time, at most `limit_s`."""
+        until = min(self._until, time.monotonic() + limit_s)
         while True:
             self._write()
             self._read()
             if len(self.others) == self._nodes - 1 and done():
                 return True
-            if time.monotonic() > self._until:
+            if time.monotonic() > until:
                 return False
             time.sleep(_PAUSE_S)  # a file of another node can only be looked for again
 
@@ -145,6 +151,7 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
         yield _lock(place, meeting)
         yield _clocks(meeting)
         yield from _routes(meeting)
+        yield from _rendezvous(meeting)
     finally:
         listening.close()
         meeting.leave()
@@ -219,6 +226,34 @@ def _routes(meeting: _Meeting) -> Iterator[Finding]:
         yield Finding(
             "routes", "OK", f"the routes to the others leave from {own}, where they reach this node"
         )
+
+
+def _rendezvous(meeting: _Meeting) -> Iterator[Finding]:
+    """Look up the name at which the nodes of the job are to meet; that of a pod is new in DNS."""
+    variable = next((name for name in _MEETING_POINTS if os.environ.get(name)), None)
+    if variable is None:
+        return
+    host = re.sub(r":\d+$", "", os.environ[variable])
+    found: list[str] = []
+
+    def is_known() -> bool:
+        found[:] = _addresses(host)
+        return bool(found)
+
+    if not meeting.wait(is_known, NAME_S):
+        remedy = "on Kubernetes a headless Service with publishNotReadyAddresses gives pods their names"
+        yield Finding("rendezvous", "FAIL", f"{variable}: {host} has no address here", remedy)
+        return
+    nodes = [node.host for node in (meeting.own, *meeting.others.values()) if node.address in found]
+    yield Finding("rendezvous", "OK", f"{variable}: {host} is {', '.join(nodes or found)}")
+
+
+def _addresses(host: str) -> list[str]:
+    """Return the addresses of `host`; none where it is not known."""
+    try:
+        return sorted({str(at[0]) for *_, at in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        return []
 
 
 def _own_address() -> str:

@@ -142,6 +142,24 @@ def test_the_route_that_others_do_not_know(monkeypatch: pytest.MonkeyPatch, tmp_
     assert one.words == "the route to a leaves from 127.0.0.1, and others reach this node at 192.0.2.1"
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "found"),
+    [
+        ("PET_RDZV_ENDPOINT", "127.0.0.1:29400", ("OK", "PET_RDZV_ENDPOINT: 127.0.0.1 is 127.0.0.1")),
+        ("PET_MASTER_ADDR", "n0.invalid", ("FAIL", "PET_MASTER_ADDR: n0.invalid has no address here")),
+    ],
+)
+def test_the_name_at_which_nodes_meet(
+    variable: str, value: str, found: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`.invalid` is in no DNS (RFC 6761). These nodes have no address of their own that could be named."""
+    monkeypatch.setattr(doctor_nodes, "NAME_S", 0.1)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none")
+    monkeypatch.setenv(variable, value)
+    nodes = [Node(tmp_path, 2) for _ in range(2)]
+    assert [node.levels()["rendezvous"] for node in nodes] == [found] * 2
+
+
 def test_nodes_need_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert ttp.main(["doctor", "--nodes", "2"]) == 2
     assert "--nodes is 2: name the folder in which they meet" in capsys.readouterr().err
