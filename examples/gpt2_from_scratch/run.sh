@@ -11,6 +11,7 @@ python=${PYTHON:-python}
 steps=${STEPS:-40}
 kill_at=${KILL_AT:-17}
 export PYTHONPATH=${MEGATRON:+$MEGATRON:}${PYTHONPATH:-} PYTHONWARNINGS=ignore OMP_NUM_THREADS=1
+unset PYTHONUNBUFFERED  # with it a line of another process may come into one that is printed
 [[ ! -e $work ]] || { echo "run.sh: $work is there already: remove it, or name another folder" >&2; exit 2; }
 mkdir -p "$work"
 work=$(cd "$work" && pwd)

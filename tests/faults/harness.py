@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import pytest
 
 from tests import operator_files, waiting
-from tests.faults import leftovers, warm
+from tests.faults import leftovers, told, warm
 from tests.faults.fault import Fault
 from tests.faults.namespaces import Namespaces
 from tests.faults.publishing import VARIABLE as PUBLISHING
@@ -241,12 +241,12 @@ class Ended:
     @property
     def last_line(self) -> str:
         """The last line of the first agent."""
-        return self.logs[0].rstrip().rpartition("\n")[2]
+        return told.last_line(self.logs[0])
 
     @property
     def said(self) -> list[str]:
         """What the adaptor said."""
-        return [line for line in self.log.splitlines() if line.startswith(("[ttp]", "ttprun:"))]
+        return told.lines(self.log)
 
 
 def run(job: Job) -> Ended:
