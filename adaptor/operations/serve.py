@@ -8,8 +8,8 @@ happens to it, training goes on.
 /healthz            200 as long as this process answers
 /readyz             200 if the job trains and is protected, 503 and the reason if not
 /api/v1/status      status.json
-/api/v1/incidents   the incidents, each without its events; /api/v1/incidents/ID: one with them, and
-                    /api/v1/incidents/ID/trace: as a trace for ui.perfetto.dev
+/incidents/ID/trace one incident as a trace for ui.perfetto.dev
+/api/v1/incidents   the incidents, each without its events; /api/v1/incidents/ID: one with them
 /api/v1/events      the newest events, at most `?limit=` of them
 """
 
@@ -47,6 +47,7 @@ _INCIDENT_ID = re.compile(r"[\w.-]+")
 Request = socket.socket | tuple[bytes, socket.socket]
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
+_NO_INCIDENT = HTTPStatus.NOT_FOUND, _TEXT, b"there is no such incident\n"
 
 
 class Server(ThreadingHTTPServer):
@@ -192,13 +193,17 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/v1/incidents":
             return _json(server.reader().summaries())
         if path.startswith("/api/v1/incidents/"):
-            return _incident(server.job(), path.removeprefix("/api/v1/incidents/"))
+            found = _incident(server.job(), path.removeprefix("/api/v1/incidents/"))
+            return _json(found) if found else _NO_INCIDENT
+        if path.startswith("/incidents/") and path.endswith("/trace"):
+            found = _incident(server.job(), path.removeprefix("/incidents/").removesuffix("/trace"))
+            return _json(chrome_trace(found)) if found else _NO_INCIDENT
         if path == "/api/v1/events":
             return _events(server.job(), query.get("limit", ["100"])[-1])
         return (
             HTTPStatus.NOT_FOUND,
             _TEXT,
-            b"not found; there are /, /metrics, /healthz, /readyz and /api/v1/\n",
+            b"not found; there are /, /metrics, /healthz, /readyz, /incidents/ID/trace and /api/v1/\n",
         )
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
@@ -232,13 +237,10 @@ def _json(made: object) -> tuple[HTTPStatus, str, bytes]:
     return HTTPStatus.OK, _JSON, msgspec.json.encode(made)
 
 
-def _incident(job: Path, name: str) -> tuple[HTTPStatus, str, bytes]:
-    name, slash, trace = name.partition("/")
+def _incident(job: Path, name: str) -> Incident | None:
+    """Return the incident of this name; None where there is none."""
     path = job / job_folder.INCIDENTS / f"{name}.json"
-    if not _INCIDENT_ID.fullmatch(name) or (slash and trace != "trace") or not path.is_file():
-        return HTTPStatus.NOT_FOUND, _TEXT, b"there is no such incident\n"
-    found = job_folder.read(path, Incident)
-    return _json(chrome_trace(found) if trace else found)
+    return job_folder.read(path, Incident) if _INCIDENT_ID.fullmatch(name) and path.is_file() else None
 
 
 def _events(job: Path, limit: str) -> tuple[HTTPStatus, str, bytes]:

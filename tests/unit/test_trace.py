@@ -73,11 +73,13 @@ def test_an_incident_that_is_not_there(recorded: Path, capsys: pytest.CaptureFix
 def test_a_trace_is_served(job: Path) -> None:  # noqa: F811
     (path,) = (job / "incidents").iterdir()
     with served(server_of(job)) as address:
-        base = f"http://{address}/api/v1/incidents/{path.stem}"
-        code, text = get(f"{base}/trace")
+        base = f"http://{address}/incidents"
+        code, text = get(f"{base}/{path.stem}/trace")
         assert (code, json.loads(text)["otherData"]["job"]) == (200, "j")
-        assert get(f"{base}/other")[0] == 404
-        assert json.loads(get(base)[1])["schema"] == "ttp.incident/1"
+        for other in (f"{path.stem}/other", path.stem, "absent/trace", "../status/trace"):
+            assert get(f"{base}/{other}")[0] == 404
+        code, text = get(f"http://{address}/api/v1/incidents/{path.stem}")
+        assert (code, json.loads(text)["schema"]) == (200, "ttp.incident/1")
 
 
 def test_an_incident_without_an_event(job: Path) -> None:  # noqa: F811
