@@ -117,7 +117,7 @@ class JobFiles:
 
     def _write_status(self, status: Status) -> None:
         try:
-            spent = self._uses.total(status.spent, status.generation, self.folder)
+            spent = self._uses.total(status.spent, status.step, status.generation, self.folder)
             status = msgspec.structs.replace(status, spent=spent)
             _replace(self.folder / STATUS_FILE, msgspec.json.format(_json.encode(status), indent=1))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Adds up what a job uses time for besides steps, as the first worker of the controller's node tells it."""
+"""Adds up what a job uses time for, as the first worker of the controller's node tells it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from adaptor.protocol.board import USES
 
 # A load is told with the event `training`, by which it is known whether it was in a start or a recovery.
 _LOAD = USES.index("load")
+_STEPS = "steps"
 
 
 class TimeUses:
@@ -46,19 +47,24 @@ class TimeUses:
 class JobUses:
     """The sum over a whole job: what was used before this ttprun had the controller is in status.json.
 
-    In the writer's thread.
+    Steps that are made for the first time are `productive`, those that are made again `wasted`. So no sum is
+    ever less than before. In the writer's thread.
     """
 
     def __init__(self) -> None:
         self._generation = 0
         self._before: Mapping[str, float] = {}
         self._written: Mapping[str, float] = {}
+        self._divided = StepsMadeAgain()
 
-    def total(self, own: Mapping[str, float], generation: int, job: Path) -> dict[str, float]:
+    def total(
+        self, own: Mapping[str, float], step: int | None, generation: int, job: Path
+    ) -> dict[str, float]:
         """Return the seconds of the whole job.
 
         Args:
             own: of this ttprun.
+            step: the newest that is finished; None: none is known.
             generation: of workers; in each the controller may have come from another node.
             job: the folder of the job.
         """
@@ -66,7 +72,49 @@ class JobUses:
             self._generation = generation
             found: Mapping[str, float] = {}
             with contextlib.suppress(JobFolderError):  # the first status of a job
-                found = job_folder.status(job).spent
+                status = job_folder.status(job)
+                found = status.spent
+                self._divided.look(None, status.step)
             self._before = {use: max(0.0, found[use] - self._written.get(use, 0.0)) for use in found}
-        self._written = own
-        return {use: self._before.get(use, 0.0) + seconds for use, seconds in own.items()}
+        self._divided.look(own.get(_STEPS, 0.0), step)
+        uses = {use: seconds for use, seconds in own.items() if use != _STEPS}
+        self._written = {"productive": self._divided.first, "wasted": self._divided.again, **uses}
+        return {use: self._before.get(use, 0.0) + seconds for use, seconds in self._written.items()}
+
+
+class StepsMadeAgain:
+    """Divides the seconds of steps into those that were made for the first time and those made again.
+
+    Attributes:
+        first, again: the seconds of each
+    """
+
+    def __init__(self) -> None:
+        self.first = 0.0
+        self.again = 0.0
+        self._seconds = 0.0
+        self._step = -1
+        self._highest = -1  # the newest step that was ever finished before the job went back
+
+    def look(self, seconds: float | None, step: int | None) -> None:
+        """Take a reading; several steps that end between two are taken to be equally long.
+
+        Args:
+            seconds: of all steps of this ttprun; None: the step is that of another one.
+            step: the newest that is finished; None: none is known.
+        """
+        if step is None:
+            return
+        before, self._step = self._step, step
+        if step < before:  # it has gone back, and made the steps up to this one again
+            self._highest = max(self._highest, before)
+            share = 1.0
+        elif step == before:
+            share = float(step <= self._highest)
+        else:
+            share = max(0, min(step, self._highest) - before) / (step - before)
+        if seconds is not None:
+            more = max(0.0, seconds - self._seconds)
+            self._seconds = seconds
+            self.again += more * share
+            self.first += more * (1.0 - share)

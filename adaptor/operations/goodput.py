@@ -41,6 +41,8 @@ _NEXT = {
 
 # What a rank in training is not in steps for; other: the writing of logs, and phases of other names.
 USES = ("data", "evaluation", "save", "other")
+# What a status counts: steps that are made again are `wasted` while they are made.
+COUNTED_USES = ("productive", "wasted", *USES)
 
 
 class Goodput(msgspec.Struct, kw_only=True, frozen=True):
@@ -91,6 +93,11 @@ class TimeSpent:
                 load = min(_number(event.data.get(LOAD, "")), seconds[before] - had)
                 seconds[before] -= load
                 seconds[LOAD] += load
+
+    @property
+    def closed(self) -> dict[str, float]:
+        """The seconds of all starts, loads, recoveries and breaks that have ended: they never become less."""
+        return {state: self._seconds[state] for state in ("startup", LOAD, "recovery", "down")}
 
     def _enter(self, state: str, at: float) -> None:
         if self._state:

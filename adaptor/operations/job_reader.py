@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from adaptor.operations import job_folder
-from adaptor.operations.goodput import Goodput, TimeSpent
+from adaptor.operations.goodput import COUNTED_USES, Goodput, TimeSpent
 from adaptor.operations.job_folder import EVENTS_FILE, JobFolderError, Summaries
 from adaptor.operations.records import Event, IncidentSummary, Status, unix
 
@@ -52,6 +52,13 @@ class JobReader:
             return self._spent.until(
                 unix(status.time), newest=status.step, incidents=incidents, uses=status.spent
             )
+
+    def counted(self) -> dict[str, float]:
+        """Return the seconds in each state that are never taken back. Raises JobFolderError."""
+        uses = self.status().spent
+        with self._lock:
+            self._read_on()
+            return {**{use: uses.get(use, 0.0) for use in COUNTED_USES}, **self._spent.closed}
 
     def changes(self) -> list[tuple[float, str]]:
         """Return when each state began, and which (see `goodput`). Raises JobFolderError."""

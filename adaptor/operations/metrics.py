@@ -53,10 +53,11 @@ class _Job(Collector):
         self._newest = newest
         self._status = reader.status()
         self._incidents = reader.summaries()
-        self._spent = reader.spent()
+        self._ratio = reader.spent().ratio
+        self._counted = reader.counted()
 
     def collect(self) -> Iterable[Metric]:
-        status, spent = self._status, self._spent
+        status = self._status
         yield InfoMetricFamily(
             "ttp_build",
             "the installed adaptor, and the job",
@@ -66,15 +67,14 @@ class _Job(Collector):
         yield from _of_incidents(self._incidents)
         if self._newest is not None:
             yield from _of_checkpoint(self._newest)
-        # No counter: a later event can move time from one state to another.
-        times = GaugeMetricFamily(
+        times = CounterMetricFamily(
             "ttp_time_seconds", "seconds that the job has spent in each state", labels=["state"]
         )
-        for state, seconds in spent.seconds.items():
+        for state, seconds in self._counted.items():
             times.add_metric([state], seconds)
         yield times
-        if spent.ratio is not None:
-            yield _gauge("ttp_goodput_ratio", "productive seconds over all seconds of the job", spent.ratio)
+        if self._ratio is not None:
+            yield _gauge("ttp_goodput_ratio", "productive seconds over all seconds of the job", self._ratio)
 
 
 def _of_status(status: Status) -> Iterator[Metric]:

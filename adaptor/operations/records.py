@@ -216,8 +216,9 @@ class Status(msgspec.Struct, kw_only=True):
             ranks train
         step_times: durations of steps
         spare_nodes: nodes that wait, beyond `nodes`, to take the place of one that is lost
-        spent: seconds in which the first rank of this node trained and was not in steps, in the whole job, by
-            what it did: data (it waited for a batch), evaluation, save, other (logs, phases of other names)
+        spent: what the first rank of this node has spent its time on, in seconds, in the whole job:
+            productive (steps that were made for the first time), wasted (steps that were made again), data
+            (it waited for a batch), evaluation, save, other (logs, phases of other names)
     """
 
     schema: Literal["ttp.status/1"] = "ttp.status/1"

@@ -27,8 +27,9 @@ SLOT = 4096  # a page each, so that a worker maps its own alone
 # target first: a writer that is put off its core in between would show a number that it never had.
 _SEQUENCE_BYTES = 8
 _RECORD = struct.Struct("<qqqqqqqqdddq256s")
-# What the main thread is not in steps for, as far as it tells; "other" are phases of other names.
-USES = ("data", "evaluation", "save", "load", "other")
+# What the main thread spends its time on, as far as it tells: finished steps, and what it is not in steps
+# for; "other" are phases of other names.
+USES = ("steps", "data", "evaluation", "save", "load", "other")
 _USE = {use: number for number, use in enumerate(USES)}
 _SPENT = 1024  # in a slot, behind the records
 _SPENT_END = _SPENT + 8 * len(USES)

@@ -45,6 +45,8 @@ class Pace:
         self._first = 0.0  # seconds of the slowest of the first steps of a process
         self._knows_first = False  # another process has told what they take
         self._in_phases = 0.0  # seconds of the step that is running
+        self._waited = 0.0  # seconds for data, in all
+        self._waited_before = 0.0  # the same, at the begin of the step
         self._running: list[_Running] = []
         self._since = 0.0  # from when on the innermost running phase has not been counted
         self._phases: dict[str, deque[float]] = {}
@@ -53,6 +55,7 @@ class Pace:
     def begin_step(self, step: int) -> None:
         self._begun = time.monotonic()
         self._in_phases = 0.0
+        self._waited_before = self._waited
         self._board.enter(step)
 
     def await_step(self, step: int) -> None:
@@ -65,6 +68,7 @@ class Pace:
         if self._board.inside < 0:
             return
         took = time.monotonic() - self._begun - self._in_phases
+        self._board.spend("steps", max(0.0, took - (self._waited - self._waited_before)))
         if self._unusual:
             self._unusual -= 1
             self._first = max(self._first, took)
@@ -114,7 +118,9 @@ class Pace:
             return read()
         begun = time.monotonic()
         batch = read()
-        self._board.spend("data", time.monotonic() - begun)
+        took = time.monotonic() - begun
+        self._board.spend("data", took)
+        self._waited += took
         return batch
 
     @contextlib.contextmanager

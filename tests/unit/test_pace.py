@@ -149,6 +149,7 @@ def test_each_second_of_a_phase_is_told_once(memory: BoardMemory, clock: Clock) 
     with pace.loading():
         clock.now += 16.0
     assert dict(zip(USES, memory.spent(), strict=True)) == {
+        "steps": 0.0,
         "data": 0.0,
         "evaluation": 5.0,
         "save": 2.0,
@@ -180,6 +181,27 @@ def test_waiting_for_data_is_told_but_in_a_phase(memory: BoardMemory, clock: Clo
     pace.end_phase()
     spent = dict(zip(USES, memory.spent(), strict=True))
     assert (spent["data"], spent["evaluation"]) == (3.0, 3.0)
+
+
+def test_finished_steps_are_told_without_what_is_told_otherwise(memory: BoardMemory, clock: Clock) -> None:
+    """A step that is left before its end is not."""
+
+    def read() -> None:
+        clock.now += 3.0
+
+    _, pace = rank(memory, 0)
+    pace.wait_for_data(read)
+    pace.begin_step(1)
+    clock.now += 1.0
+    pace.wait_for_data(read)
+    phase(pace, clock, 5.0)
+    clock.now += 1.0
+    pace.end_step()
+    pace.begin_step(2)
+    clock.now += 7.0
+    pace.abandon_step()
+    spent = dict(zip(USES, memory.spent(), strict=True))
+    assert (spent["steps"], spent["data"], sum(spent.values())) == (2.0, 6.0, 13.0)
 
 
 def test_a_new_process_begins_to_tell_at_nothing(memory: BoardMemory, clock: Clock) -> None:

@@ -110,6 +110,7 @@ def status(**changes: object) -> Status:
         lost_nodes=[1],
         shard_holders=2,
         step_times=StepTimes(limits=[0.1, 1.0], counts=[3, 2, 1], sum=7.5),
+        spent={"productive": 60.0, "wasted": 4.0},
     )
     return msgspec.structs.replace(first, **changes)
 
@@ -210,8 +211,11 @@ def test_the_metrics_of_a_job(job: Path) -> None:
         "ttp_incident_phase_seconds_bucket{le=0.1,phase=publish}": 0,
         "ttp_incident_phase_seconds_bucket{le=0.3,phase=publish}": 1,
         "ttp_incident_phase_seconds_sum{phase=publish}": 0.2,
-        "ttp_time_seconds{state=startup}": 10,
-        "ttp_time_seconds{state=recovery}": 8,
+        "ttp_time_seconds_total{state=productive}": 60,
+        "ttp_time_seconds_total{state=wasted}": 4,
+        "ttp_time_seconds_total{state=save}": 0,
+        "ttp_time_seconds_total{state=startup}": 10,
+        "ttp_time_seconds_total{state=recovery}": 8,
     }
     assert {name: found.get(name) for name in expected} == expected
     assert not [name for name in found if "rank=" in name]
