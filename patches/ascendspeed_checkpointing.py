@@ -7,6 +7,7 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.checkpoint import resume_check
+from adaptor.checkpoint.checked_files import CheckedFiles
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MODELLINK
 from adaptor.worker import runtime
@@ -57,6 +58,6 @@ def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
     given = get_args()
     load = getattr(given, args[3] if len(args) > 3 else kwargs.get("load_arg", "load"))
-    with runtime.get().session.pace.loading():
+    with runtime.get().session.pace.loading(), context.part(CheckedFiles).loading():
         resume_check.require_intact(Path(load), Path(given.save), None)
         return wrapped(*args, **kwargs)

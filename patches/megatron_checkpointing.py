@@ -12,6 +12,7 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.checkpoint import resume_check
+from adaptor.checkpoint.checked_files import CheckedFiles
 from adaptor.frameworks import adapter_base
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
@@ -95,7 +96,7 @@ def wandb_is_told_the_final_name(wrapped: Any, instance: Any, args: Any, kwargs:
     ),
 )
 def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    with runtime.get().session.pace.loading():
+    with runtime.get().session.pace.loading(), context.part(CheckedFiles).loading():
         return _load(wrapped, args, kwargs)
 
 

@@ -1,6 +1,7 @@
-"""`torch.save`: what a framework writes with it in a regular save is hashed on its way to the disk.
+"""`torch.save` and `torch.load`: what they write in a regular save is hashed on its way to the disk; what was
+read to be checked before a load is not read once more.
 
-Not `torch.save` itself is wrapped, of which `torch` and others have copies, but what it calls to open a file.
+Not these functions are wrapped, of which `torch` and others have copies, but what they call to open a file.
 """
 
 from __future__ import annotations
@@ -21,3 +22,19 @@ serialization = patching.Unit("serialization", framework="torch", tested=">=2.4,
 )
 def files_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return context.part(RegularSaves).written(wrapped, args[0] if args else kwargs["name_or_buffer"])
+
+
+@serialization.patch(
+    "torch.serialization:_open_zipfile_reader.__init__",
+    why="what was checked before a load is in memory, and is not read a second time",
+    accepts="(name_or_buffer)",
+    optional=True,  # without it, it is
+)
+def what_was_checked_is_mapped(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import mapped_reading
+
+    archive = mapped_reading.archive(args[0] if args else kwargs["name_or_buffer"])
+    if archive is None:
+        wrapped(*args, **kwargs)
+    else:
+        instance.file_like = archive

@@ -32,6 +32,7 @@ from adaptor.checkpoint import (
     saved_steps,
     tracker,
 )
+from adaptor.checkpoint.checked_files import CheckedFiles
 from adaptor.checkpoint.divided_reading import Reader, in_blocks
 from adaptor.checkpoint.manifest import Unreadable
 from adaptor.checkpoint.save_folder_lock import locked
@@ -64,7 +65,8 @@ class _Told:
 def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tuple[str, ...] = ()) -> None:
     """Make sure that the checkpoint which the framework is about to read is intact.
 
-    All ranks call it at the same time: the files are divided among them.
+    All ranks call it at the same time: the files are divided among them. Those that are intact are
+    `CheckedFiles` afterwards, so the framework need not read them once more.
 
     Args:
         load: the folder that the framework loads from.
@@ -98,6 +100,8 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
         dist.all_gather_object(found, _compare(order, rank, readers))
         problems = [problem for part in found for problem in part.problems]
         problems += _of_blocks(order, found)
+        if not problems:
+            context.part(CheckedFiles).add(Path(order.folder), order.files)
 
 
 @dataclass
