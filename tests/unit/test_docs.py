@@ -192,8 +192,9 @@ def test_a_version_is_the_same_everywhere() -> None:
     (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert adaptor.__version__ == version
     assert re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE) == [version]
-    tagged = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert tagged[:1] in ([], [version])
+    (released,) = re.findall(r"^date-released: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    headings = re.findall(r"^## \[(.*)\](?: - (.*))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == [("Unreleased", ""), (version, released)]
 
 
 def test_the_memory_of_usual_layouts() -> None:
