@@ -27,6 +27,7 @@ CODE = (
     "adaptor/devices",
     "adaptor/errors.py",
     "tests/faults/harness.py",
+    "tests/faults/kept_code.py",
     "tests/faults/scenario.py",
     "tests/faults/warm.py",
     "tests/frameworks/args.py",

@@ -1,7 +1,8 @@
 """Starts processes that are born with torch imported, as forks of a *starter*, in place of new interpreters.
 
 Most of the CPU time of a tiny job goes into imports of torch. A starter imports, once, what every framework
-imports (not the framework, not the adaptor), and forks itself for each process that is asked for. What runs
+imports (not the framework, not the adaptor: of these it has the compiled code in memory, `kept_code.py`),
+and forks itself for each process that is asked for. What runs
 is the real launcher, its real workers and the real scripts; a process is the child of the one that asked for
 it, in a session of its own, with the environment that it was given.
 
@@ -29,6 +30,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import pkgutil
 import random
 import runpy
 import signal
@@ -44,13 +46,17 @@ from typing import Any, NoReturn
 
 # What Megatron-LM imports of torch and of others in its first second, and what launchers import of torch.
 PRELOADED = (
+    "annotated_types",
     "asyncio",
     "einops",
     "einops._torch_specific",
+    "logging.handlers",
     "msgspec",
     "numpy",
     "psutil",
+    "pydantic.fields",
     "pydantic.main",
+    "pydantic.types",
     "regex",
     "sentencepiece",
     "six",
@@ -66,11 +72,21 @@ PRELOADED = (
     "torch.utils.data",
     "torch.utils.serialization",
     "torch.utils.tensorboard",
+    "wrapt",
     "xxhash",
     "yaml",
     "zoneinfo",
 )
+ROOT = Path(__file__).resolve().parents[2]
+MEGATRON_LM = ROOT / ".cache/frameworks/megatron-lm"
 LAUNCHERS = {"ttprun": "adaptor.launchers.ttprun", "torchrun": "torch.distributed.run"}
+# What workers run.
+SCRIPTS = (
+    ROOT / "adaptor/launchers/worker_main.py",
+    ROOT / "tests/faults/inject.py",
+    ROOT / "tests/frameworks/record.py",
+    MEGATRON_LM / "pretrain_gpt.py",
+)
 # In the environment of a process that must not outlive its job. The starter has room for it in what the
 # kernel shows of its environment (/proc/PID/environ); a fork writes its own there.
 MARK = "TTP_TEST_JOB"
@@ -325,6 +341,23 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
     return launch
 
 
+def _imports() -> None:
+    """Import what launchers and workers do, besides `PRELOADED`; in a process that ends then."""
+    sys.path[:0] = [str(ROOT), str(MEGATRON_LM)]
+    for module in ("launchers.ttprun", "launchers.node", "launchers.worker_main", "worker.runtime"):
+        importlib.import_module(f"adaptor.{module}")
+    importlib.import_module("adaptor.devices").activate("cpu")
+    importlib.import_module("adaptor.patches").load("ttp")
+    importlib.import_module("adaptor.patching").arm("ttp")
+    importlib.import_module("pretrain_gpt")
+    for package in ("checkpoint", "host_copy", "online", "worker"):  # what a worker imports when it needs it
+        folder = importlib.import_module(f"adaptor.{package}")
+        for found in pkgutil.iter_modules(folder.__path__, f"adaptor.{package}."):
+            importlib.import_module(found.name)
+    for module in ("faults.hooks", "frameworks.record"):
+        importlib.import_module(f"tests.{module}")
+
+
 def main() -> Callable[[], None]:
     for module in PRELOADED:
         importlib.import_module(module)
@@ -333,6 +366,7 @@ def main() -> Callable[[], None]:
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads after the imports: a fork is not safe"
     _modules_of_frames_are_found_quickly()
+    importlib.import_module("kept_code").keep(_imports, SCRIPTS)
     gc.freeze()  # a collection would write to, and so copy, every page that is shared
     if sys.argv[1] == "--serve":
         return _serve(socket.socket(fileno=int(sys.argv[2])))

@@ -1,0 +1,122 @@
+"""Keeps compiled code in memory, for processes that are forks of one that has read it.
+
+A third of the CPU time of a tiny job goes into bytecode: each worker reads and unmarshals the same six
+hundred files, and compiles the same methods of dataclasses. `keep` does both once. Nothing of these modules
+is executed for that, and a fork finds none of them imported: the import system finds, executes and hooks
+each module as always, and only takes its code from here.
+
+Which files and texts there are is told by a *scout*, a fork that imports the modules and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import runpy
+from collections.abc import Callable, Iterable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+_read: Callable[[SourceFileLoader, str], CodeType | None] = SourceFileLoader.get_code
+# By the path of the source: its time and size, and its code.
+_modules: dict[str, tuple[tuple[int, int], CodeType]] = {}
+# By its text: the code of methods that dataclasses write.
+_methods: dict[str, CodeType] = {}
+# By its path: the text of a script, and its code.
+_scripts: dict[str, tuple[bytes, CodeType]] = {}
+
+
+def keep(act: Callable[[], None], scripts: Iterable[Path] = ()) -> None:
+    """Keep the code that modules and scripts have, for this process and its forks.
+
+    Args:
+        act: imports the modules, in a scout; where it raises, what was imported until then is kept.
+        scripts: what is run by its path; one that is not there is left out.
+    """
+    files, texts = _scouted(act)
+    for path, name in files.items():
+        version, code = _version(path), _read(SourceFileLoader(name, path), name)
+        if code is not None:
+            _modules[path] = version, code
+    for text in texts:
+        _methods[text] = _compiled(text)
+    for script in scripts:
+        if script.exists():
+            source = script.read_bytes()
+            _scripts[str(script)] = source, compile(source, str(script), "exec", dont_inherit=True)
+    runpy.compile = _compile_script  # type: ignore[attr-defined]
+    SourceFileLoader.get_code = _code_of_module  # type: ignore[method-assign, assignment]
+    dataclasses.exec = _execute  # type: ignore[attr-defined]
+
+
+def _scouted(act: Callable[[], None]) -> tuple[dict[str, str], list[str]]:
+    """Return the modules that are imported, name by path, and the texts that dataclasses have compiled."""
+    told, tell = os.pipe()
+    scout = os.fork()
+    if scout == 0:
+        try:
+            os.close(told)
+            with os.fdopen(tell, "w") as stream:
+                json.dump(_imported(act), stream)
+        finally:
+            os._exit(0)
+    os.close(tell)
+    with os.fdopen(told) as stream:
+        said = stream.read()
+    os.waitpid(scout, 0)
+    files, texts = json.loads(said)
+    return files, texts
+
+
+def _imported(act: Callable[[], None]) -> tuple[dict[str, str], list[str]]:
+    files: dict[str, str] = {}
+    texts: dict[str, None] = {}
+
+    def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
+        files[loader.path] = name
+        return _read(loader, name)
+
+    def execute(text: str, *spaces: Any) -> None:
+        texts[text] = None
+        exec(_compiled(text), *spaces)
+
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
+    dataclasses.exec = execute  # type: ignore[attr-defined]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    with contextlib.suppress(BaseException):
+        act()
+    return files, list(texts)
+
+
+def _version(path: str) -> tuple[int, int]:
+    found = os.stat(path)  # noqa: PTH116  # for each module that is imported
+    return found.st_mtime_ns, found.st_size
+
+
+def _code_of_module(loader: SourceFileLoader, name: str) -> CodeType | None:
+    kept = _modules.get(loader.path)
+    if kept is not None and kept[0] == _version(loader.path):
+        return kept[1]
+    return _read(loader, name)
+
+
+def _compiled(text: str) -> CodeType:
+    """As `exec` compiles it where dataclasses call that: with no future feature of this file."""
+    return compile(text, "<string>", "exec", dont_inherit=True)
+
+
+def _execute(text: str, *spaces: Any) -> None:
+    exec(_methods.get(text) or _compiled(text), *spaces)
+
+
+def _compile_script(source: bytes, path: str, mode: str) -> CodeType:
+    kept = _scripts.get(path)
+    if kept is not None and kept[0] == source:
+        return kept[1]
+    return compile(source, path, mode, dont_inherit=True)
