@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
-from adaptor.launchers import c10d_store, node_order
+from adaptor.launchers import c10d_store, node_order, signs_of_life
 from adaptor.launchers.waiting import Interrupted, wait_for
 
 # How often node 0 checks which nodes have come: the store's own wait writes two warnings at each time-out.
@@ -36,13 +36,14 @@ class Registry:
         """Return torch's handler for `params`, wrapped."""
         what = f"the rendezvous at {params.endpoint}" if params.max_nodes > 1 else ""
 
-        def connect() -> Any:
+        def connect() -> Rendezvous:
             handler, has_store = c10d_store.connect(self._registry, params)
+            made = Rendezvous(handler, params.endpoint, params.max_nodes)
             if params.backend != "static":
                 node_order.put_in_order(handler, has_store=has_store)
-            return handler
+            return made
 
-        return Rendezvous(wait_for(connect, lambda: what), params.endpoint, params.max_nodes)
+        return wait_for(connect, lambda: what)
 
 
 class Rendezvous:
@@ -62,6 +63,7 @@ class Rendezvous:
         self._where = where
         self._most = most
         self._static = _Static(handler) if handler.get_backend() == "static" else None
+        self._signs = signs_of_life.watch(handler)
         self._interrupted = False
         self._takes_in = False
         self._has_met = False
@@ -92,9 +94,10 @@ class Rendezvous:
     def nodes_that_wait(self) -> int:
         """Return how many nodes wait to be taken in."""
         try:
-            return int(self._handler.num_nodes_waiting())
+            waiting = int(self._handler.num_nodes_waiting())
         except RendezvousConnectionError:
             return 0
+        return waiting + (self._signs.nodes_that_meet if self._signs is not None else 0)
 
     def take_in(self) -> None:
         """Let torch start all workers again, with the nodes that wait: the job is saved for that."""
@@ -128,6 +131,8 @@ class Rendezvous:
             # Before torch makes its own store, which does not tell which nodes are missing.
             self._handler._store = self._static.meet()
         self._takes_in = False
+        if self._signs is not None:
+            self._signs.leave()
         while True:
             # torch keeps the address at which workers meet from its first round on: a node that was not there
             # then would wait for it in vain, and others would go to a node that may be lost.
@@ -135,6 +140,8 @@ class Rendezvous:
             try:
                 info = self._handler.next_rendezvous()
                 self._has_met = True
+                if self._signs is not None:
+                    self._signs.enter(int(info.rank))
                 return info
             except RendezvousTimeoutError:
                 if not self._trains_without_this_node:

@@ -147,6 +147,7 @@ USES_ANY = {
     "adaptor.launchers.c10d_store": "rendezvous handlers of torch elastic, and their parameters",
     "adaptor.launchers.node_order": "rendezvous handlers of torch elastic",
     "adaptor.launchers.rendezvous": "rendezvous handlers of torch elastic",
+    "adaptor.launchers.signs_of_life": "rendezvous handlers of torch elastic",
     "adaptor.launchers.starter": "the command of a process that torch elastic has started",
     "adaptor.library": "model, optimizer and scheduler of the user's framework",
     "adaptor.mindio": "what scripts and the SDK of MindIO TTP hand over",

@@ -1,0 +1,182 @@
+"""Which nodes of a rendezvous (c10d) are lost, over torch's own store and state."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import registry
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _NodeDesc,
+)
+
+from adaptor.launchers.rendezvous import Registry, Rendezvous
+from adaptor.launchers.signs_of_life import SignsOfLife
+from tests import waiting
+from tests.unit.threads import Thread
+
+ME, OTHER, THIRD = (_NodeDesc(f"127.0.0.{number}", number, 0) for number in (1, 2, 3))
+# torch's own: a node is lost after three of them.
+INTERVAL_S = 5
+
+
+class Around:
+    """A store, the state of the rendezvous in it, and a clock."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = self._store.port
+        self.now = 100.0
+
+    def _backend(self) -> C10dRendezvousBackend:
+        return C10dRendezvousBackend(TCPStore("127.0.0.1", self.port, is_master=False), "job")
+
+    @property
+    def state(self) -> Any:
+        """The state as the store has it."""
+        found = self._backend().get_state()
+        assert found is not None
+        return pickle.loads(found[0])
+
+    def change(self, act: Callable[[Any], None]) -> None:
+        """Let another node change the state in the store."""
+        backend = self._backend()
+        state, token = backend.get_state() or (None, None)
+        changed = pickle.loads(state) if state is not None else self.holder().state
+        act(changed)
+        written = backend.set_state(pickle.dumps(changed), token)
+        assert written is not None
+        assert written[2]
+
+    def holder(self) -> Any:
+        """What an agent reads and writes the state with, anew each time."""
+        pause = timedelta(seconds=INTERVAL_S)
+        settings = RendezvousSettings("job", 1, 3, RendezvousTimeout(), pause, 3)
+        return _BackendRendezvousStateHolder(self._backend(), settings, cache_duration=0)
+
+    def signs(self) -> tuple[SignsOfLife, Any]:
+        """Return the signs of life of the node ME, and what it reads the state with."""
+        holder = self.holder()
+        handler = SimpleNamespace(_this_node=ME, _state_holder=holder, settings=holder._settings)
+        return SignsOfLife(handler, lambda: self.now), holder
+
+    def lost_after(self, holder: Any, seconds: float) -> bool:
+        """Return whether OTHER is lost for who looks so much later."""
+        self.now += seconds
+        holder.sync()
+        return OTHER not in holder.state.participants
+
+
+@pytest.fixture
+def around() -> Around:
+    """Return two nodes in the round 0, by clocks that are an hour late."""
+    made = Around()
+
+    def begin(state: Any) -> None:
+        state.complete = True
+        state.participants = {ME: 0, OTHER: 1}
+        state.last_heartbeats = dict.fromkeys((ME, OTHER), _ago(3600))
+
+    made.change(begin)
+    return made
+
+
+def _ago(seconds: float) -> datetime:
+    return datetime.now(timezone.utc) - timedelta(seconds=seconds)
+
+
+def _signs(node: _NodeDesc, seconds: float) -> Callable[[Any], None]:
+    """Let `node` have written its last sign of life so many seconds ago, by its clock."""
+    return lambda state: state.last_heartbeats.update({node: _ago(seconds)})
+
+
+def _agent(port: int, address: str, most: int) -> Rendezvous:
+    where = RendezvousParameters("c10d", f"localhost:{port}", "job", 1, most, address, is_host=False)
+    return Registry(registry).get_rendezvous_handler(where)
+
+
+def test_a_node_is_lost_when_its_sign_has_not_changed(around: Around) -> None:
+    _, holder = around.signs()
+    assert [around.lost_after(holder, seconds) for seconds in (0, INTERVAL_S, INTERVAL_S)] == [False] * 3
+    assert around.lost_after(holder, INTERVAL_S)
+    assert holder.state.participants == {ME: 0}, "this one sends no signs either, and is not lost"
+
+
+def test_a_sign_is_one_whatever_the_time_is_in_it(around: Around) -> None:
+    _, holder = around.signs()
+    for seconds in range(2 * 3):
+        around.change(_signs(OTHER, 7200 + seconds))
+        assert not around.lost_after(holder, 2 * INTERVAL_S)
+    assert [around.lost_after(holder, INTERVAL_S) for _ in range(3)] == [False, False, True]
+
+
+def test_an_agent_that_was_paused_hears_of_the_others_first(around: Around) -> None:
+    _, holder = around.signs()
+    assert not around.lost_after(holder, 0)
+    assert not around.lost_after(holder, 3600)
+    around.change(_signs(OTHER, 0))
+    assert not around.lost_after(holder, 3600)
+
+
+def test_a_node_that_another_one_has_removed_comes_back(around: Around) -> None:
+    signs, holder = around.signs()
+    holder.sync()
+    signs.enter(rank=0)
+
+    def remove(state: Any) -> None:
+        del state.participants[ME], state.last_heartbeats[ME]
+
+    around.change(remove)
+    holder.sync()
+    holder.sync()
+    assert around.state.participants == {ME: 0, OTHER: 1}
+    assert around.state.last_heartbeats[ME] > _ago(60)
+    signs.leave()
+    around.change(remove)
+    holder.sync()
+    holder.sync()
+    assert around.state.participants == {OTHER: 1}
+
+
+def test_nodes_that_meet_without_this_one_are_counted(around: Around) -> None:
+    signs, holder = around.signs()
+    holder.sync()
+    signs.enter(rank=0)
+    assert signs.nodes_that_meet == 0
+
+    def begin_the_next_round(state: Any) -> None:
+        state.round, state.complete = 1, False
+        state.participants = {OTHER: 0, THIRD: 0}
+
+    around.change(begin_the_next_round)
+    holder.sync()
+    assert signs.nodes_that_meet == 2
+
+
+def test_a_node_that_comes_after_a_pause_waits_for_the_job() -> None:
+    """All signs of life are old then, and their nodes live."""
+    around = Around()
+    first = _agent(around.port, "127.0.0.1", most=1)
+    assert first.next_rendezvous().rank == 0
+    first._stop_heartbeats()  # what is paused sends none
+    around.change(lambda state: state.last_heartbeats.update(dict.fromkeys(state.participants, _ago(60))))
+    late = _agent(around.port, "127.0.0.2", most=2)
+    with pytest.raises(RendezvousClosedError), Thread(late.next_rendezvous):
+        _seen_by(first, late, around.port)
+
+
+def _seen_by(first: Rendezvous, late: Rendezvous, port: int) -> None:
+    """Wait until the job of `first` sees the node `late`, and end that job."""
+    waiting.until(lambda: first.nodes_that_wait == 1, "the job sees the node", pause_s=0.1)
+    assert late.missing == f"the job at localhost:{port}, which trains, to take this node in"
+    first.set_closed()
