@@ -102,6 +102,21 @@ def zeros_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 @newcomer.patch(
+    "megatron.core.optimizer.optimizer:MegatronOptimizer.count_zeros",
+    why="MindSpeed counts them in each optimizer of a chain",
+    accepts="()",
+    optional=True,
+)
+def zeros_of_each_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import megatron_online
+
+    zeros = wrapped(*args, **kwargs)
+    if (log := megatron_online.log_of_this_process()) is not None:
+        log.add_zeros(float(zeros))
+    return zeros
+
+
+@newcomer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
     why="a step that is left out for an overflow is one in the log, too",
     accepts="()",

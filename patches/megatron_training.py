@@ -187,7 +187,10 @@ def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
         megatron_online.begin_step(step)
     with runtime.get().session.step(step):
-        return wrapped(*args, **kwargs)
+        made = wrapped(*args, **kwargs)
+    if rejoin.of_this_process() is not None:
+        megatron_online.end_step()
+    return made
 
 
 @training.patch(
@@ -208,6 +211,11 @@ def evaluations_are_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     optional=True,
 )
 def logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return write_log(wrapped, args, kwargs)
+
+
+def write_log(wrapped: Any, args: Any, kwargs: Any) -> Any:
+    """Call the framework's `training_log` and mark incidents in what it writes to."""
     from adaptor.online import rejoin  # torch, which is for the script to import
 
     with runtime.get().session.phase("logging"):

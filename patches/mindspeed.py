@@ -63,9 +63,30 @@ def our_wrapper_is_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any
     accepts="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
 )
 def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    # It counts its floating-point operations from 0, also where it goes on from a checkpoint; its save has no
-    # state of the rerun state machine.
-    megatron_training.begin(args, kwargs, operations=0, rerun=False)
-    trained = wrapped(*args, **kwargs)
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
+    def begins() -> None:
+        # It counts its floating-point operations from 0, also where it goes on from a checkpoint; its save
+        # has no state of the rerun state machine.
+        megatron_training.begin(args, kwargs, operations=0, rerun=False)
+
+    if rejoin.of_this_process() is None:
+        begins()
+        trained = wrapped(*args, **kwargs)
+    else:
+        from adaptor.frameworks import megatron_online, mindspeed_loop
+
+        trained = megatron_online.train(wrapped, args, kwargs, begins, mindspeed_loop.MindspeedLoop)
     runtime.get().session.end_training()
     return trained
+
+
+@llm.patch(
+    "mindspeed_llm.training.training:training_log",
+    why="ranks that write logs may hang while the others wait for them; incidents are marked in the logs",
+    accepts="(...)",
+    optional=True,
+    unless_imported=True,  # since 2.3 it has one of its own; before, it is that of Megatron-LM
+)
+def its_logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return megatron_training.write_log(wrapped, args, kwargs)

@@ -65,6 +65,7 @@ class LibraryLoop:
 
     def settle(self, step: int) -> None:
         megatron_settle.settle_core(self._model)
+        megatron_settle.settle_optimizer(self._optimizer)
 
     def trainee(self, record: StepRecord) -> MegatronTrainee:
         return self._describe()

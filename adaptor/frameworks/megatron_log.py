@@ -36,10 +36,21 @@ class StepLog:
         keep: keeps bytes for the process that may take this one's place.
         kept: what the process whose place this one takes has kept; empty: it takes none.
         start: the step behind which the job began.
+        module: the module of the loop, by whose names it writes its log.
+        uncounted: what the framework says of zeros in the gradients where it does not count them.
     """
 
-    def __init__(self, keep: Callable[[bytes], None], kept: bytes, start: int) -> None:
+    def __init__(
+        self,
+        keep: Callable[[bytes], None],
+        kept: bytes,
+        start: int,
+        module: str,
+        uncounted: int | None = None,
+    ) -> None:
         self._keep = keep
+        self._module = module
+        self._uncounted = uncounted
         self._start = start
         self._step = 0  # the newest that has begun
         self._losses: dict[int, dict[str, torch.Tensor]] = {}  # of this rank, by step
@@ -77,6 +88,11 @@ class StepLog:
         _, known_norm, known_zeros = self._outcomes.get(self._step, (True, None, None))
         there = (known_norm if norm is None else norm, known_zeros if zeros is None else zeros)
         self._outcomes[self._step] = (True, *there)
+
+    def add_zeros(self, zeros: float) -> None:
+        """One optimizer of the chain has counted its zeros."""
+        _, _, known = self._outcomes.get(self._step, (True, None, None))
+        self.add_norm(zeros=(known or 0.0) + zeros)
 
     def skip(self) -> None:
         """The step ends without an update."""
@@ -142,7 +158,9 @@ class StepLog:
             ],
             dtype=torch.float64,
         )
-        dist.all_reduce(told, dist.ReduceOp.MAX, everyone)
+        # As whole numbers, which have the order of these: of a tensor in double precision MindSpeed reduces a
+        # copy in single precision, and nobody is told the result.
+        dist.all_reduce(told.view(torch.int64), dist.ReduceOp.MAX, everyone)
         is_written, lacks, skipped, norm, zeros = told.tolist()
         if is_written:
             return
@@ -150,9 +168,11 @@ class StepLog:
             if is_last:
                 output.tell(f"[ttp] the framework's line of iteration {step} is missing: its losses are lost")
             return
-        training, args = importlib.import_module("megatron.training.training"), get_args()
-        norm = _as_told(training, None if norm == _UNKNOWN else norm)
-        rate, decoupled = _learning_rates(training, optimizer)
+        of_framework, args = importlib.import_module("megatron.training.training"), get_args()
+        norm = _as_told(of_framework, None if norm == _UNKNOWN else norm)
+        rate, decoupled = _learning_rates(of_framework, optimizer)
+        training = importlib.import_module(self._module)
+        uncounted = None if skipped else self._uncounted
         values = {
             "loss_dict": _over_all_ranks(self._losses[step]),
             "total_loss_dict": dict(self._sums.get(step - 1, {})),
@@ -164,7 +184,7 @@ class StepLog:
             "skipped_iter": int(skipped),
             "grad_norm": norm,
             "params_norm": training.calc_params_l2_norm(model) if args.log_params_norm else None,
-            "num_zeros_in_grad": None if zeros == _UNKNOWN else zeros,
+            "num_zeros_in_grad": uncounted if zeros == _UNKNOWN else zeros,
             _IS_FIRST: self._is_first(step),
         }
         self._first = None

@@ -56,7 +56,14 @@ class MegatronLoop:
 
     Attributes:
         everyone: the adaptor's group of all ranks
+        module: the module of the loop, by whose names it evaluates, writes its log and saves
+        rerun: whether its saves have the state of the rerun state machine
+        uncounted: what its log says of zeros in the gradients where they are not counted
     """
+
+    module = "megatron.training.training"
+    rerun = True
+    uncounted: int | None = None
 
     def __init__(self, given: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
         from megatron.training import get_args
@@ -75,7 +82,7 @@ class MegatronLoop:
         self._record: StepRecord | None = None
         self.everyone: dist.ProcessGroup | None = None
         board = runtime.get().session.board
-        self.log = StepLog(board.keep, board.kept, self._start["iteration"])
+        self.log = StepLog(board.keep, board.kept, self._start["iteration"], self.module, self.uncounted)
 
     def group(self) -> str:
         from pathlib import Path
@@ -109,12 +116,16 @@ class MegatronLoop:
             set_args(self._start)
             self._is_set = False
 
+    def end_step(self) -> None:
+        """A step has ended; the loop counts it, and writes its line."""
+
     def settle(self, step: int) -> None:
         for one in self._replays:
             one.rewind(step)
         for name, value in self._config_before.items():
             setattr(self._config, name, value)
         megatron_settle.settle(self._model)
+        megatron_settle.settle_optimizer(self._optimizer)
 
     def trainee(self, record: StepRecord) -> MegatronTrainee:
         return megatron_lm.trainee(
@@ -122,7 +133,7 @@ class MegatronLoop:
             self._optimizer,
             self._scheduler,
             record.counters.get(FLOPS, 0),
-            rerun=True,
+            rerun=self.rerun,
             everyone=self.everyone,
         )
 
@@ -177,7 +188,7 @@ class MegatronLoop:
         """Evaluate and save behind the step of `record` as the loop does."""
         from megatron.training import get_args, get_timers
 
-        training, args, given = importlib.import_module("megatron.training.training"), get_args(), self._given
+        training, args, given = importlib.import_module(self.module), get_args(), self._given
         step = record.step
         if importlib.util.find_spec("megatron.core.rerun_state_machine") is not None:
             from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -206,18 +217,30 @@ class MegatronLoop:
         # The loop lets it run, and the save stops it and starts it again.
         timer = get_timers()("interval-time", log_level=0)
         timer.start()
-        ends = training.checkpoint_and_decide_exit(
-            self._model,
-            self._optimizer,
-            self._scheduler,
-            step,
-            record.counters.get(FLOPS, 0),
-            given["checkpointing_context"],
-            given["train_data_iterator"],
-        )
+        ends = self.save(step, record.counters.get(FLOPS, 0))
         timer.reset()
         if ends:
             sys.exit(0)
+
+    def save(self, step: int, operations: float) -> bool:
+        """Save behind `step` as the loop does, where it is due; return whether the job ends there.
+
+        Args:
+            step: the one that is finished.
+            operations: the floating-point operations so far.
+        """
+        training = importlib.import_module(self.module)
+        return bool(
+            training.checkpoint_and_decide_exit(
+                self._model,
+                self._optimizer,
+                self._scheduler,
+                step,
+                operations,
+                self._given["checkpointing_context"],
+                self._given["train_data_iterator"],
+            )
+        )
 
     def gather_weights(self) -> None:
         megatron_settle.gather_weights(self._model, self._optimizer)

@@ -14,6 +14,7 @@ from adaptor.context import Context
 from adaptor.frameworks.megatron_log import StepLog
 from adaptor.frameworks.megatron_loop import MegatronLoop, call_of_train, set_args
 from adaptor.frameworks.megatron_online_support import why_not
+from adaptor.frameworks.mindspeed_loop import MindspeedLoop
 from adaptor.online import rejoin
 from adaptor.replica import group
 
@@ -31,11 +32,20 @@ class Recovery:
         self.answers: dict[str, dict[str, Any]] = {}
 
 
-def train(wrapped: Callable[..., Any], args: Any, kwargs: Any, begin: Callable[[], None]) -> Any:
+def train(
+    wrapped: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    begin: Callable[[], None],
+    kind: type[MegatronLoop] = MegatronLoop,
+) -> Any:
     """Call the framework's loop `wrapped`, and again after each incident from which the job goes on.
 
     Args:
+        wrapped: the loop.
+        args, kwargs: the arguments of its call.
         begin: describes what this rank holds and lets training begin; not called in a newcomer.
+        kind: whose loop it is.
     """
     worker = rejoin.of_this_process()
     assert worker is not None
@@ -47,7 +57,7 @@ def train(wrapped: Callable[..., Any], args: Any, kwargs: Any, begin: Callable[[
     if reason and not worker.newcomer:
         begin()
         return wrapped(*args, **kwargs)
-    loop = context.part(Recovery).loop = MegatronLoop(call, context.part(Recovery).answers)
+    loop = context.part(Recovery).loop = kind(call, context.part(Recovery).answers)
     if worker.newcomer:
         loop.everyone = group.of_everyone()  # in its place among the groups of the job
     else:
@@ -61,6 +71,19 @@ def begin_step(step: int) -> None:
     loop = context.part(Recovery).loop
     if loop is not None:
         loop.begin_step(step)
+
+
+def end_step() -> None:
+    """The step that was begun has ended in such a loop."""
+    loop = context.part(Recovery).loop
+    if loop is not None:
+        loop.end_step()
+
+
+def missing_operations() -> float:
+    """Return, once, the floating-point operations that the loop has forgotten, as it was called again."""
+    loop = context.part(Recovery).loop
+    return loop.missing_operations() if isinstance(loop, MindspeedLoop) else 0
 
 
 def log_of_this_process() -> StepLog | None:

@@ -14,9 +14,11 @@ from adaptor.online import groups
 from adaptor.online.groups import Groups
 
 # Versions with which failed ranks were replaced: docs/compatibility.md.
-TESTED = SpecifierSet(">=0.12,<0.17", prereleases=True)
+TESTED = SpecifierSet(">=0.12,<0.21,!=0.17.*,!=0.18.*,!=0.19.*", prereleases=True)
 # Packages that put loops of their own in the place of Megatron-LM's, or change what it does.
 _OTHERS = ("mindspeed_llm", "mindspeed", "modellink")
+# Of these the loop of MindSpeed-LLM was tested.
+_LLM = "mindspeed_llm"
 
 
 def why_not(args: Any, call: Mapping[str, Any]) -> str:
@@ -49,7 +51,7 @@ def of_process_groups() -> str:
 
 def of_framework() -> str:
     """Return why it is not done with what is imported; empty: it is."""
-    for name in _OTHERS:
+    for name in _OTHERS if _LLM not in sys.modules else ():
         if name in sys.modules:
             return f"it has not been tested with {name}"
     from megatron.core.package_info import __version__ as version
@@ -69,8 +71,19 @@ def of_options(given: Any) -> str:
         ("use_sharp", "SHARP is bound to the groups of the start"),
         ("async_save", "an asynchronous save holds groups of the start"),
         ("perform_rl_step", "reinforcement learning has loops of its own"),
+        # Of MindSpeed.
+        ("use_ascend_mc2", "--use-ascend-mc2 names the groups of the start to its operators"),
+        ("use_ascend_coc", "--use-ascend-coc names the groups of the start to its operators"),
+        ("schedules_method", "--schedules-method keeps work of a step in schedules of its own"),
+        ("moe_fb_overlap", "--moe-fb-overlap keeps work of a step in schedules of its own"),
+        ("recompute_in_bubble", "--recompute-in-bubble keeps work of a step in queues of its own"),
+        ("recompute_in_advance", "--recompute-in-advance keeps work of a step in queues of its own"),
+        ("swap_attention", "--swap-attention keeps tensors of a step in queues of its own"),
+        ("stage", "fine-tuning (--stage) has not been tested with it"),
+        ("lora_target_modules", "fine-tuning (--lora-target-modules) has not been tested with it"),
+        ("enable_mg2hf_convert", "--enable-mg2hf-convert goes on with a checkpoint after its save"),
     ):
-        if getattr(given, name, False) not in (False, None, "none"):
+        if getattr(given, name, False) not in (False, None, "none", []):
             return meaning
     return ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,10 +28,17 @@ def settle_core(model: Sequence[Any]) -> None:
             _settle_bucket_group(bucket_group)
         for param in chunk.parameters():
             param.grad = None
-    from megatron.core.transformer.moe import moe_utils
-
-    if hasattr(moe_utils, "clear_aux_losses_tracker"):
+    moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")  # else there is nothing to clear
+    if moe_utils is not None and hasattr(moe_utils, "clear_aux_losses_tracker"):
         moe_utils.clear_aux_losses_tracker()
+
+
+def settle_optimizer(optimizer: Any) -> None:
+    """Forget what a chain of optimizers has learned from all ranks in its first step (0.20: whether any rank
+    has parameters whose norm is a sum of its own): a new process asks, and all others answer."""
+    for one in {id(one): one for one in (optimizer, *step_record.chain(optimizer))}.values():
+        if getattr(one, "_has_grad_norm_group_cache", None) is not None:
+            one._has_grad_norm_group_cache = None
 
 
 def gather_weights(model: Sequence[Any], optimizer: Any) -> None:
@@ -53,8 +61,9 @@ def _settle_bucket_group(one: Any) -> None:
     for name in ("grad_reduce_handle", "param_gather_handle"):
         handle = getattr(one, name, None)
         if handle is not None:
-            with contextlib.suppress(RuntimeError):
-                handle.wait()
+            for work in handle if isinstance(handle, list) else [handle]:  # MindSpeed has one for each bucket
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
             setattr(one, name, None)
     one.param_gather_dispatched = False
     if hasattr(one, "per_param_grad_ready_counts"):  # since 0.16 they are counted in the first batch

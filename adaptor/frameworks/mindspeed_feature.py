@@ -6,8 +6,7 @@ from typing import Any
 
 from mindspeed.features_manager.feature import MindSpeedFeature
 
-from adaptor import patching
-from adaptor.frameworks.mindspeed_wrappers import Wrap, outermost
+from adaptor.frameworks.mindspeed_wrappers import Wrap, outermost, targets
 
 
 class PatchesSurvive(MindSpeedFeature):  # type: ignore[misc]
@@ -15,15 +14,16 @@ class PatchesSurvive(MindSpeedFeature):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__("ttp-adaptor", optimization_level=0)  # level 0: always
-        self._wraps: dict[str, Wrap] = {}
+        self._wraps: dict[tuple[str, str], Wrap] = {}
 
     def register_patches(self, patch_manager: Any, args: Any) -> None:
-        for target in patching.targets("ttp"):
+        for group, target in targets():
             name = target.replace(":", ".")
             entry = patch_manager.patches_info.get(name)
             if entry is not None:
                 # The same object each time: what is registered already is not registered again.
-                patch_manager.register_patch(name, self._wraps.setdefault(name, outermost(entry, target)))
+                wrap = self._wraps.setdefault((group, name), outermost(entry, group, target))
+                patch_manager.register_patch(name, wrap)
 
 
 def come_last(features: list[Any]) -> None:

@@ -10,7 +10,7 @@ and in versions without features right before each application.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from adaptor import patching
@@ -45,19 +45,32 @@ def has_features() -> bool:
 
 def be_outermost(entry: Any) -> None:
     """Make our patch the outermost wrapper of an entry that MindSpeed's patch manager is about to apply."""
-    targets = {target.replace(":", "."): target for target in patching.targets("ttp")}
-    target = targets.get(f"{entry.orig_module_name}.{entry.orig_func_name}")
-    if target is not None:
+    name = f"{entry.orig_module_name}.{entry.orig_func_name}"
+    ours = [(group, target) for group, target in targets() if target.replace(":", ".") == name]
+    if ours:
         others = [wrapper for wrapper in entry.wrappers if not hasattr(wrapper, "of_ttp")]
-        entry.wrappers[:] = [*others, outermost(entry, target)]
+        entry.wrappers[:] = [*others, *(outermost(entry, group, target) for group, target in ours)]
 
 
-def outermost(entry: Any, target: str) -> Wrap:
-    """Return what an entry of MindSpeed's manager takes as a wrapper of the function that `target` names."""
+def targets() -> Iterator[tuple[str, str]]:
+    """Return the group and the target of each patch of ours, by which a function is named."""
+    for group in ("ttp", "online"):
+        for target in dict.fromkeys(patching.targets(group)):
+            yield group, target
+
+
+def outermost(entry: Any, group: str, target: str) -> Wrap:
+    """Return our patch of a function as MindSpeed's patch manager takes a wrapper of it.
+
+    Args:
+        entry: of the manager, for that function.
+        group: of our patch.
+        target: of our patch: the function.
+    """
 
     # It tells a wrapper by the end of its name.
     def patches_survive_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
-        return patching.around("ttp", target, function, entry.patch_func)
+        return patching.around(group, target, function, entry.patch_func)
 
     patches_survive_wrapper.of_ttp = True  # type: ignore[attr-defined]
     return patches_survive_wrapper

@@ -14,12 +14,14 @@ _NOTHING = object()
 
 
 class NotFitting(Exception):
-    """There is no function of that name; `found` says what there is, `absent` whether there is nothing."""
+    """There is no function of that name; `found` says what there is, `absent` whether there is nothing,
+    `imported` whether it is one of another module."""
 
-    def __init__(self, found: str, absent: bool = False) -> None:
+    def __init__(self, found: str, absent: bool = False, imported: bool = False) -> None:
         super().__init__(found)
         self.found = found
         self.absent = absent
+        self.imported = imported
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +89,7 @@ def locate(module: ModuleType, qualname: str) -> PatchTarget:
     if isinstance(raw, property) or not callable(target.function):
         raise NotFitting(f"a {type(raw).__name__}, not a function")
     if not path and (home := _defined_elsewhere(module, name, raw)):
-        raise NotFitting(f"an import from {home} (patch it there)")
+        raise NotFitting(f"an import from {home} (patch it there)", imported=True)
     return target
 
 

@@ -69,6 +69,7 @@ class Patch:
         why: str,
         accepts: tuple[str, ...],
         optional: bool | str,
+        unless_imported: bool,
         effect: Effect,
     ) -> None:
         module_name, colon, self.qualname = target.partition(":")
@@ -80,6 +81,7 @@ class Patch:
         self.why = why
         self.accepts = tuple(Expected.parse(text) for text in accepts)
         self.optional = optional
+        self.unless_imported = unless_imported
         self.effect = effect
         self.status = Status.OFF
         self.found: str | None = None
@@ -112,7 +114,11 @@ class Patch:
             place = locate(module, self.qualname)
         except NotFitting as misfit:
             self.found = misfit.found
-            self.status = Status.MISSING if misfit.absent and self.may_be_missing else Status.DRIFTED
+            may_be = (misfit.absent and self.may_be_missing) or (misfit.imported and self.unless_imported)
+            self.status = Status.MISSING if may_be else Status.DRIFTED
+            return False
+        if self.unless_imported and place.function.__module__ != module.__name__:  # with a wrapper of its own
+            self.found, self.status = f"an import from {place.function.__module__}", Status.MISSING
             return False
         parameters = parameters_of(place.function, place.bound)
         self.found = render(parameters)
@@ -220,20 +226,27 @@ class Unit:
         _units[name] = self
 
     def patch(
-        self, target: str, *, why: str, accepts: str | tuple[str, ...], optional: bool | str = False
+        self,
+        target: str,
+        *,
+        why: str,
+        accepts: str | tuple[str, ...],
+        optional: bool | str = False,
+        unless_imported: bool = False,
     ) -> Callable[[Effect], Effect]:
         """Declare a wrapper `(wrapped, instance, args, kwargs)` on `target`: "module:name" or
         "module:Class.method". `why` is for the report.
 
         `accepts` is one signature or several, for a framework that changed it; see `_signature` for the
         language. `optional`: a version of the framework may have no such name; where it has, the signature
-        decides as ever. If it names a module, only a version without that module may. Raises ValueError for
-        a target or signature that cannot be read.
+        decides as ever. If it names a module, only a version without that module may. `unless_imported`: in a
+        version whose module imports the function from another one, nothing is wrapped here. Raises ValueError
+        for a target or signature that cannot be read.
         """
 
         def declare(effect: Effect) -> Effect:
             alternatives = (accepts,) if isinstance(accepts, str) else accepts
-            self.patches.append(Patch(self, target, why, alternatives, optional, effect))
+            self.patches.append(Patch(self, target, why, alternatives, optional, unless_imported, effect))
             return effect
 
         return declare

@@ -34,7 +34,7 @@ from tests.faults import namespaces, scenario
 from tests.faults.harness import ROOT, Job
 from tests.frameworks import modellink, prepare
 from tests.frameworks.checks import CHECKS, ONLINE, SPLIT_REFUSED
-from tests.frameworks.checks_mindspeed import EXPERTS, LLM, MINDSPEED, MODELLINK
+from tests.frameworks.checks_mindspeed import EXPERTS, LLM, LLM_ONLINE, MINDSPEED, MODELLINK, NOT_ONLINE
 
 HEADER = (
     "| version | Python, torch | layout | replica | fault | outcome | date |\n|---|---|---|---|---|---|---|"
@@ -47,6 +47,7 @@ LOADS_WEIGHTS_ONLY = Version("0.13.0rc0")
 MINDSPEED_MOCKS = Version("0.12")
 # Before, the updates of several optimizers needed other ranks, and experts are refused.
 ONE_GATHERING = Version("0.9")
+_NAMES = {**CHECKS, **ONLINE, **MINDSPEED, **LLM, **LLM_ONLINE, **NOT_ONLINE, **EXPERTS, **MODELLINK}
 
 
 class Bench:
@@ -60,8 +61,11 @@ class Bench:
         self._data: tuple[str, ...] = ()
         mindspeed = (tree / "mindspeed").is_dir()
         self.checks = dict(MINDSPEED if mindspeed else CHECKS)
-        if not mindspeed and TESTED.contains(version):
+        is_online = TESTED.contains(version)
+        if is_online and not mindspeed:
             self.checks.update(ONLINE)
+        elif mindspeed and not (is_online and (tree / "mindspeed_llm").is_dir()):
+            self.checks.update(NOT_ONLINE)
         if mindspeed:
             os.environ["PYTHONPATH"] = os.pathsep.join(
                 str(ROOT / "tests/standins" / part) for part in ("", "hugging_face")
@@ -71,7 +75,7 @@ class Bench:
         if mindspeed and version < MINDSPEED_MOCKS:
             self._data = ("--data-path", str(_corpus(out / "data")))
         if (tree / "mindspeed_llm").is_dir():
-            self.checks.update(LLM)
+            self.checks.update({**LLM, **(LLM_ONLINE if is_online else {})})
             self.checks.update(EXPERTS if version >= ONE_GATHERING else {})
         if (tree / "modellink").is_dir():
             self.checks.update(MODELLINK)
@@ -165,7 +169,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[*{**CHECKS, **ONLINE, **MINDSPEED, **LLM, **EXPERTS, **MODELLINK}, "split"],
+        choices=[*_NAMES, "split"],
         help="one check; repeat for more",
     )
     parsed = parser.parse_args()

@@ -61,7 +61,8 @@ def restarts(step: int) -> Callable[[Job, Baseline], Ended]:
 def recovers(job: Job, baseline: Baseline) -> Ended:
     """It trains on without a restart; records, log and last checkpoint are those of the baseline."""
     assert job.save is not None
-    ended = harness.run(replace(job, options=("--ttp-online", "60")))
+    # A rank that hangs is noticed by its standing still.
+    ended = harness.run(replace(job, options=("--ttp-online", "60", "--ttp-hang", "10")))
     assert ended.code == 0, ended.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in ended.log, ended.log[-3000:]
     (saved,) = set(outcome.steps_in(job.save)) - {ITERATIONS}
@@ -151,6 +152,7 @@ ONLINE = {
         ("backward", DP2, "SIGKILL", "backward", "rank=1,step=6,phase=backward,kind=sigkill"),
         ("update", DP2, "SIGKILL", "update", "rank=1,step=6,phase=update,kind=sigkill"),
         ("exception", DP2, "an exception", "backward", "rank=1,step=6,phase=backward,kind=exception"),
+        ("hang", DP2, "a hang", "backward", "rank=1,step=6,phase=backward,kind=deadlock"),
         ("tensor", TP2_DP2, "SIGKILL", "backward", "rank=1,step=6,phase=backward,kind=sigkill"),
         ("pipeline", STAGES, "SIGKILL", "gather", "rank=1,step=6,phase=gather,kind=sigkill"),
     )

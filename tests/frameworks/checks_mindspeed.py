@@ -18,6 +18,7 @@ from tests.faults.harness import (
 )
 from tests.frameworks.checks import (
     CHECKS,
+    RECOVERED,
     REFUSED,
     SAID,
     SAVED,
@@ -25,6 +26,7 @@ from tests.frameworks.checks import (
     Check,
     has_local_copy,
     is_not_online,
+    recovers,
     refused,
     restarts,
     saves,
@@ -97,14 +99,6 @@ MINDSPEED = {
         "rank=0,step=4,phase=norm,kind=sigkill",
         restarts=1,
     ),
-    "online": Check(
-        DP2,
-        "SIGKILL of rank 0, before the gradient norm of step 4; TTP_ONLINE=60",
-        is_not_online(3),
-        SAID + CHECKS["restart"].outcome,
-        "rank=0,step=4,phase=norm,kind=sigkill",
-        restarts=1,
-    ),
     "availability": Check(
         DP2,
         "none, but `--enable-high-availability`",
@@ -148,6 +142,16 @@ MODELLINK = {
     "nodes-restart": NODES_RESTART,
     "mcore": replace(
         MINDSPEED["norm"], layout=replace(DP2, name="dp2-core-models", extra=("--use-mcore-models",))
+    ),
+}
+NOT_ONLINE = {
+    "online": Check(
+        DP2,
+        "SIGKILL of rank 0, before the gradient norm of step 4; TTP_ONLINE=60",
+        is_not_online(3),
+        SAID + CHECKS["restart"].outcome,
+        "rank=0,step=4,phase=norm,kind=sigkill",
+        restarts=1,
     ),
 }
 # Where embeddings are tied, Megatron-core 0.12 asserts in its stages if sizes are no multiple of 128.
@@ -203,6 +207,45 @@ LLM = {
     "tensor-restart": replace(MINDSPEED["restart"], layout=TP2_DP2),
     "pipeline": dies(STAGES, 2, "norm", 5),
     "pipeline-update": dies(STAGES, 1, "update", 6),
+}
+# Of the versions whose Megatron-core is one with which that was tested.
+LLM_ONLINE = {
+    f"online-{name}": Check(layout, f"{fault} of step 6", recovers, RECOVERED, spec, restarts=1)
+    for name, layout, fault, spec in (
+        (
+            "norm",
+            DP2,
+            "SIGKILL of rank 0, before the gradient norm",
+            "rank=0,step=6,phase=norm,kind=sigkill",
+        ),
+        ("update", DP2, "SIGKILL of rank 1, in the update", "rank=1,step=6,phase=update,kind=sigkill"),
+        (
+            "exception",
+            DP2,
+            "an exception of rank 1, before the gradient norm",
+            "rank=1,step=6,phase=norm,kind=exception",
+        ),
+        (
+            "hang",
+            DP2,
+            "a hang of rank 1, before the gradient norm",
+            "rank=1,step=6,phase=norm,kind=deadlock",
+        ),
+        (
+            "tensor",
+            TP2_DP2,
+            "SIGKILL of rank 3, before the gradient norm",
+            "rank=3,step=6,phase=norm,kind=sigkill",
+        ),
+        ("pipeline", STAGES, "SIGKILL of rank 1, in the update", "rank=1,step=6,phase=update,kind=sigkill"),
+        (
+            "experts",
+            MOE_EP2,
+            "SIGKILL of rank 2, before the gradient norm",
+            "rank=2,step=6,phase=norm,kind=sigkill",
+        ),
+        ("ring", RING, "SIGKILL of rank 1, in the update", "rank=1,step=6,phase=update,kind=sigkill"),
+    )
 }
 # Experts are cut by tensor parallelism like the rest; or they are whole on each rank.
 MOE_TP2 = Layout("moe-tp2-dp2", 4, tp=2, extra=(*MOE_DP2.extra, "--sequence-parallel"))

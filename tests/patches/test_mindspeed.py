@@ -193,6 +193,26 @@ assert fake.core.Sub().method(x=1) == ("Sub", {-1 if negated else 1})
 """)
 
 
+def test_the_patches_of_online_recovery(beside: Callable[[str], None]) -> None:
+    beside("""
+from adaptor import patching
+unit = patching.Unit(
+    "unit", framework="fake", tested=">=1", version="fake.info:__version__", group="online"
+)
+@unit.patch("fake.core:f", why="-", accepts="(...)")
+def tripled(wrapped, instance, args, kwargs):
+    return 3 * wrapped(*args, **kwargs)
+patching.arm("online")
+def product(x, y=1):
+    return x * y
+for _ in range(2):
+    features.apply(**{"fake.core.f": product})
+assert fake.core.f(3, 5) == 3 * 30, fake.core.f(3, 5)
+patching.disarm("online")
+assert fake.core.f(3, 5) == 30, fake.core.f(3, 5)
+""")
+
+
 def test_a_wrapper_that_does_not_call_what_it_wraps(beside: Callable[[str], None]) -> None:
     beside("""
 def product_wrapper(function):

@@ -40,6 +40,33 @@ assert patching.outcomes()[0].found == {found!r}, patching.outcomes()[0].found
 """)
 
 
+@pytest.mark.parametrize("is_patched_there", [False, True])
+def test_a_function_that_only_some_versions_have_of_their_own(
+    is_patched_there: bool, holds: Callable[..., None]
+) -> None:
+    """Where the module imports it, it is wrapped where it is defined, or not at all: never twice."""
+    holds(f"""
+from adaptor import patching
+there = patching.Unit("there", framework="fake", tested=">=1", version="fake.info:__version__")
+if {is_patched_there}:
+    @there.patch("fake.core:f", why="-", accepts="(x, y=)")
+    def doubled(wrapped, instance, args, kwargs):
+        return 2 * wrapped(*args, **kwargs)
+here = patching.Unit("here", framework="fake", tested=">=1", version="fake.info:__version__")
+@here.patch("fake.user:f", why="-", accepts="(x, y=)", unless_imported=True)
+def tripled(wrapped, instance, args, kwargs):
+    return 3 * wrapped(*args, **kwargs)
+@here.patch("fake.core:f", why="-", accepts="(x, y=)", unless_imported=True)
+def negated(wrapped, instance, args, kwargs):
+    return -wrapped(*args, **kwargs)
+patching.arm("ttp")
+import fake.core, fake.user
+statuses = [outcome.status.value for outcome in patching.outcomes()][-2:]
+assert statuses == ["missing", "applied"], statuses
+assert fake.user.f(3, 5) == -8 * (2 if {is_patched_there} else 1), fake.user.f(3, 5)
+""")
+
+
 def test_a_decorated_function_is_judged_by_the_decorated(folder: Path, holds: Callable[..., None]) -> None:
     (folder / "fake/core.py").write_text("""
 import functools

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from types import SimpleNamespace
 
 import pytest
 
-from adaptor.frameworks.megatron_online_support import of_data, of_options, of_version
+from adaptor.frameworks.megatron_online_support import of_data, of_framework, of_options, of_version
 
 
-@pytest.mark.parametrize("version", ["0.12.4", "0.13.2", "0.14.1", "0.15.0rc5", "0.15.4", "0.16.1"])
+@pytest.mark.parametrize("version", ["0.12.4", "0.13.2", "0.14.1", "0.15.0rc5", "0.15.4", "0.16.1", "0.20.0"])
 def test_a_version_that_was_tested(version: str) -> None:
     assert of_version(version) == ""
 
 
-@pytest.mark.parametrize("version", ["0.8.0", "0.11.0", "0.17.0rc0", "0.20.0"])
+@pytest.mark.parametrize("version", ["0.8.0", "0.11.0", "0.17.0rc0", "0.19.0", "0.21.0"])
 def test_a_version_that_was_not(version: str) -> None:
     assert of_version(version).startswith(f"Megatron-LM {version} has not been tested with it: ")
+
+
+@pytest.mark.parametrize(
+    ("packages", "why"),
+    [
+        (["mindspeed", "mindspeed_llm"], ""),
+        (["mindspeed"], "it has not been tested with mindspeed"),
+        (["mindspeed", "modellink"], "it has not been tested with mindspeed"),
+    ],
+)
+def test_packages_that_change_the_loop(
+    packages: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MindSpeed-LLM's own loop was tested; another one beside MindSpeed was not."""
+    info = types.ModuleType("megatron.core.package_info")
+    info.__version__ = "0.12.1"  # type: ignore[attr-defined]
+    for name in ("mindspeed_llm", "mindspeed", "modellink"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in packages:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", info)
+    assert of_framework() == why
 
 
 def test_data_that_cannot_be_read_once_more() -> None:
@@ -37,6 +61,12 @@ def test_data_that_cannot_be_read_once_more() -> None:
         ({"cuda_graph_impl": "none", "enable_cuda_graph": False, "async_save": None}, ""),
         ({"cuda_graph_impl": "local"}, "CUDA graphs hold the groups of the start"),
         ({"use_sharp": True}, "SHARP is bound to the groups of the start"),
+        ({"use_ascend_mc2": False, "schedules_method": None, "lora_target_modules": []}, ""),
+        ({"stage": "sft"}, "fine-tuning (--stage) has not been tested with it"),
+        (
+            {"schedules_method": "dualpipev"},
+            "--schedules-method keeps work of a step in schedules of its own",
+        ),
     ],
 )
 def test_options_that_hold_groups_of_the_start(options: dict[str, object], why: str) -> None:

@@ -1,0 +1,63 @@
+"""MindSpeed-LLM's own training loop in an online recovery; its parts are those of Megatron-LM 0.12.
+
+Lines are those of 2.2.0 (`mindspeed_llm/training/training.py`); the names are the same to 26.1.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.training_state import FLOPS
+from adaptor.frameworks.megatron_loop import MegatronLoop
+
+LLM = "mindspeed_llm"
+_UTILS = "mindspeed_llm.training.utils"
+
+
+class MindspeedLoop(MegatronLoop):
+    """MindSpeed-LLM's training loop, as it was called (`rejoin.Loop`)."""
+
+    module = "mindspeed_llm.training.training"
+    rerun = False
+    uncounted = 0  # mindspeed/core/megatron_basic/count_zero_fix.py
+
+    def __init__(self, given: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(given, told)
+        # The loop counts its floating-point operations from 0 whenever it is called (553).
+        self._missing: float = 0
+        self._counted_with_next: float = 0
+
+    def settle(self, step: int) -> None:
+        super().settle(step)
+        # What the count of operations takes from the data of the abandoned step (2.3 and later).
+        clear = getattr(importlib.import_module(_UTILS), "clear_actual_attn_ratio", None)
+        if clear is not None:
+            clear()
+
+    def put_back(self, record: StepRecord) -> None:
+        super().put_back(record)
+        self._missing, self._counted_with_next = record.counters.get(FLOPS, 0), 0
+
+    def end_step(self) -> None:
+        self._counted_with_next, self._missing = self._missing, 0
+
+    def missing_operations(self) -> float:
+        """Return, once, the operations of the steps before the loop was called again; between two steps."""
+        missing, self._counted_with_next = self._counted_with_next, 0
+        return missing
+
+    def save(self, step: int, operations: float) -> bool:
+        from megatron.training import get_args
+        from megatron.training.training import checkpoint_and_decide_exit
+
+        args = get_args()
+        # It saves without a context and without the data (742), and then does one thing more.
+        context = data = None
+        state = (self._model, self._optimizer, self._scheduler)
+        ends = bool(checkpoint_and_decide_exit(*state, step, operations, context, data))
+        if args.save and (ends or (args.save_interval and step % args.save_interval == 0)):
+            importlib.import_module(self.module).update_save_checkpoint_chmod(args.save)
+        return ends

@@ -1,0 +1,29 @@
+"""MindSpeed-LLM's training loop in an online recovery. Armed only where TTP_ONLINE is not 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor import patching
+from adaptor.patches.mindspeed import TESTED
+
+online = patching.Unit("mindspeed-llm-online", framework="mindspeed_llm", tested=TESTED, group="online")
+
+
+@online.patch(
+    "mindspeed_llm.training.training:num_floating_point_operations",
+    why="its loop counts them from 0 when it is called again after an incident, and saves the count",
+    accepts="(...)",
+    optional=True,
+    unless_imported=True,  # since 2.3 it has one of its own
+)
+@online.patch(
+    "megatron.training.training:num_floating_point_operations",
+    why="the same, in versions that have no such function of their own",
+    accepts="(...)",
+    optional=True,
+)
+def operations_are_not_forgotten(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import megatron_online
+
+    return wrapped(*args, **kwargs) + megatron_online.missing_operations()
