@@ -25,6 +25,8 @@ from adaptor.online.replay import STEPS
 
 # A number that no rank knows.
 _UNKNOWN = -1.0
+# What it counts the steps of an interval by, and sets to 0 right before it writes the line.
+_COUNTED = ("advanced iterations", "skipped iterations")
 # Since 0.16 the first step of a job has a line whatever the interval, and stays in the average of its own.
 _IS_FIRST = "is_first_iteration"
 
@@ -111,12 +113,23 @@ class StepLog:
             _let_begin(get_timers()("interval-time", log_level=0), self._since)
             if _IS_FIRST in call:  # of a call of the loop, which is not the first one
                 call[_IS_FIRST] = self._is_first(step)
-        result = wrapped(*bound.args, **bound.kwargs)
+        has_line = step % get_args().log_interval == 0
+        try:
+            result = wrapped(*bound.args, **bound.kwargs)
+        except BaseException:
+            # Behind the line ranks tell each other their times: a rank that is lost then breaks that off.
+            if has_line and not any(sums.get(count) for count in _COUNTED):
+                self._note_written(step, sums, has_line)
+            raise
+        self._note_written(step, sums, has_line)
+        return result
+
+    def _note_written(self, step: int, sums: Mapping[str, Any], has_line: bool) -> None:
+        """Note that the losses of `step` are added up, or that its line is written."""
         self._sums[step] = dict(sums)
-        if step % get_args().log_interval == 0:
+        if has_line:
             self._since = time.time()
         self._keep_all(step)
-        return result
 
     def _is_first(self, step: int) -> bool:
         return step == self._start + 1

@@ -41,6 +41,7 @@ PHASES = {
     "evaluation": "in an evaluation between two steps",
     "evaluation-forward": "in the forward pass of an evaluation, before the transformer layers",
     "logging": "between two steps, when their figures are written down",
+    "line": "between two steps, when the line of the first is written and ranks tell each other their times",
     "save": "in a regular save, before anything is written",
     "save-write": "in a regular save, in the middle of a file (on a rank that writes)",
     "save-barrier": "in a regular save, when this rank has written",

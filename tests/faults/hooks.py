@@ -94,6 +94,7 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     before("gather", ascendspeed[0], f"{ascendspeed[1]}.gather_model_params")
     _wrap("ascendspeed.model.transformer", "ParallelTransformer.forward", _layers(injector))
     after("overflow", "megatron.core.optimizer.optimizer", "ChainedOptimizer.prepare_grads")
+    before("line", "megatron.core.timers", "Timers.log")
     before("norm", "megatron.core.optimizer.clip_grads", "get_grad_norm_fp32", "clip_grad_norm_fp32")
     after("door-before", "adaptor.protocol.board", "Board.ready")
     _wrap("adaptor.worker.door", "Door.enter", _door(injector))
