@@ -244,7 +244,6 @@ LLM_ONLINE = {
             "SIGKILL of rank 2, before the gradient norm",
             "rank=2,step=6,phase=norm,kind=sigkill",
         ),
-        ("ring", RING, "SIGKILL of rank 1, in the update", "rank=1,step=6,phase=update,kind=sigkill"),
     )
 }
 # Experts are cut by tensor parallelism like the rest; or they are whole on each rank.
