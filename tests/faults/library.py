@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.faults import harness, sdk
 from tests.faults.harness import DP4, ITERATIONS, Ended, Job, Layout
+from tests.faults.namespaces import Namespaces
 from tests.frameworks import prepare
 
 SCRIPT = harness.ROOT / "tests/frameworks/train_core.py"
@@ -25,6 +26,7 @@ def train(
     engine: str = "builtin",
     script: Path = SCRIPT,
     paths: Sequence[str] = (),
+    network: Namespaces | None = None,
 ) -> Ended:
     """Run it to its end.
 
@@ -35,6 +37,7 @@ def train(
         engine: builtin or mindio; the test is skipped where its SDK is not installed.
         script: of the same flags as `train_core.py`.
         paths: for PYTHONPATH, before Megatron-core's.
+        network: of two nodes, which each have half of the ranks; None: there is one.
     """
     paths = [*paths, str(prepare.megatron_core()), os.environ.get("PYTHONPATH", "")]
     if engine == "mindio":
@@ -51,7 +54,9 @@ def train(
         options=options,
         script=script,
         arguments=[*arguments, "--iters", str(ITERATIONS), *copies],
-        environment={"PYTHONPATH": path},
+        environment={"PYTHONPATH": path, **({"TTP_TLS": "plain"} if network else {})},
+        nodes=2 if network else 1,
+        network=network,
         cold=engine == "mindio" or harness.COLD in os.environ,
     )
     return harness.run(job)

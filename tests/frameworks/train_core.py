@@ -5,10 +5,11 @@ A tiny GPT under DDP and the distributed optimizer in bf16, on random tokens. Ea
 there, if there is one, and has its last words there, where the adaptor is enabled; it saves nothing itself.
 
 With `--context 2` two ranks share a sequence, half of it each: core's own attention for that is Transformer
-Engine's, so there is a plain one here. With `--freeze` the embedding is not trained. With `--accumulate 2`
-every second step has an update. With `--stream` the tokens come from a data loader that reads ahead, and the
-loop counts them. `--loop` says how the adaptor is told of the steps, or not told. `--give` makes a mistake in
-what it is given.
+Engine's, so there is a plain one here. With `--stages 2` two ranks have a layer each, and two micro-batches
+go through both. With `--experts 2` four experts are on two ranks. With `--freeze` the embedding is not
+trained. With `--accumulate 2` every second step has an update. With `--stream` the tokens come from a data
+loader that reads ahead, and the loop counts them. `--loop` says how the adaptor is told of the steps, or not
+told. `--give` makes a mistake in what it is given.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from record import Recorder
@@ -103,18 +105,45 @@ def build(args: argparse.Namespace) -> tuple[DistributedDataParallel, Transforme
         finalize_model_grads_func=finalize_model_grads,
         context_parallel_size=args.context,
         tensor_model_parallel_size=args.tensor,
+        **parts(args),
     )
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     if args.context > 1:
         spec.submodules.self_attention.submodules.core_attention = ContextAttention
-    model = GPTModel(config, spec, VOCABULARY, LENGTH).cuda().bfloat16()
-    model.embedding.requires_grad_(not args.freeze)
+    ends = {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        "share_embeddings_and_output_weights": args.stages == 1,
+    }
+    model = GPTModel(config, spec, VOCABULARY, LENGTH, **ends).cuda().bfloat16()
+    if args.freeze:
+        model.embedding.requires_grad_(False)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=not args.whole,
         num_distributed_optimizer_instances=args.instances,
         grad_reduce_in_fp32=True,
     )
     return DistributedDataParallel(config, ddp, model), config
+
+
+def parts(args: argparse.Namespace) -> dict[str, Any]:
+    """What the config of the model says of stages and experts."""
+    found: dict[str, Any] = {}
+    if args.stages > 1:
+        found |= {
+            "pipeline_model_parallel_size": args.stages,
+            "pipeline_dtype": torch.bfloat16,
+            "deallocate_pipeline_outputs": True,
+            "batch_p2p_comm": False,
+        }
+    if args.experts > 1:
+        found |= {
+            "expert_model_parallel_size": args.experts,
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "add_bias_linear": False,
+        }
+    return found
 
 
 def drawn(iteration: int) -> torch.Tensor:
@@ -157,6 +186,26 @@ def resume(root: Path, model: DistributedDataParallel, optimizer: MegatronOptimi
     return step
 
 
+def through_stages(model: DistributedDataParallel, tokens: torch.Tensor) -> torch.Tensor:
+    """Forward and backward pass of two micro-batches; returns their mean loss, 0 where others have it."""
+
+    def forward(data: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        return chunk(**next(data)), lambda output: (output.mean(), {"loss": output.detach().mean()})
+
+    micro_batches = [batch(tokens), batch(tokens.flip(1))]
+    losses = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(micro_batches),
+        model=[model],
+        num_microbatches=len(micro_batches),
+        seq_length=LENGTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    found = [one["loss"] for one in losses]
+    return torch.stack(found).mean() if found else torch.zeros(())
+
+
 def begun(protection: Any, step: int) -> AbstractContextManager[None]:
     """The step is told to begin, and nobody tells of its end."""
     protection.begin_step(step)
@@ -180,6 +229,8 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=1, help="copies of the optimizer state")
     parser.add_argument("--context", type=int, default=1, help="ranks that share a sequence")
     parser.add_argument("--tensor", type=int, default=1, help="ranks that share a layer")
+    parser.add_argument("--stages", type=int, default=1, help="ranks that have a part of the layers each")
+    parser.add_argument("--experts", type=int, default=1, help="ranks that have a part of the experts each")
     parser.add_argument("--whole", action="store_true", help="every rank has the whole optimizer")
     parser.add_argument("--accumulate", type=int, default=1, help="steps with one update")
     parser.add_argument("--stream", action="store_true", help="tokens from a data loader that reads ahead")
@@ -196,6 +247,8 @@ def main() -> None:
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor,
+        pipeline_model_parallel_size=args.stages,
+        expert_model_parallel_size=args.experts,
         context_parallel_size=args.context,
         num_distributed_optimizer_instances=args.instances,
     )
@@ -233,13 +286,18 @@ def main() -> None:
             if (iteration - 1) % args.accumulate == 0:
                 model.zero_grad_buffer()
                 optimizer.zero_grad()
-            loss = model(**batch(stream.read() if stream else drawn(iteration))).mean()
+            tokens = stream.read() if stream else drawn(iteration)
             is_last = iteration % args.accumulate == 0
-            with contextlib.nullcontext() if is_last else model.no_sync():
-                optimizer.scale_loss(loss).backward()
+            if args.stages > 1:  # which reduces the gradients, too
+                loss = through_stages(model, tokens)
+            else:
+                loss = model(**batch(tokens)).mean()
+                with contextlib.nullcontext() if is_last else model.no_sync():
+                    optimizer.scale_loss(loss).backward()
             done, grad_norm = False, None
             if is_last:
-                finalize_model_grads([model])
+                if args.stages == 1:
+                    finalize_model_grads([model])
                 done, grad_norm, _ = optimizer.step()
             mean = loss.detach() / torch.distributed.get_world_size()
             torch.distributed.all_reduce(mean)

@@ -164,8 +164,10 @@ def test_the_function_asks_for_the_end(tmp_path: Path, undisturbed_stream: Ended
         (("--tensor", "2"), "rank=3,step=6,phase=update,kind=sigkill", 6),
         (("--context", "2", "--freeze"), "rank=0,step=6,phase=norm,kind=sigkill", 5),
         (("--whole",), "rank=1,step=6,phase=forward,kind=sigkill", 5),
+        (("--stages", "2"), "rank=3,step=6,phase=backward,kind=sigkill", 5),
+        (("--experts", "2"), "rank=2,step=6,phase=update,kind=sigkill", 6),
     ],
-    ids=["accumulates", "tensor-parallel", "frozen", "whole-optimizer"],
+    ids=["accumulates", "tensor-parallel", "frozen", "whole-optimizer", "stages", "experts"],
 )
 def test_layouts_are_recovered_online(
     layout: tuple[str, ...], fault: str, behind: int, tmp_path: Path

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Authority
-from tests.faults import namespaces
-from tests.faults.harness import DP4, TP2_DP2
+from tests.faults import namespaces, outcome
+from tests.faults.harness import DP4, ITERATIONS, TP2_DP2
+from tests.faults.library import train
 from tests.faults.scenario import BaselineOf, ends
 from tests.integration.test_online import online, trains_on
 
@@ -34,6 +35,25 @@ def test_a_rank_of_two_nodes_with_a_network_between_them(
             environment={"TTP_TLS": "plain"},
         )
         trains_on(job, baseline_of(DP4))
+
+
+@pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
+def test_a_loop_of_ones_own_with_its_stages_on_two_nodes(tmp_path: Path) -> None:
+    """A rank of each node is killed; a stage is on one node, and stages meet over the network."""
+    layout = ("--stages", "2")
+    undisturbed = train(tmp_path / "undisturbed", *layout, launcher="torchrun")
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    faults = ["rank=3,step=4,phase=backward,kind=sigkill", "rank=0,step=6,phase=update,kind=sigkill"]
+    job = (*layout, "--save", str(tmp_path / "save"), "--loop", "run-steps")
+    options = ("--ttp-online", "60", "--ttp-spares", "0")
+    with namespaces.two() as network:
+        ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options, network=network)
+    assert set(ended.codes) == {0}, ended.log[-5000:]
+    assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
+    assert [ended.log.count(f"back behind step {step}\n") for step in (3, 6)] == [4, 4]
+    outcome.assert_saved(tmp_path / "save", 6)
+    # The line of a step that all had finished when the rank was killed may be written nowhere.
+    outcome.assert_same_training(ended, undisturbed.records, {*range(1, ITERATIONS + 1)} - {6})
 
 
 def test_with_tls_and_a_spare_on_each_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
