@@ -7,26 +7,20 @@ import importlib
 import importlib.util
 import itertools
 import operator
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.faults import warm
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("[a-z]*.py"))
 
 
 def _run(*command: str) -> str:
-    process = subprocess.run(
-        [sys.executable, *command],
-        cwd=BENCHMARKS.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    process = warm.run([sys.executable, *command], cwd=BENCHMARKS.parent)
     assert process.returncode == 0, process.stderr
     return process.stdout
 

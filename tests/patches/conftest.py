@@ -109,3 +109,14 @@ def holds(python: Run) -> Callable[..., None]:
         assert done.returncode == 0, done.stderr
 
     return run
+
+
+@pytest.fixture
+def warm_holds(warm_python: Run) -> Callable[..., None]:
+    """As `holds`, for a script that may find torch imported."""
+
+    def run(script: str, **env: str) -> None:
+        done = warm_python("-c", script, env=env)
+        assert done.returncode == 0, done.stderr
+
+    return run

@@ -83,8 +83,8 @@ def test_outside_of_ttprun(python: Run) -> None:
     assert "this process was not started by ttprun" in done.stderr
 
 
-def test_groups_are_there_before_the_framework_has_its_optimizer(holds: Callable[..., None]) -> None:
-    holds(
+def test_groups_are_there_before_the_framework_has_its_optimizer(warm_holds: Callable[..., None]) -> None:
+    warm_holds(
         """
 import adaptor, pytest
 adaptor.enable(provide_mindio=True)
@@ -108,9 +108,9 @@ for name in ("TTPReplicaOptimizer", "TTPOddReplicaOptimizer"):
     )
 
 
-def test_an_optimizer_that_mirrors_where_it_cannot(holds: Callable[..., None]) -> None:
+def test_an_optimizer_that_mirrors_where_it_cannot(warm_holds: Callable[..., None]) -> None:
     small = Path(__file__).parents[1] / "frameworks" / "small"
-    holds(
+    warm_holds(
         f"""
 import adaptor, pytest, sys
 sys.path.insert(0, {str(small)!r})

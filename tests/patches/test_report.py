@@ -315,11 +315,11 @@ atexit.register(everywhere)
 @pytest.mark.robustness(
     "A5", "a framework, C code and child processes write to stdout during a report", "one JSON object alone"
 )
-def test_nothing_but_the_report_is_on_stdout(folder: Path, python: Run) -> None:
+def test_nothing_but_the_report_is_on_stdout(folder: Path, python: Run, warm_python: Run) -> None:
     (folder / "own.py").write_text(f"{NOISE}import torch\ntorch.distributed.init_process_group('gloo')\n")
     with (folder / "fake/core.py").open("a") as core:
         core.write(NOISE)
-    done = python("-c", REPORT, "--json", "--", "own.py", "--lr", "1")
+    done = warm_python("-c", REPORT, "--json", "--", "own.py", "--lr", "1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == OWN_LOOP
     done = python("-c", REPORT)

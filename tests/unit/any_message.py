@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 _INT64 = 2**63
 
 
+@functools.cache
 def any_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a field's type, within its bounds."""
     if kind in (int, float, str, bytes):

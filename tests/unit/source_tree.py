@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,3 +22,15 @@ def modules() -> dict[str, Path]:
             name = ".".join((package, *(part for part in parts if part != "__init__")))
             found[name] = path
     return found
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the tree of a file, which no test may change."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of the tree of a file, the module first."""
+    return tuple(ast.walk(parsed(path)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.faults import warm
 
 # Each part says what it is about where it fails.
 PRELUDE = """
@@ -27,7 +28,8 @@ def works(one, other):
 
 
 def run(script: str) -> None:
-    subprocess.run([sys.executable, "-c", PRELUDE + script], check=True, timeout=60)
+    done = warm.run([sys.executable, "-c", PRELUDE + script])
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_thread_that_waits_for_a_peer_is_woken() -> None:
@@ -118,9 +120,9 @@ def test_a_wait_for_work_that_gloo_has_forgotten_is_ended(work: str) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    told = subprocess.check_output([sys.executable, script, work], env=environment, text=True, timeout=240)
+    ran = warm.run([sys.executable, str(script), work], env=environment, timeout=240)
     # The other one where it was killed between two pieces of work, of which gloo forgets none.
-    assert told.split() in (["WaitEndedError"], ["RuntimeError"])
+    assert ran.stdout.split() in (["WaitEndedError"], ["RuntimeError"]), ran.stderr[-3000:]
 
 
 # Rank 1 of a group takes no part in what rank 0 waits for, and the connections are shut.
@@ -168,11 +170,6 @@ os._exit(0)
 
 def test_a_reduce_scatter_that_fails_raises_by_itself() -> None:
     """Its work never says that it has ended: what it raises was once taken for a time that is over."""
-    ran = subprocess.run(
-        [sys.executable, "-c", REDUCE_SCATTER],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = warm.run([sys.executable, "-c", REDUCE_SCATTER], env=environment)
     assert ran.stdout.split() == ["RuntimeError"], ran.stderr[-3000:]

@@ -169,7 +169,7 @@ PURE = {"adaptor.controller": ("adaptor.controller", "adaptor.protocol")}
 
 
 def _imports(module: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in source_tree.nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -253,13 +253,18 @@ def test_a_launcher_that_starts_loads_no_patches() -> None:
     assert [name for name in loaded if name in ("wrapt", "adaptor.worker", "adaptor.patching")] == []
 
 
-def _environment(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+def _environment(path: Path) -> Iterator[tuple[str, ast.AST]]:
     """Return each use of os.environ as `read`, `written` or `settings`, with its place."""
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute):
+    parents = {
+        child: node
+        for node in source_tree.nodes(path)
+        for child in ast.iter_child_nodes(node)
+        if isinstance(child, ast.Attribute)
+    }
+    for node in source_tree.nodes(path):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
             continue
-        name = ast.unparse(node)
+        name = f"{node.value.id}.{node.attr}"
         if name == "config.load":
             yield "settings", node
         elif name in ("os.getenv", "os.putenv", "os.unsetenv"):
@@ -274,7 +279,7 @@ def _environment(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 def _uses_of_the_environment(kind: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for module, path in source_tree.modules().items():
-        for what, node in _environment(ast.parse(path.read_text())):
+        for what, node in _environment(path):
             if what == kind:
                 found.setdefault(module, []).append(node.lineno)  # type: ignore[attr-defined]
     return found
@@ -297,12 +302,12 @@ def test_the_environment_is_written_for_others_alone() -> None:
     assert WRITES_ENVIRONMENT.keys() - found.keys() == set(), "declared, and no longer there"
 
 
-def _state(tree: ast.Module) -> Iterator[str]:
+def _state(path: Path) -> Iterator[str]:
     """Return the names that functions of a module rebind, and its containers that are no constants."""
-    for node in ast.walk(tree):
+    for node in source_tree.nodes(path):
         if isinstance(node, ast.Global):
             yield from node.names
-    for statement in tree.body:
+    for statement in source_tree.parsed(path).body:
         if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
             continue
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -320,11 +325,7 @@ def _state(tree: ast.Module) -> Iterator[str]:
 
 
 def test_state_stands_in_the_context() -> None:
-    found = {
-        f"{module}.{name}"
-        for module, path in source_tree.modules().items()
-        for name in _state(ast.parse(path.read_text()))
-    }
+    found = {f"{module}.{name}" for module, path in source_tree.modules().items() for name in _state(path)}
     assert found - STATE.keys() == set(), "make it a part of the context (adaptor.context)"
     assert STATE.keys() - found == set(), "declared, and no longer there"
 
@@ -334,7 +335,7 @@ def test_arguments_are_named_and_not_grouped() -> None:
     grouped = [
         f"{module}, line {call.lineno}: {ast.unparse(argument)}"
         for module, path in source_tree.modules().items()
-        for call in ast.walk(ast.parse(path.read_text()))
+        for call in source_tree.nodes(path)
         if isinstance(call, ast.Call)
         for argument in call.args
         if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)
@@ -346,7 +347,7 @@ def _uses_any() -> set[str]:
     return {
         module
         for module, path in source_tree.modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in source_tree.nodes(path)
         if isinstance(node, ast.Name) and node.id == "Any"
     }
 

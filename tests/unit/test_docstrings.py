@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -35,7 +36,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @pytest.fixture(scope="module")
 def trees() -> dict[str, ast.Module]:
-    return {module: ast.parse(path.read_text()) for module, path in source_tree.modules().items()}
+    return {module: source_tree.parsed(path) for module, path in source_tree.modules().items()}
 
 
 def test_they_say_what_a_thing_is_or_does(trees: dict[str, ast.Module]) -> None:
@@ -62,19 +63,23 @@ def test_attributes_and_parameters_stand_in_sections(trees: dict[str, ast.Module
     assert tables == []
 
 
-def test_what_other_files_call_has_one(trees: dict[str, ast.Module]) -> None:
+def test_what_other_files_call_has_one(
+    called_from_elsewhere: list[tuple[str, Function]],
+) -> None:
     without = [
         f"{module}, line {function.lineno}: {function.name}"
-        for module, function in _called_from_elsewhere(trees)
+        for module, function in called_from_elsewhere
         if not ast.get_docstring(function)
     ]
     assert without == []
 
 
-def test_many_parameters_are_described_one_by_one(trees: dict[str, ast.Module]) -> None:
+def test_many_parameters_are_described_one_by_one(
+    called_from_elsewhere: list[tuple[str, Function]],
+) -> None:
     incomplete = [
         f"{module}, line {function.lineno}: {function.name} says nothing of {', '.join(missing)}"
-        for module, function in _called_from_elsewhere(trees)
+        for module, function in called_from_elsewhere
         if len(names := _parameters(function)) >= MANY and (missing := _undescribed(function, names))
     ]
     assert incomplete == []
@@ -108,20 +113,26 @@ def _parameters(function: Function) -> list[str]:
     return [a.arg for a in (*arguments.args, *arguments.kwonlyargs) if a.arg not in ("self", "cls")]
 
 
-def _called_from_elsewhere(trees: dict[str, ast.Module]) -> Iterator[tuple[str, Function]]:
+@pytest.fixture(scope="module")
+def called_from_elsewhere(trees: dict[str, ast.Module]) -> list[tuple[str, Function]]:
     """Return the public functions whose names another module has, but for those that a base class documents.
 
     Wrappers of patches are called by wrapt alone; their declarations say what they are for.
     """
-    names = {module: _names(tree) for module, tree in trees.items()}
+    return list(_called_from_elsewhere(trees))
+
+
+def _called_from_elsewhere(trees: dict[str, ast.Module]) -> Iterator[tuple[str, Function]]:
+    users = Counter(name for tree in trees.values() for name in _names(tree))
     documented = _documented_by_bases(trees)
     for module, tree in trees.items():
         if module.startswith("adaptor.patches."):
             continue
+        own = _names(tree)
         for owner, function in _functions(tree):
             is_public = not function.name.startswith("_") and not owner.startswith("_")
             inherits = bool(owner) and function.name in documented
-            if is_public and not inherits and any(function.name in names[m] for m in names if m != module):
+            if is_public and not inherits and users[function.name] > (function.name in own):
                 yield module, function
 
 
@@ -155,6 +166,8 @@ def _documented_by_bases(trees: dict[str, ast.Module]) -> set[str]:
     }
 
 
-def test_all_that_ships_is_looked_at(trees: dict[str, ast.Module]) -> None:
-    found = {f"{module}.{function.name}" for module, function in _called_from_elsewhere(trees)}
+def test_all_that_ships_is_looked_at(
+    called_from_elsewhere: list[tuple[str, Function]],
+) -> None:
+    found = {f"{module}.{function.name}" for module, function in called_from_elsewhere}
     assert {"adaptor.controller.plan.plan", "adaptor.launchers.flags.parse"} <= found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from adaptor.replica import group
+from tests.faults import warm
 from tests.ports import free_port
 
 
@@ -44,6 +44,5 @@ def test_a_wait_at_the_barrier_can_be_ended() -> None:
     """gloo may forget what it was sending to a rank that has died; nothing else would end the wait."""
     script = Path(__file__).with_name("barrier_script.py")
     environment = {**os.environ, "PYTHONPATH": str(script.parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, script, str(free_port())]
-    told = subprocess.check_output(command, env=environment, text=True, timeout=240)
-    assert told.split() == ["WaitEndedError"]
+    ran = warm.run([sys.executable, str(script), str(free_port())], env=environment, timeout=240)
+    assert ran.stdout.split() == ["WaitEndedError"], ran.stderr[-3000:]

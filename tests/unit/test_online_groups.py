@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from adaptor.online import groups
+from tests.faults import warm
 from tests.faults.warm import Warm
 from tests.ports import free_ports
 
@@ -91,11 +92,9 @@ def exchanges(more: int) -> str:
     def command(rank: int, more: int) -> list[str]:
         return [sys.executable, "-c", EXCHANGES, str(more), str(rank), str(port)]
 
-    other = subprocess.Popen(
-        command(1, 0), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    other = Warm(command(1, 0), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        ran = subprocess.run(command(0, more), env=environment, capture_output=True, text=True, check=False)
+        ran = warm.run(command(0, more), env=environment, timeout=240)
     finally:
         other.kill()
         other.wait()

@@ -1,16 +1,15 @@
 """A process that waits for gloo work whose other end is stopped in the middle of it and then killed.
 
     waits_script.py WORK      WORK: broadcast (this end sends), gather (it receives), send or recv
-    waits_script.py WORK PORT PID    the other end
 
 gloo forgets the work, so that nobody would be told. The last line is what the main thread was told.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 from datetime import timedelta
@@ -48,18 +47,23 @@ def on_its_way(keep: frozenset[int]) -> bool:
 
 
 def main() -> None:
+    fork = multiprocessing.get_context("fork")
+    port = fork.SimpleQueue()
+    peer = fork.Process(target=other_end, args=(port,), daemon=True)
+    peer.start()  # before there is a second thread
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    peer = subprocess.Popen([sys.executable, __file__, WORK, str(store.port)])
+    port.put(store.port)
     group, data = meet(store, 0), torch.ones(SIZE, dtype=torch.uint8)
     keep = frozenset({store.port})
     left, told = threading.Event(), []
 
     def break_it() -> None:
         waiting.until(lambda: on_its_way(keep), "a part of the work is on its way")
-        peer.send_signal(signal.SIGSTOP)
+        assert peer.pid is not None
+        os.kill(peer.pid, signal.SIGSTOP)
         os.waitpid(peer.pid, os.WUNTRACED)
         peer.kill()
-        peer.wait()
+        peer.join()
         wake = abort_gloo.Waker(keep)
         while not left.wait(abort_gloo.LOOK_S):
             wake()
@@ -79,14 +83,11 @@ def main() -> None:
     os._exit(0)  # the thread of the forgotten work would be waited for
 
 
-def other_end(port: int) -> None:
-    store = TCPStore("127.0.0.1", port, is_master=False)
+def other_end(port: multiprocessing.SimpleQueue[int]) -> None:
+    store = TCPStore("127.0.0.1", port.get(), is_master=False)
     group, data = meet(store, 1), torch.ones(SIZE, dtype=torch.uint8)
     while True:
         begin(group, 1, data).wait()
 
 
-if len(sys.argv) > 2:
-    other_end(int(sys.argv[2]))
-else:
-    main()
+main()
