@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from adaptor.threads import within
+from adaptor.threads import Background, within
 
 # Pinned memory through which copies go, two of it: one part arrives while the other is read.
 _LANDING_BYTES = 1 << 25
@@ -18,6 +19,9 @@ _LANDINGS = 2
 # A copy of four bytes takes some microseconds. Twice this, and once more for `release`, is less than the
 # time that ranks of a job that hangs have for an answer (controller.controller.ANSWER_S).
 _PROBE_S = 1.0
+# Communicators are aborted within milliseconds. Where that hangs, the main thread does so too, which is
+# noticed after as long (`online.unwinding`).
+_END_S = 10.0
 
 
 class Accelerator:
@@ -30,7 +34,12 @@ class Accelerator:
         module: torch.cuda, or one with its interface.
         device: with its index.
         stream: makes a stream that no process group is given.
+
+    Attributes:
+        release_spares_copies: `release` breaks no copy to the host that is on its way
     """
+
+    release_spares_copies = False
 
     def __init__(self, module: Any, device: torch.device, stream: Callable[[], Any]) -> None:
         self._module = module
@@ -43,8 +52,11 @@ class Accelerator:
         self._landings = [
             torch.empty(_LANDING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_LANDINGS)
         ]
-        self.released = False
+        self._may_release: Callable[[], bool] = lambda: False
         self._landings_are_free = threading.Lock()  # an abandoned dump may still be at its last copy
+
+    def begin(self, may_release: Callable[[], bool]) -> None:
+        self._may_release = may_release
 
     def catch_up(self) -> None:
         self._module.current_stream(self._device).synchronize()
@@ -114,18 +126,32 @@ class Accelerator:
                 zip(*(torch.split(tensor, size) for tensor in (flat, into)), strict=True)
             ):
                 if len(on_their_way) == _LANDINGS:
-                    _land(*on_their_way.popleft())
+                    self._land(*on_their_way.popleft())
                 stream, memory = self._copies[number % _LANDINGS], self._landings[number % _LANDINGS]
                 landing = memory.view(flat.dtype)[: part.numel()]
                 with self._on(stream):
                     landing.copy_(part, non_blocking=True)
-                on_their_way.append((stream, landing, place))
+                    on_their_way.append((self.mark(), landing, place))
             while on_their_way:
-                _land(*on_their_way.popleft())
+                self._land(*on_their_way.popleft())
+
+    def _land(self, mark: Any, landing: torch.Tensor, place: torch.Tensor) -> None:
+        if not mark.query():
+            self._wait_for_copy(mark)
+        place.copy_(landing)
+
+    def _wait_for_copy(self, mark: Any) -> None:
+        """Wait for a copy, which on some devices stands behind what the main thread has queued."""
+        arrival = Background(lambda: _said(mark.synchronize), "ttp-device")
+        while (error := arrival.within(_PROBE_S)) is None:
+            if self.release_spares_copies:
+                within(_END_S, self._release)
+        if isinstance(error, RuntimeError):
+            raise error
 
     def unreadable(self, release: bool = True) -> str:
         said = within(_PROBE_S, self._read)
-        if said is None and release:
+        if said is None and (release or self.release_spares_copies):
             within(_PROBE_S, self._release)
             said = within(_PROBE_S, self._read)
         return f"it has not answered within {_PROBE_S:g} s" if said is None else said
@@ -141,15 +167,22 @@ class Accelerator:
         return ""
 
     def _release(self) -> bool:
-        self.released = True
-        try:
-            self.release()
-        except Exception:  # whatever it was: whether something can be read now is what counts
-            return False
+        # Whatever is raised: what counts is whether something can be read now, or the main thread comes back.
+        with contextlib.suppress(Exception):
+            if self._may_release():
+                with self._module.device(self._device):
+                    self.release()
         return True
 
+    def end_collectives(self) -> None:
+        within(_END_S, self._release)
+
+    def come_to_rest(self) -> None:
+        self._module.synchronize(self._device)
+
     def release(self) -> None:
-        """End what never ends on the device; only where nothing can be read otherwise.
+        """End what never ends on the device; only where nothing can be read otherwise, or where the main
+        thread is turned away.
 
         What comes behind it in the main thread's stream then goes on with numbers that nobody has reduced.
         So it is done behind a closed door, and what this rank has from then on is not believed.
@@ -157,6 +190,10 @@ class Accelerator:
         raise NotImplementedError
 
 
-def _land(stream: Any, landing: torch.Tensor, place: torch.Tensor) -> None:
-    stream.synchronize()
-    place.copy_(landing)
+def _said(wait: Callable[[], object]) -> RuntimeError | str:
+    """Return what the device says in a wait; an empty text where it has ended well."""
+    try:
+        wait()
+    except RuntimeError as error:
+        return error
+    return ""

@@ -9,27 +9,36 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from adaptor.devices.accelerator import Accelerator
+from adaptor.threads import Background
+
+# Milliseconds are enough; whoever calls `release` does not wait longer than this for all of it.
+ABORT_S = 10.0
 
 
 class Cuda(Accelerator):
+    release_spares_copies = True
+
     def __init__(self, device: torch.device) -> None:
         # torch hands 32 streams of a priority out in turns: one of the usual priority could be the one on
         # which some NCCL group of the framework waits for ever. These have another one, unless asked for.
         super().__init__(torch.cuda, device, partial(torch.cuda.Stream, device, priority=-1))
 
     def release(self) -> None:
-        """Abort the NCCL communicators, whose kernels wait for a rank that is gone."""
+        """Abort the NCCL communicators, whose kernels wait for a rank that is gone.
+
+        All at the same time: the end of one waits for the device, and with it for the kernels of all others
+        (pytorch#119797). torch aborts each in a thread of its own, where NCCL's group calls do nothing.
+        """
+        cuda = torch.device("cuda")
         backends = [
-            backend
+            group._get_backend(cuda)
             for group in list(distributed_c10d._world.pg_map)
-            if torch.device("cuda") in group._device_types
-            for backend in (group._get_backend(torch.device("cuda")),)
+            if cuda in group._device_types
+        ]
+        aborts = [
+            Background(backend.abort, "ttp-device")
+            for backend in backends
             if isinstance(backend, dist.ProcessGroupNCCL)
         ]
-        if not backends:
-            return
-        # In one NCCL group: one after the other, they can wait for each other (pytorch#119797).
-        backends[0]._group_start()
-        for backend in backends:
-            backend.abort()
-        backends[0]._group_end()
+        for abort in aborts:
+            abort.within(ABORT_S)

@@ -10,10 +10,14 @@ which something is done, and a dump must not wait for the wrong one. Invariants:
    has not been passed is not read (`done`), for its stream may stand before a collective that never ends.
 3. A dump copies beside that stream (`beside`, `to_host`, `copy`): it waits for its own copies alone, runs
    nothing but copies, and allocates nothing on the device.
+4. In an online recovery collectives that never end are ended (`end_collectives`) once the door turns the main
+   thread away: it may compute with what nobody has reduced, but comes to no update. It puts its state back
+   when the device has done all of that (`come_to_rest`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -24,7 +28,15 @@ T = TypeVar("T")
 
 
 class Device(Protocol):
-    """The main thread calls `catch_up` and `mark`, threads of the processor the rest."""
+    """The main thread calls `begin`, `catch_up`, `mark` and `come_to_rest`; the processor the rest."""
+
+    def begin(self, may_release: Callable[[], bool]) -> None:
+        """Training begins, or begins again after an incident.
+
+        Args:
+            may_release: is asked before anything on the device is ended that the main thread may wait for.
+                Where it agrees, the main thread comes to a closed door, whatever it goes on with.
+        """
 
     def catch_up(self) -> None:
         """Return once all that this thread has started is done; raises what the device says of it."""
@@ -50,13 +62,23 @@ class Device(Protocol):
     def unreadable(self, release: bool = True) -> str:
         """Return why nothing can be read from the device, or an empty text if it can; takes some seconds.
 
-        With `release`, to make the device answer, it may end what never ends there (`released`), and a dump
-        that is being made with it.
+        With `release`, to make the device answer, it may end what never ends there (`begin`), and a dump that
+        is being made with it.
         """
 
-    @property
-    def released(self) -> bool:
-        """Tell whether the main thread's stream has gone on with gradients that were not reduced."""
+    def end_collectives(self) -> None:
+        """End collectives that wait on the device for a rank that is gone, if there are any; takes some
+        seconds at most.
+
+        For a main thread that the door turns away: what it computes from them belongs to no step.
+        """
+
+    def come_to_rest(self) -> None:
+        """Return once all is done that this process has started on the device; on the main thread.
+
+        Raises:
+            RuntimeError: the device says so.
+        """
 
 
 class DeviceKind(Protocol):
@@ -78,6 +100,9 @@ class DeviceKind(Protocol):
 
 class Host:
     """The CPU: what was called has been done."""
+
+    def begin(self, may_release: Callable[[], bool]) -> None:
+        """Do nothing: nothing on the host has to be ended before its memory can be read."""
 
     def catch_up(self) -> None:
         """Do nothing: on the host no work is queued."""
@@ -103,9 +128,11 @@ class Host:
     def unreadable(self, release: bool = True) -> str:
         return ""
 
-    @property
-    def released(self) -> bool:
-        return False
+    def end_collectives(self) -> None:
+        """Do nothing: connections are shut instead (`abort_gloo`)."""
+
+    def come_to_rest(self) -> None:
+        """Do nothing: on the host no work is queued."""
 
 
 HOST = Host()

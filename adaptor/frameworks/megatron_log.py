@@ -40,6 +40,7 @@ class StepLog:
         start: the step behind which the job began.
         module: the module of the loop, by whose names it writes its log.
         uncounted: what the framework says of zeros in the gradients where it does not count them.
+        device: where the losses lie.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class StepLog:
         start: int,
         module: str,
         uncounted: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._keep = keep
         self._module = module
@@ -62,8 +64,9 @@ class StepLog:
         self._first: dict[str, Any] | None = None  # what a loop that is called again begins with
         if kept:
             told = packing.unpack(kept)
-            self._losses = {told["step"]: told["losses"]} if told["losses"] is not None else {}
-            self._sums = {told["written"]: told["sums"]}
+            losses = told["losses"]
+            self._losses = {} if losses is None else {told["step"]: _on(device, losses)}
+            self._sums = {told["written"]: _on(device, told["sums"])}
             self._since = told["since"]
 
     # in a step
@@ -235,6 +238,13 @@ def _joined(losses: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         else:
             found[key] = torch.vstack([one.view(-1) for one in values]).sum(dim=0)
     return {key: value.detach() for key, value in found.items()}
+
+
+def _on(device: torch.device | str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with their tensors on `device`: messages bring them on the host."""
+    return {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()
+    }
 
 
 def _over_all_ranks(losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -82,7 +82,9 @@ class MegatronLoop:
         self._record: StepRecord | None = None
         self.everyone: dist.ProcessGroup | None = None
         board = runtime.get().session.board
-        self.log = StepLog(board.keep, board.kept, self._start["iteration"], self.module, self.uncounted)
+        device = next((one.device for chunk in self._model for one in chunk.parameters()), "cpu")
+        start = self._start["iteration"]
+        self.log = StepLog(board.keep, board.kept, start, self.module, self.uncounted, device)
 
     def group(self) -> str:
         from pathlib import Path

@@ -111,6 +111,12 @@ class Groups:
         """Return how many groups with this rank are remembered."""
         return len(self._made)
 
+    @property
+    def are_gloo(self) -> bool:
+        """Return whether the framework has asked for gloo alone, on each device."""
+        asked = ",".join(str(made.arguments["backend"]) for made in self._made.values()).split(",")
+        return all(one.rpartition(":")[2] == "gloo" for one in asked)
+
     def count(self) -> int:
         """Return how many groups were made in this job, those without this rank included."""
         return int(_books().group_count)
@@ -137,6 +143,8 @@ class Groups:
         with self._connecting():
             for name, made in exchanged.items():
                 self._exchange_one(f"{name}@{occasion}", made, store)
+            for made in exchanged.values():
+                _connect(made.group)
 
     def sockets(self) -> frozenset[int]:
         """Return the inodes of the connections that the groups have, by which other sockets of the process
@@ -186,6 +194,20 @@ def _require_descriptors(groups: int) -> None:
             f"{there} descriptors are open, and {needed} more may be needed for {groups} process groups: "
             f"the limit (ulimit -n) is {limit}, {there + needed} would do"
         )
+
+
+def _connect(group: Any) -> None:
+    """Let NCCL make its communicator now, which it does at the first collective: by then the store at which
+    the members meet is closed. All ranks do it in the order in which the groups were made."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.device("cuda")
+    if cuda in group._device_types and isinstance(
+        group._get_backend(cuda), getattr(dist, "ProcessGroupNCCL", ())
+    ):
+        group.allreduce([torch.zeros(1, device=cuda)]).wait()
+        torch.cuda.synchronize()
 
 
 def _never_destroy(backend: Any) -> None:

@@ -56,6 +56,7 @@ class Rejoin:
         self._session = worker.session
         self._is_newcomer = newcomer  # until it has joined
         self._changed = threading.Condition()
+        self._shutting = threading.Lock()  # while collectives are ended; before `_changed`
         self._order: Regroup | None = None  # the newest
         self._ready: Regroup | None = None  # for the main thread
         self._recovered = 0  # the incident that was recovered last
@@ -78,7 +79,7 @@ class Rejoin:
     def set_online_support(self, why_not: str) -> None:
         """On the main thread, before training begins: why this rank is not recovered online; empty: it is."""
         self._worker.online = why_not
-        context.part(Waits).acts = not why_not
+        context.part(Waits).acts = not why_not and self._groups.are_gloo
 
     # processor's threads
 
@@ -104,12 +105,17 @@ class Rejoin:
         if session.trainee is None or not session.is_training:
             raise CannotRejoinError("it is not in its training loop")
 
+        device, is_turned_away = session.trainee.device, False
+
         def shut() -> int:
             # Once the main thread has settled it makes new connections, which must not be shut.
-            with self._changed:
-                if self._settled is order or self._is_old(order):
-                    return 0
-                inodes = self._groups.sockets()
+            with self._shutting:
+                with self._changed:
+                    if self._settled is order or self._is_old(order):
+                        return 0
+                    inodes = self._groups.sockets()
+                if is_turned_away:
+                    device.end_collectives()
             return wake(inodes)
 
         wait = functools.partial(until_it_comes, order.timeout_s, shut, is_gone=lambda: self._will_not_return)
@@ -118,6 +124,7 @@ class Rejoin:
             if self._is_old(order):  # all may go on already: the door is open
                 return
             session.door.turn_away()
+            is_turned_away = True
         shut()
         wait(lambda slice_s: self._wait(order, lambda: self._has_left_loop, slice_s))
         with self._changed:
@@ -281,6 +288,8 @@ class Rejoin:
             newcomer.fetch(order, self._worker.rank, self._line_to(order), loop)
         else:
             record = session.record_of(order.step)
+            assert trainee is not None
+            trainee.device.come_to_rest()  # what the abandoned step has queued there writes nothing later
             loop.settle(order.step)
             self._has_settled(order)
             if session.from_local_copy(order.step):
@@ -312,7 +321,7 @@ class Rejoin:
         return state.digest(record, made.count())
 
     def _has_settled(self, order: Regroup) -> None:
-        with self._changed:
+        with self._shutting, self._changed:
             self._settled = order
             self._changed.notify_all()
 

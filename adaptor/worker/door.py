@@ -81,6 +81,15 @@ class Door:
             self._turns_away = True
             self._changed.notify_all()
 
+    def require_not_turned_away(self) -> None:
+        """Let the main thread leave the framework where everybody is turned away.
+
+        Raises:
+            Unwind: everybody is.
+        """
+        if self._turns_away:
+            raise Unwind
+
     def open(self) -> None:
         """Let every window open again: the incident is over, and this process goes on."""
         with self._changed:

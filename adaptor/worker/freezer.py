@@ -14,6 +14,7 @@ from adaptor.devices.device import HOST, Device
 from adaptor.protocol.board import Board
 from adaptor.protocol.messages import BoardRecord, Phase
 from adaptor.protocol.state_provider import Trainee
+from adaptor.worker import interruption
 from adaptor.worker.update_window import UpdateWindow
 
 
@@ -31,6 +32,7 @@ class Freezer:
         self._door = window.door
         self._trainee: Trainee | None = None
         self._last_believed: BoardRecord | None = None
+        self._has_interrupted = False  # the main thread, in this incident
 
     @property
     def _device(self) -> Device:
@@ -40,6 +42,24 @@ class Freezer:
         """Begin with the state of `trainee`, which is whole."""
         self._trainee = trainee
         self._last_believed = None
+        self._has_interrupted = False
+        trainee.device.begin(self._may_release)
+
+    def _may_release(self) -> bool:
+        """Return whether collectives on the device may be ended, and let the main thread leave them.
+
+        A rank that is not READY may be so afterwards, with gradients that nobody has reduced, or may skip a
+        step: only what it says of itself now is believed. One that is READY has no collective on its way.
+        """
+        if not self._door.closed:
+            return False
+        board = self.board.record()
+        if self._last_believed is None and board.phase is not Phase.READY:
+            self._last_believed = board
+        if not self._has_interrupted:
+            self._has_interrupted = True
+            interruption.interrupt()
+        return True
 
     def freeze(self, timeout_s: float, again: bool = False) -> BoardRecord | None:
         """Close the door, and wait until no update is in flight.
@@ -58,9 +78,6 @@ class Freezer:
         uses_script_handlers = self._trainee is not None and not self._trainee.save
         # Handlers may keep the device busy for any time, which says nothing about the update.
         why = "" if again and uses_script_handlers else self._device.unreadable(release=not again)
-        # A rank that was not READY may be so by now with unknown gradients, or may have skipped a step.
-        if self._device.released and board.phase is not Phase.READY:
-            self._last_believed = board
         return msgspec.structs.replace(board, phase=Phase.UNREADABLE, error=why) if why else board
 
     def bring_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> None:

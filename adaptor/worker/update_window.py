@@ -1,7 +1,9 @@
 """The update window: the time in a step in which the inner optimizers of a rank change its state.
 
 Invariants: it opens only when no rank needs this one any more for its update, and the door lets it; the board
-says at every moment which state of the rank is intact.
+says at every moment which state of the rank is intact. A step whose collectives were ended on the device
+counts neither as READY nor as skipped: they are ended once the door turns everybody away, which is looked at
+behind the last collective of the step.
 """
 
 from __future__ import annotations
@@ -101,6 +103,7 @@ class UpdateWindow:
 
     def skip(self, trainee: Trainee, step: int) -> None:
         """Note that `step` makes no update."""
+        self.door.require_not_turned_away()
         self._take_snapshot(trainee, step, updated=False)
         self._mark = trainee.device.mark()
         if trainee.has_state():
@@ -144,6 +147,7 @@ class UpdateWindow:
     def _come_to_the_door(self, trainee: Trainee, step: int) -> None:
         trainee.exchange()  # where it breaks, this rank has not come to the door
         self._take_snapshot(trainee, step, updated=True)
+        self.door.require_not_turned_away()
         self._board.ready(step)
         if not trainee.has_local_copy:
             self._wait_at_the_barrier(trainee)

@@ -21,7 +21,7 @@ from tests.unit.threads import LONG_S
 
 LANDING = 64  # bytes, so that small tensors take several parts
 SHORT_S = 0.2  # for what never ends
-NAMES = ("Event", "Stream", "current_stream", "device", "stream")
+NAMES = ("Event", "Stream", "current_stream", "device", "stream", "synchronize")
 
 
 @pytest.fixture(params=["cuda", "npu"])

@@ -151,6 +151,12 @@ class Machine:
         self.check()
         return getattr(self._now, "stream", self.default)
 
+    def synchronize(self, device: Any = None) -> None:
+        self.check()
+        self.note("synchronize", device)
+        for stream in list(self.made):
+            stream.synchronize()
+
     # what torch does on it
 
     def copy(self, into: torch.Tensor, source: Remote, non_blocking: bool = False) -> torch.Tensor:

@@ -20,7 +20,7 @@ from adaptor.devices.cuda import Cuda
 from adaptor.devices.device import HOST
 from adaptor.devices.npu import Npu
 from adaptor.errors import UnsupportedError
-from tests.device.conftest import NAMES, SHORT_S, in_a_thread
+from tests.device.conftest import LANDING, NAMES, SHORT_S, in_a_thread
 from tests.device.recording import ERROR, Machine
 from tests.unit.threads import LONG_S
 
@@ -135,12 +135,6 @@ class _Backend:
     def __init__(self, said: list[str], name: str) -> None:
         self._said, self._name = said, name
 
-    def _group_start(self) -> None:
-        self._said.append("start")
-
-    def _group_end(self) -> None:
-        self._said.append("end")
-
     def abort(self) -> None:
         self._said.append(self._name)
 
@@ -181,6 +175,7 @@ def test_what_never_ends_is_ended_only_where_nothing_can_be_read(
     device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = released(kind, machine, monkeypatch)
+    device.begin(lambda: True)
     machine.default.block()
     assert device.unreadable() == ""
     assert said == []
@@ -190,8 +185,52 @@ def test_what_never_ends_is_ended_only_where_nothing_can_be_read(
     within, limits = accelerator.within, itertools.chain([SHORT_S], itertools.repeat(LONG_S))
     monkeypatch.setattr(accelerator, "within", lambda limit, act: within(next(limits), act))
     assert device.unreadable() == ""
-    wanted = {"cuda": ["start", "abort 1", "abort 2", "end"], "npu": ["stop 1", "restart 1"]}
-    assert said == wanted[kind]
+    wanted = {"cuda": ["abort 1", "abort 2"], "npu": ["restart 1", "stop 1"]}
+    assert sorted(said) == wanted[kind]
+
+
+def test_a_copy_that_stands_behind_what_never_ends_arrives_once_that_may_be_ended(
+    device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one connection to the device a copy waits for one that the main thread has queued behind a hung
+    collective."""
+    monkeypatch.setattr(accelerator, "_PROBE_S", SHORT_S)
+    said = released(kind, machine, monkeypatch)
+    may_release = threading.Event()
+    device.begin(may_release.is_set)
+    wanted, found = torch.arange(3 * LANDING), []
+    there = machine.put(wanted)
+    for stream in machine.made:
+        stream.block()
+    thread = threading.Thread(target=lambda: found.append(device.to_host(there)), daemon=True)
+    thread.start()
+    thread.join(3 * SHORT_S)
+    assert thread.is_alive()
+    assert said == [], "in training the main thread's own work may take any time"
+    may_release.set()
+    if kind == "npu":  # to stop the device would break the copy
+        thread.join(3 * SHORT_S)
+        assert thread.is_alive()
+        assert said == []
+        for stream in machine.made:
+            stream.unblock()
+    thread.join(LONG_S)
+    assert torch.equal(found[0], wanted)
+    assert kind == "npu" or sorted(set(said)) == ["abort 1", "abort 2"]
+
+
+def test_collectives_are_ended_where_the_main_thread_is_turned_away(
+    device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = released(kind, machine, monkeypatch)
+    machine.default.block()
+    device.end_collectives()
+    assert said == [], "it was not asked whether the door is closed"
+    device.begin(lambda: True)
+    device.end_collectives()
+    device.come_to_rest()
+    assert sorted(said) == {"cuda": ["abort 1", "abort 2"], "npu": ["restart 1", "stop 1"]}[kind]
+    assert machine.called("synchronize") == [machine.place]
 
 
 def test_a_device_that_never_answers_is_given_up(

@@ -180,7 +180,7 @@ class Job:
     cold       start as a user does; else launchers and workers are forks that have torch imported (`warm.py`)
     program    of another framework
     publishing what breaks while a checkpoint is published: NODE POINT KIND of `publishing.py`
-    device     cpu; cuda: a GPU for each process; shared: one for all
+    device     cpu; cuda: a GPU for each process; shared: one for all, over gloo; nccl: one for all, over NCCL
     breaks     rank, step and what: the device of a rank breaks (`tests/device/gpu/shared.py`)
     """
 
@@ -353,8 +353,9 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     command += job.options
     if job.device == "cpu" and job.launcher == "torchrun":
         command += ["-m", "adaptor.devices", "cpu"]
-    if job.device == "shared":
-        command += [str(SHARED), *(("--at", *job.breaks) if job.breaks else ())]
+    if job.device in ("shared", "nccl"):
+        command += [str(SHARED), *(("--nccl",) if job.device == "nccl" else ())]
+        command += ["--at", *job.breaks] if job.breaks else []
     if job.script is None:
         command += [str(RECORD), str(job.out / "record")]
     if job.faults:

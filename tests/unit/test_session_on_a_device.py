@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,14 @@ SHORT_S = 0.05
 class Queue(Host):
     """A stream in which all is done that was marked before `standing` was set; marks are their numbers."""
 
-    released = False
     marks: int = 0
     reached: int = 0
     standing: bool = False
     why: str = ""
     changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def begin(self, may_release: Callable[[], bool]) -> None:
+        self.may_release = may_release
 
     def mark(self) -> Any:
         self.marks += 1
@@ -157,7 +159,7 @@ def test_steps_are_told_before_the_device_is_made_to_answer(worker: Worker, devi
     worker.session.begin_step(5)
 
     def abort(release: bool = True) -> str:
-        device.released = True
+        assert device.may_release()
         worker.loop.overflow()  # what the framework makes of such gradients
         return ""
 
@@ -175,10 +177,11 @@ def test_a_rank_that_was_ready_goes_on_when_its_device_was_made_to_answer(
 ) -> None:
     worker.loop.begin(4)
     worker.session.begin_step(5)
+    assert not device.may_release(), "the door is open"
     worker.session.freezer.freeze(LONG_S)
-    device.released = True
     with Thread(worker.loop.update, 5):
         wait_for_waiter(worker.changed)
+        assert device.may_release()
         assert worker.frozen().phase is Phase.READY
         worker.bring_to(5, lambda: 0, LONG_S)
     assert worker.frozen().finished == 5

@@ -1,8 +1,9 @@
 """What `Cuda` does on a GPU, each in a process of its own, which a broken device does not outlive:
-`python -m tests.device.gpu.probes blocked|failed|speed`. Prints one line of JSON."""
+`python -m tests.device.gpu.probes blocked|behind|failed|speed|adam`. Prints one line of JSON."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -24,6 +25,9 @@ BEHIND = 100
 # Of the model whose dump is measured; main params and two moments for each. In tensors of so many.
 ELEMENTS = int(os.environ.get("TTP_GPU_ELEMENTS", "1000000000"))
 TENSOR = 10_000_000
+UPDATES = 3
+ARRIVES_S = 5  # a thousand times what the copy takes
+LIMIT_S = 300  # for a main thread that hangs: says where
 
 
 def in_a_thread(act: Any, limit_s: float = 60) -> Any:
@@ -48,6 +52,7 @@ def blocked() -> dict[str, Any]:
         "count": tensor[0].clone(),
     }
     copies = {name: part.cpu() for name, part in parts.items()}
+    tensor[:1000].mul(2)  # a kernel is loaded when it is first used, and that waits for all streams
     device.catch_up()
     before = device.mark()
     break_device("blocked")
@@ -70,6 +75,22 @@ def blocked() -> dict[str, Any]:
         "waited": device.wait(after, 0.2),
         "stream ended": torch.cuda.current_stream().query(),
     }
+
+
+def behind() -> dict[str, Any]:
+    """Whether a copy to the host waits for one that the main thread has queued behind a kernel that never
+    ends, as `loss.item()` behind a collective."""
+    device = Cuda(GPU)
+    tensor = torch.ones(1 << 24, device=GPU)
+    place = torch.empty(1, pin_memory=True)
+    device.catch_up()
+    break_device("blocked")
+    place.copy_(tensor[:1], non_blocking=True)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(device.to_host(tensor)), daemon=True)
+    thread.start()
+    thread.join(ARRIVES_S)
+    return {"arrives": bool(found)}
 
 
 def failed() -> dict[str, Any]:
@@ -142,6 +163,34 @@ def speed() -> dict[str, Any]:
     }
 
 
+def adam() -> dict[str, Any]:
+    """Of a million params, the share that differs after each of some updates by torch's AdamW on the host and
+    on the device: whether a replica in the host's memory could be bitwise."""
+    found: dict[str, Any] = {}
+    for name, kind in (
+        ("loop", {"foreach": False}),
+        ("foreach", {"foreach": True}),
+        ("fused", {"fused": True}),
+    ):
+        torch.manual_seed(7)
+        host = torch.nn.Parameter(torch.randn(1 << 20))
+        there = torch.nn.Parameter(host.detach().to(GPU))
+        updates = [torch.optim.AdamW([one], lr=1e-3, weight_decay=0.1, **kind) for one in (host, there)]
+        shares = []
+        for _ in range(UPDATES):
+            host.grad = torch.randn(1 << 20)
+            there.grad = host.grad.to(GPU)
+            for update in updates:
+                update.step()
+            shares.append(float((there.detach().cpu() != host.detach()).float().mean()))
+        found[name] = shares
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps({"blocked": blocked, "failed": failed, "speed": speed}[sys.argv[1]]()), flush=True)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    probe = {"blocked": blocked, "behind": behind, "failed": failed, "speed": speed, "adam": adam}[
+        sys.argv[1]
+    ]
+    print(json.dumps(probe()), flush=True)
     os._exit(0)  # without waiting for what never ends

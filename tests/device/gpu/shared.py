@@ -1,8 +1,10 @@
-"""Several processes on one GPU: `shared.py [--at RANK STEP WHAT] script args...`.
+"""Several processes on one GPU: `shared.py [--nccl] [--at RANK STEP WHAT] script args...`.
 
-NCCL refuses two processes on a GPU, and gloo does not know all collectives of tensors that lie on one. So
-collectives go by way of the host here. `--at` breaks the device of a rank as a step begins: `blocked` by a
-kernel that never ends, or `failed`, by an assertion in a kernel, after which every call is an error.
+gloo does not know all collectives of tensors that lie on a GPU: they go by way of the host here. With
+`--nccl` collectives are NCCL's own: it refuses two processes of one host on a GPU, so each process says that
+it is a host by itself (NCCL_HOSTID), and they talk over sockets on the loopback interface. `--at` breaks the
+device of a rank as a step begins: `blocked` by a kernel that never ends, or `failed`, by an assertion in a
+kernel, after which every call is an error.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
 from adaptor.devices.cpu import apex_finder, missing_names
+from adaptor.frameworks import megatron_online_support
 
 # Cycles of a device's clock: for centuries.
 NEVER = 1 << 62
@@ -98,11 +101,22 @@ def install() -> None:
     )
     for module in (distributed_c10d, dist):
         setattr(module, "barrier", without_devices)  # noqa: B010
+
+
+def one_gpu() -> None:
+    """Let every process take the first GPU."""
     choose = torch.cuda.set_device
     torch.cuda.set_device = lambda device: choose(0)  # type: ignore[assignment]
     # Without apex or Transformer Engine the framework cannot load what it has saved with torch's AdamW.
     apex_finder.install()
     missing_names.install()
+
+
+def a_host_of_its_own(rank: int) -> None:
+    """Let NCCL take this process for the only one on its host; before torch makes a communicator."""
+    os.environ.update(
+        NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket"
+    )
 
 
 def break_device(what: str) -> None:
@@ -114,16 +128,23 @@ def break_device(what: str) -> None:
 
 
 def break_at(rank: int, step: int, what: str) -> None:
-    """Break the device of `rank` as `step` begins, in the first start of the workers."""
+    """Break the device of `rank` as `step` begins, once in a job."""
     import wrapt
 
-    if rank != int(os.environ["RANK"]) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    if rank != int(os.environ["RANK"]):
         return
+
+    def is_first() -> bool:
+        try:
+            (Path(os.environ["TTP_LOG_PATH"]) / "has-broken").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def broken(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from megatron.training.global_vars import get_args
 
-        if get_args().curr_iteration + 1 == step:
+        if get_args().curr_iteration + 1 == step and is_first():
             break_device(what)
         return wrapped(*args, **kwargs)
 
@@ -135,11 +156,17 @@ def break_at(rank: int, step: int, what: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--at", nargs=3, metavar=("RANK", "STEP", "WHAT"))
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parsed = parser.parse_args()
-    install()
+    one_gpu()
+    if parsed.nccl:
+        a_host_of_its_own(int(os.environ["RANK"]))
+        megatron_online_support.EXCHANGED = ("gloo", "nccl")
+    else:
+        install()
     if parsed.at:
         break_at(int(parsed.at[0]), int(parsed.at[1]), parsed.at[2])
     sys.argv = [parsed.script, *parsed.arguments]

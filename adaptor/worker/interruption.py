@@ -1,0 +1,68 @@
+"""Takes the main thread out of a wait on a device, whose collective is about to be ended.
+
+To abort a collective lets the device go on: the main thread's wait returns as if all were well, and the
+framework would write a line, or go on, with numbers that nobody has reduced. So an exception is set in the
+main thread first. It meets it when it comes back from the call in which it stands, as it would meet that of a
+broken connection of gloo.
+
+Invariant: it is set only where the main thread stands still in a call that the framework, torch or the script
+makes. In our own code, or in a module of Python's, it may hold a lock; what waits there comes to the door.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from types import FrameType
+
+# Between two looks. Who is at the same instruction at both stands in a call: code that runs has moved on.
+_LOOK_S = 0.02
+# A main thread that still queues work for the device is not waited for longer.
+_PATIENCE_S = 1.0
+_OURS = ("adaptor", "wrapt")
+
+
+class CollectiveEndedError(RuntimeError):
+    """The collective was ended on the device. As NCCL's own errors, it only follows from a fault."""
+
+    def __init__(self) -> None:
+        super().__init__("the collective of NCCL or HCCL was ended, as a rank that takes part in it is gone")
+
+
+def interrupt() -> bool:
+    """Set CollectiveEndedError in the main thread once it stands still in a call of others.
+
+    From another thread; takes a second at most.
+
+    Returns:
+        Whether it was set.
+    """
+    until = time.monotonic() + _PATIENCE_S
+    main = threading.main_thread().ident or 0
+    place = _place(main)
+    while time.monotonic() < until:
+        time.sleep(_LOOK_S)
+        before, place = place, _place(main)
+        if place is None:
+            return False
+        if place == before:
+            return _may_raise(place[0]) and _raise_in(main)
+    return False
+
+
+def _place(thread: int) -> tuple[FrameType, int] | None:
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else (frame, frame.f_lasti)
+
+
+def _may_raise(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return module not in _OURS and module not in sys.stdlib_module_names
+
+
+def _raise_in(thread: int) -> bool:
+    error = ctypes.py_object(CollectiveEndedError)
+    changed: int = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+    return changed == 1
