@@ -19,6 +19,8 @@ from tests.waiting import until
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIAOFTHETESTS", "AWS_SECRET_ACCESS_KEY": "keep-this-secret"}
 FILES = 4
+# So many names are in an answer; S3 gives 1,000.
+NAMES = 50
 
 
 @contextmanager
@@ -26,7 +28,10 @@ def server() -> Iterator[str]:
     """Run moto; yield its URL."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    environment = {**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(NAMES)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         try:
             until(lambda: _answers(process, port), "moto answers")
             yield f"http://127.0.0.1:{port}"
