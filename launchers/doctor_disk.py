@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from adaptor.checkpoint import disk, regular_folder
+from adaptor.checkpoint import disk
 from adaptor.launchers.finding import Finding
 
 _BLOCK = 8 << 20
@@ -73,7 +73,7 @@ def _exchange(place: Path) -> Finding:
     one, other = place / "a", place / "b"
     one.mkdir()
     other.mkdir()
-    if regular_folder.exchange(one, other):
+    if disk.exchange(one, other):
         return Finding("exchange", "OK", "two folders can exchange their names at once")
     words = "two folders cannot exchange their names at once (NFS cannot)"
     remedy = "a checkpoint of a step that was saved before is replaced in two steps: docs/promises.md"

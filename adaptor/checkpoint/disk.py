@@ -25,6 +25,8 @@ from typing import ParamSpec, TypeVar
 from adaptor.errors import CheckpointError
 
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+_RENAME_EXCHANGE = 2  # likewise
+_AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _P = ParamSpec("_P")
@@ -74,6 +76,19 @@ def files(folder: Path) -> Iterator[Path]:
     for place, _, names in os.walk(folder):
         for name in names:
             yield Path(place, name)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; return False where the system or its filesystem cannot."""
+    renameat2 = getattr(_libc, "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(one))
 
 
 def is_folder(path: Path) -> bool:

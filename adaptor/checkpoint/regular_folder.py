@@ -4,9 +4,6 @@ when it is complete and on disk.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +13,6 @@ from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 # Files that are no part of a save: what an NFS server keeps of a removed open file, and short-lived probes.
 _PASSING = (".nfs", disk.PROBE)
 
@@ -92,7 +87,7 @@ def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[P
     if not saved_steps.is_complete(root, step):
         publish.move_in(root, step, saving, final)
         return []
-    if not exchange(saving, final):
+    if not disk.exchange(saving, final):
         # A crash between these two is undone by left_overs.clean().
         replaced = root / naming.replaced_name(step)
         older = []
@@ -107,16 +102,3 @@ def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[P
         return [replaced, *older]
     disk.sync(root)
     return [saving]
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; return False where the system or its filesystem cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
-        return False
-    raise OSError(code, os.strerror(code), str(one))

@@ -1,17 +1,23 @@
 """Puts a checkpoint in other parallel sizes in the place of the one that it was made from, which is kept.
 
 Invariant: what it was made from is never removed. At any moment the final name of the step belongs to a
-complete checkpoint, or to nothing; where a crash leaves nothing there, the next start gives the kept one its
-name back.
+complete checkpoint. Where the filesystem cannot exchange two names, it belongs to nothing for a moment; where
+a crash leaves nothing there, the next start gives the kept one its name back.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from adaptor.checkpoint import disk, saved_steps, tracker
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.protocol import naming
+
+# Beside what is made, for as long as the exchange takes: the final name, and the inode of what is made. So
+# whoever finds it after a crash knows which of the two it is.
+_EXCHANGED = re.compile(r"(iter_[0-9]{7,18})\.([0-9]{1,20})")
 
 
 @disk.one_line
@@ -21,35 +27,67 @@ def put_in_place(root: Path, step: int, made: Path) -> Path:
     Args:
         root: the save folder.
         step: of both checkpoints.
-        made: a complete checkpoint on the same file system; all of it is on disk.
+        made: a complete checkpoint below `reshape_name(step)`, under the final name; all of it is on disk.
 
     Raises:
         CheckpointError: the disk refuses, or another process holds the lock.
     """
     final = root / naming.final_name(step)
     with locked(root):
-        kept = root / naming.before_reshape_name(step, max(_numbers(root, step), default=0) + 1)
-        final.rename(kept)
-        made.rename(final)
+        kept = _kept(root, step)
+        beside = made.with_name(f"{made.name}.{made.stat().st_ino}")
+        made.rename(beside)
+        if disk.exchange(beside, final):
+            disk.sync(root)
+            disk.sync(beside.parent)
+            beside.rename(kept)
+        else:
+            final.rename(kept)
+            beside.rename(final)
         disk.sync(root)
     return kept
 
 
 def restore(root: Path) -> None:
-    """Give the checkpoint that the tracker names its name back, where a crash came between the two renames.
+    """Bring to an end what a crash has left between two names.
+
+    What was exchanged is kept; what the tracker names gets its name back.
 
     Raises:
         OSError: the disk refuses.
         CheckpointError: another process holds the lock.
     """
-    step = tracker.tracked_step(root)
-    if step is None or (root / naming.final_name(step)).exists() or not _numbers(root, step):
+    if not (_is_lost(root) or any(_beside(root))):
         return
     with locked(root):
-        final, numbers = root / naming.final_name(step), _numbers(root, step)
-        if numbers and not final.exists():
-            (root / naming.before_reshape_name(step, max(numbers))).rename(final)
-            disk.sync(root)
+        step = tracker.tracked_step(root)
+        if step is not None and _is_lost(root):
+            newest = naming.before_reshape_name(step, max(_numbers(root, step)))
+            (root / newest).rename(root / naming.final_name(step))
+        for step, beside, made in _beside(root):
+            is_made = beside.stat().st_ino == made
+            beside.rename(beside.with_name(naming.final_name(step)) if is_made else _kept(root, step))
+        disk.sync(root)
+
+
+def _is_lost(root: Path) -> bool:
+    """Return whether the checkpoint that the tracker names is not there, and one that was kept is."""
+    step = tracker.tracked_step(root)
+    return step is not None and not (root / naming.final_name(step)).exists() and bool(_numbers(root, step))
+
+
+def _beside(root: Path) -> Iterator[tuple[int, Path, int]]:
+    """Yield what a crash has left in the middle of an exchange: step, place, inode of what was made."""
+    for staging in (root / name for name in saved_steps.names(root) if naming.is_reshape(name)):
+        for found in filter(None, map(_EXCHANGED.fullmatch, saved_steps.names(staging))):
+            step = naming.step_of(found[1])
+            if step is not None:
+                yield step, staging / found[0], int(found[2])
+
+
+def _kept(root: Path, step: int) -> Path:
+    """Return the name of what is kept next."""
+    return root / naming.before_reshape_name(step, max(_numbers(root, step), default=0) + 1)
 
 
 def _numbers(root: Path, step: int) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 
 from adaptor import context, output
 from adaptor.__main__ import main
-from adaptor.checkpoint import left_overs, manifest, saved_steps, tracker
+from adaptor.checkpoint import disk, left_overs, manifest, saved_steps, tracker
 from adaptor.errors import ResumeError
 from adaptor.frameworks import parallel_sizes, reshape
 from adaptor.protocol import naming
@@ -22,7 +22,7 @@ from adaptor.transform.source import sizes_at
 from tests.faults.warm import Warm
 from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import STEP, contents, job_arguments
-from tests.unit.test_checkpoint_publish import Crash, crash_before
+from tests.unit.test_checkpoint_publish import CLOCK, Crash, crash_before
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -116,14 +116,27 @@ def test_there_and_back(
     assert f"has TP1 PP1 now; what it was made from stays as {KEPT}, until somebody removes it" in said
 
 
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two-renames"])
 def test_after_any_crash_the_next_start_goes_on(
-    pristine: Path, expected: dict[str, bytes], tmp_path: Path
+    pristine: Path,
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    exchanges: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Where the file system exchanges two names, the final name is always that of a whole checkpoint."""
+    exchange = disk.exchange
+
+    def watched(one: Path, other: Path) -> bool:
+        CLOCK.tick("renameat2")
+        return exchanges and exchange(one, other)
+
+    monkeypatch.setattr(disk, "exchange", watched)
     between = 0
     for call in itertools.count(1):
         here = Path(shutil.copytree(pristine, tmp_path / str(call)))
         try:
-            with crash_before(call):
+            with crash_before(call) as clock:
                 reshape.bring_to_sizes(job_arguments(here), FIRST)
             break
         except Crash:
@@ -135,7 +148,25 @@ def test_after_any_crash_the_next_start_goes_on(
         reshape.bring_to_sizes(job_arguments(here), FIRST)
         assert_whole(here, pristine, expected)
         shutil.rmtree(here)
-    assert between == 1, "the moment at which nothing has the name was not among them"
+    assert clock.calls.count("renameat2") == 1
+    assert between == (0 if exchanges else 1), "moments at which nothing has the name"
+
+
+def test_a_crash_in_the_middle_of_an_exchange_of_a_step_that_the_user_chose(save: Path) -> None:
+    """The tracker names another step, and the next start takes up something else: nothing is lost."""
+    made = save / naming.reshape_name(STEP) / FOLDER
+    shutil.copytree(save / FOLDER, made)
+    whole = sorted((save / FOLDER).rglob("*"))
+    (save / FOLDER / "which").write_text("the one that it was made from")
+    (save / naming.TRACKER).write_text(str(STEP + 1))
+    beside = made.with_name(f"{FOLDER}.{made.stat().st_ino}")
+    made.rename(beside)
+    if not disk.exchange(beside, save / FOLDER):
+        pytest.skip("this file system does not exchange names")
+    left_overs.clean(save)
+    assert (save / KEPT / "which").exists()
+    assert sorted((save / FOLDER).rglob("*")) == whole
+    assert manifest.defects(save / FOLDER) == manifest.defects(save / KEPT) == []
 
 
 @pytest.mark.parametrize(

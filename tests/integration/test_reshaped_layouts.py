@@ -1,0 +1,109 @@
+"""TTP_RESHAPE with chunks of a pipeline, and with experts: bitwise what the framework trains from there.
+
+`test_other_sizes` shows it for tensor parallel sizes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from adaptor.checkpoint import manifest
+from adaptor.protocol import naming
+from tests.faults import harness
+from tests.faults.harness import EXPERTS, ITERATIONS, VPP2_DP2, Ended, Job, Layout
+from tests.faults.same import differences
+from tests.integration.test_other_sizes import BATCH, assert_same
+
+_EP2 = (*EXPERTS, "--expert-model-parallel-size", "2", *BATCH)
+
+
+def _assert_trained_from(ended: Ended, tmp_path: Path, layout: Layout) -> None:
+    """The transformed checkpoint of step 3 has led to what the unmodified framework makes of it."""
+    save, begin, folder = tmp_path / "save", tmp_path / "begin", naming.final_name(3)
+    assert manifest.defects(save / naming.before_reshape_name(3, 1)) == []
+    shutil.copytree(save / folder, begin / folder)
+    (begin / naming.TRACKER).write_text("3")
+    other = tmp_path / "other"
+    reference = harness.run(
+        Job(tmp_path / "undisturbed", layout, launcher="torchrun", load=begin, save=other)
+    )
+    assert reference.code == 0, reference.log[-3000:]
+    assert_same(ended, reference, range(4, ITERATIONS + 1))
+    found = differences(*(root / naming.final_name(ITERATIONS) for root in (save, other)))
+    assert [line for line in found if "args./load: " not in line] == []
+
+
+def test_chunks_of_a_pipeline(tmp_path: Path) -> None:
+    """Two stages of two chunks each lose a node of four; the three that are left hold the model whole."""
+    job = Job(
+        tmp_path / "job",
+        Layout("vpp2", 4, pp=2, extra=(*VPP2_DP2.extra, *BATCH)),
+        save=tmp_path / "save",
+        nodes=4,
+        fewest=3,
+        restarts=1,
+        options=["--ttp-reshape", "auto"],
+        faults=["rank=3,step=4,phase=backward,kind=agent-sigkill"],
+    )
+    ended = harness.run(job)
+    assert sorted(ended.codes) == [0, 0, 0, 137], ended.log[-3000:]
+    assert "TP1 PP1 in place of TP1 PP2 (TTP_RESHAPE), data-parallel size 3" in ended.log
+    assert (
+        f"[ttp] step 3 in {tmp_path / 'save'} has TP1 PP2 VPP2, and the job has TP1 PP1: it is" in ended.log
+    )
+    _assert_trained_from(ended, tmp_path, Layout("dp3", 3, extra=("--num-layers", "4", *BATCH)))
+
+
+@pytest.mark.parametrize(
+    ("before", "parallel", "words"),
+    [
+        (Layout("ep2", 2, replica="mirror", extra=_EP2), (), "TP1 PP1 EP2, and the job has TP1 PP1:"),
+        (
+            Layout("ep2-pp2", 4, pp=2, replica="mirror", extra=_EP2),
+            _EP2,
+            "TP1 PP2 EP2, and the job has TP1 PP1 EP2:",
+        ),
+    ],
+    ids=["ep2-to-ep1", "ep2-pp2-to-ep2"],
+)
+def test_experts(before: Layout, parallel: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    """A start in other expert, or pipeline, parallel sizes than those of the checkpoint."""
+    save = tmp_path / "save"
+    fault = "rank=1,step=4,phase=backward,kind=sigkill"
+    first = harness.run(Job(tmp_path / "first", before, save=save, save_interval=3, faults=[fault]))
+    assert first.code == 137, first.log[-3000:]
+    extra = parallel or (*EXPERTS, *BATCH)
+    replica = "mirror" if parallel else "auto"
+    layout = Layout("dp2", 2, replica=replica, extra=extra)
+    job = Job(tmp_path / "job", layout, save=save, load=save, options=["--ttp-reshape", "auto"])
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    assert f"[ttp] step 3 in {save} has {words} it is transformed" in ended.log
+    _assert_trained_from(ended, tmp_path, layout)
+
+
+def test_experts_that_do_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None:
+    """Four ranks hold two sets of experts; three hold no whole number of them, whatever the sizes."""
+    job = Job(
+        tmp_path / "job",
+        Layout("ep2", 4, extra=_EP2),
+        save=tmp_path / "save",
+        nodes=4,
+        fewest=3,
+        restarts=1,
+        options=["--ttp-reshape", "auto"],
+        faults=["rank=3,step=4,phase=backward,kind=agent-sigkill"],
+    )
+    ended = harness.run(job)
+    assert set(ended.codes) == {137}, ended.log[-3000:]
+    (line,) = {log.rstrip().rpartition("\n")[2] for log in ended.logs if "not started again" in log}
+    assert (
+        "step 3 is saved, no finished step is lost; not started again: TTP_RESHAPE is auto, and in no" in line
+    )
+    assert (
+        "sizes 3 ranks can train this model with this batch; start another number of nodes; the new" in line
+    )
+    assert manifest.defects(tmp_path / "save" / naming.final_name(3)) == []
