@@ -47,6 +47,7 @@ __all__ = [
     "is_newcomer",
     "protect",
     "report",
+    "write_host_copies",
 ]
 
 # The modules of the public classes, which are imported when a class is first asked for.
@@ -163,6 +164,43 @@ def protect(
         samples_per_step=samples_per_step,
         extra=extra,
         format=format,
+    )
+
+
+def write_host_copies(
+    *,
+    model: Sequence[Any],
+    optimizer: Any,
+    save: str | Path,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    format: str = "torch",
+) -> int | None:
+    """Make a checkpoint of the copies in host memory (TTP_HOST_COPY), where they are newer than the rest.
+
+    With TTP_HOST_COPY every rank of a training loop of your own calls it once in each start, when model and
+    optimizer are built and right before the script looks into `save` for what to load; collective. After the
+    loss of all ranks with a shard the newest step of which every rank has a copy is then a checkpoint in
+    `save` like any other. It has the entries of `extra` as they were behind that step. At the first start,
+    without TTP_HOST_COPY and with ENABLE_TTP=False it does nothing.
+
+    Args:
+        model, optimizer, save, scheduler, extra, format: those that `protect` will be given.
+
+    Returns:
+        The step that was written; None: there is nothing newer, or it could not be written, which a line
+        says.
+
+    Raises:
+        UnsupportedError: model or optimizer are not what Megatron-core makes; or this start of the workers is
+            for the copies alone, because no restart is left.
+    """
+    from adaptor import library
+
+    if not _enabled:
+        return None
+    return library.write_host_copies(
+        model=model, optimizer=optimizer, save=save, scheduler=scheduler, extra=extra, format=format
     )
 
 

@@ -194,23 +194,21 @@ def protect(
     from megatron.core.package_info import __version__
 
     from adaptor import context, patching
-    from adaptor.checkpoint import folder, formats, lease_claim, left_overs, step_record
+    from adaptor.checkpoint import folder, lease_claim, left_overs, step_record
     from adaptor.checkpoint.placement import place_of
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
-    from adaptor.checkpoint.training_state import TrainingState, unwrapped
     from adaptor.diagnostics.recorder import Recorder
-    from adaptor.frameworks import supported_options
+    from adaptor.frameworks import library_state, supported_options
     from adaptor.frameworks.library_loop import Recovery
+    from adaptor.host_copy import start
     from adaptor.online import rejoin
-    from adaptor.protocol.naming import model_parallel_folder
     from adaptor.replica import group
     from adaptor.worker import runtime
     from adaptor.worker.watchdogs import Watchdogs
 
     patching.check("ttp")
     supported_options.require_no_layout_only()
-    supported_options.require_no_host_copy()
     supported_options.require_no_reshape()
     step = _whole_number(step)
     model = _require_megatron(model, optimizer)
@@ -233,20 +231,16 @@ def protect(
     worker = rejoin.of_this_process()
     comes_new = worker is not None and worker.newcomer  # this job is in the middle of its training
     if not comes_new:
+        library_state.require_asked()
         folder.require_no_later_step(save, step)
     if torch.distributed.get_rank() == 0:
         lease_claim.claim(save)
         if not comes_new:
             left_overs.clean(Path(save))
-    where = model_parallel_folder(
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank()
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1
-        else None,
-        parallel_state.get_expert_model_parallel_rank()
-        if parallel_state.get_expert_model_parallel_world_size() > 1
-        else None,
-    )
+    where = library_state.folder_of_rank()
+    runtime_of_rank = runtime.get()
+    if isinstance(runtime_of_rank, runtime.Runtime):  # other engines make no copies
+        start.attach(runtime_of_rank.session, runtime_of_rank.tell_of_copy)
     everyone = group.of_everyone()
 
     def describe(again: bool) -> MegatronTrainee:
@@ -258,16 +252,8 @@ def protect(
             again,
         )
         place = place_of(optimizer, mirrors, where, everyone)
-        state = TrainingState(
-            model=[unwrapped(chunk) for chunk in model],
-            optimizer=optimizer,
-            scheduler=scheduler,
-            folder=where,
-            extra=extra or {},
-            stored=place.stored,
-        )
         return MegatronTrainee(
-            state=formats.in_format(format, state, place.first, "format"),
+            state=library_state.training_state(model, optimizer, scheduler, extra, place, format),
             save=str(Path(save).resolve()),
             shares=place.shares,
             random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
@@ -287,6 +273,29 @@ def protect(
         recovery = Recovery(worker, session, model, optimizer, where, lambda: describe(again=True))
     if not comes_new:
         trainee = describe(again=False)
+        start.reserve(session.copier, trainee)
         context.part(Recorder).watch(trainee.state.model)
         session.begin_training(trainee, step_record.inner(optimizer), step)
     return Protection(session, step, recovery)
+
+
+def write_host_copies(
+    *,
+    model: Sequence[Any],
+    optimizer: Any,
+    save: str | Path,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    format: str = "torch",
+) -> int | None:
+    """Do what `adaptor.write_host_copies` promises, where the adaptor is enabled; the arguments are those of
+    it."""
+    from adaptor import patching
+    from adaptor.frameworks import library_state
+    from adaptor.online import rejoin
+
+    patching.check("ttp")
+    chunks = _require_megatron(model, optimizer)
+    if rejoin.is_newcomer():  # its state comes from others
+        return None
+    return library_state.write_host_copies(chunks, optimizer, scheduler, Path(save), extra, format)

@@ -39,7 +39,9 @@ def main() -> None:
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    state = types.SimpleNamespace(optimizer=types.SimpleNamespace(optimizer=optimizer), model=[], args=None)
+    state = types.SimpleNamespace(
+        optimizer=types.SimpleNamespace(optimizer=optimizer), model=[], args=None, extra={}
+    )
     trainee = types.SimpleNamespace(state=state, device=HOST)
     record = StepRecord(1, {}, None, (), (), [])
     file = CopyFile(f"/proc/{os.getpid()}/fd/{descriptors.in_memory('ttp-benchmark')}")
@@ -52,7 +54,7 @@ def main() -> None:
     hashed: list[float] = []
     for run in range(given.runs + 1):
         begun = time.process_time()
-        size = content.write(trainee, record, room, lambda: False)  # type: ignore[arg-type]
+        size = content.write(trainee, record, content.take_extra(trainee), room, lambda: False)  # type: ignore[arg-type]
         written = time.process_time()
         file.digest(size)
         if run:  # the first takes the memory

@@ -126,12 +126,9 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     def begins() -> None:
         begin(args, kwargs, operations=get_args().num_floating_point_operations_so_far)
 
-    from adaptor.host_copy import start  # torch, which is for the script to import
-    from adaptor.online import rejoin
+    from adaptor.online import rejoin  # torch, which is for the script to import
 
-    worker = runtime.get()
-    if isinstance(worker, runtime.Runtime):  # other engines make no copies
-        start.attach(worker.session, worker.tell_of_copy)
+    attach_copier()
     if rejoin.of_this_process() is None:
         begins()
         trained = wrapped(*args, **kwargs)
@@ -141,6 +138,15 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
         trained = megatron_online.train(wrapped, args, kwargs, begins)
     runtime.get().session.end_training()
     return trained
+
+
+def attach_copier() -> None:
+    """Let this rank make copies in host memory, where they were asked for (TTP_HOST_COPY)."""
+    from adaptor.host_copy import start  # torch, which is for the script to import
+
+    worker = runtime.get()
+    if isinstance(worker, runtime.Runtime):  # other engines make no copies
+        start.attach(worker.session, worker.tell_of_copy)
 
 
 def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None:

@@ -70,6 +70,7 @@ def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: An
         # has no state of the rerun state machine.
         megatron_training.begin(args, kwargs, operations=0, rerun=False)
 
+    megatron_training.attach_copier()
     if rejoin.of_this_process() is None:
         begins()
         trained = wrapped(*args, **kwargs)

@@ -1,8 +1,9 @@
 """The content of a host copy: all that last words of its step need of one rank.
 
-These are the shards that the rank updates, weights that nobody trains, the record of the step, and the
-framework's arguments as far as they are plain values. In front of the tensors stands an index, which says in
-words how the shards are laid out; nothing is ever unpickled.
+These are the shards that the rank updates, weights that nobody trains, the record of the step, the
+framework's arguments as far as they are plain values, and the further entries of a script with a loop of its
+own. In front of the tensors stands an index, which says in words how the shards are laid out; nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -54,21 +55,25 @@ class _Index(msgspec.Struct, frozen=True):
     Attributes:
         record: of the step, packed
         arguments: of the framework, packed
+        extra: further entries of the checkpoint, packed
         shards: which the rank updates
         tensors: dtype and number of elements of each that follows
     """
 
     record: bytes
     arguments: bytes
+    extra: bytes
     shards: list[_Part]
     tensors: list[tuple[str, int]]
 
 
 class Told(NamedTuple):
-    """The contents of a copy besides tensors: the record of the step, and arguments of the framework."""
+    """The contents of a copy besides tensors: the record of the step, arguments of the framework, and further
+    entries."""
 
     record: StepRecord
     arguments: Mapping[str, Any]
+    extra: Mapping[str, Any]
 
 
 def most_bytes(trainee: MegatronTrainee) -> int:
@@ -80,7 +85,7 @@ def most_bytes(trainee: MegatronTrainee) -> int:
     state = trainee.state
     schedule = None if state.scheduler is None else dict(state.scheduler.state_dict())
     record = (trainee.random.take(), state.buffers.take(), step_record.take_groups(state.optimizer), schedule)
-    size = _SLACK + 2 * len(packing.pack(record))
+    size = _SLACK + 2 * len(packing.pack(record)) + 2 * len(take_extra(trainee))
     for _, optimizer in own_shards(trainee.state.optimizer):
         params = twin.params(optimizer)
         size += sum(param.numel() * (param.element_size() + _MOMENTS) for param in params)
@@ -89,9 +94,19 @@ def most_bytes(trainee: MegatronTrainee) -> int:
     return size + sum(weight.numel() * weight.element_size() + _ALIGNMENT for weight in weights)
 
 
+def take_extra(trainee: MegatronTrainee) -> bytes:
+    """Return the further entries of a checkpoint as they are now; its script changes them in each step.
+
+    Raises:
+        TypeError: one of them cannot be copied.
+    """
+    return packing.pack(dict(trainee.state.extra))
+
+
 def write(
     trainee: MegatronTrainee,
     record: StepRecord,
+    extra: bytes,
     room: Callable[[int], memoryview],
     cancelled: Callable[[], bool],
 ) -> int:
@@ -100,6 +115,7 @@ def write(
     Args:
         trainee: of this rank; its optimizer state is not changed meanwhile.
         record: of the step.
+        extra: what `take_extra` has returned behind the step.
         room: returns memory for so many bytes.
         cancelled: is asked again and again.
 
@@ -119,6 +135,7 @@ def write(
         _Index(
             record=packing.pack(dict(vars(record))),
             arguments=packing.pack(_plain_arguments(trainee.state.args)),
+            extra=extra,
             shards=[
                 _Part(number, optimizer_state.encode(transfer.describe(optimizer)))
                 for number, optimizer in shards
@@ -201,7 +218,8 @@ def read(memory: memoryview, state: TrainingState, device: Device) -> Told:
             if tensor.numel():
                 whole = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
                 tensor.data.copy_(whole.reshape(tensor.shape))
-    return Told(record_of({"record": packing.unpack(index.record)}), packing.unpack(index.arguments))
+    record = record_of({"record": packing.unpack(index.record)})
+    return Told(record, packing.unpack(index.arguments), packing.unpack(index.extra))
 
 
 def _numbers(numbers: Any) -> str:

@@ -113,8 +113,13 @@ class Copier:
         if target is None or not is_intact or self._failed:
             return
         self._is_cancelled = False
+        try:
+            extra = content.take_extra(trainee)
+        except TypeError as error:  # a script may have put in something else meanwhile
+            self._fail(error)
+            return
         with self._changed:
-            self._job = lambda: self._copy(target, trainee, record, mark)
+            self._job = lambda: self._copy(target, trainee, record, extra, mark)
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="ttp-host-copy", daemon=True)
@@ -167,21 +172,27 @@ class Copier:
             except CopyAbandonedError:
                 pass
             except BaseException as error:  # the training does not depend on it
-                self._failed = text.describe(error)
-                output.tell(
-                    f"[ttp] rank {self._rank} makes no more copies in host memory (TTP_HOST_COPY):"
-                    f" {self._failed}"
-                )
+                self._fail(error)
             finally:
                 with self._changed:
                     self._job = None
                     self._changed.notify_all()
 
-    def _copy(self, file: CopyFile, trainee: MegatronTrainee, record: StepRecord, mark: Any) -> None:
+    def _fail(self, error: BaseException) -> None:
+        self._failed = text.describe(error)
+        output.tell(
+            f"[ttp] rank {self._rank} makes no more copies in host memory (TTP_HOST_COPY): {self._failed}"
+        )
+
+    def _copy(
+        self, file: CopyFile, trainee: MegatronTrainee, record: StepRecord, extra: bytes, mark: Any
+    ) -> None:
         file.begin()
         if not trainee.device.wait(mark, DEVICE_S):
             raise CopyAbandonedError
-        size = content.write(trainee, record, lambda size: _room(file, size), lambda: self._is_cancelled)
+        size = content.write(
+            trainee, record, extra, lambda size: _room(file, size), lambda: self._is_cancelled
+        )
         digest = file.digest(size)
         if self._is_cancelled:
             raise CopyAbandonedError

@@ -189,6 +189,7 @@ def _write(
         args = copy.copy(state.args)
         vars(args).update(told.arguments)  # the framework adds some only when it begins to train
         state = replace(state, args=args)
+    state = replace(state, extra={**state.extra, **told.extra})
     generation, rank = context.part(Generation).name, dist.get_rank()
     folder: list[str] = []
 

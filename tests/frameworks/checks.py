@@ -74,6 +74,23 @@ def recovers(job: Job, baseline: Baseline) -> Ended:
     return ended
 
 
+def copies(step: int) -> Callable[[Job, Baseline], Ended]:
+    """It goes on from copies in host memory, of which the checkpoint is what the framework saves."""
+
+    def copies(job: Job, baseline: Baseline) -> Ended:
+        assert job.save is not None
+        ended = harness.run(replace(job, options=("--ttp-host-copy", "2")))
+        assert set(ended.codes) == {0}, ended.log[-3000:]
+        line = f"[ttp] step {step} is written from the copies in host memory (nothing was saved)"
+        assert line in ended.said, ended.log[-3000:]
+        name = f"iter_{step:07d}"
+        assert differences(job.save / name, baseline.checkpoints / name) == []
+        outcome.assert_same_training(ended, baseline.records)
+        return ended
+
+    return copies
+
+
 # What a job says at its start that is not recovered online; the reason differs.
 NOT_ONLINE = re.compile(r"^\[ttp\] online recovery: no \(.+\); a fault restarts all ranks$", re.MULTILINE)
 

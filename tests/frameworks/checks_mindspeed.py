@@ -13,6 +13,7 @@ from tests.faults.harness import (
     MOE_EP2,
     PP2_DP2,
     PP2_TP2_DP2,
+    TP2_DP1,
     TP2_DP2,
     Layout,
 )
@@ -24,6 +25,7 @@ from tests.frameworks.checks import (
     SAVED,
     STAGES,
     Check,
+    copies,
     has_local_copy,
     is_not_online,
     recovers,
@@ -169,6 +171,14 @@ ULYSSES = _context("cp2-dp2", "ulysses_cp_algo", processes=4)
 RING = _context("cp2-dp2-ring", "megatron_cp_algo", processes=4)
 RING_TP2 = _context("cp2-tp2-dp2-ring", "megatron_cp_algo", processes=8, tp=2)
 LLM = {
+    "copies": Check(
+        TP2_DP1,
+        "SIGKILL of rank 1, before the gradient norm of step 8; TTP_HOST_COPY=2",
+        copies(6),
+        "started again from copies of step 6, as the framework saves it; trained to the end, bitwise",
+        "rank=1,step=8,phase=norm,kind=sigkill",
+        restarts=1,
+    ),
     "lora-filter": refuses("--lora-ckpt-filter"),
     "swap": refuses("--swap-optimizer"),
     "nodes": dies(DP4, 2, "norm", 5, nodes=2),

@@ -44,6 +44,8 @@ import adaptor
 VOCABULARY = 256
 LENGTH = 32
 ROWS = 1000  # of a stream
+# What the script counts, and a checkpoint has besides.
+EXTRA = {"counted": 0}
 
 
 class ContextAttention(DotProductAttention):
@@ -238,6 +240,7 @@ def main() -> None:
     parser.add_argument("--end-at", type=int, help="the step in which the function asks for the end")
     parser.add_argument("--freeze", action="store_true", help="do not train the embedding")
     parser.add_argument("--loop", choices=LOOPS, default="step", help="how the adaptor is told of steps")
+    parser.add_argument("--uncopied", action="store_true", help="do not ask for copies in host memory")
     parser.add_argument("--give", choices=["bare-model", "bare-optimizer", "twice"], help="to the adaptor")
     parser.add_argument("--record", type=Path, required=True, help="directory for the record of the run")
     parser.add_argument("--save", type=Path, help="directory of checkpoints")
@@ -267,6 +270,8 @@ def main() -> None:
     if adaptor.is_newcomer():  # its state comes from others
         print(f"rank {torch.distributed.get_rank()} loads nothing\n", end="", flush=True)
     elif args.save:
+        if args.loop != "unprotected" and not args.uncopied:
+            adaptor.write_host_copies(model=[model], optimizer=optimizer, save=args.save, extra=EXTRA)
         step = resume(args.save, model, optimizer)
     protection: Any = contextlib.nullcontext()
     if args.loop != "unprotected":
@@ -276,7 +281,7 @@ def main() -> None:
         elif args.give == "bare-optimizer":
             given["optimizer"] = torch.optim.Adam(model.parameters())
         for _ in range(2 if args.give == "twice" else 1):
-            protection = adaptor.protect(**given, save=args.save or "", step=step)
+            protection = adaptor.protect(**given, save=args.save or "", step=step, extra=EXTRA)
 
     size = parallel_state.get_data_parallel_world_size()
     stream = Stream(parallel_state.get_data_parallel_rank(), size, step) if args.stream else None
@@ -301,6 +306,7 @@ def main() -> None:
                 done, grad_norm, _ = optimizer.step()
             mean = loss.detach() / torch.distributed.get_world_size()
             torch.distributed.all_reduce(mean)
+        EXTRA["counted"] = iteration
         with protection.phase("logging") if args.loop != "unprotected" else protection:
             figures = {"lm loss": mean, **({"rows": stream.rows} if stream else {})}
             recorder.add(iteration, figures, grad_norm, skipped=not done)

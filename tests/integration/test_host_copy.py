@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from tests.certificates import Authority
-from tests.faults import harness, outcome
-from tests.faults.harness import DP2_FP16, DP3, TP2_DP1, Job, Layout
+from tests.faults import harness, namespaces, outcome
+from tests.faults.harness import DP2, DP2_FP16, DP3, TP2_DP1, Job, Layout
+from tests.faults.library import train
+from tests.faults.pickles import load
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf
 
@@ -95,3 +98,64 @@ def test_a_node_is_lost_with_the_only_holder_of_a_shard(tmp_path: Path, baseline
     found = differences(folder, baseline.checkpoints / folder.name)
     assert found == ["mp_rank_01/model_optim_rng.pt/args./local_rank: 0 and 1"]  # all were on one node there
     outcome.assert_same_training(ended, baseline.records)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_loop_of_ones_own(nodes: int, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks: nobody else has the shard of the one that dies. The script finds a
+    checkpoint of step 6 when it looks for one, with what it had counted then."""
+    if nodes > 1 and not namespaces.permitted():
+        pytest.skip("this user may make no network namespace")
+    undisturbed = train(
+        tmp_path / "undisturbed", "--tensor", "2", layout=DP2, launcher="torchrun", instances=1
+    )
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    save = tmp_path / "save"
+    fault = "rank=1,step=8,phase=backward,kind=sigkill"
+    with namespaces.two() if nodes > 1 else nullcontext() as network:
+        ended = train(
+            tmp_path / "job",
+            *("--tensor", "2", "--save", str(save), "--loop", "run-steps"),
+            layout=DP2,
+            restarts=1,
+            faults=[fault],
+            options=("--ttp-host-copy", "2", "--ttp-online", "60"),
+            network=network,
+        )
+    assert set(ended.codes) == {0}, ended.log[-3000:]
+    (line,) = [line for line in ended.said if "is written from the copies in host memory" in line]
+    step = int(line.split()[2])
+    assert step == 6 if nodes == 1 else step in (4, 6)  # the newest may have been on its way
+    outcome.assert_saved(save, step)
+    bodies = [load(path) for path in sorted(save.glob(f"iter_{step:07d}/*/model_optim_rng.pt"))]
+    assert [body["counted"] for body in bodies] == [step, step]
+    outcome.assert_same_training(ended, undisturbed.records)
+
+
+def test_a_loop_of_ones_own_that_does_not_ask_for_them(tmp_path: Path) -> None:
+    job = ("--tensor", "2", "--save", str(tmp_path / "save"), "--uncopied")
+    ended = train(tmp_path / "job", *job, layout=DP2, options=("--ttp-host-copy", "2"))
+    assert ended.code == 2, ended.log[-3000:]
+    assert ended.last_line == (
+        "ttprun: error: TTP_HOST_COPY is set: a loop of your own goes on from copies in host memory only"
+        " where it calls adaptor.write_host_copies before it loads; do so, or leave it out"
+    )
+
+
+def test_a_rank_that_was_replaced_makes_copies_too(tmp_path: Path) -> None:
+    """Rank 1 is replaced online; later both ranks with one of the shards die, the new process and another."""
+    layout = ("--tensor", "2")
+    undisturbed = train(tmp_path / "undisturbed", *layout, launcher="torchrun")
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    faults = [
+        "rank=1,step=4,phase=backward,kind=sigkill",
+        "rank=1,step=8,phase=backward,kind=sigkill,restart=-1,also=3",
+    ]
+    options = ("--ttp-host-copy", "2", "--ttp-online", "60", "--ttp-spares", "0")
+    job = (*layout, "--save", str(tmp_path / "save"), "--loop", "run-steps")
+    ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
+    assert ended.code == 0, ended.log[-3000:]
+    assert any(" training goes on with step 4, 0 steps lost" in line for line in ended.said), ended.said
+    since = "later than step 3, which was saved"
+    assert f"[ttp] step 6 is written from the copies in host memory ({since})" in ended.said
+    outcome.assert_same_training(ended, undisturbed.records)

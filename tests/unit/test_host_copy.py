@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +55,7 @@ def trainee(size: int = 4, frozen: int = 0) -> Any:
         optimizer=SimpleNamespace(optimizer=optimizer),
         model=chunks,
         args=SimpleNamespace(seq_length=size, betas=(0.9, 0.95), path=Path("/"), hook=print),
+        extra={"counted": 20},
     )
     return SimpleNamespace(state=state, device=HOST)
 
@@ -93,11 +94,12 @@ def test_a_state_comes_back_bit_for_bit(made: Callable[[], CopyFile]) -> None:
         file.reserve(size)
         return file.content
 
-    size = content.write(given, record(20), memory, lambda: False)
+    size = content.write(given, record(20), content.take_extra(given), memory, lambda: False)
     before = tensors(given)
     assert not all(map(torch.equal, tensors(taken), before))
     told = content.read(file.content[:size], taken.state, HOST)
     assert all(map(torch.equal, tensors(taken), before))
+    assert told.extra == {"counted": 20}
     assert told.record.step == 20
     assert torch.equal(told.record.rng[0]["torch_rng_state"], torch.get_rng_state())
     assert told.arguments == {"seq_length": 4, "betas": (0.9, 0.95)}
@@ -310,3 +312,29 @@ def test_a_copy_that_was_damaged_on_its_way_does_not_count(
     )
     assert (second.kept, others.other(0, 1).header) == (-1, None)
     assert others.other(0, 0).header == first.header
+
+
+def test_entries_of_a_script_are_those_behind_the_step(made: Callable[[], CopyFile]) -> None:
+    """The script goes on counting while the copy is made."""
+    given, file = trainee(), made()
+    ended = Event()
+
+    def counts(mark: Any, timeout_s: float) -> bool:
+        given.state.extra["counted"] = 21
+        return True
+
+    given.device = SimpleNamespace(wait=counts, beside=HOST.beside, copy=HOST.copy)
+    copier = Copier(EVERY, 0, 1, "a", [file, made()], False, lambda step: ended.set(), list)
+    copier.copy(given, record(20), None, is_intact=True)
+    assert ended.wait(60.0)
+    header = file.header
+    assert header is not None
+    told = content.read(file.content[: header.size], trainee().state, HOST)
+    assert (told.record.step, told.extra) == (20, {"counted": 20})
+
+
+def test_entries_that_cannot_be_copied_are_named() -> None:
+    given = trainee()
+    given.state.extra["written by"] = Path("/")
+    with pytest.raises(TypeError, match="PosixPath cannot be passed on"):
+        content.take_extra(given)
