@@ -121,6 +121,14 @@ class MegatronLoop:
     def end_step(self) -> None:
         """A step has ended; the loop counts it, and writes its line."""
 
+    def end(self) -> None:
+        """The loop is over: what was set for it alone is in no save, also where it has made no step."""
+        from megatron.training import get_args
+
+        if self._is_set:
+            set_args({**self._start, "curr_iteration": get_args().iteration - 1})
+            self._is_set = False
+
     def settle(self, step: int) -> None:
         for one in self._replays:
             one.rewind(step)

@@ -63,7 +63,13 @@ def train(
     else:
         begin()
         loop.everyone = group.of_this_job()
-    return worker.run(loop, lambda: wrapped(*args, **kwargs))
+
+    def train() -> Any:
+        result = wrapped(*args, **kwargs)
+        loop.end()
+        return result
+
+    return worker.run(loop, train)
 
 
 def begin_step(step: int) -> None:

@@ -92,7 +92,7 @@ def copies(step: int) -> Callable[[Job, Baseline], Ended]:
 
 
 # What a job says at its start that is not recovered online; the reason differs.
-NOT_ONLINE = re.compile(r"^\[ttp\] online recovery: no \(.+\); a fault restarts all ranks$", re.MULTILINE)
+NOT_ONLINE = re.compile(r"\[ttp\] online recovery: no \(.+\); a fault restarts all ranks$", re.MULTILINE)
 
 
 def is_not_online(step: int) -> Callable[[Job, Baseline], Ended]:

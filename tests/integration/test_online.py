@@ -199,6 +199,13 @@ def test_with_a_local_copy(tmp_path: Path, baseline_of: BaselineOf) -> None:
     trains_on(job, baseline_of(DP4))
 
 
+def test_behind_the_last_step(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The loop is called again and makes no step; what the framework saves at its end is what it would be."""
+    trains_on(
+        online(tmp_path, DP2, [f"rank=0,step={ITERATIONS},phase=gather,kind=sigkill"]), baseline_of(DP2)
+    )
+
+
 @pytest.mark.parametrize("fault", ["rank=1,step=6,phase=backward", "rank=2,step=6,phase=gather"])
 def test_pipeline_stages(fault: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """The second fault is in the last stage, which alone knows the losses."""
