@@ -22,6 +22,7 @@ from adaptor.launchers import after_verdict, board_watch, notifier
 from adaptor.launchers.control_thread import ControlThread
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
+from adaptor.launchers.copy_files import CopyFiles
 from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.job_files import JobFiles
@@ -79,6 +80,7 @@ class AgentControl:
         job: the id that the user gave to the job; '' where there is none.
         max_restarts: how many restarts the job may make.
         scratch: a folder of this agent.
+        copies: the copies in host memory that it holds.
 
     Attributes:
         thread: the control thread.
@@ -96,14 +98,15 @@ class AgentControl:
         settled: and nothing is at work in the save folder, as far as that is known.
     """
 
-    def __init__(self, config: Config, job: str, max_restarts: int, scratch: Path) -> None:
+    def __init__(self, config: Config, job: str, max_restarts: int, scratch: Path, copies: CopyFiles) -> None:
         self._config = config
         self._scratch = scratch
         self.thread = ControlThread(self._on_failure, self._on_broken_off)
         self.workers = Workers(self.thread.loop, self._hear)
         self.files = JobFiles(config.log_path, job)
         self.incident_report = IncidentReport(self.files, notifier.of_job(config))
-        self._status = JobStatus(self.files, self.incident_report, max_restarts)
+        self._copies = copies
+        self._status = JobStatus(self.files, self.incident_report, max_restarts, self._newest_copy)
         self.server = JobServer(config, lambda: self.files.folder)
         self.gate: SpareGate | None = None
         self.keeper: CopyKeeper | None = None
@@ -370,6 +373,9 @@ class AgentControl:
             self.incident_report.record_progress(max((board.finished for board in boards), default=-1))
         except Exception as error:
             tell_error("the status of the job is not written", error)
+
+    def _newest_copy(self) -> int | None:
+        return self._copies.newest(is_kept=self.keeper is not None) if self._config.host_copy else None
 
     def _look_at_uses(self) -> None:
         reading = self.workers.spent()

@@ -61,6 +61,24 @@ class CopyFiles:
             self._others[rank] = [_made() for _ in range(FILES)]
         return CopyFile(_path(self._others[rank][slot]))
 
+    def newest(self, *, is_kept: bool) -> int | None:
+        """Return the newest step of which each rank of this node has a whole copy; None: there is none.
+
+        Args:
+            is_kept: only copies count that another node has, too.
+        """
+        found: set[int] | None = None
+        for rank in sorted(self._ranks):
+            steps = set()
+            for held in self._own.get(rank, ()):
+                file = CopyFile(_path(held))
+                header, kept = file.header, file.kept
+                file.close()
+                if header is not None and (not is_kept or kept == header.step):
+                    steps.add(header.step)
+            found = steps if found is None else found & steps
+        return max(found, default=None) if found else None
+
     def close(self) -> None:
         """Let go of all."""
         _keep_only(self._own, ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -36,12 +36,21 @@ class JobStatus:
         files: the files of the job.
         report: of the same job.
         max_restarts: how many restarts the job may make.
+        newest_copy: returns the newest step that is sure in host memory; None: there is none.
     """
 
-    def __init__(self, files: JobFiles, report: IncidentReport, max_restarts: int) -> None:
+    def __init__(
+        self,
+        files: JobFiles,
+        report: IncidentReport,
+        max_restarts: int,
+        newest_copy: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._files = files
         self._report = report
         self._max_restarts = max_restarts
+        self._newest_copy = newest_copy
+        self._copy: tuple[int | None, float] = (None, 0.0)  # the step, and when it was first seen
         self._host = socket.gethostname()
         self._last: Status | None = None
         self._written = 0.0  # when it was written last, on the monotonic clock
@@ -95,6 +104,9 @@ class JobStatus:
         self._written = time.monotonic()
         self._save = members.save or self._save
         why_not = next(iter(members.unprotected.values()), "")
+        copied = self._newest_copy()
+        if copied != self._copy[0]:
+            self._copy = (copied, now)
         self._last = Status(
             time=utc(now),
             job=self._files.job,
@@ -123,6 +135,8 @@ class JobStatus:
             step_times=self._timer.times(),
             spare_nodes=spare_nodes,
             spent=self._uses.totals(),
+            host_copy_step=copied,
+            host_copy_time=None if copied is None else utc(self._copy[1]),
         )
         self._files.write_status(self._last)
 

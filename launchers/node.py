@@ -93,7 +93,7 @@ class Node:
         self._copies = CopyFiles()
         self._at_gate: socket.socket | None = None
         self.only_writes_copies = False
-        self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name))
+        self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name), self._copies)
         self.control.thread.start()
         self.control.thread.wait_for(self.control.workers.serve())
 

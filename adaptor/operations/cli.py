@@ -141,6 +141,10 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
     if status.step is not None and status.step_time is not None:
         ago = records.unix(status.time) - records.unix(status.step_time)
         step = f"step {status.step}, finished {duration(max(0.0, ago))} before this"
+    copied = {}
+    if status.host_copy_step is not None and status.host_copy_time is not None:
+        ago = records.unix(status.time) - records.unix(status.host_copy_time)
+        copied = {"host copy": f"step {status.host_copy_step}, made {duration(max(0.0, ago))} before this"}
     away = f", {status.nodes_lost} lost" if status.nodes_lost else ""
     spare = f", {status.spare_nodes} spare" if status.spare_nodes else ""
     ended = f", {status.ranks_ended} ended" if status.ranks_ended else ""
@@ -149,6 +153,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         "job": f"{shown(status.job)}: {state}",
         "at": status.time,
         "step": step,
+        **copied,
         "protection": protection(status),
         "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {status.nodes} nodes{away}{spare}",
         "restarts": f"{status.restarts} of {status.max_restarts}",

@@ -219,6 +219,8 @@ class Status(msgspec.Struct, kw_only=True):
         spent: what the first rank of this node has spent its time on, in seconds, in the whole job:
             productive (steps that were made for the first time), wasted (steps that were made again), data
             (it waited for a batch), evaluation, save, other (logs, phases of other names)
+        host_copy_step: with TTP_HOST_COPY the newest step of which each rank of this node has a copy in host
+            memory, and the next node, too, where there is one, at `host_copy_time`; None: there is none
     """
 
     schema: Literal["ttp.status/1"] = "ttp.status/1"
@@ -249,6 +251,8 @@ class Status(msgspec.Struct, kw_only=True):
     step_times: StepTimes | None = None
     spare_nodes: int = 0
     spent: dict[str, float] = {}
+    host_copy_step: int | None = None
+    host_copy_time: str | None = None
 
 
 class Notice(msgspec.Struct, kw_only=True, frozen=True):

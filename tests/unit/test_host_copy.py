@@ -338,3 +338,22 @@ def test_entries_that_cannot_be_copied_are_named() -> None:
     given.state.extra["written by"] = Path("/")
     with pytest.raises(TypeError, match="PosixPath cannot be passed on"):
         content.take_extra(given)
+
+
+def test_the_newest_step_that_every_rank_of_a_node_has() -> None:
+    """Rank 1 overwrites its copy of step 4 with that of step 8 while rank 0 has it already."""
+    files = CopyFiles()
+    files.begin([0, 1])
+    assert files.newest(is_kept=False) is None
+    of = files.own()
+    for rank, steps in ((0, (8, 6)), (1, (4, 6))):
+        for file, step in zip(of[rank], steps, strict=True):
+            _fill(file, step, b"state")
+    assert files.newest(is_kept=False) == 6
+    assert files.newest(is_kept=True) is None
+    for rank in (0, 1):
+        of[rank][1].note_kept(6)
+    assert files.newest(is_kept=True) == 6
+    of[1][1].begin()
+    assert files.newest(is_kept=False) is None
+    files.close()

@@ -275,7 +275,8 @@ class Watched:
         self.logs = logs
         files = JobFiles(str(logs), "job")
         self.controller = Controller(2, 10.0, ("", 0, b""))
-        self.status = JobStatus(files, IncidentReport(files), 3)
+        self.copy_step: int | None = None
+        self.status = JobStatus(files, IncidentReport(files), 3, lambda: self.copy_step)
 
     def look(self, *finished: int, generation: int = 1) -> Status:
         boards = [BoardRecord(rank, 1, Phase.RUNNING, step, step) for rank, step in enumerate(finished)]
@@ -314,6 +315,22 @@ def test_the_status_of_a_job(tmp_path: Path) -> None:
     job.status.note_last_step(7)  # it was finished after the last look at the boards
     job.status.end()
     assert job.read().step == 7
+
+
+def test_the_status_says_how_old_the_copies_in_host_memory_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Watched(tmp_path)
+    before = job.look(5, 5)
+    assert (before.host_copy_step, before.host_copy_time) == (None, None)
+    job.copy_step = 4
+    first = job.look(5, 5)
+    assert (first.host_copy_step, first.host_copy_time) == (4, first.time)
+    later = job.look(6, 6)
+    assert (later.host_copy_step, later.host_copy_time) == (4, first.time)
+    assert later.time > first.time
+    cli.main(["status", str(tmp_path / "job")])
+    assert "\nhost copy    step 4, made " in capsys.readouterr().out
 
 
 def test_a_log_folder_that_cannot_be_written_is_told_of_once(

@@ -111,6 +111,8 @@ def status(**changes: object) -> Status:
         shard_holders=2,
         step_times=StepTimes(limits=[0.1, 1.0], counts=[3, 2, 1], sum=7.5),
         spent={"productive": 60.0, "wasted": 4.0},
+        host_copy_step=16,
+        host_copy_time=utc(BEGAN + 95),
     )
     return msgspec.structs.replace(first, **changes)
 
@@ -200,6 +202,8 @@ def test_the_metrics_of_a_job(job: Path) -> None:
         "ttp_agent_up{node=0}": 1,
         "ttp_agent_up{node=1}": 0,
         "ttp_shard_holders_min": 2,
+        "ttp_host_copy_step": 16,
+        "ttp_host_copy_timestamp_seconds": BEGAN + 95,
         "ttp_step_duration_seconds_bucket{le=1.0}": 5,
         "ttp_step_duration_seconds_count": 6,
         "ttp_step_duration_seconds_sum": 7.5,
