@@ -147,6 +147,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         copied = {"host copy": f"step {status.host_copy_step}, made {duration(max(0.0, ago))} before this"}
     away = f", {status.nodes_lost} lost" if status.nodes_lost else ""
     spare = f", {status.spare_nodes} spare" if status.spare_nodes else ""
+    nodes = f"{status.nodes} node{'' if status.nodes == 1 else 's'}"
     ended = f", {status.ranks_ended} ended" if status.ranks_ended else ""
     last = f", the last {status.last_incident}" if status.last_incident else ""
     rows = {
@@ -155,7 +156,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         "step": step,
         **copied,
         "protection": protection(status),
-        "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {status.nodes} nodes{away}{spare}",
+        "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {nodes}{away}{spare}",
         "restarts": f"{status.restarts} of {status.max_restarts}",
         "incidents": f"{status.incidents}{last}",
         "controller": f"node {status.node}, host {shown(status.host)}, pid {status.pid}",
