@@ -9,15 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from adaptor.controller.outcome import Orders
-from adaptor.launchers.incident_file import (
-    ORDERS,
-    GoneOn,
-    Happened,
-    IncidentFile,
-    Seen,
-    Timeline,
-    incident_of,
-)
+from adaptor.launchers.incident_file import GoneOn, IncidentFile
+from adaptor.launchers.incident_making import incident_of
+from adaptor.launchers.incident_timeline import ORDERS, Happened, Seen, Timeline
 from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.notifier import Notifier
 from adaptor.operations import notices, records

@@ -16,13 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptor import _script, config, devices, distributions, engines, misspelt, output, text
+from adaptor import _script, config, devices, distributions, engines, misspelt, output
 from adaptor.diagnostics import requests
-from adaptor.errors import AdaptorError, ConfigError, StartError
+from adaptor.errors import ConfigError, StartError
 from adaptor.launchers import (
     flags,
     job_server,
     job_uploads,
+    last_line,
     notifier,
     plan,
     spare_node,
@@ -34,9 +35,8 @@ from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
 
 if TYPE_CHECKING:
-    from adaptor.launchers.run_record import RunRecord
+    pass
 
-USAGE_EXIT_CODE = 2
 # torch's own default of --rdzv-id.
 _NO_ID = "none"
 # The line about what an operator accepts with TTP_TLS=plain.
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return _main(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")
-        return USAGE_EXIT_CODE
+        return last_line.USAGE_EXIT_CODE
     finally:
         output.finish()
 
@@ -95,7 +95,7 @@ def _main(arguments: list[str]) -> int:
             return code
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")
-        return USAGE_EXIT_CODE
+        return last_line.USAGE_EXIT_CODE
 
 
 def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None) -> int:
@@ -181,7 +181,7 @@ def _run(
             job_uploads.require(settings)
     except (ConfigError, StartError) as error:
         output.tell(f"ttprun: error: {error}")
-        return USAGE_EXIT_CODE
+        return last_line.USAGE_EXIT_CODE
     if engine is not None:
         return _run_with_survivors(parsed, engine, settings, load, ends)
     return _run_plain(parsed, settings.device)
@@ -225,6 +225,7 @@ def _run_with_survivors(
     from torch.distributed.launcher import api
 
     from adaptor.launchers import waiting
+    from adaptor.launchers.account import conclude
     from adaptor.launchers.agent import SurvivorsAgent
     from adaptor.launchers.rendezvous import Registry
     from adaptor.launchers.run_record import RunRecord
@@ -251,22 +252,22 @@ def _run_with_survivors(
                 output.tell("[ttp] the job is over; this spare node was not needed")
                 return 0
             parsed.node_rank = record.place.node
-        code = _run_to_the_last_line(parsed, engine, record)
+        code = last_line.run_to_the_last_line(parsed, engine, record)
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")
-        code = USAGE_EXIT_CODE
+        code = last_line.USAGE_EXIT_CODE
     except StartError as error:
         output.tell(f"[ttp] {error}")
     except waiting.Interrupted as error:
         verdict = record.verdict
         said = f"ended by {error.sigval.name} while it waited for {error.what}"
         if verdict is None:
-            _conclude(f"{said}; nothing was started")
+            conclude(f"{said}; nothing was started")
         else:
-            _conclude(f"{verdict.line}; {said}", verdict.save)
+            conclude(f"{verdict.line}; {said}", verdict.save)
         code, at_once = 128 + error.sigval, True  # the thread that still waits would abort the interpreter
     except SignalException as error:  # it came while the last line was told
-        code, at_once = _end_by(error.sigval, record), True
+        code, at_once = last_line.end_by(error.sigval, record), True
     finally:
         try:
             waiting.hear_signals()
@@ -292,88 +293,6 @@ def _may_have_spares(parsed: argparse.Namespace) -> bool:
 def _job(parsed: argparse.Namespace) -> str:
     """Return the id that the user gave to the job; '' where there is none."""
     return "" if parsed.standalone or parsed.rdzv_id == _NO_ID else str(parsed.rdzv_id)
-
-
-def _run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, record: RunRecord) -> int:
-    """Run the job and tell its last line; return the exit code. What touches disks may come afterwards."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from adaptor.launchers import rendezvous_errors
-
-    try:
-        run.run(parsed)  # type: ignore[no-untyped-call]
-    except AdaptorError as error:
-        verdict = record.verdict
-        if verdict is None:
-            output.tell(f"ttprun: error: {error}")
-            return USAGE_EXIT_CODE
-        _conclude(f"{verdict.line}; the workers cannot be started again: {error}", verdict.save)
-        return int(verdict.exit_code)
-    except (*rendezvous_errors.UNMET, AssertionError, OSError, RuntimeError, ValueError) as error:
-        verdict = record.verdict
-        if engine.has_own_agent and not record.has_started:
-            output.tell(f"ttprun: error: {rendezvous_errors.why_not(error, parsed)}")
-            return USAGE_EXIT_CODE
-        if verdict is not None and rendezvous_errors.lacks_means(error):
-            why = text.describe(error)
-            _conclude(f"{verdict.line}; the workers cannot be started again: {why}", verdict.save)
-            return int(verdict.exit_code)
-        if verdict is None or not isinstance(error, rendezvous_errors.UNMET):
-            raise
-        why = rendezvous_errors.why_not_again(error)
-        _conclude(f"{verdict.line}; nodes cannot meet again, {why}", verdict.save)
-        return int(verdict.exit_code)
-    except SignalException as error:
-        return _end_by(error.sigval, record)
-    except ChildFailedError as error:
-        verdict = record.verdict
-        if verdict is None:
-            code = error.get_first_failure()[1].exitcode
-            meant = engine.exit_code(code)
-            if meant is None:
-                return USAGE_EXIT_CODE
-            output.tell(text.say(error))
-            return _of_a_process(meant)
-        if record.refused_after is not None:
-            last = record.refused_after
-            record.account.failed(f"{last.line}; not started again: {verdict.line}")
-            return int(last.exit_code)
-        if verdict.outcome == "refused":
-            output.tell(f"ttprun: error: {verdict.line}")
-        else:
-            record.account.failed(f"{verdict.line}{record.stopped}")
-        return int(verdict.exit_code)
-    record.account.ended()
-    return 0
-
-
-def _end_by(sigval: signal.Signals, record: RunRecord) -> int:
-    """Tell the last line of a job that a signal has ended; return the exit code.
-
-    Further signals are ignored: what is left takes some seconds at most, also where the disk hangs.
-    """
-    from adaptor.launchers import waiting
-
-    waiting.ignore_signals()
-    verdict = record.verdict
-    if verdict is None:
-        _conclude(f"ended by {sigval.name}, and the workers with it", record.save)
-    else:
-        record.account.failed(verdict.line)
-    return 128 + sigval
-
-
-def _conclude(line: str, save: str = "") -> None:
-    from adaptor.launchers.account import conclude
-
-    conclude(line, save)
-
-
-def _of_a_process(code: int) -> int:
-    """Return the exit code of a process as a shell has it: 128 + N after signal N."""
-    return code if code > 0 else 128 - code
 
 
 if __name__ == "__main__":

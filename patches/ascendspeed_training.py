@@ -9,7 +9,7 @@ from typing import Any
 from adaptor import context, patching, preflight
 from adaptor.checkpoint import folder, lease_claim, left_overs
 from adaptor.diagnostics.recorder import Recorder
-from adaptor.frameworks import supported_options
+from adaptor.frameworks import local_copy_flag, megatron_restart, supported_options
 from adaptor.patches._versions import MODELLINK
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
@@ -25,13 +25,11 @@ training = patching.Unit("ascendspeed-training", framework="ascendspeed", tested
     accepts="(extra_args_provider=, ignore_unknown_args=)",
 )
 def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import megatron_lm
-
     patching.require_modules("ttp")
     if context.part(preflight.Preflight).findings is None:
         context.part(UnprotectedTraining).expect("ModelLink")
     provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
-    parsed = wrapped(megatron_lm.accepts_local_copy(provider), *rest, **kwargs)
+    parsed = wrapped(local_copy_flag.accepts_local_copy(provider), *rest, **kwargs)
     if context.part(preflight.Preflight).findings is not None:
         _examine(parsed)
         return parsed
@@ -44,17 +42,17 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     if parsed.rank == 0:
         lease_claim.claim(parsed.save)
         left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
-    megatron_lm.resume_after_restart(parsed)
+    megatron_restart.resume_after_restart(parsed)
     return parsed
 
 
 def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
     """Return what must hold before anything is built; each raises an AdaptorError."""
-    from adaptor.frameworks import ascendspeed, megatron_lm
+    from adaptor.frameworks import ascendspeed
 
     yield from ascendspeed.checks(parsed)
     yield lambda: supported_options.require_one_profiler(parsed)
-    yield lambda: megatron_lm.take_local_copy(parsed)
+    yield lambda: local_copy_flag.take_local_copy(parsed)
     yield lambda: context.part(ReplicaChoice).decide(
         parsed.use_distributed_optimizer, ascendspeed.data_parallel_size(parsed)
     )

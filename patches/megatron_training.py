@@ -11,7 +11,9 @@ from adaptor.checkpoint import folder, lease_claim, left_overs
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.frameworks import (
     fine_tuning,
+    local_copy_flag,
     megatron_nodes,
+    megatron_restart,
     megatron_sizes,
     parallel_sizes,
     supported_options,
@@ -34,13 +36,11 @@ training = patching.Unit("training", framework="megatron-lm", tested=MEGATRON)
     accepts="(extra_args_provider=, ignore_unknown_args=)",
 )
 def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import megatron_lm
-
     patching.require_modules("ttp")
     if context.part(preflight.Preflight).findings is None:
         context.part(UnprotectedTraining).expect("Megatron-LM")
     provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
-    parsed = wrapped(megatron_lm.accepts_local_copy(provider), *rest, **kwargs)
+    parsed = wrapped(local_copy_flag.accepts_local_copy(provider), *rest, **kwargs)
     if context.part(preflight.Preflight).findings is not None:
         examine(parsed)
         return parsed
@@ -60,15 +60,15 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
         return parsed
     if parsed.rank == 0:
         left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
-    megatron_lm.resume_after_restart(parsed)
+    megatron_restart.resume_after_restart(parsed)
     return parsed
 
 
 def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
     """Return what must hold before anything is built; each raises an AdaptorError."""
-    from adaptor.frameworks import megatron_lm, mindspeed_wrappers
+    from adaptor.frameworks import mindspeed_wrappers
 
-    yield lambda: megatron_lm.take_local_copy(parsed)
+    yield lambda: local_copy_flag.take_local_copy(parsed)
     yield lambda: supported_options.require_alone(parsed)
     yield lambda: supported_options.require_one_profiler(parsed)
     yield lambda: parallel_sizes.require_transformable(parsed)

@@ -18,21 +18,17 @@ message; a round that does not end is a fault of that rank.
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import secrets
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import torch
 import xxhash
 
-from adaptor.checkpoint import disk, shards
+from adaptor.checkpoint import disk, in_place_messages
 from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
 from adaptor.checkpoint.crc32 import crc32
 from adaptor.checkpoint.file_parts import (
@@ -44,52 +40,12 @@ from adaptor.checkpoint.file_parts import (
     write_all,
 )
 from adaptor.checkpoint.hashing import BLOCK, DIGEST_BYTES, BlockDigest
+from adaptor.checkpoint.in_place_holder import go_on, own_readers
+from adaptor.checkpoint.in_place_messages import TOKEN_BYTES, Answer, Offer, Order, Report, receive, send
 from adaptor.checkpoint.planned_tensors import Source
 from adaptor.checkpoint.shards import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
 from adaptor.protocol.file_entry import FileEntry
-
-T = TypeVar("T")
-
-_ROUND_S = 1.0  # far below the time-out of a message, which is that of the group
-_TOKEN_BYTES = 16
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class _Offer(msgspec.Struct):
-    """The files of the writer. `token` stands at byte 0 of the first; the holder's belongs at byte `slot`."""
-
-    drafts: list[str]
-    regions: list[Region]
-    token: bytes
-    slot: int
-
-
-class _Answer(msgspec.Struct):
-    """The first file as a holder sees it; `problem`: why it sees none."""
-
-    kernel: str = ""
-    device: int = 0
-    inode: int = 0
-    token: bytes = b""
-    problem: str = ""
-
-
-class _Order(enum.Enum):
-    """The order of the writer to a holder: to write for a round, to send its shards instead, or to leave."""
-
-    WRITE = "write"
-    SEND = "send"
-    END = "end"
-
-
-class _Report(msgspec.Struct):
-    """The work of a holder in a round; the parts come when all are on disk."""
-
-    done: bool = False
-    failure: str = ""
-    parts: list[WrittenPart] = []
-    not_finite: list[NotFinite] = []
 
 
 class InPlace:
@@ -162,11 +118,11 @@ class InPlace:
                     writer.add_content(number, entry.begin, entry.content)
         writer.add_shards(regions, self._optimizers, self._own)
         if not self._is_shared(regions):
-            self._order(_Order.SEND)
+            self._order(Order.SEND)
             return False
         self._in_rounds(writer)
         same = all(self._is_there(part) for rank, part in self._parts if rank in self._foreign)
-        self._order(_Order.END if same else _Order.SEND)
+        self._order(Order.END if same else Order.SEND)
         return same
 
     def finish(self) -> list[FileEntry]:
@@ -209,24 +165,24 @@ class InPlace:
         """Offer the files to all other holders; return whether each of them has proved to see them."""
         if not self._others:
             return True
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        token = secrets.token_bytes(TOKEN_BYTES)
         write_all(self._files[0], token, 0)
         os.fsync(self._files[0])
-        slots = {rank: _TOKEN_BYTES * (1 + number) for number, rank in enumerate(self._others)}
+        slots = {rank: TOKEN_BYTES * (1 + number) for number, rank in enumerate(self._others)}
         for rank, slot in slots.items():
-            _send(_Offer(self._drafts, regions, token, slot), rank, self._exchange)
-        answers = {rank: _receive(_Answer, rank, self._exchange) for rank in self._others}
+            send(Offer(self._drafts, regions, token, slot), rank, self._exchange)
+        answers = {rank: receive(Answer, rank, self._exchange) for rank in self._others}
         # Opened anew: that is when a shared file system brings its cache up to date.
         here = disk.open_below(self._root, self._drafts[0], os.O_RDONLY)
         try:
-            mine = _seen(here)
+            mine = in_place_messages.seen(here)
             self._foreign = {
                 rank
                 for rank, answer in answers.items()
                 if (answer.kernel, answer.device, answer.inode) != (mine.kernel, mine.device, mine.inode)
             }
             return all(
-                not answer.problem and read_all(here, _TOKEN_BYTES, slots[rank]) == answer.token
+                not answer.problem and read_all(here, TOKEN_BYTES, slots[rank]) == answer.token
                 for rank, answer in answers.items()
             )
         finally:
@@ -238,29 +194,29 @@ class InPlace:
         error: Exception | None = None
         waiting = set(self._others)
         while waiting or not done:
-            self._order(_Order.WRITE, waiting)
+            self._order(Order.WRITE, waiting)
             try:
-                done = _go_on(steps)
+                done = go_on(steps)
             except DumpCancelled:
                 raise
             except Exception as raised:  # the others, who are at work, are told behind this round
                 error = raised
             for rank in sorted(waiting):
-                report = _receive(_Report, rank, self._exchange)
+                report = receive(Report, rank, self._exchange)
                 failure = failure or report.failure
                 if report.done:
                     waiting.discard(rank)
                     self._parts += [(rank, part) for part in report.parts]
                     self.not_finite += [(rank, what) for what in report.not_finite]
             if error is not None or failure:
-                self._order(_Order.END)
+                self._order(Order.END)
                 raise error or CheckpointError(failure)
         self._parts += [(self._exchange.rank, part) for part in writer.parts]
         self.not_finite += [(self._exchange.rank, what) for what in writer.not_finite]
 
-    def _order(self, order: _Order, ranks: set[int] | None = None) -> None:
+    def _order(self, order: Order, ranks: set[int] | None = None) -> None:
         for rank in self._others if ranks is None else sorted(ranks):
-            _send(order, rank, self._exchange)
+            send(order, rank, self._exchange)
 
     def _is_there(self, part: WrittenPart) -> bool:
         """Read a part again that another kernel has written; return whether it is what was reported."""
@@ -296,116 +252,6 @@ class InPlace:
         return whole.hexdigest()
 
 
-def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> bool:
-    """Write the own parts of the archives of another rank, as a holder; return True if that gathers instead.
-
-    Args:
-        optimizers: those of the chain.
-        writer: the rank, in the exchange, that makes the archives.
-        exchange: with the folder.
-
-    Raises:
-        CheckpointError: nothing can be written here, of which the writer has been told; DumpCancelled.
-        RuntimeError: from the process group, when the writer is gone.
-    """
-    assert exchange.folder is not None
-    own = own_readers(optimizers, exchange)
-    offer = _receive(_Offer, writer, exchange)
-    files: list[int] = []
-    try:
-        try:
-            answer = _proof(offer, exchange.folder, files)
-        except OSError as error:
-            answer = _Answer(problem=f"{error.filename or exchange.folder}: {error.strerror or error}")
-        _send(answer, writer, exchange)
-        parts = PartWriter(files, exchange)
-        steps: Iterator[None] | None = None
-        failed: Exception | None = None
-        while True:
-            order = _receive(_Order, writer, exchange)
-            if order is _Order.WRITE:
-                report = _Report()
-                try:
-                    if steps is None:
-                        parts.add_shards(offer.regions, optimizers, own)
-                        steps = parts.run()
-                    if _go_on(steps):
-                        report = _Report(done=True, parts=parts.parts, not_finite=parts.not_finite)
-                except DumpCancelled:
-                    raise
-                except Exception as error:
-                    failed = _in_one_line(error, exchange.folder)
-                    report = _Report(failure=str(failed))
-                _send(report, writer, exchange)
-                continue
-            if failed is not None:
-                raise failed
-            return order is _Order.SEND
-    finally:
-        for descriptor in files:
-            os.close(descriptor)
-
-
-def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[int, Any]]:
-    """Return, per optimizer of the chain, the readers of the shards that this rank gives, by index.
-
-    Args:
-        optimizers: those of the chain.
-        exchange: which names the shards.
-
-    Raises:
-        CheckpointError: it has not what it was chosen for, or no state yet.
-    """
-    found: list[Mapping[int, Any]] = []
-    for position, optimizer in enumerate(optimizers):
-        own: Mapping[int, Any] = {}
-        if shards.is_sharded(optimizer) and exchange.rank in exchange.sources[position]:
-            own = shards.own_shards(optimizer, position, exchange)
-        for reader in own.values():
-            for number, buffer in enumerate(optimizer.buffers):
-                for bucket in range(len(buffer.buckets)):
-                    for _, _, tensors in reader(number, bucket):
-                        for key in shards.KEYS:
-                            shards.tensor_of(tensors, key)
-        found.append(own)
-    return found
-
-
-def _proof(offer: _Offer, folder: Path, files: list[int]) -> _Answer:
-    """Open the files, which are appended to `files`, and leave a token. Raises OSError."""
-    here = disk.open_below(folder, offer.drafts[0], os.O_RDONLY)
-    try:
-        answer = _seen(here)
-        if read_all(here, _TOKEN_BYTES, 0) != offer.token:
-            return _Answer(problem=f"{folder}: is another folder than the writer's")
-    finally:
-        os.close(here)
-    # Not for reading as well: a client of NFS would then write pages as a whole that it has read before.
-    files += [disk.open_below(folder, draft, os.O_WRONLY) for draft in offer.drafts]
-    answer.token = secrets.token_bytes(_TOKEN_BYTES)
-    write_all(files[0], answer.token, offer.slot)
-    os.fsync(files[0])
-    return answer
-
-
-def _seen(descriptor: int) -> _Answer:
-    """Return which file it is, and for which kernel: on one kernel the same file has one cache."""
-    status = os.fstat(descriptor)
-    return _Answer(_BOOT_ID.read_text().strip(), status.st_dev, status.st_ino)
-
-
-def _go_on(steps: Iterator[None]) -> bool:
-    """Write for a round; return True when all is on disk."""
-    until = time.monotonic() + _ROUND_S
-    return all(time.monotonic() < until for _ in steps)
-
-
-def _in_one_line(error: Exception, folder: Path) -> Exception:
-    if isinstance(error, OSError):
-        return CheckpointError(f"{folder}: {error.strerror or error}")
-    return error
-
-
 def _crcs(name: str, layout: ArchiveLayout[Source], parts: Sequence[WrittenPart]) -> list[int]:
     """Return the CRC-32 of each entry. Raises CheckpointError where its parts leave a hole, or overlap."""
     inside: dict[int, list[WrittenPart]] = defaultdict(list)
@@ -426,17 +272,3 @@ def _crcs(name: str, layout: ArchiveLayout[Source], parts: Sequence[WrittenPart]
             raise CheckpointError(f"{name}: no rank has written what belongs at byte {at}")
         found.append(join_crcs([(part.crc, part.size) for part in inside[number]]))
     return found
-
-
-def _send(message: Any, to: int, exchange: Exchange) -> None:
-    content = bytearray(msgspec.msgpack.encode(message))
-    for tensor in (torch.tensor([len(content)]), torch.frombuffer(content, dtype=torch.uint8)):
-        shards.group_of(exchange).send([tensor], to, exchange.tag).wait()
-
-
-def _receive(kind: type[T], source: int, exchange: Exchange) -> T:
-    length = torch.zeros(1, dtype=torch.int64)
-    shards.group_of(exchange).recv([length], source, exchange.tag).wait()
-    content = torch.zeros(int(length), dtype=torch.uint8)
-    shards.group_of(exchange).recv([content], source, exchange.tag).wait()
-    return msgspec.msgpack.decode(content.numpy().tobytes(), type=kind)

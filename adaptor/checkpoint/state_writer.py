@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from adaptor.checkpoint import finite, in_place, shards
+from adaptor.checkpoint import finite, in_place, in_place_holder, shards
 from adaptor.checkpoint.archive_layout import ArchiveLayout
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.format_torch import TorchFormat, can_be_planned
@@ -53,7 +53,7 @@ def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
     """
     with torch.no_grad():
         optimizers = chain(state.optimizer)
-        if not _is_in_place(state, exchange) or in_place.take_part(optimizers, writer, exchange):
+        if not _is_in_place(state, exchange) or in_place_holder.take_part(optimizers, writer, exchange):
             shards.send(optimizers, writer, exchange)
 
 
@@ -121,7 +121,7 @@ def _write_in_place(
 ) -> WrittenFiles | None:
     """Write the files together with the holders; return None where they send their shards instead."""
     optimizers, format_torch = chain(state.optimizer), TorchFormat()
-    in_place.own_readers(optimizers, exchange)  # before anything is made
+    in_place_holder.own_readers(optimizers, exchange)  # before anything is made
     planned = PlannedTensors()
     weights = Weights(exchange.device.to_host, planned.cast, planned.is_finite)
     gathered: list[Any] = []

@@ -14,20 +14,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from adaptor import context, devices, output
-from adaptor.checkpoint import step_record, tracker
+from adaptor import context, devices
+from adaptor.checkpoint import step_record
 from adaptor.checkpoint.formats import in_format
 from adaptor.checkpoint.placement import CheckpointPlacement, place_of, state_at
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
 from adaptor.checkpoint.training_state import FLOPS, TrainingState
-from adaptor.context import Context
 from adaptor.devices.device import Device
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import adapter_base, layout_beside, supported_options
-from adaptor.protocol.environment import Generation
-from adaptor.protocol.naming import TRACKER
-from adaptor.protocol.start_options import START_ONLY
+from adaptor.frameworks import adapter_base, layout_beside, megatron_restart, supported_options
 from adaptor.replica import group, twin
 from adaptor.replica.mirror import Mirror
 
@@ -36,98 +32,6 @@ COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_sa
 
 # Where ModelOpt keeps what it has made of a module.
 MODELOPT = "_modelopt_state"
-
-
-def resume_after_restart(args: Any) -> None:
-    """Let a restarted job load the newest checkpoint in its --save folder, whatever it began from."""
-    if not context.part(Generation).is_restart:
-        return
-    if not (Path(args.save) / TRACKER).is_file():
-        if context.get().settings.host_copy and args.load is None:
-            args.load = args.save  # before the framework loads, host copies become a checkpoint there
-        return
-    if _has_saved_nothing(args):
-        return
-    changed = {name: value for name, value in START_ONLY.items() if _is_given(args, name)}
-    if not _is_same_folder(args.load, args.save):
-        where = "is missing" if args.load is None else f"is {args.load}"
-        _say_once(args, f"--load {where}: the restarted job loads from --save {args.save}")
-    if changed:
-        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
-        _say_once(args, f"{flags}: not for the restarted job, which goes on exactly where it was")
-    args.load = args.save
-    for name, value in changed.items():
-        setattr(args, name, value)
-
-
-def _is_given(args: Any, name: str) -> bool:
-    """Return whether a user has given an option that has no default of its own; a number may be 0."""
-    value = getattr(args, name, None)
-    return value is not None and value is not False
-
-
-def _is_same_folder(one: str | None, other: str) -> bool:
-    return one is not None and Path(one).resolve() == Path(other).resolve()
-
-
-def _has_saved_nothing(args: Any) -> bool:
-    """Return whether what is in --save is of an earlier run: of no later step than this job has begun at."""
-    if (
-        args.load is None
-        or _is_same_folder(args.load, args.save)
-        or getattr(args, "finetune", False)
-        or getattr(args, "reset_iteration", False)
-    ):
-        return False
-    began = getattr(args, "ckpt_step", None) or tracker.tracked_step(Path(args.load))
-    saved = tracker.tracked_step(Path(args.save))
-    return began is not None and saved is not None and saved <= began
-
-
-def accepts_local_copy(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    """The framework's parser accepts `--local-copy-os`, which is TTP_LOCAL_COPY to users of MindIO TTP."""
-
-    def provide(parser: Any) -> Any:
-        parser = parser if provider is None else provider(parser)
-        parser.add_argument(
-            "--local-copy-os",
-            action="store_true",
-            help="Copy the optimizer state before each update, in place of a barrier (TTP_LOCAL_COPY).",
-        )
-        return parser
-
-    return provide
-
-
-def take_local_copy(parsed: Any) -> None:
-    """Take `--local-copy-os` out of the framework's own arguments, which it saves and loads again.
-
-    Raises:
-        UnsupportedError: there are no shards, which to users of MindIO TTP are what it copies.
-    """
-    if not vars(parsed).pop("local_copy_os", False):
-        return
-    if not parsed.use_distributed_optimizer:
-        raise UnsupportedError(
-            "--local-copy-os is given without --use-distributed-optimizer: add --use-distributed-optimizer, "
-            "or set TTP_LOCAL_COPY=True in its place, which copies a whole optimizer, too"
-        )
-    context.get().copy_locally()
-
-
-class _Said:
-    """The lines that this process has told, a part of its context."""
-
-    def __init__(self, context: Context) -> None:
-        self.lines: set[str] = set()
-
-
-def _say_once(args: Any, line: str) -> None:
-    """Megatron parses its arguments more than once."""
-    said = context.part(_Said).lines
-    if args.rank == 0 and line not in said:
-        said.add(line)
-        output.tell(f"[ttp] {line}", to="stdout")
 
 
 def require_unconverted(model: Sequence[Any]) -> None:
@@ -270,7 +174,7 @@ def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> N
         return (*_state_of(model, optimizer, scheduler, (None,) * len(chain), everyone), device)
 
     if rebuild.write_newest(Path(args.save).resolve(), optimizer, describe) is not None:
-        resume_after_restart(args)
+        megatron_restart.resume_after_restart(args)
 
 
 def evaluated(args: Any, iters: int | list[int], step: int) -> int:

@@ -17,7 +17,7 @@ from adaptor.checkpoint import saved_steps, tracker
 from adaptor.errors import AdaptorError, ResumeError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.setting_values import Reshape
-from adaptor.transform import arguments, source
+from adaptor.transform import arguments, opening
 from adaptor.transform.sizes import Sizes
 
 NEAREST = "nearest"
@@ -231,7 +231,7 @@ def require_sizes_of_checkpoint(args: Any) -> None:
     if not any(path.name.startswith("mp_rank_") for path in folder.iterdir()):
         return
     try:
-        there = source.sizes_at(load, step)
+        there = opening.sizes_at(load, step)
     except AdaptorError:
         return  # the framework may be able to load it
     if (there.tp, there.pp) != (args.tensor_model_parallel_size, args.pipeline_model_parallel_size):

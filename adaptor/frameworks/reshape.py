@@ -28,8 +28,9 @@ from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.transform import agreement, run, targets
 from adaptor.transform.copying import Files
+from adaptor.transform.opening import open_source, sizes_at
 from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.source import SourceCheckpoint, open_source, sizes_at
+from adaptor.transform.source import SourceCheckpoint
 from adaptor.transform.target import TargetCheckpoint
 
 T = TypeVar("T")

@@ -13,8 +13,9 @@ from typing import NoReturn
 from adaptor.errors import AdaptorError, CheckpointError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.transform import targets
+from adaptor.transform.opening import open_source
 from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.source import SourceCheckpoint, open_source
+from adaptor.transform.source import SourceCheckpoint
 from adaptor.transform.target import TargetCheckpoint
 
 

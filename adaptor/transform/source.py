@@ -9,17 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from adaptor.checkpoint import layout_file, tracker
 from adaptor.checkpoint.layout_file import JobLayout, Piece
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import MODEL_FILE, OPTIMIZER_FILE
-from adaptor.transform import archive, arguments, contents, described, rules
+from adaptor.transform import contents, described, rules
 from adaptor.transform.contents import STATES, ByParam
 from adaptor.transform.model import Item, Model, Slot, View, in_whole_model, whole_shape
 from adaptor.transform.records import StoredTensor
 from adaptor.transform.rules import EMBEDDING, OUTPUT
-from adaptor.transform.sharded_source import COMMON, ShardedCheckpoint, is_sharded
 from adaptor.transform.sizes import Chunk, Rank, Sizes
 
 WEIGHT = "weight"
@@ -144,119 +142,6 @@ class SourceCheckpoint:
 
 def _shape(value: Any) -> tuple[int, ...]:
     return value.shape if isinstance(value, StoredTensor) else ()
-
-
-def find(root: Path, step: int | None) -> tuple[Path, int]:
-    """Return the folder of a step and the step: `step`, else what the tracker names.
-
-    Raises:
-        CheckpointError: it is not there.
-    """
-    if step is None:
-        step = tracker.tracked_step(root)
-        if step is None:
-            raise CheckpointError(f"{root / naming.TRACKER}: names no step; give --step N")
-    folder = root / naming.final_name(step)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such checkpoint")
-    return folder, step
-
-
-def sizes_at(root: Path, step: int) -> Sizes:
-    """Return the parallel sizes with which the checkpoint of `step` below `root` was saved.
-
-    Only the arguments in one file are read, so nothing of it is checked.
-
-    Raises:
-        CheckpointError: it is not there, or damaged.
-        UnsupportedError: it has no arguments.
-    """
-    folder, _ = find(root, step)
-    path = folder / COMMON if is_sharded(folder) else _model_files(folder)[0]
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing")
-    return Sizes.of(arguments.of(archive.read(path), path))
-
-
-def _model_files(folder: Path) -> list[Path]:
-    """Return the files of the ranks' models. Raises CheckpointError where there are none."""
-    ranks = sorted(path / MODEL_FILE for path in folder.iterdir() if path.name.startswith("mp_rank_"))
-    found = [path for path in ranks if path.is_file()]
-    if not found:
-        raise CheckpointError(
-            f"{folder}: has no mp_rank_*/{MODEL_FILE}, so it is no checkpoint of the format torch"
-        )
-    return found
-
-
-def open_source(root: Path, step: int | None) -> SourceCheckpoint:
-    """Open the checkpoint of `step` below `root`; no tensor is read.
-
-    Raises:
-        CheckpointError: a rank is missing, ranks are of different steps, a file is damaged.
-        UnsupportedError: its kind is not supported.
-    """
-    folder, number = find(root, step)
-    if is_sharded(folder):
-        return _open_sharded(folder, number)
-    first = _model_files(folder)
-    args = arguments.of(archive.read(first[0]), first[0])
-    layout = layout_file.read(path) if (path := folder / naming.LAYOUT).exists() else None
-    arguments.require_supported(args, folder, described=layout is not None)
-    sizes = Sizes.of(args)
-    if layout is not None:
-        _require_sizes(layout, sizes, folder)
-    optimizers = _optimizers(args, sizes)
-    bodies: dict[Rank, dict[str, Any]] = {}
-    states: dict[Rank, Sequence[dict[Any, Any] | ByParam | None]] = {}
-    for rank in sizes.ranks:
-        path = folder / sizes.folder(rank)
-        if not (path / MODEL_FILE).is_file():
-            raise CheckpointError(
-                f"{path / MODEL_FILE}: missing; the arguments say {sizes}, {len(sizes.ranks)} ranks"
-            )
-        body = archive.read(path / MODEL_FILE)
-        if not isinstance(body, dict) or body.get("iteration") != number:
-            raise CheckpointError(f"{path / MODEL_FILE}: is not of step {number}{_other_step(body)}")
-        said = Sizes.of(arguments.of(body, path / MODEL_FILE))
-        if said != sizes:
-            raise CheckpointError(f"{path / MODEL_FILE}: was saved with {said}, {first[0]} with {sizes}")
-        contents.require_model_file(body, path / MODEL_FILE, optimizers)
-        bodies[rank] = body
-        if not (path / OPTIMIZER_FILE).is_file():
-            raise CheckpointError(f"{path / OPTIMIZER_FILE}: missing")
-        content = archive.read(path / OPTIMIZER_FILE)
-        states[rank] = contents.optimizer_states(content, path / OPTIMIZER_FILE, optimizers)
-    return SourceCheckpoint(folder, number, sizes, args, bodies, states, layout)
-
-
-def _open_sharded(folder: Path, number: int) -> SourceCheckpoint:
-    sharded = ShardedCheckpoint(folder, number)
-    args, sizes, layout = sharded.args, sharded.sizes, sharded.layout
-    arguments.require_supported(args, folder, described=True)
-    _require_sizes(layout, sizes, folder)
-    bodies = {rank: sharded.body(rank) for rank in sizes.ranks}
-    for body in bodies.values():
-        contents.require_model_file(body, folder, _optimizers(args, sizes))
-    states = {rank: sharded.states(rank) for rank in sizes.ranks}
-    return SourceCheckpoint(folder, number, sizes, args, bodies, states, layout)
-
-
-def _optimizers(args: Namespace, sizes: Sizes) -> int:
-    return 2 if getattr(args, "num_experts", None) and sizes.ep > 1 else 1
-
-
-def _require_sizes(layout: JobLayout, sizes: Sizes, folder: Path) -> None:
-    said = described.sizes_of(layout)
-    if said != sizes:
-        raise CheckpointError(
-            f"{folder / naming.LAYOUT}: is of {said}, and the arguments of {folder} say {sizes}"
-        )
-
-
-def _other_step(body: Any) -> str:
-    step = body.get("iteration") if isinstance(body, dict) else None
-    return f", but of step {step}" if isinstance(step, int) else ""
 
 
 def _describe(source: SourceCheckpoint) -> Model:

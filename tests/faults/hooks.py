@@ -103,8 +103,8 @@ def install(faults: list[Fault], stamp: Path | None) -> None:
     _wrap("adaptor.worker.freezer", "Freezer.bring_to", _let_through(injector))
     for act in ("send", "gather"):
         before("dump-gather", "adaptor.checkpoint.shards", act)
-    for act in ("take_part", "InPlace.write"):
-        before("dump-gather", "adaptor.checkpoint.in_place", act)
+    before("dump-gather", "adaptor.checkpoint.in_place_holder", "take_part")
+    before("dump-gather", "adaptor.checkpoint.in_place", "InPlace.write")
     after("dump-write", "adaptor.checkpoint.hashing", "HashingFile.write")
     after("dump-write", "adaptor.checkpoint.file_parts", "write_all")
     after("dump-written", "adaptor.checkpoint.state_writer", "write_files")

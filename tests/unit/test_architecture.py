@@ -127,6 +127,8 @@ USES_ANY = {
     "adaptor.checkpoint.format_torch": "state dicts of Megatron",
     "adaptor.checkpoint.format_torch_dist": "state dicts of Megatron",
     "adaptor.checkpoint.in_place": "a framework's optimizer",
+    "adaptor.checkpoint.in_place_holder": "a framework's optimizer",
+    "adaptor.checkpoint.in_place_messages": "a message of any kind",
     "adaptor.checkpoint.layout_of_job": "a framework's model and optimizer",
     "adaptor.checkpoint.local_copy": "a framework's optimizer",
     "adaptor.checkpoint.optimizer_stand_ins": "optimizers of Megatron",

@@ -11,7 +11,7 @@ import torch
 
 from adaptor import context
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import ascendspeed, megatron_lm, mindspeed_wrappers
+from adaptor.frameworks import ascendspeed, local_copy_flag, megatron_lm, megatron_restart, mindspeed_wrappers
 from adaptor.patches import megatron_training
 from adaptor.protocol import environment
 
@@ -105,11 +105,11 @@ def test_a_copy_of_shards_is_refused_where_there_are_none(monkeypatch: pytest.Mo
     with pytest.raises(
         UnsupportedError, match="--local-copy-os is given without --use-distributed-optimizer: add"
     ):
-        megatron_lm.take_local_copy(_args(use_distributed_optimizer=False, local_copy_os=True))
+        local_copy_flag.take_local_copy(_args(use_distributed_optimizer=False, local_copy_os=True))
     assert not context.get().settings.local_copy
-    megatron_lm.take_local_copy(_args(use_distributed_optimizer=False))
+    local_copy_flag.take_local_copy(_args(use_distributed_optimizer=False))
     given = _args(local_copy_os=True)
-    megatron_lm.take_local_copy(given)
+    local_copy_flag.take_local_copy(given)
     assert context.get().settings.local_copy
     assert "local_copy_os" not in given, "the framework would save it"
 
@@ -130,7 +130,7 @@ def test_a_restart_loads_all_that_was_saved(
     if tracked:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     monkeypatch.setenv(environment.IS_RESTART, "1")
-    megatron_lm.resume_after_restart(args)
+    megatron_restart.resume_after_restart(args)
     given = {name: getattr(args, name) for name in began}
     said = capsys.readouterr().out
     if not tracked:  # it has saved nothing, and begins once more
@@ -156,7 +156,7 @@ def test_a_restart_says_nothing_of_what_nobody_gave(
     none = dict.fromkeys(("no_load_optim", "no_load_rng", "load_main_params_from_ckpt", "ckpt_step"))
     args = Namespace(rank=0, save=str(save), load=same.format(save), finetune=False, **none)
     monkeypatch.setenv(environment.IS_RESTART, "1")
-    megatron_lm.resume_after_restart(args)
+    megatron_restart.resume_after_restart(args)
     assert (args.load, capsys.readouterr().out) == (str(save), "")
 
 
@@ -167,7 +167,7 @@ def test_a_restart_loads_the_optimizer_from_its_own_folder(
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     args = Namespace(rank=0, save=str(tmp_path), load=f"{tmp_path}/", finetune=False, no_load_optim=True)
     monkeypatch.setenv(environment.IS_RESTART, "1")
-    megatron_lm.resume_after_restart(args)
+    megatron_restart.resume_after_restart(args)
     assert not args.no_load_optim
 
 
@@ -193,7 +193,7 @@ def test_a_restart_goes_back_to_no_earlier_run(
         rank=0, save=str(save), load=str(load), **{"finetune": False, "ckpt_step": None, **given}
     )
     monkeypatch.setenv(environment.IS_RESTART, "1")
-    megatron_lm.resume_after_restart(args)
+    megatron_restart.resume_after_restart(args)
     assert args.load == str(save if loads == "--save" else load)
     if loads != "--save":
         assert args.ckpt_step == given.get("ckpt_step")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import fine_tuning, megatron_lm
+from adaptor.frameworks import fine_tuning, megatron_restart
 from adaptor.patches import megatron_training
 from adaptor.protocol import environment
 
@@ -117,7 +117,7 @@ def test_a_restart_loads_its_own_adapters(
         lora_load="/adapters",
         enable_hf2mg_convert=True,
     )
-    megatron_lm.resume_after_restart(args)
+    megatron_restart.resume_after_restart(args)
     assert args.load == str(tmp_path)
     assert (args.finetune, args.lora_load, args.enable_hf2mg_convert) == (False, None, False)
     assert "--finetune, --lora-load, --enable-hf2mg-convert: not for the restarted" in capsys.readouterr().out

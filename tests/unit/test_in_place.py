@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.checkpoint import crc32, file_parts, in_place, manifest, publish, shards, state_writer
+from adaptor.checkpoint import (
+    crc32,
+    file_parts,
+    in_place,
+    in_place_holder,
+    in_place_messages,
+    manifest,
+    publish,
+    shards,
+    state_writer,
+)
 from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.hashing import BLOCK, BlockDigest
@@ -154,7 +164,7 @@ def test_what_another_kernel_has_written_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
     """A shared file system may lose what two clients write to one page: then all shards are gathered."""
-    seen, write_all = in_place._seen, file_parts.write_all
+    seen, write_all = in_place_messages.seen, file_parts.write_all
     main = {}
 
     def of_a_kernel(descriptor: int) -> Any:
@@ -166,7 +176,7 @@ def test_what_another_kernel_has_written_is_read_again(
         is_the_holder = len(main) == 2 and next(iter(main)) == threading.get_ident()
         write_all(descriptor, bytes(len(data)) if lost and is_the_holder else data, at)
 
-    monkeypatch.setattr(in_place, "_seen", of_a_kernel)
+    monkeypatch.setattr(in_place_messages, "seen", of_a_kernel)
     monkeypatch.setattr(file_parts, "write_all", write)
     written, sent = _together(tmp_path)
     assert sent is None
@@ -388,7 +398,7 @@ def test_what_is_told_of_numbers_that_are_not_finite_names_the_param() -> None:
     exchange = Exchange(None, 0, [[0]])
     with Path("/dev/null").open("wb") as file:
         writer = file_parts.PartWriter([file.fileno()], exchange)
-        writer.add_shards([region], [rank.optimizer], in_place.own_readers([rank.optimizer], exchange))
+        writer.add_shards([region], [rank.optimizer], in_place_holder.own_readers([rank.optimizer], exchange))
         stretches = writer._stretches
         for stretch in stretches:
             stretch.read(0, stretch.size)

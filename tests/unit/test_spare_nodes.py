@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from adaptor import config
 from adaptor.errors import ConfigError, StartError
-from adaptor.launchers import flags, invitation, spare_node, tls, ttprun
+from adaptor.launchers import flags, invitation, last_line, spare_node, tls, ttprun
 from adaptor.launchers.agent_connection import connect
 from adaptor.launchers.places import Places
 from adaptor.launchers.spare_gate import SpareGate
@@ -238,7 +238,7 @@ def test_a_spare_that_could_take_no_place_is_refused(
     arguments: list[str], words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTP_TLS", "plain")  # as the flag does, which is undone after the test
-    assert ttprun.main([flags.SPARE, "--ttp-tls", "plain", *arguments, __file__]) == ttprun.USAGE_EXIT_CODE
+    assert ttprun.main([flags.SPARE, "--ttp-tls", "plain", *arguments, __file__]) == last_line.USAGE_EXIT_CODE
     assert f"ttprun: error: {words}" in capfd.readouterr().err
 
 

@@ -23,9 +23,9 @@ from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.transform import archive, random_states, rounding, rules, run, writing, zip_writer
 from adaptor.transform.copying import Files
+from adaptor.transform.opening import open_source
 from adaptor.transform.records import NewTensor, StoredTensor
 from adaptor.transform.sizes import Sizes
-from adaptor.transform.source import open_source
 from adaptor.transform.target import TargetCheckpoint
 from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import FFN, STEP

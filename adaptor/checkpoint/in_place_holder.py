@@ -1,0 +1,122 @@
+"""The part of a holder in archives that are written in place (`in_place`), and the rounds in which all write."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adaptor.checkpoint import disk, in_place_messages, shards
+from adaptor.checkpoint.file_parts import PartWriter, read_all, write_all
+from adaptor.checkpoint.in_place_messages import TOKEN_BYTES, Answer, Offer, Order, Report, receive, send
+from adaptor.checkpoint.shards import DumpCancelled, Exchange
+from adaptor.errors import CheckpointError
+
+_ROUND_S = 1.0  # far below the time-out of a message, which is that of the group
+
+
+def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> bool:
+    """Write the own parts of the archives of another rank, as a holder; return True if that gathers instead.
+
+    Args:
+        optimizers: those of the chain.
+        writer: the rank, in the exchange, that makes the archives.
+        exchange: with the folder.
+
+    Raises:
+        CheckpointError: nothing can be written here, of which the writer has been told; DumpCancelled.
+        RuntimeError: from the process group, when the writer is gone.
+    """
+    assert exchange.folder is not None
+    own = own_readers(optimizers, exchange)
+    offer = receive(Offer, writer, exchange)
+    files: list[int] = []
+    try:
+        try:
+            answer = _proof(offer, exchange.folder, files)
+        except OSError as error:
+            answer = Answer(problem=f"{error.filename or exchange.folder}: {error.strerror or error}")
+        send(answer, writer, exchange)
+        parts = PartWriter(files, exchange)
+        steps: Iterator[None] | None = None
+        failed: Exception | None = None
+        while True:
+            order = receive(Order, writer, exchange)
+            if order is Order.WRITE:
+                report = Report()
+                try:
+                    if steps is None:
+                        parts.add_shards(offer.regions, optimizers, own)
+                        steps = parts.run()
+                    if go_on(steps):
+                        report = Report(done=True, parts=parts.parts, not_finite=parts.not_finite)
+                except DumpCancelled:
+                    raise
+                except Exception as error:
+                    failed = _in_one_line(error, exchange.folder)
+                    report = Report(failure=str(failed))
+                send(report, writer, exchange)
+                continue
+            if failed is not None:
+                raise failed
+            return order is Order.SEND
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
+
+
+def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[int, Any]]:
+    """Return, per optimizer of the chain, the readers of the shards that this rank gives, by index.
+
+    Args:
+        optimizers: those of the chain.
+        exchange: which names the shards.
+
+    Raises:
+        CheckpointError: it has not what it was chosen for, or no state yet.
+    """
+    found: list[Mapping[int, Any]] = []
+    for position, optimizer in enumerate(optimizers):
+        own: Mapping[int, Any] = {}
+        if shards.is_sharded(optimizer) and exchange.rank in exchange.sources[position]:
+            own = shards.own_shards(optimizer, position, exchange)
+        for reader in own.values():
+            for number, buffer in enumerate(optimizer.buffers):
+                for bucket in range(len(buffer.buckets)):
+                    for _, _, tensors in reader(number, bucket):
+                        for key in shards.KEYS:
+                            shards.tensor_of(tensors, key)
+        found.append(own)
+    return found
+
+
+def _proof(offer: Offer, folder: Path, files: list[int]) -> Answer:
+    """Open the files, which are appended to `files`, and leave a token. Raises OSError."""
+    here = disk.open_below(folder, offer.drafts[0], os.O_RDONLY)
+    try:
+        answer = in_place_messages.seen(here)
+        if read_all(here, TOKEN_BYTES, 0) != offer.token:
+            return Answer(problem=f"{folder}: is another folder than the writer's")
+    finally:
+        os.close(here)
+    # Not for reading as well: a client of NFS would then write pages as a whole that it has read before.
+    files += [disk.open_below(folder, draft, os.O_WRONLY) for draft in offer.drafts]
+    answer.token = secrets.token_bytes(TOKEN_BYTES)
+    write_all(files[0], answer.token, offer.slot)
+    os.fsync(files[0])
+    return answer
+
+
+def go_on(steps: Iterator[None]) -> bool:
+    """Write for a round; return True when all is on disk."""
+    until = time.monotonic() + _ROUND_S
+    return all(time.monotonic() < until for _ in steps)
+
+
+def _in_one_line(error: Exception, folder: Path) -> Exception:
+    if isinstance(error, OSError):
+        return CheckpointError(f"{folder}: {error.strerror or error}")
+    return error

@@ -1,0 +1,188 @@
+"""Makes the record of an incident from its end and its timeline (docs/operations.md).
+
+It runs in the thread that writes the file, behind the decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import signal
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import cast, get_args
+
+import msgspec
+
+from adaptor.controller import missing_collectives
+from adaptor.controller.failures import SIGNAL_BASE
+from adaptor.launchers.incident_timeline import NOTICED, Happened, Timeline, happened
+from adaptor.operations import records
+from adaptor.operations.records import Cause, CauseKind, Incident, Phases, Versions
+from adaptor.protocol import collectives
+from adaptor.protocol.messages import Fault, Recovered, Verdict
+
+# Sections of docs/runbook.md.
+_RUNBOOK = "docs/runbook.md"
+
+
+def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: float) -> Incident:
+    """Return the file of the incident that has ended with `end`.
+
+    Args:
+        end: the verdict, or the end of an online recovery.
+        timeline: what happened.
+        name: the id of the file.
+        ended: when the verdict was given, in Unix seconds.
+    """
+    events = sorted(map(happened, timeline.happened), key=lambda one: one.at)
+    begun = [one for one in events if one.what == "collectives"]
+    events = [one for one in events if one.what != "collectives"]
+    fault = end.fault
+    blamed = next(iter(fault.ranks), -1) if isinstance(end, Recovered) else end.cause_rank
+    noticed = _noticed(blamed, events)
+    exit_code, stop, newest, lost = None, "", None, None
+    if isinstance(end, Recovered):
+        verdict, newest, lost = "recovered", end.step, 0
+        action = f"training went on with step {end.step + 1}"
+    else:
+        verdict, stop, exit_code = end.outcome, end.stop, end.exit_code
+        newest = end.newest if end.newest >= 0 else None
+        if verdict == "saved":
+            lost = max(0, end.newest - end.step)
+        action = f"the job ends: {stop}" if stop else _next(end, timeline)
+    step = end.step if end.step >= 0 else None
+    return Incident(
+        id=name,
+        job=timeline.job,
+        generation=timeline.generation,
+        incident=end.incident,
+        began=records.utc(noticed.at if noticed is not None else ended),
+        ended=records.utc(ended),
+        cause=_cause(fault, exit_code),
+        reason=end.line,
+        blamed=blamed if blamed >= 0 else None,
+        node=_node(blamed, noticed, timeline),
+        host=fault.host or None,
+        pid=fault.pid or None,
+        failed=list(fault.ranks),
+        silent=_silent(events),
+        verdict=verdict,  # type: ignore[arg-type]  # `refused` has no file
+        step=step,
+        newest_step=newest,
+        steps_lost=lost,
+        phases=_phases(events, noticed, timeline.silent_s if fault.kind == "hang" else 0.0),
+        checkpoint=timeline.checkpoint,
+        bytes=timeline.size,
+        exit_code=exit_code,
+        next_action=action,
+        not_started_again=stop,
+        runbook=f"{_RUNBOOK}#{_kind(fault)}",
+        collectives=_missing(begun, _silent(events)),
+        versions=_versions(),
+        ranks=sorted({one.rank for one in events if one.rank is not None}),
+        events=[timeline.event(one, end.incident) for one in events],
+    )
+
+
+def _next(end: Verdict, timeline: Timeline) -> str:
+    """Return what comes after a verdict, as far as the verdict tells; the agent knows more later."""
+    if not end.is_requested:
+        return "the workers are started again, if a restart is left"
+    if len(timeline.hosts) > 1:
+        return f"ttprun on {end.fault.host} ends, as it was told; the job goes on if enough nodes are left"
+    return "the job ends, as ttprun was told"
+
+
+def _missing(happened: Sequence[Happened], silent: Sequence[int]) -> list[str]:
+    """Return which rank misses which collective; it is also written beside the stacks."""
+    files, of_ranks = [], {}
+    for one in happened:
+        if one.rank is not None:
+            with contextlib.suppress(msgspec.MsgspecError):
+                path, of_ranks[one.rank] = collectives.decode(one.detail)
+                files.append(path)
+    found = missing_collectives.missing(of_ranks, silent)
+    if found:
+        with contextlib.suppress(OSError):  # the file of the incident has it, too
+            place = Path(files[0]).with_name("collectives.txt")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text("".join(f"{line}\n" for line in found))
+    return found
+
+
+def _versions() -> Versions:
+    return Versions(
+        adaptor=metadata.version("ttp-adaptor"),
+        torch=metadata.version("torch"),
+        python=platform.python_version(),
+    )
+
+
+def _kind(fault: Fault) -> CauseKind:
+    return cast("CauseKind", fault.kind) if fault.kind in get_args(CauseKind) else "unknown"
+
+
+def _cause(fault: Fault, exit_code: int | None) -> Cause:
+    kind = _kind(fault)
+    name = None
+    if kind == "signal" and fault.status is not None:
+        name = _signal(-fault.status)
+    elif kind == "told-to-end" and exit_code is not None:
+        name = _signal(exit_code - SIGNAL_BASE)
+    return Cause(
+        kind=kind,
+        signal=name,
+        exit_code=fault.status if kind == "exit" else None,
+        exception=fault.key if kind == "exception" else None,
+    )
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _noticed(blamed: int, happened: Sequence[Happened]) -> Happened | None:
+    """Return the notice of the fault of the rank `blamed`; survivors may have raised before it."""
+    noticed = [one for one in happened if one.what == NOTICED]
+    return next((one for one in noticed if one.rank == blamed), noticed[0] if noticed else None)
+
+
+def _node(blamed: int, noticed: Happened | None, timeline: Timeline) -> int | None:
+    if blamed in timeline.nodes:
+        return timeline.nodes[blamed]
+    return noticed.node if noticed is not None else None
+
+
+def _silent(happened: Sequence[Happened]) -> list[int]:
+    """Return the ranks that were told to stop and neither answered nor ended, in order."""
+    told = {one.rank for one in happened if one.what == "freeze" and one.rank is not None}
+    answered = {one.rank for one in happened if one.what in ("frozen", "died", NOTICED)}
+    return sorted(told - answered)
+
+
+def _phases(happened: Sequence[Happened], noticed: Happened | None, silent_s: float) -> Phases:
+    def first(*what: str) -> float | None:
+        return min((one.at for one in happened if one.what in what), default=None)
+
+    def last(*what: str) -> float | None:
+        return max((one.at for one in happened if one.what in what), default=None)
+
+    ordered = first("freeze")
+    detect = silent_s or seconds_between(noticed.at if noticed is not None else None, ordered)
+    return Phases(
+        detect=detect,
+        freeze=seconds_between(ordered, last("frozen")),
+        write=seconds_between(first("dump-ordered"), last("written")),
+        publish=seconds_between(last("publish-ordered"), last("published")),
+        regroup=seconds_between(first("replace", "regroup-ordered"), first("recovered")),
+    )
+
+
+def seconds_between(begin: float | None, end: float | None) -> float | None:
+    """Return the seconds from `begin` to `end`; clocks of two nodes may disagree, and it is never below 0."""
+    return None if begin is None or end is None else max(0.0, end - begin)
