@@ -1,4 +1,4 @@
-"""The part of a holder in archives that are written in place (`in_place`), and the rounds in which all write."""
+"""The part of a holder in archives that are written in place (`in_place`), and the rounds of all."""
 
 from __future__ import annotations
 
