@@ -65,8 +65,8 @@ class _Told:
 def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tuple[str, ...] = ()) -> None:
     """Make sure that the checkpoint which the framework is about to read is intact.
 
-    All ranks call it at the same time: the files are divided among them. Those that are intact are
-    `CheckedFiles` afterwards, so the framework need not read them once more.
+    All ranks call it at the same time: the files are divided among those that see the same folder. Files that
+    are intact are `CheckedFiles` afterwards, so the framework need not read them once more.
 
     Args:
         load: the folder that the framework loads from.
@@ -77,14 +77,14 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
             are read on its node then.
 
     Raises:
-        ResumeError: a checkpoint is damaged, and no other may take its place; or it cannot be read.
+        ResumeError: a checkpoint is damaged, and no other may take its place; or it cannot be read; or nodes
+            have copies of their own, and one is damaged.
     """
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
     judgement = _judge(load, save, chosen) if rank == 0 else None
     problems: list[str] | None = None
-    readers: list[Reader] = []
     while True:
         told = [_next(judgement, problems) if judgement is not None else _Told()]
         dist.broadcast_object_list(told, src=0)
@@ -93,15 +93,18 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
             raise ResumeError(order.refusal)
         if not order.files:
             return
-        if not readers:
-            readers = [Reader(0, ())] * size
-            dist.all_gather_object(readers, Reader(context.part(Place).node, loads))
+        readers = [Reader(0, ())] * size
+        view = divided_reading.view(Path(order.folder))
+        dist.all_gather_object(readers, Reader(context.part(Place).node, loads, view))
         found = [_Compared() for _ in range(size)]
         dist.all_gather_object(found, _compare(order, rank, readers))
-        problems = [problem for part in found for problem in part.problems]
-        problems += _of_blocks(order, found)
+        views = divided_reading.views(readers)
+        seen = [_of_view(order, [found[number] for number in ranks]) for ranks in views]
+        problems = [problem for some in seen for problem in some]
         if not problems:
             context.part(CheckedFiles).add(Path(order.folder), order.files)
+        elif divided_reading.are_copies(readers):
+            raise ResumeError(_of_copies(seen, [readers[ranks[0]].node for ranks in views]))
 
 
 @dataclass
@@ -148,10 +151,10 @@ def _digests(path: Path, first: int, end: int, threads: int, compared: _Compared
         return b""
 
 
-def _of_blocks(order: _Told, found: Sequence[_Compared]) -> list[str]:
-    """Return the problems of files of which each rank has read a part."""
+def _of_view(order: _Told, found: Sequence[_Compared]) -> list[str]:
+    """Return all problems of the files that some ranks see alike; of many a file each has read a part."""
     told = [problem for part in found for problem in part.problems]
-    problems: list[str] = []
+    problems = list(told)
     for file in filter(in_blocks, order.files):
         path = Path(order.folder) / file.path
         digests = b"".join(part.digests.get(file.path, b"") for part in found)
@@ -161,6 +164,22 @@ def _of_blocks(order: _Told, found: Sequence[_Compared]) -> list[str]:
         elif hashing.join_blocks(digests) != file.xxh3_128_blocks:
             problems.append(f"{path}: checksum differs from the manifest")
     return problems
+
+
+def _of_copies(seen: Sequence[list[str]], nodes: Sequence[int]) -> str:
+    """Refuse copies that are not all intact: no older checkpoint can take the place of each.
+
+    Args:
+        seen: the problems of each copy.
+        nodes: for each copy, the number of a node that has it.
+    """
+    words = [
+        f"node {node}: {_first(problems)}" for problems, node in zip(seen, nodes, strict=True) if problems
+    ]
+    return (
+        f"{'; '.join(words[:_TOLD])}; the nodes do not see the same folder, so nothing was changed: copy the"
+        " checkpoint to them anew, or give a folder that they share"
+    )
 
 
 def _by(rank: int, problem: str) -> Unreadable:

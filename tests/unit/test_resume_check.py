@@ -413,9 +413,13 @@ def test_after_any_crash_the_next_start_goes_on(root: Path, tmp_path: Path) -> N
 
 
 def _start(
-    tmp_path: Path, size: int, folders: Sequence[Path], own: Mapping[int, dict[str, str]] | None = None
+    tmp_path: Path,
+    size: int,
+    folders: Sequence[Path],
+    own: Mapping[int, dict[str, str]] | None = None,
+    places: Mapping[int, Path] | None = None,
 ) -> list[Warm]:
-    """Start ranks; `own` is what each has besides in its environment."""
+    """Start ranks; `own` is what each has besides in its environment, `places` where each starts."""
     return [
         Warm(
             [sys.executable, str(SCRIPT), str(tmp_path / "store"), str(rank), str(size), *map(str, folders)],
@@ -423,6 +427,7 @@ def _start(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            cwd=(places or {}).get(rank),
         )
         for rank in range(size)
     ]
@@ -501,6 +506,44 @@ def test_what_a_node_loads_is_read_there(root: Path, tmp_path: Path) -> None:
     assert tracker.tracked_step(root) == NEWER + 1
     assert tracker.tracked_step(damaged) == NEWER
     assert "a.pt: checksum differs from the manifest" in outputs[0]
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut", "gone", "intact"])
+@pytest.mark.parametrize("name", ["large.pt", FILES[0]])
+def test_each_node_checks_its_own_copy(root: Path, tmp_path: Path, name: str, kind: str) -> None:
+    """Two nodes of two ranks have the checkpoint on disks of their own, and neither says what it loads."""
+    folder = publish.prepare(root, NEWER + 1)
+    (folder / "large.pt").write_bytes(os.urandom(5 * BLOCK))
+    (folder / FILES[0]).parent.mkdir()
+    (folder / FILES[0]).write_bytes(b"small")
+    entries = [hashing.entry_of(folder / each, each) for each in ("large.pt", FILES[0])]
+    publish.publish(root, NEWER + 1, entries, {}, 4)
+    other = tmp_path / "other" / root.name
+    shutil.copytree(root, other, copy_function=shutil.copyfile)
+    damaged = Path(root.name) / naming.final_name(NEWER + 1) / name
+    if kind == "gone":
+        (other.parent / damaged).unlink()
+    elif kind != "intact":
+        changed = bytearray((other.parent / damaged).read_bytes())
+        changed[-1] ^= 1
+        (other.parent / damaged).write_bytes(changed if kind == "flipped" else changed[:-1])
+    before = content(root), content(other)
+    own = {rank: {"GROUP_RANK": str(rank // 2)} for rank in range(4)}
+    places = {rank: (root if rank < 2 else other).parent for rank in range(4)}
+    ranks = _start(tmp_path, 4, [Path(root.name)] * 2, own, places)
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    said = [line for text in outputs for line in _heard(text)]
+    assert len(said) == 4, "\n".join(outputs)
+    parts = sorted(each for line in said for each in line["read"] if "large.pt" in each)
+    halves = [f"{naming.final_name(NEWER + 1)}/large.pt:{part}" for part in ("0-2", "2-5")]
+    assert parts == sorted([*halves, *halves])
+    (refused,) = {line["refused"] for line in said}
+    assert (content(root), content(other)) == before
+    if kind == "intact":
+        assert refused == ""
+    else:
+        assert refused.startswith(f"node 1: {damaged}: ")
+        assert "the nodes do not see the same folder, so nothing was changed: copy the" in refused
 
 
 def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path, tmp_path: Path) -> None:
