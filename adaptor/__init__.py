@@ -185,7 +185,12 @@ def write_host_copies(
     without TTP_HOST_COPY and with ENABLE_TTP=False it does nothing.
 
     Args:
-        model, optimizer, save, scheduler, extra, format: those that `protect` will be given.
+        model: the one that `protect` will be given; so are the others.
+        optimizer: of it.
+        save: the folder of the checkpoints.
+        scheduler: or None without one.
+        extra: further entries of `model_optim_rng.pt`.
+        format: of the checkpoint.
 
     Returns:
         The step that was written; None: there is nothing newer, or it could not be written, which a line
