@@ -54,6 +54,13 @@ def connect(registry: Any, params: Any) -> tuple[Any, bool]:
     return registry.get_rendezvous_handler(_told(params, is_host=False)), False
 
 
+def limit(params: Any) -> str:
+    """Return for how long `connect` waits at most, in words; empty: it is not known."""
+    if params.backend != "c10d":
+        return ""
+    return f"{params.get_as_int('read_timeout', _TIMEOUT_S)} s at most (--rdzv-conf read_timeout)"
+
+
 def _told(params: Any, *, is_host: bool) -> Any:
     told = copy.copy(params)
     told.config = {**params.config, "is_host": is_host}

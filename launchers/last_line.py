@@ -38,6 +38,9 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
             return USAGE_EXIT_CODE
         _conclude(f"{verdict.line}; the workers cannot be started again: {error}", verdict.save)
         return int(verdict.exit_code)
+    except rendezvous_errors.NotTakenInError as error:
+        output.tell(f"[ttp] {error}")
+        return 1
     except (*rendezvous_errors.UNMET, AssertionError, OSError, RuntimeError, ValueError) as error:
         verdict = record.verdict
         if engine.has_own_agent and not record.has_started:
@@ -49,7 +52,7 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
             return int(verdict.exit_code)
         if verdict is None or not isinstance(error, rendezvous_errors.UNMET):
             raise
-        why = rendezvous_errors.why_not_again(error)
+        why = rendezvous_errors.why_not_again(error, parsed)
         _conclude(f"{verdict.line}; nodes cannot meet again, {why}", verdict.save)
         return int(verdict.exit_code)
     except SignalException as error:

@@ -11,9 +11,14 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 from adaptor.launchers import c10d_store, node_order, signs_of_life
+from adaptor.launchers.rendezvous_errors import NotTakenInError
 from adaptor.launchers.waiting import Interrupted, wait_for
 
 # How often node 0 checks which nodes have come: the store's own wait writes two warnings at each time-out.
@@ -43,7 +48,7 @@ class Registry:
                 node_order.put_in_order(handler, has_store=has_store)
             return made
 
-        return wait_for(connect, lambda: what)
+        return wait_for(connect, lambda: what, limit=lambda: c10d_store.limit(params))
 
 
 class Rendezvous:
@@ -117,7 +122,7 @@ class Rendezvous:
             Interrupted: a signal came first.
         """
         try:
-            wait_for(work, lambda: self.missing)
+            wait_for(work, lambda: self.missing, limit=lambda: self.limit)
         except Interrupted:
             self._interrupted = True
             raise
@@ -146,6 +151,14 @@ class Rendezvous:
             except RendezvousTimeoutError:
                 if not self._trains_without_this_node:
                     raise
+            except (RendezvousClosedError, RendezvousConnectionError) as error:
+                if not self._is_outside:
+                    raise
+                lost = ", or has lost the node with the rendezvous store"
+                how = "" if isinstance(error, RendezvousClosedError) else lost
+                raise NotTakenInError(
+                    f"the job at {self._where} has ended{how}; it has not taken this node in"
+                ) from None
 
     @property
     def _trains_without_this_node(self) -> bool:
@@ -154,11 +167,25 @@ class Rendezvous:
         A node that was in the job waits for others that are to leave the last round, and for no longer than
         torch says.
         """
+        return self._is_outside and not self._handler._state_holder.state.closed
+
+    @property
+    def _is_outside(self) -> bool:
+        """Return whether there is a job, or was one, which has not taken this node in."""
         holder = getattr(self._handler, "_state_holder", None)
         if self._static is not None or holder is None or self._has_met:
             return False
-        state = holder.state
-        return state.complete and not state.closed and self._handler._this_node not in state.participants
+        return holder.state.complete and self._handler._this_node not in holder.state.participants
+
+    @property
+    def limit(self) -> str:
+        """Return for how long this node waits for others at most, in words; empty: for any time."""
+        if self._static is not None:
+            return f"{self._handler.timeout.total_seconds():g} s at most (--rdzv-conf timeout)"
+        settings = getattr(self._handler, "settings", None)
+        if settings is None or self._trains_without_this_node:
+            return ""
+        return f"{settings.timeout.join.total_seconds():g} s at most (--rdzv-conf join_timeout)"
 
     @property
     def missing(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import utils
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
@@ -15,6 +16,12 @@ from adaptor import text
 
 UNMET = (DistError, RendezvousError)
 _TAKEN = "EADDRINUSE"
+# How long nodes wait for each other, by the key of --rdzv-conf: torch's own, with --node-rank and without.
+_TIMEOUTS_S = {"timeout": 900, "join_timeout": 600}
+
+
+class NotTakenInError(RendezvousError):
+    """The job for which this node waited has ended."""
 
 
 def lacks_means(error: Exception) -> bool:
@@ -24,11 +31,23 @@ def lacks_means(error: Exception) -> bool:
     return isinstance(error, OSError) or "can't start new thread" in text.say(error)
 
 
-def why_not_again(error: Exception) -> str:
-    """Return why the workers could not be started again, as the end of a sentence."""
-    return (
-        "for too few came in time" if isinstance(error, RendezvousTimeoutError) else "for their store is lost"
-    )
+def why_not_again(error: Exception, parsed: argparse.Namespace) -> str:
+    """Return why the workers could not be started again, as the end of a sentence.
+
+    Args:
+        error: the exception of `torch.distributed.run.run`.
+        parsed: its flags.
+    """
+    if isinstance(error, RendezvousTimeoutError):
+        return f"for too few came {_in_time(parsed)}"
+    return "for their store is lost"
+
+
+def _in_time(parsed: argparse.Namespace) -> str:
+    """Return how long nodes wait for each other, and by which setting."""
+    name = "timeout" if parsed.rdzv_backend == "static" else "join_timeout"
+    seconds = utils._parse_rendezvous_config(parsed.rdzv_conf).get(name, _TIMEOUTS_S[name])
+    return f"within {seconds} s (--rdzv-conf {name})"
 
 
 def why_not(error: Exception, parsed: argparse.Namespace) -> str:
@@ -52,12 +71,13 @@ def why_not(error: Exception, parsed: argparse.Namespace) -> str:
             )
         case RendezvousTimeoutError() if parsed.rdzv_backend == "static":
             return (
-                f"{error} did not come to {where} in time; ttprun has to run on each node, with the same"
-                " --nnodes, --master-addr and --master-port, and a --node-rank of its own"
+                f"{error} did not come to {where} {_in_time(parsed)}; ttprun has to run on each node, with"
+                " the same --nnodes, --master-addr and --master-port, and a --node-rank of its own"
             )
         case RendezvousTimeoutError():
             return (
-                f"--nnodes is {parsed.nnodes}: fewer nodes came to the rendezvous at {where} in time; ttprun"
-                " has to run on each of them, with the same --rdzv-endpoint and --rdzv-id"
+                f"--nnodes is {parsed.nnodes}: fewer nodes came to the rendezvous at {where}"
+                f" {_in_time(parsed)}; ttprun has to run on each of them, with the same --rdzv-endpoint and"
+                " --rdzv-id"
             )
     return f"torch does not start: {type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")

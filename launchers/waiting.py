@@ -41,13 +41,20 @@ class Interrupted(BaseException):
         self.sigval = sigval
 
 
-def wait_for(work: Callable[[], T], what: Callable[[], str], *, quiet: bool = False) -> T:
+def wait_for(
+    work: Callable[[], T],
+    what: Callable[[], str],
+    *,
+    quiet: bool = False,
+    limit: Callable[[], str] = lambda: "",
+) -> T:
     """Run `work` in a thread and return its result; call it on the main thread.
 
     Args:
         work: waits for other nodes.
         what: returns what is waited for now, in words; empty: no line. It must not block.
         quiet: no line says so.
+        limit: returns for how long at most, and by which setting; empty: that is not known, or for any time.
 
     Raises:
         Interrupted: SIGINT, SIGTERM or another signal that torch handles came first. `work` goes on until
@@ -71,7 +78,7 @@ def wait_for(work: Callable[[], T], what: Callable[[], str], *, quiet: bool = Fa
             wait_s = FIRST_S
             while not done.wait(wait_s):
                 if not quiet:
-                    _say(what())
+                    _say(what(), limit())
                 wait_s = AGAIN_S
         except KeyboardInterrupt:
             ignore_signals()
@@ -106,9 +113,9 @@ def _raise_once(number: int, frame: FrameType | None) -> None:
     raise SignalException("", sigval=signal.Signals(number))
 
 
-def _say(what: str) -> None:
+def _say(what: str, limit: str) -> None:
     if what:
-        output.tell(f"[ttp] waiting for {what}")
+        output.tell(f"[ttp] waiting for {what}{limit and f', {limit}'}")
 
 
 @contextlib.contextmanager

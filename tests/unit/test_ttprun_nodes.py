@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -191,7 +192,7 @@ def test_a_port_that_another_job_has(launcher: Launcher) -> None:
         ),
         (
             ["--node-rank", "0", "--rdzv-conf", "timeout=1"],
-            "node 1 of 2 did not come to 127.0.0.1:{port} in time; ",
+            "node 1 of 2 did not come to 127.0.0.1:{port} within 1 s (--rdzv-conf timeout); ",
         ),
         (
             [
@@ -202,7 +203,7 @@ def test_a_port_that_another_job_has(launcher: Launcher) -> None:
                 "--rdzv-conf",
                 "join_timeout=1",
             ],
-            "--nnodes is 2: fewer nodes came to the rendezvous at localhost:{port} in time; ",
+            "--nnodes is 2: fewer nodes came to the rendezvous at localhost:{port} within 1 s (--rdzv-c",
         ),
     ],
     ids=["nobody is there", "no store of c10d", "one with a number stays away", "one stays away"],
@@ -220,20 +221,30 @@ def test_nodes_that_do_not_meet(arguments: list[str], line: str, launcher: Launc
 @pytest.mark.robustness(
     "A4",
     "the other node of two never comes, or is still to start; Ctrl-C or SIGTERM",
-    "a line names who is awaited, and where, at once and every 10 s; a signal ends it at once, in one line",
+    "a line at once and every 10 s names who is awaited, where, for how long; a signal ends it in one line",
 )
 @pytest.mark.parametrize(
-    ("arguments", "awaited"),
+    ("arguments", "awaited", "limit"),
     [
-        (["--nnodes", "2", "--node-rank", "0", "--master-port", "{port}"], "node 1 of 2 at 127.0.0.1:{port}"),
-        (["--nnodes", "2", "--node-rank", "1", "--master-port", "{port}"], "node 0 of 2 at 127.0.0.1:{port}"),
+        (
+            ["--nnodes", "2", "--node-rank", "0", "--master-port", "{port}"],
+            "node 1 of 2 at 127.0.0.1:{port}",
+            "900 s at most (--rdzv-conf timeout)",
+        ),
+        (
+            ["--nnodes", "2", "--node-rank", "1", "--master-port", "{port}", "--rdzv-conf", "timeout=70"],
+            "node 0 of 2 at 127.0.0.1:{port}",
+            "70 s at most (--rdzv-conf timeout)",
+        ),
         (
             ["--nnodes", "6", "--node-rank", "0", "--master-port", "{port}"],
             "nodes 1, 2, 3, 4 and 1 more of 6 at 127.0.0.1:{port}",
+            "900 s at most (--rdzv-conf timeout)",
         ),
         (
             ["--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{port}"],
             "1 more of 2 to 3 nodes at localhost:{port}",
+            "600 s at most (--rdzv-conf join_timeout)",
         ),
         (
             [
@@ -241,18 +252,19 @@ def test_nodes_that_do_not_meet(arguments: list[str], line: str, launcher: Launc
                 *("--rdzv-conf", "is_host=0"),
             ],
             "the rendezvous at localhost:{port}",
+            "60 s at most (--rdzv-conf read_timeout)",
         ),
     ],
     ids=["node 1", "node 0", "many", "c10d", "the store of c10d"],
 )
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_nodes_that_are_awaited(
-    by: signal.Signals, arguments: list[str], awaited: str, launcher: Launcher
+    by: signal.Signals, arguments: list[str], awaited: str, limit: str, launcher: Launcher
 ) -> None:
     port = free_port()
     options = [text.format(port=port) for text in arguments]
     pid = launcher.start(*options, launcher.script("print('started')"), before=HEARS_CTRL_C)
-    waits = f"[ttp] waiting for {awaited.format(port=port)}\n"
+    waits = f"[ttp] waiting for {awaited.format(port=port)}, {limit}\n"
     waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
     os.kill(pid, by)
     ended = launcher.wait(pid)
@@ -279,7 +291,7 @@ def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, lau
     port = free_port()
     options = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(port))
     pid = launcher.start(*options, launcher.script("print('started')"), before=HEARS_CTRL_C + second)
-    waits = f"[ttp] waiting for node 1 of 2 at 127.0.0.1:{port}\n"
+    waits = f"[ttp] waiting for node 1 of 2 at 127.0.0.1:{port}, 900 s at most (--rdzv-conf timeout)\n"
     waiting.written(launcher.folder, lambda: launcher.log.endswith(waits), "it says for whom it waits")
     os.kill(pid, by)
     ended = launcher.wait(pid)
@@ -309,6 +321,37 @@ def test_a_node_that_comes_late(zygote: subprocess.Popen[str], tmp_path: Path) -
     for node, pid in zip(nodes, started, strict=True):
         ended = node.wait(pid)
         assert (ended.code, ended.last_line) == (0, "trained"), ended.log
+
+
+@pytest.mark.robustness(
+    "A4", "a node waits to be taken into a job, and that ends", "one line says so, and the exit code is 1"
+)
+def test_a_node_that_comes_too_late(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Of this script nothing is known, so the node would be taken in at the next restart."""
+    port, gate = free_ports(2)
+    nodes, started = [], []
+    text = (
+        "from pathlib import Path\nfrom tests import waiting\n"
+        "Path('here').write_text(' ')\nwaiting.exist(Path('../go'))\n"
+    )
+    waits = f"[ttp] waiting for the job at localhost:{port}, which trains, to take this node in\n"
+    for number in (0, 1):
+        (tmp_path / f"node{number}").mkdir()
+        nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
+        where = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")
+        options = ("--ttp-port", str(gate), "--monitor-interval", "0.05")
+        started.append(node.start(*where, "--rdzv-conf", "last_call_timeout=1", *options, node.script(text)))
+        seen = (lambda: says_all(nodes[0].folder / "here")) if number == 0 else lambda: waits in nodes[1].log
+        waiting.written(tmp_path, seen, "the first one trains, the other waits")
+    (tmp_path / "go").touch()
+    first, late = (node.wait(pid) for node, pid in zip(nodes, started, strict=True))
+    assert first.code == 0, first.log
+    assert late.code == 1, late.log
+    assert re.fullmatch(
+        rf"\[ttp\] the job at localhost:{port} has ended(, or has lost the node with the rendezvous store)?;"
+        " it has not taken this node in",
+        late.last_line,
+    )
 
 
 def test_both_start_again_together(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
