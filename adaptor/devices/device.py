@@ -10,9 +10,10 @@ which something is done, and a dump must not wait for the wrong one. Invariants:
    has not been passed is not read (`done`), for its stream may stand before a collective that never ends.
 3. A dump copies beside that stream (`beside`, `to_host`, `copy`): it waits for its own copies alone, runs
    nothing but copies, and allocates nothing on the device.
-4. In an online recovery collectives that never end are ended (`end_collectives`) once the door turns the main
-   thread away: it may compute with what nobody has reduced, but comes to no update. It puts its state back
-   when the device has done all of that (`come_to_rest`).
+4. Collectives that never end are ended through what `begin` was given, and in no other way. The main thread
+   may then compute with what nobody has reduced, but no step of it counts. In an online recovery they are
+   ended once the door turns the main thread away (`end_collectives`), which puts its state back when the
+   device has done all of that (`come_to_rest`).
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ T = TypeVar("T")
 class Device(Protocol):
     """The main thread calls `begin`, `catch_up`, `mark` and `come_to_rest`; the processor the rest."""
 
-    def begin(self, may_release: Callable[[], bool]) -> None:
+    def begin(self, end: Callable[[Callable[[], None]], None]) -> None:
         """Training begins, or begins again after an incident.
 
         Args:
-            may_release: is asked before anything on the device is ended that the main thread may wait for.
-                Where it agrees, the main thread comes to a closed door, whatever it goes on with.
+            end: through it all is ended on the device that the main thread may wait for. It calls what it is
+                given, or does not, where nothing may be ended now; one at a time. From then on no step of the
+                main thread counts, whatever it goes on with.
         """
 
     def catch_up(self) -> None:
@@ -62,8 +64,8 @@ class Device(Protocol):
     def unreadable(self, release: bool = True) -> str:
         """Return why nothing can be read from the device, or an empty text if it can; takes some seconds.
 
-        With `release`, to make the device answer, it may end what never ends there (`begin`), and a dump that
-        is being made with it.
+        To make the device answer, it may end what never ends there (`begin`): always where a dump goes on
+        beside that, else with `release`, and a dump that is being made ends with it.
         """
 
     def end_collectives(self) -> None:
@@ -101,7 +103,7 @@ class DeviceKind(Protocol):
 class Host:
     """The CPU: what was called has been done."""
 
-    def begin(self, may_release: Callable[[], bool]) -> None:
+    def begin(self, end: Callable[[Callable[[], None]], None]) -> None:
         """Do nothing: nothing on the host has to be ended before its memory can be read."""
 
     def catch_up(self) -> None:

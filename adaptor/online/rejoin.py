@@ -56,7 +56,6 @@ class Rejoin:
         self._session = worker.session
         self._is_newcomer = newcomer  # until it has joined
         self._changed = threading.Condition()
-        self._shutting = threading.Lock()  # while collectives are ended; before `_changed`
         self._order: Regroup | None = None  # the newest
         self._ready: Regroup | None = None  # for the main thread
         self._recovered = 0  # the incident that was recovered last
@@ -104,18 +103,17 @@ class Rejoin:
         session = self._session
         if session.trainee is None or not session.is_training:
             raise CannotRejoinError("it is not in its training loop")
-
+        session.freezer.begin_attempt()
         device, is_turned_away = session.trainee.device, False
 
         def shut() -> int:
             # Once the main thread has settled it makes new connections, which must not be shut.
-            with self._shutting:
-                with self._changed:
-                    if self._settled is order or self._is_old(order):
-                        return 0
-                    inodes = self._groups.sockets()
-                if is_turned_away:
-                    device.end_collectives()
+            with self._changed:
+                if self._settled is order or self._is_old(order):
+                    return 0
+                inodes = self._groups.sockets()
+            if is_turned_away:
+                device.end_collectives()  # which is nothing once the main thread has come to rest
             return wake(inodes)
 
         wait = functools.partial(until_it_comes, order.timeout_s, shut, is_gone=lambda: self._will_not_return)
@@ -288,8 +286,7 @@ class Rejoin:
             newcomer.fetch(order, self._worker.rank, self._line_to(order), loop)
         else:
             record = session.record_of(order.step)
-            assert trainee is not None
-            trainee.device.come_to_rest()  # what the abandoned step has queued there writes nothing later
+            session.freezer.rest()  # what the abandoned step has queued there writes nothing later
             loop.settle(order.step)
             self._has_settled(order)
             if session.from_local_copy(order.step):
@@ -321,7 +318,7 @@ class Rejoin:
         return state.digest(record, made.count())
 
     def _has_settled(self, order: Regroup) -> None:
-        with self._shutting, self._changed:
+        with self._changed:
             self._settled = order
             self._changed.notify_all()
 

@@ -40,6 +40,11 @@ class Door:
         """Return whether nobody may pass."""
         return self._closed
 
+    @property
+    def is_sealed(self) -> bool:
+        """Return whether it is closed, and no window is open."""
+        return self._closed and not self._inside
+
     def enter(self, window: int) -> None:
         """Open a window; waits while the door is closed, until this window is let through.
 

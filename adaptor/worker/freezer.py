@@ -5,6 +5,7 @@ The processor's threads call it, wherever the main thread is; none of its waits 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -31,8 +32,10 @@ class Freezer:
         self._window = window
         self._door = window.door
         self._trainee: Trainee | None = None
-        self._last_believed: BoardRecord | None = None
-        self._has_interrupted = False  # the main thread, in this incident
+        self._ending = threading.Lock()  # while collectives are ended on the device
+        # An incident is open, and the main thread has not put away what it has left half done.
+        self._may_end = False
+        self._may_interrupt = False  # the main thread may wait for them, and was not interrupted before
 
     @property
     def _device(self) -> Device:
@@ -41,25 +44,42 @@ class Freezer:
     def begin(self, trainee: Trainee) -> None:
         """Begin with the state of `trainee`, which is whole."""
         self._trainee = trainee
-        self._last_believed = None
-        self._has_interrupted = False
-        trainee.device.begin(self._may_release)
+        trainee.device.begin(self._end)
 
-    def _may_release(self) -> bool:
-        """Return whether collectives on the device may be ended, and let the main thread leave them.
+    def _end(self, act: Callable[[], None]) -> None:
+        """End collectives on the device by `act` where that may be, and let the main thread leave them.
 
-        A rank that is not READY may be so afterwards, with gradients that nobody has reduced, or may skip a
-        step: only what it says of itself now is believed. One that is READY has no collective on its way.
+        With what nobody has reduced the main thread comes to no update, and skips none (`UpdateWindow.void`).
+        One that is READY has no collective of this step on its way, and will be needed at the door.
         """
-        if not self._door.closed:
-            return False
-        board = self.board.record()
-        if self._last_believed is None and board.phase is not Phase.READY:
-            self._last_believed = board
-        if not self._has_interrupted:
-            self._has_interrupted = True
-            interruption.interrupt()
-        return True
+        with self._ending:
+            board = self.board.record()
+            if not (self._may_end and self._door.is_sealed) or board.phase is Phase.UPDATING:
+                return
+            is_ready = board.phase is Phase.READY
+            self._window.void(board.ahead if is_ready else board.finished)
+            if self._may_interrupt and not is_ready:
+                self._may_interrupt = False
+                interruption.interrupt(self._is_in_no_update)
+            act()
+
+    def _is_in_no_update(self) -> bool:
+        return self._door.is_sealed and self.board.phase not in (Phase.READY, Phase.UPDATING)
+
+    def begin_attempt(self) -> None:
+        """Let collectives be ended once more: those of an attempt to go on that has failed may hang, too."""
+        self._may_end = True
+
+    def rest(self) -> None:
+        """Return once all is done that the main thread, which has left the framework, has started there.
+
+        From then on nothing is ended on the device in this attempt: what comes now is of fresh groups.
+        """
+        with self._ending:
+            self._may_interrupt = False
+        self._device.come_to_rest()
+        with self._ending:
+            self._may_end = False
 
     def freeze(self, timeout_s: float, again: bool = False) -> BoardRecord | None:
         """Close the door, and wait until no update is in flight.
@@ -74,7 +94,9 @@ class Freezer:
         until = time.monotonic() + timeout_s
         if not (self._door.close(timeout_s) and self._updates_are_over(until)):
             return None
-        board = self._last_believed or self.board.record()
+        if not again:
+            self._may_end = self._may_interrupt = True
+        board = self.board.record()
         uses_script_handlers = self._trainee is not None and not self._trainee.save
         # Handlers may keep the device busy for any time, which says nothing about the update.
         why = "" if again and uses_script_handlers else self._device.unreadable(release=not again)
@@ -112,7 +134,6 @@ class Freezer:
 
         From now on nobody is told of a later step, or given its state; that of `step` is the local copy.
         """
-        self._last_believed = None
         self.board.go_back(step)
 
     def _updates_are_over(self, until: float) -> bool:

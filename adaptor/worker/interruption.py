@@ -15,12 +15,14 @@ import ctypes
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 # Between two looks. Who is at the same instruction at both stands in a call: code that runs has moved on.
 _LOOK_S = 0.02
-# A main thread that still queues work for the device is not waited for longer.
-_PATIENCE_S = 1.0
+# A main thread that still queues work for the device is not waited for longer: the answer to a freeze is
+# waited for, too (`devices.accelerator`).
+_PATIENCE_S = 0.5
 _OURS = ("adaptor", "wrapt")
 
 
@@ -31,10 +33,13 @@ class CollectiveEndedError(RuntimeError):
         super().__init__("the collective of NCCL or HCCL was ended, as a rank that takes part in it is gone")
 
 
-def interrupt() -> bool:
+def interrupt(may: Callable[[], bool] = lambda: True) -> bool:
     """Set CollectiveEndedError in the main thread once it stands still in a call of others.
 
-    From another thread; takes a second at most.
+    From another thread; takes half a second at most.
+
+    Args:
+        may: is asked once it stands still; where it says no, nothing is set.
 
     Returns:
         Whether it was set.
@@ -48,7 +53,7 @@ def interrupt() -> bool:
         if place is None:
             return False
         if place == before:
-            return _may_raise(place[0]) and _raise_in(main)
+            return may() and _may_raise(place[0]) and _raise_in(main)
     return False
 
 

@@ -202,6 +202,7 @@ class Session:
         self._history.add(records, oldest=self.board.oldest, newest=finished)
         self._step = step
         if left_out:  # the framework skipped steps as a whole (Megatron's --iterations-to-skip)
+            self.window.require_whole(step - 1)
             self.board.finish(step - 1)
         if ends_with_update and 0 <= self.board.inside <= self.board.finished:
             self._end_is_told = False  # by an optimizer of the framework that does not tell

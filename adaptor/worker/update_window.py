@@ -2,8 +2,8 @@
 
 Invariants: it opens only when no rank needs this one any more for its update, and the door lets it; the board
 says at every moment which state of the rank is intact. A step whose collectives were ended on the device
-counts neither as READY nor as skipped: they are ended once the door turns everybody away, which is looked at
-behind the last collective of the step.
+counts neither as READY nor as skipped nor as left out (`void`), which is looked at behind the last collective
+of the step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from adaptor.protocol.board import Board
 from adaptor.protocol.messages import Phase
 from adaptor.protocol.state_provider import Trainee
 from adaptor.worker.door import Door, Unwind
+from adaptor.worker.interruption import CollectiveEndedError
 from adaptor.worker.step_history import StepHistory
 
 
@@ -41,6 +42,7 @@ class UpdateWindow:
         self._inner: frozenset[int] = frozenset()
         self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
         self._copying = False
+        self._newest: int | None = None  # the newest step whose collectives nobody has ended
 
     @property
     def is_open(self) -> bool:
@@ -71,6 +73,7 @@ class UpdateWindow:
         self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
         self._waiting = set()
         self._copying = False
+        self._newest = None
         self._mark = trainee.device.mark()
 
     def begin_copy(self, trainee: Trainee, step: int) -> None:
@@ -103,11 +106,26 @@ class UpdateWindow:
 
     def skip(self, trainee: Trainee, step: int) -> None:
         """Note that `step` makes no update."""
-        self.door.require_not_turned_away()
+        self.require_whole(step)
         self._take_snapshot(trainee, step, updated=False)
         self._mark = trainee.device.mark()
         if trainee.has_state():
             self._board.finish(step)
+
+    def void(self, newest: int) -> None:
+        """Let no step after `newest` count: its collectives are ended on the device; from any thread."""
+        self._newest = newest if self._newest is None else min(newest, self._newest)
+
+    def require_whole(self, step: int) -> None:
+        """Check that `step` may count; on the main thread, behind the last collective of the step.
+
+        Raises:
+            Unwind: the main thread is to leave the framework's loop instead.
+            CollectiveEndedError: its collectives were ended.
+        """
+        self.door.require_not_turned_away()
+        if self._newest is not None and step > self._newest:
+            raise CollectiveEndedError
 
     def give_up(self) -> None:
         """Note that an exception has left the script or the step.
@@ -147,7 +165,7 @@ class UpdateWindow:
     def _come_to_the_door(self, trainee: Trainee, step: int) -> None:
         trainee.exchange()  # where it breaks, this rank has not come to the door
         self._take_snapshot(trainee, step, updated=True)
-        self.door.require_not_turned_away()
+        self.require_whole(step)
         self._board.ready(step)
         if not trainee.has_local_copy:
             self._wait_at_the_barrier(trainee)

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from adaptor import devices
-from adaptor.devices import accelerator
+from adaptor.devices import accelerator, cuda
 from adaptor.devices.accelerator import Accelerator
 from adaptor.devices.cuda import Cuda
 from adaptor.devices.device import HOST
 from adaptor.devices.npu import Npu
 from adaptor.errors import UnsupportedError
+from adaptor.threads import Background
+from tests import waiting
 from tests.device.conftest import LANDING, NAMES, SHORT_S, in_a_thread
 from tests.device.recording import ERROR, Machine
 from tests.unit.threads import LONG_S
@@ -175,7 +177,7 @@ def test_what_never_ends_is_ended_only_where_nothing_can_be_read(
     device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = released(kind, machine, monkeypatch)
-    device.begin(lambda: True)
+    device.begin(lambda act: act())
     machine.default.block()
     assert device.unreadable() == ""
     assert said == []
@@ -197,7 +199,7 @@ def test_a_copy_that_stands_behind_what_never_ends_arrives_once_that_may_be_ende
     monkeypatch.setattr(accelerator, "_PROBE_S", SHORT_S)
     said = released(kind, machine, monkeypatch)
     may_release = threading.Event()
-    device.begin(may_release.is_set)
+    device.begin(lambda act: act() if may_release.is_set() else None)
     wanted, found = torch.arange(3 * LANDING), []
     there = machine.put(wanted)
     for stream in machine.made:
@@ -219,6 +221,65 @@ def test_a_copy_that_stands_behind_what_never_ends_arrives_once_that_may_be_ende
     assert kind == "npu" or sorted(set(said)) == ["abort 1", "abort 2"]
 
 
+def test_a_copy_arrives_where_no_thread_can_be_had_to_wait_for_it(
+    device: Accelerator, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "_PROBE_S", SHORT_S)
+    looked = threading.Event()
+
+    class NeverBegun:
+        def __init__(self, act: Any, name: str) -> None:
+            pass
+
+        def within(self, limit_s: float) -> None:
+            looked.set()
+
+    wanted, found = torch.arange(3 * LANDING), []
+    there = machine.put(wanted)
+    for stream in machine.made:
+        stream.block()
+    monkeypatch.setattr(accelerator, "Background", NeverBegun)
+    thread = threading.Thread(target=lambda: found.append(device.to_host(there)), daemon=True)
+    thread.start()
+    assert looked.wait(LONG_S)
+    for stream in machine.made:
+        stream.unblock()
+    thread.join(LONG_S)
+    assert torch.equal(found[0], wanted)
+
+
+def test_aborts_that_hang_or_fail_take_their_time_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And a user reads nothing of them."""
+    never, now, limits = threading.Event(), [0.0], list[float]()
+
+    class Hangs(Background[None]):
+        def within(self, limit_s: float) -> None:
+            limits.append(limit_s)
+            now[0] += limit_s
+
+    def fail() -> None:
+        raise RuntimeError("the future of the abort has timed out")
+
+    backends = [_Backend([], name) for name in "123"]
+    for backend, abort in zip(backends, (never.wait, never.wait, fail), strict=True):
+        backend.abort = abort  # type: ignore[assignment, method-assign]
+    groups = [
+        SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=lambda device, found=found: found)
+        for found in backends
+    ]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", _Backend, raising=False)
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
+    monkeypatch.setattr(cuda, "Background", Hangs)
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    cuda.Cuda.release(None)  # type: ignore[arg-type]
+    assert limits == [cuda.ABORT_S, 0.0, 0.0]
+    never.set()
+    waiting.until(lambda: all(one.name != "ttp-device" for one in threading.enumerate()), "they are done")
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_collectives_are_ended_where_the_main_thread_is_turned_away(
     device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +287,7 @@ def test_collectives_are_ended_where_the_main_thread_is_turned_away(
     machine.default.block()
     device.end_collectives()
     assert said == [], "it was not asked whether the door is closed"
-    device.begin(lambda: True)
+    device.begin(lambda act: act())
     device.end_collectives()
     device.come_to_rest()
     assert sorted(said) == {"cuda": ["abort 1", "abort 2"], "npu": ["restart 1", "stop 1"]}[kind]

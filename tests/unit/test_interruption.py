@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -57,6 +58,18 @@ def test_what_waits_in_a_module_of_python_s_is_left_alone() -> None:
     thread = beside(look)
     assert done.wait(60)
     thread.join()
+    assert said == [False]
+
+
+def test_a_main_thread_that_has_come_into_an_update_meanwhile_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frame = next(iter(sys._current_frames().values()))
+    monkeypatch.setattr(interruption, "_place", lambda thread: (frame, 0))
+    monkeypatch.setattr(interruption, "_may_raise", lambda frame: True)
+    said: list[bool] = []
+    beside(lambda: said.append(interruption.interrupt(lambda: False)))
+    waiting.until(lambda: bool(said), "it has looked")
     assert said == [False]
 
 

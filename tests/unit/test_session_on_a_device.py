@@ -11,6 +11,8 @@ import pytest
 
 from adaptor.devices.device import Host
 from adaptor.protocol.messages import Phase
+from adaptor.worker import interruption
+from adaptor.worker.interruption import CollectiveEndedError
 from tests.unit.test_session import Worker, make, record
 from tests.unit.threads import LONG_S, Thread, wait_for_waiter
 
@@ -27,8 +29,14 @@ class Queue(Host):
     why: str = ""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def begin(self, may_release: Callable[[], bool]) -> None:
-        self.may_release = may_release
+    def begin(self, end: Callable[[Callable[[], None]], None]) -> None:
+        self.end = end
+
+    def ends(self) -> bool:
+        """End what never ends, if that may be; return whether it was."""
+        ended: list[bool] = []
+        self.end(lambda: ended.append(True))
+        return bool(ended)
 
     def mark(self) -> Any:
         self.marks += 1
@@ -56,6 +64,19 @@ class Queue(Host):
 @pytest.fixture
 def device() -> Queue:
     return Queue()
+
+
+@pytest.fixture(autouse=True)
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What was said each time when the main thread stood still: whether it may be interrupted."""
+    found: list[bool] = []
+
+    def stands_still(may: Callable[[], bool]) -> bool:
+        found.append(may())
+        return False
+
+    monkeypatch.setattr(interruption, "interrupt", stands_still)
+    return found
 
 
 @pytest.fixture
@@ -159,29 +180,107 @@ def test_steps_are_told_before_the_device_is_made_to_answer(worker: Worker, devi
     worker.session.begin_step(5)
 
     def abort(release: bool = True) -> str:
-        assert device.may_release()
-        worker.loop.overflow()  # what the framework makes of such gradients
+        assert device.ends()
+        with pytest.raises(CollectiveEndedError):
+            worker.loop.overflow()  # what the framework makes of such gradients
         return ""
 
     device.unreadable = abort  # type: ignore[method-assign]
     first = worker.frozen()
     assert (first.phase, first.finished) == (Phase.RUNNING, 4)
-    assert worker.board.finished == 5
+    assert worker.board.finished == 4, "a dump that fails tells it, and the agent"
     device.unreadable = lambda release=True: ""  # type: ignore[method-assign]
     assert worker.frozen() == first, "another controller may ask again"
     assert worker.session.record_of(4) == record(4)
 
 
 def test_a_rank_that_was_ready_goes_on_when_its_device_was_made_to_answer(
+    worker: Worker, device: Queue, interrupted: list[bool]
+) -> None:
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    worker.session.freezer.freeze(LONG_S)
+    with Thread(worker.loop.update, 5):
+        wait_for_waiter(worker.changed)
+        assert device.ends()
+        assert interrupted == [], "it is needed at the door"
+        assert worker.frozen().phase is Phase.READY
+        worker.bring_to(5, lambda: 0, LONG_S)
+    assert worker.frozen().finished == 5
+    worker.session.begin_step(6)
+    assert device.ends()
+    assert interrupted == [True], "now it may wait for parameters that are gathered"
+    with pytest.raises(CollectiveEndedError):
+        worker.loop.update(6)
+    assert worker.frozen().finished == 5
+
+
+def test_an_update_with_what_nobody_has_reduced_does_not_come_to_the_door(
     worker: Worker, device: Queue
 ) -> None:
     worker.loop.begin(4)
     worker.session.begin_step(5)
-    assert not device.may_release(), "the door is open"
     worker.session.freezer.freeze(LONG_S)
+    assert device.ends()
+    with pytest.raises(CollectiveEndedError):
+        worker.loop.update(5)
+    assert worker.stands == ("RUNNING", 4, 4)
+    assert worker.gives == [4]
+    with pytest.raises(CollectiveEndedError):  # who has caught that, and goes on
+        worker.session.begin_step(6)
+    assert worker.gives == [4]
+
+
+def test_no_collective_is_ended_while_an_update_is_in_flight(
+    worker: Worker, device: Queue, interrupted: list[bool]
+) -> None:
+    """A host copy may wait at that moment; an exception in the update would leave the state of no step."""
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    worker.session.freezer.freeze(LONG_S)
+    ended: list[bool] = []
     with Thread(worker.loop.update, 5):
         wait_for_waiter(worker.changed)
-        assert device.may_release()
-        assert worker.frozen().phase is Phase.READY
-        worker.bring_to(5, lambda: 0, LONG_S)
-    assert worker.frozen().finished == 5
+        worker.session.after_update = lambda optimizer: ended.append(device.ends())  # type: ignore[method-assign]
+        worker.session.door.let_through(5)
+    assert ended == [False]
+    assert interrupted == []
+    assert worker.stands == ("UPDATING", 5, 4)
+
+
+def test_no_collective_is_ended_without_an_incident(worker: Worker, device: Queue) -> None:
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    assert not device.ends()
+    worker.session.door.shut()  # as a broken barrier does, before the agent has told of an incident
+    assert not device.ends()
+
+
+def test_none_of_a_fresh_group_is_ended_by_who_comes_late(worker: Worker, device: Queue) -> None:
+    """A copy of an abandoned dump, say, which found that its collective never ends."""
+    freezer = worker.session.freezer
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    freezer.freeze(LONG_S)
+    ending, may_end = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def act() -> None:
+        ending.set()
+        assert may_end.wait(LONG_S)
+        done.append("ended")
+
+    device.come_to_rest = lambda: done.append("at rest")  # type: ignore[method-assign]
+    with Thread(device.end, act):
+        assert ending.wait(LONG_S)
+        with Thread(freezer.rest):
+            may_end.set()
+    assert done == ["ended", "at rest"]
+    assert not device.ends()
+    freezer.begin_attempt()
+    assert device.ends(), "those of an attempt that has failed"
+    freezer.rest()
+    freezer.freeze(LONG_S, again=True)
+    assert not device.ends()
+    freezer.freeze(LONG_S)
+    assert device.ends(), "of another incident"
