@@ -100,11 +100,12 @@ def log_of_this_process() -> StepLog | None:
 
 @contextlib.contextmanager
 def loads_nothing(args: Any) -> Iterator[None]:
-    """While a newcomer builds its model: no checkpoint is read, its state comes from the survivors."""
-    names = [name for name in ("load", "pretrained_checkpoint") if hasattr(args, name)]
-    before = {name: getattr(args, name) for name in names}
-    for name in names:
-        setattr(args, name, None)
+    """While a newcomer builds its model: no checkpoint is read and no weight is drawn, its state comes from
+    the survivors, random states included."""
+    nothing = {"load": None, "pretrained_checkpoint": None, "perform_initialization": False}
+    before = {name: getattr(args, name) for name in nothing if hasattr(args, name)}
+    for name in before:
+        setattr(args, name, nothing[name])
     try:
         yield
     finally:

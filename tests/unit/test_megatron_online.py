@@ -1,0 +1,21 @@
+"""The start of a new process among survivors, in Megatron-LM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from adaptor.frameworks.megatron_online import loads_nothing
+
+
+def test_what_its_model_is_built_with() -> None:
+    """It reads no checkpoint and draws no weights; its arguments, which are saved, are then those of all."""
+    args = SimpleNamespace(load="/save", perform_initialization=True, seed=1)
+    before = dict(vars(args))
+    with loads_nothing(args):
+        assert vars(args) == {"load": None, "perform_initialization": False, "seed": 1}
+    assert vars(args) == before
+    with pytest.raises(RuntimeError), loads_nothing(args):
+        raise RuntimeError
+    assert vars(args) == before
