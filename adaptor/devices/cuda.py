@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from adaptor.devices.accelerator import Accelerator
-from adaptor.threads import Background
+from adaptor.threads import Background, reserve
 
 # Milliseconds are enough; whoever calls `release` does not wait longer than this for all of it.
 ABORT_S = 10.0
+# Threads beside those that abort: for all else that an incident does.
+_OTHER_THREADS = 8
 
 
 class Cuda(Accelerator):
@@ -25,6 +27,7 @@ class Cuda(Accelerator):
         # torch hands 32 streams of a priority out in turns: one of the usual priority could be the one on
         # which some NCCL group of the framework waits for ever. These have another one, unless asked for.
         super().__init__(torch.cuda, device, partial(torch.cuda.Stream, device, priority=-1))
+        reserve.prepare(_OTHER_THREADS + len(_backends()))
 
     def release(self) -> None:
         """Abort the NCCL communicators, whose kernels wait for a rank that is gone.
@@ -32,20 +35,19 @@ class Cuda(Accelerator):
         All at the same time: the end of one waits for the device, and with it for the kernels of all others
         (pytorch#119797). torch aborts each in a thread of its own, where NCCL's group calls do nothing.
         """
-        cuda = torch.device("cuda")
-        backends = [
-            group._get_backend(cuda)
-            for group in list(distributed_c10d._world.pg_map)
-            if cuda in group._device_types
-        ]
-        aborts = [
-            Background(partial(_abort, backend), "ttp-device")
-            for backend in backends
-            if isinstance(backend, dist.ProcessGroupNCCL)
-        ]
+        aborts = [Background(partial(_abort, backend), "ttp-device") for backend in _backends()]
         until = time.monotonic() + ABORT_S
         for abort in aborts:
             abort.within(max(0.0, until - time.monotonic()))
+
+
+def _backends() -> list[Any]:
+    """Return the NCCL backends of this process's groups."""
+    cuda = torch.device("cuda")
+    groups = [group for group in list(distributed_c10d._world.pg_map) if cuda in group._device_types]
+    found = [group._get_backend(cuda) for group in groups]
+    found = [getattr(one, "wrapped_pg", one) for one in found]  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return [one for one in found if isinstance(one, getattr(dist, "ProcessGroupNCCL", ()))]
 
 
 def _abort(backend: Any) -> None:

@@ -164,13 +164,33 @@ def released(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> li
         return said
     first, second = _Backend(said, "abort 1"), _Backend(said, "abort 2")
     second.abort = lambda: (said.append("abort 2"), end())  # type: ignore[method-assign]
+    wrapped = SimpleNamespace(wrapped_pg=first)
+    in_groups(monkeypatch, ("cuda", wrapped), ("cpu", _Gloo()), ("cuda", _Gloo()), ("cuda", second))
+    return said
+
+
+def in_groups(monkeypatch: pytest.MonkeyPatch, *backends: tuple[str, Any]) -> None:
+    """Let there be a process group with each of these backends, on a kind of device."""
     groups = [
         SimpleNamespace(_device_types=[torch.device(name)], _get_backend=lambda device, found=found: found)
-        for name, found in (("cuda", first), ("cpu", _Gloo()), ("cuda", _Gloo()), ("cuda", second))
+        for name, found in backends
     ]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", _Backend, raising=False)
     monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=groups))  # its keys are asked for
-    return said
+
+
+@pytest.mark.parametrize("kind", ["cuda"])
+def test_there_is_a_thread_for_each_abort_before_an_incident(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other they would wait for each other, and then a machine may have no more threads."""
+    prepared: list[int] = []
+    monkeypatch.setattr(cuda, "reserve", SimpleNamespace(prepare=prepared.append))
+    in_groups(monkeypatch)
+    Cuda(machine.place)
+    in_groups(monkeypatch, *(("cuda", _Backend([], "")) for _ in range(20)), ("cpu", _Gloo()))
+    Cuda(machine.place)
+    assert prepared[1] - prepared[0] == 20
 
 
 def test_what_never_ends_is_ended_only_where_nothing_can_be_read(
@@ -265,12 +285,7 @@ def test_aborts_that_hang_or_fail_take_their_time_once(
     backends = [_Backend([], name) for name in "123"]
     for backend, abort in zip(backends, (never.wait, never.wait, fail), strict=True):
         backend.abort = abort  # type: ignore[assignment, method-assign]
-    groups = [
-        SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=lambda device, found=found: found)
-        for found in backends
-    ]
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", _Backend, raising=False)
-    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
+    in_groups(monkeypatch, *(("cuda", backend) for backend in backends))
     monkeypatch.setattr(cuda, "Background", Hangs)
     monkeypatch.setattr(cuda, "time", SimpleNamespace(monotonic=lambda: now[0]))
     cuda.Cuda.release(None)  # type: ignore[arg-type]
