@@ -26,6 +26,7 @@ from adaptor.errors import CheckpointError
 
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _RENAME_EXCHANGE = 2  # likewise
+_FALLOC_KEEP_SIZE = 1  # linux/falloc.h
 _AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -141,6 +142,18 @@ def begin_to_write(descriptor: int, begin: int = 0, count: int = 0) -> None:
         count: the number of bytes; 0 is all to the end of the file.
     """
     _libc.sync_file_range(descriptor, ctypes.c_int64(begin), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
+
+
+def reserve(descriptor: int, count: int) -> None:
+    """Let the filesystem find room for the first bytes of a file before they are written, all at once.
+
+    This is a hint: one that does not know it, or has no room, finds it, or says so, at each write.
+
+    Args:
+        descriptor: of the file, whose size does not change.
+        count: the number of bytes.
+    """
+    _libc.fallocate(descriptor, _FALLOC_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(count))
 
 
 def _require_regular(status: os.stat_result, path: Path) -> None:

@@ -85,8 +85,9 @@ class InPlace:
 
     def __enter__(self) -> InPlace:
         try:
-            for draft in self._drafts:
+            for draft, layout in zip(self._drafts, self._layouts.values(), strict=True):
                 self._files.append(disk.create(self._root, draft))
+                disk.reserve(self._files[-1], layout.size)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise

@@ -10,18 +10,26 @@ import pytest
 from adaptor.checkpoint import tracker
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP4, ITERATIONS, Job
+from tests.faults.harness import DP2, DP4, ITERATIONS, Job, Layout
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf, assert_last_words, ends
+from tests.integration.test_formats import DIST
 
 
-def test_a_byte_of_the_last_words_is_changed(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    baseline = baseline_of(DP2)
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [(DP2, "mp_rank_00/distrib_optim.pt"), (DIST, "__0_0.distcp")],
+    ids=["torch", "torch_dist"],
+)
+def test_a_byte_of_the_last_words_is_changed(
+    layout: Layout, name: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    baseline = baseline_of(layout)
     save = tmp_path / "save"
     first = harness.run(
         Job(
             tmp_path / "first",
-            DP2,
+            layout,
             save=save,
             save_interval=4,
             faults=["rank=1,step=7,phase=backward,kind=sigkill"],
@@ -29,19 +37,19 @@ def test_a_byte_of_the_last_words_is_changed(tmp_path: Path, baseline_of: Baseli
     )
     assert first.code == 137
     assert_last_words(save, 6, baseline)
-    damaged = save / "iter_0000006" / "mp_rank_00" / "distrib_optim.pt"
+    damaged = save / "iter_0000006" / name
     text = bytearray(damaged.read_bytes())
     text[len(text) // 2] ^= 1
     damaged.write_bytes(text)
 
-    ended = harness.run(Job(tmp_path / "job", DP2, save=save, load=save))
+    ended = harness.run(Job(tmp_path / "job", layout, save=save, load=save))
     assert ended.code == 0, ended.log[-3000:]
     (line,) = [line for line in ended.said if damaged.name in line]
     assert line == (
         f"[ttp] {damaged}: checksum differs from the manifest, kept in aside_iter_0000006.1;"
         " the newest intact checkpoint is step 4"
     )
-    assert (save / naming.aside_name(6, 1) / "mp_rank_00" / damaged.name).read_bytes() == text
+    assert (save / naming.aside_name(6, 1) / name).read_bytes() == text
     assert outcome.steps_in(save) == [4, ITERATIONS]
     assert tracker.tracked_step(save) == ITERATIONS
     last = (root / naming.final_name(ITERATIONS) for root in (save, baseline.checkpoints))

@@ -212,3 +212,22 @@ def test_what_this_process_cannot_open_is_not_called_wrong(tmp_path: Path) -> No
     assert isinstance(unreadable, manifest.Unreadable)
     assert "shard.pt: cannot be read (Too many open files)" in unreadable
     assert not isinstance(missing, manifest.Unreadable)
+
+
+def test_room_is_reserved_and_a_file_keeps_its_size(tmp_path: Path) -> None:
+    """Where there is none, or the file has no such thing, writing goes on."""
+    with (tmp_path / "file").open("wb") as file:
+        disk.reserve(file.fileno(), 1 << 20)
+        status = os.fstat(file.fileno())
+        assert status.st_size == 0
+        file.write(b"content")
+        disk.reserve(file.fileno(), 1 << 62)  # ENOSPC or EFBIG
+    assert (tmp_path / "file").read_bytes() == b"content"
+    reader, writer = os.pipe()
+    try:
+        disk.reserve(writer, 1 << 20)  # ESPIPE
+        os.write(writer, b"on")
+        assert os.read(reader, 2) == b"on"
+    finally:
+        os.close(reader)
+        os.close(writer)
