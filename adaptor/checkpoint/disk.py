@@ -20,7 +20,7 @@ import stat
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path, PurePosixPath
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from adaptor.errors import CheckpointError
 
@@ -28,10 +28,18 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _RENAME_EXCHANGE = 2  # likewise
 _FALLOC_KEEP_SIZE = 1  # linux/falloc.h
 _AT_FDCWD = -100
+_PIECE = 1 << 20  # bytes that are read in one go
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+class _Readable(Protocol):
+    """A file that is open to be read, packed or not."""
+
+    def read(self, size: int, /) -> bytes: ...
+
 
 # Errors about the file itself: it is missing, or is no regular file. Any other error is about the machine or
 # the file system, and the file may be intact.
@@ -170,10 +178,26 @@ def read(path: Path, limit: int) -> bytes:
         OSError: as `open_regular`, or it has more than `limit` bytes.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        content = file.read(limit + 1)
+        content = read_at_most(file, limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"Larger than {limit} bytes", str(path))
     return content
+
+
+def read_at_most(file: _Readable, count: int) -> bytes:
+    """Return the next `count` bytes of a file, fewer where it ends.
+
+    `file.read(count)` takes memory for `count` bytes first, which may be far more than there are.
+
+    Args:
+        file: is read from where it stands.
+        count: in bytes.
+    """
+    pieces = []
+    while count and (piece := file.read(min(count, _PIECE))):
+        pieces.append(piece)
+        count -= len(piece)
+    return b"".join(pieces)
 
 
 def create(folder: Path, name: str) -> int:

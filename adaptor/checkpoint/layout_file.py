@@ -195,7 +195,7 @@ def read_part(path: Path) -> tuple[RankLayout, ...]:
 def _unpacked(packed: bytes) -> bytes:
     """Return what a gzip file has. Raises ValueError where that is too large."""
     with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
-        text = file.read(_LARGEST_TEXT + 1)
+        text = disk.read_at_most(file, _LARGEST_TEXT + 1)
     if len(text) > _LARGEST_TEXT:
         raise ValueError(f"it has more than {_LARGEST_TEXT >> 20} MiB")
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,18 @@ def test_what_is_no_layout_file(tmp_path: Path, content: bytes, words: str) -> N
         layout_file.read(tmp_path / "x")
     assert words in str(caught.value)
     assert str(tmp_path / "x") in str(caught.value)
+
+
+def test_a_layout_file_takes_memory_for_what_is_in_it(tmp_path: Path) -> None:
+    """Not for the largest one that is read, of 2 GiB: where memory is limited it could not be loaded."""
+    (tmp_path / "x").write_bytes(layout_file.join([_layout()]))
+    tracemalloc.start()
+    try:
+        layout_file.read(tmp_path / "x")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
 
 
 def test_a_layout_file_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
