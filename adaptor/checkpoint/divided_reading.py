@@ -8,6 +8,7 @@ same folder, because each node has a copy of its own, divide nothing with each o
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,37 +38,59 @@ def in_blocks(file: FileEntry) -> bool:
     return file.xxh3_128_blocks is not None
 
 
-def whole_files(files: Sequence[FileEntry], rank: int, readers: Sequence[Reader]) -> list[FileEntry]:
-    """Return the files that `rank` compares: each has one reader, who are spread over all ranks and nodes.
+class Division:
+    """The part of one rank in the reading of a checkpoint.
 
     Args:
-        files: of the checkpoint.
         rank: a number in `readers`.
         readers: all ranks.
     """
-    found = []
-    for number, file in enumerate(files):
-        ranks = _ranks_of(file, rank, readers)
-        if ranks[number * len(ranks) // len(files)] == rank:
-            found.append(file)
-    return found
 
+    def __init__(self, rank: int, readers: Sequence[Reader]) -> None:
+        self._rank = rank
+        self._same = [number for number, reader in enumerate(readers) if reader.view == readers[rank].view]
+        self._on: dict[int, list[int]] = {}
+        self._nodes: dict[str, set[int]] = {}
+        for number in self._same:
+            reader = readers[number]
+            self._on.setdefault(reader.node, []).append(number)
+            for prefix in reader.loads:
+                self._nodes.setdefault(prefix, set()).add(reader.node)
+        self._lengths = sorted({len(prefix) for prefix in self._nodes})
+        self._known: dict[frozenset[int], list[int]] = {}
 
-def blocks(file: FileEntry, rank: int, readers: Sequence[Reader]) -> tuple[int, int]:
-    """Return the first of the blocks of a file that `rank` reads, and the number behind the last one.
+    def whole_files(self, files: Sequence[FileEntry]) -> list[FileEntry]:
+        """Return the files that the rank compares: each has one reader, who are spread over all ranks."""
+        found = []
+        for number, file in enumerate(files):
+            ranks = self._ranks_of(file)
+            if ranks[number * len(ranks) // len(files)] == self._rank:
+                found.append(file)
+        return found
 
-    The ranks have them in their order; one that reads none has an empty part.
+    def blocks(self, file: FileEntry) -> tuple[int, int]:
+        """Return the first of the blocks of a file that the rank reads, and the number behind the last one.
 
-    Args:
-        file: with a checksum of its blocks.
-        rank: a number in `readers`.
-        readers: all ranks.
-    """
-    ranks = _ranks_of(file, rank, readers)
-    if rank not in ranks:
-        return 0, 0
-    place, count = ranks.index(rank), hashing.blocks_of(file)
-    return count * place // len(ranks), count * (place + 1) // len(ranks)
+        The ranks have them in their order; one that reads none has an empty part.
+
+        Args:
+            file: with a checksum of its blocks.
+        """
+        ranks = self._ranks_of(file)
+        place = bisect.bisect_left(ranks, self._rank)
+        if place == len(ranks) or ranks[place] != self._rank:
+            return 0, 0
+        count = hashing.blocks_of(file)
+        return count * place // len(ranks), count * (place + 1) // len(ranks)
+
+    def _ranks_of(self, file: FileEntry) -> list[int]:
+        """Return the ranks that read a file, in order; of those that see the same folder as this one."""
+        # By the lengths of what they begin with, for there may be as many files as ranks, and thousands.
+        parts = (file.path[:length] for length in self._lengths)
+        nodes = frozenset(node for part in parts for node in self._nodes.get(part, ()))
+        if nodes not in self._known:
+            self._known[nodes] = sorted(rank for node in nodes for rank in self._on[node]) or self._same
+        return self._known[nodes]
 
 
 def views(readers: Sequence[Reader]) -> list[list[int]]:
@@ -95,10 +118,3 @@ def view(folder: Path) -> tuple[int, ...]:
     except (OSError, ValueError):
         return ()
     return status.st_mtime_ns, status.st_ino
-
-
-def _ranks_of(file: FileEntry, rank: int, readers: Sequence[Reader]) -> list[int]:
-    """Return the ranks that read a file as `rank` sees it, in order."""
-    same = [number for number, reader in enumerate(readers) if reader.view == readers[rank].view]
-    nodes = {readers[number].node for number in same if file.path.startswith(readers[number].loads)}
-    return [number for number in same if readers[number].node in nodes] or same

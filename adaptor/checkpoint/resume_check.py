@@ -33,7 +33,7 @@ from adaptor.checkpoint import (
     tracker,
 )
 from adaptor.checkpoint.checked_files import CheckedFiles
-from adaptor.checkpoint.divided_reading import Reader, in_blocks
+from adaptor.checkpoint.divided_reading import Division, Reader, in_blocks
 from adaptor.checkpoint.manifest import Unreadable
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, ResumeError
@@ -124,12 +124,13 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
     """Compare the part of `rank`; never raise, for the other ranks wait for the answer."""
     compared, folder = _Compared(), Path(order.folder)
     try:
-        mine = divided_reading.whole_files(order.files, rank, readers)
+        division = Division(rank, readers)
+        mine = division.whole_files(order.files)
         compared.problems += manifest.compare(folder, [file for file in mine if not in_blocks(file)])
         compared.problems += manifest.compare(folder, filter(in_blocks, mine), checksums=False)
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, context.part(Place).local_size))
         for file in filter(in_blocks, order.files):
-            first, end = divided_reading.blocks(file, rank, readers)
+            first, end = division.blocks(file)
             if first < end:
                 compared.digests[file.path] = _digests(folder / file.path, first, end, threads, compared)
     except Exception as error:
