@@ -3,8 +3,7 @@
 CPU seconds of Megatron-LM's own start, as a process in the place of a failed rank makes it without others:
 its imports, which a spare has made (`--ttp-spares`), and what it does afterwards: initialise, build the model
 and the optimizer, build the data. That is what a spare that stands for one rank could have done before the
-fault (docs/decisions.md). A new process draws no initial weights, which come from a survivor; the last row
-has the model built with them, as at any other start.
+fault (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 
 from _bench import ROOT, Benchmark, spread, table
 from _job import run
@@ -50,27 +48,18 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 PARTS = ("imports", "initialise", "model and optimizer", "data")
-# As `megatron_online.loads_nothing` has it.
-NOT_DRAWN = ("--no-initialization",)
 # Layers and hidden size.
 SIZES = ((2, 64), (6, 512), (12, 1024))
 
-Starts = dict[tuple[int, int], list[dict[str, float]]]
 
-
-def start(layers: int, hidden: int, more: Sequence[str]) -> dict[str, float]:
-    """Start a process that builds so large a model; return the CPU seconds of each part, and its parameters.
-
-    Args:
-        layers, hidden: of the model.
-        more: further arguments of the framework.
-    """
+def start(layers: int, hidden: int) -> dict[str, float]:
+    """Start a process that builds so large a model; return CPU seconds of each part, and its parameters."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
     with tempfile.TemporaryDirectory() as cache:
         size = ("--num-layers", str(layers), "--hidden-size", str(hidden), "--data-cache-path", cache)
-        given = args.tiny_gpt(train_iters=1000, extra=(*size, *more))
+        given = args.tiny_gpt(train_iters=1000, extra=size)
         script = prepare.megatron_lm() / "pretrain_gpt.py"
         ran = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", _START, str(script), *given],
@@ -100,15 +89,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="processes of each size")
     given = parser.parse_args()
     benchmark = Benchmark("newcomer_build", {"runs": given.runs})
-    start(*SIZES[0], ())  # the first one may compile what it imports
-    found: Starts = {size: [] for size in SIZES}
-    drawn: Starts = {size: [] for size in SIZES}
-    for _ in range(given.runs):
-        for size in SIZES:
-            found[size].append(start(*size, NOT_DRAWN))
-            drawn[size].append(start(*size, ()))
+    start(*SIZES[0])  # the first one may compile what it imports
+    found = {size: [start(*size) for _ in range(given.runs)] for size in SIZES}
     rows = [[part, *(_told(runs, part) for runs in found.values())] for part in PARTS]
-    rows.append([f"{PARTS[2]}, weights drawn", *(_told(runs, PARTS[2]) for runs in drawn.values())])
     millions = [runs[0]["parameters"] / 1e6 for runs in found.values()]
     head = ["CPU seconds, median (range)", *(f"{count:.1f} M parameters" for count in millions)]
     kept = {f"{layers} layers of {hidden}": runs for (layers, hidden), runs in found.items()}

@@ -100,12 +100,15 @@ def log_of_this_process() -> StepLog | None:
 
 @contextlib.contextmanager
 def loads_nothing(args: Any) -> Iterator[None]:
-    """While a newcomer builds its model: no checkpoint is read and no weight is drawn, its state comes from
-    the survivors, random states included."""
-    nothing = {"load": None, "pretrained_checkpoint": None, "perform_initialization": False}
-    before = {name: getattr(args, name) for name in nothing if hasattr(args, name)}
-    for name in before:
-        setattr(args, name, nothing[name])
+    """While a newcomer builds its model: no checkpoint is read, its state comes from the survivors.
+
+    It draws its weights all the same: where it does not (`perform_initialization`) the framework leaves out
+    what it notes at a weight besides, that it is a part of one cut by tensor parallelism.
+    """
+    names = [name for name in ("load", "pretrained_checkpoint") if hasattr(args, name)]
+    before = {name: getattr(args, name) for name in names}
+    for name in names:
+        setattr(args, name, None)
     try:
         yield
     finally:

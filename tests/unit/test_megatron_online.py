@@ -10,11 +10,12 @@ from adaptor.frameworks.megatron_online import loads_nothing
 
 
 def test_what_its_model_is_built_with() -> None:
-    """It reads no checkpoint and draws no weights; its arguments, which are saved, are then those of all."""
+    """It reads no checkpoint; its arguments, which are saved, are then those of all. It draws weights: else
+    one that is cut by tensor parallelism counts in the gradient norm as if it were not."""
     args = SimpleNamespace(load="/save", perform_initialization=True, seed=1)
     before = dict(vars(args))
     with loads_nothing(args):
-        assert vars(args) == {"load": None, "perform_initialization": False, "seed": 1}
+        assert vars(args) == {"load": None, "perform_initialization": True, "seed": 1}
     assert vars(args) == before
     with pytest.raises(RuntimeError), loads_nothing(args):
         raise RuntimeError
