@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import registry
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from adaptor.launchers.rendezvous import Registry, Rendezvous
+from adaptor.launchers.rendezvous_errors import NotTakenInError
 from adaptor.launchers.signs_of_life import SignsOfLife
 from tests import waiting
 from tests.unit.threads import Thread
@@ -171,7 +172,7 @@ def test_a_node_that_comes_after_a_pause_waits_for_the_job() -> None:
     first._stop_heartbeats()  # what is paused sends none
     around.change(lambda state: state.last_heartbeats.update(dict.fromkeys(state.participants, _ago(60))))
     late = _agent(around.port, "127.0.0.2", most=2)
-    with pytest.raises(RendezvousClosedError), Thread(late.next_rendezvous):
+    with pytest.raises(NotTakenInError), Thread(late.next_rendezvous):
         _seen_by(first, late, around.port)
 
 
