@@ -30,7 +30,7 @@ def follow(
     store_port: int,
     is_current: Callable[[], bool],
     sockets: Callable[[], frozenset[int] | None],
-    say: Callable[[FromWorker], None],
+    say: Callable[[FromWorker, str, str], None],
     note: Callable[[str, str], None],
 ) -> None:
     """Write what `order` asks of this rank, and answer it; takes its time.
@@ -41,7 +41,8 @@ def follow(
         store_port: of the framework's own store, whose connections are left alone.
         is_current: returns False once a newer order has come.
         sockets: returns the inodes of the connections that may be shut; None: all.
-        say: queues a message for the agent.
+        say: queues a message for the agent, behind its entry in the timeline of the incident: what, and a
+            detail. They go out as one, else a process that is stopped between them seems to have told both.
         note: adds to the timeline of the incident: what, and a detail.
     """
     assert session.trainee is not None
@@ -78,17 +79,17 @@ def follow(
             files = session.trainee.dump(record, group, run)
             if group.writer == rank:
                 not_finite = "; ".join(filter(None, remarks))
-                note("written", f"{group.group}; {not_finite}" if not_finite else group.group)
-                say(Written(rank, order.incident, order.attempt, group.group, files, not_finite))
+                detail = f"{group.group}; {not_finite}" if not_finite else group.group
+                written = Written(rank, order.incident, order.attempt, group.group, files, not_finite)
+                say(written, "written", detail)
             else:
                 note("gathered", group.group)
     except (Exception, SystemExit) as error:  # whatever it was, the controller decides what comes next
         if is_current():
             reason = text.describe(error)
             doubted = error.ranks if isinstance(error, NotFiniteError) else ()
-            note("failed", reason)
             where = (order.incident, order.attempt, group.group)
-            say(WriteFailed(rank, *where, reason, session.board.record(), doubted))
+            say(WriteFailed(rank, *where, reason, session.board.record(), doubted), "failed", reason)
     finally:
         for store in stores:
             store.close()

@@ -110,7 +110,7 @@ class Processor:
         self._timeout_s = timeout_s
         self._stacks_folder = stacks_folder
         self._store_port = store_port
-        self._outbox: queue.SimpleQueue[FromWorker] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[FromWorker, ...]] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._sigterm = SigtermReports(
             lambda: self.say(TerminationRequested(self._rank, "SIGTERM")), self._wake_writer
@@ -138,9 +138,9 @@ class Processor:
         """Report SIGTERM to the agent, and do not end this process by it; call it on the main thread."""
         self._sigterm.install()
 
-    def say(self, message: FromWorker) -> None:
-        """Queue a message for the agent; from any thread."""
-        self._outbox.put(message)
+    def say(self, *messages: FromWorker) -> None:
+        """Queue messages for the agent, which go out as one; from any thread."""
+        self._outbox.put(messages)
         os.write(self._wake_writer, b"\0")
 
     def _serve(self) -> None:
@@ -170,7 +170,7 @@ class Processor:
 
     def _send_queued(self) -> None:
         while not self._outbox.empty():
-            self._connection.sendall(wire.frame(self._outbox.get_nowait()))
+            self._connection.sendall(b"".join(map(wire.frame, self._outbox.get_nowait())))
 
     def _obey(self, order: ToWorker) -> None:
         match order:
@@ -231,7 +231,13 @@ class Processor:
             output.tell(f"[ttp] rank {self._rank}: {type(order).__name__} has failed: {text.trace(error)}")
 
     def _note(self, what: str, detail: str = "") -> None:
-        self.say(TimelineEvent(self._rank, self._current[0], time.time(), what, detail))
+        self.say(self._event(what, detail))
+
+    def _say_noted(self, message: FromWorker, what: str, detail: str) -> None:
+        self.say(self._event(what, detail), message)
+
+    def _event(self, what: str, detail: str) -> TimelineEvent:
+        return TimelineEvent(self._rank, self._current[0], time.time(), what, detail)
 
     def _freeze(self, order: Freeze, again: bool) -> None:
         assert self._session is not None
@@ -265,7 +271,7 @@ class Processor:
             store_port=self._store_port,
             is_current=lambda: self._current == (order.incident, order.attempt),
             sockets=self._rejoin.sockets if self._rejoin is not None else lambda: None,
-            say=self.say,
+            say=self._say_noted,
             note=self._note,
         )
 
