@@ -25,7 +25,9 @@ def main() -> None:
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=args.instances)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    shape = argparse.Namespace(instances=args.instances, context=1, tensor=1, freeze=False, whole=False)
+    shape = argparse.Namespace(
+        instances=args.instances, stages=1, experts=1, context=1, tensor=1, freeze=False, whole=False
+    )
     model, config = build(shape)
     options = OptimizerConfig(lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(options, [model])

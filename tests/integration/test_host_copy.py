@@ -92,7 +92,7 @@ def test_a_node_is_lost_with_the_only_holder_of_a_shard(tmp_path: Path, baseline
     assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
     (line,) = [line for line in ended.said if "is written from the copies in host memory" in line]
     step = int(line.split()[2])
-    assert step in (4, 6)  # the newest may have been on its way
+    assert step in (2, 4, 6)  # no copy is made while one is on its way to the next node
     assert job.save is not None
     folder = job.save / f"iter_{step:07d}"
     found = differences(folder, baseline.checkpoints / folder.name)
@@ -125,7 +125,8 @@ def test_a_loop_of_ones_own(nodes: int, tmp_path: Path) -> None:
     assert set(ended.codes) == {0}, ended.log[-3000:]
     (line,) = [line for line in ended.said if "is written from the copies in host memory" in line]
     step = int(line.split()[2])
-    assert step == 6 if nodes == 1 else step in (4, 6)  # the newest may have been on its way
+    # No copy is made while one is on its way to the next node, and these steps are shorter than that.
+    assert step == 6 if nodes == 1 else step in (2, 4, 6)
     outcome.assert_saved(save, step)
     bodies = [load(path) for path in sorted(save.glob(f"iter_{step:07d}/*/model_optim_rng.pt"))]
     assert [body["counted"] for body in bodies] == [step, step]
