@@ -46,6 +46,7 @@ _MLP = rf"{_LAYER}mlp\.(?:experts\.local_experts\.\d+\.|shared_experts\.)?"
 _RULES: tuple[tuple[str, Cut], ...] = (
     (r"embedding\.word_embeddings\.weight|output_layer\.weight|output_layer\.bias", Cut(0, rows=True)),
     (r"embedding\.position_embeddings\.weight", WHOLE),
+    # One piece: rows of a query group (queries, key, value) stand together, and ranks share whole groups.
     (rf"{_LAYER}self_attention\.linear_qkv\.(?:weight|bias)", Cut(0)),
     (rf"{_LAYER}self_attention\.linear_proj\.weight", Cut(1)),
     (rf"{_LAYER}self_attention\.linear_proj\.bias", WHOLE),
