@@ -43,11 +43,17 @@ class Cuda(Accelerator):
 
 def _backends() -> list[Any]:
     """Return the NCCL backends of this process's groups."""
+    return [one for one in map(nccl_of, list(distributed_c10d._world.pg_map)) if one is not None]
+
+
+def nccl_of(group: Any) -> Any:
+    """Return the NCCL backend of a process group; None: it has none."""
     cuda = torch.device("cuda")
-    groups = [group for group in list(distributed_c10d._world.pg_map) if cuda in group._device_types]
-    found = [group._get_backend(cuda) for group in groups]
-    found = [getattr(one, "wrapped_pg", one) for one in found]  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-    return [one for one in found if isinstance(one, getattr(dist, "ProcessGroupNCCL", ()))]
+    if cuda not in group._device_types:
+        return None
+    found = group._get_backend(cuda)
+    found = getattr(found, "wrapped_pg", found)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return found if isinstance(found, getattr(dist, "ProcessGroupNCCL", ())) else None
 
 
 def _abort(backend: Any) -> None:

@@ -200,13 +200,11 @@ def _connect(group: Any) -> None:
     """Let NCCL make its communicator now, which it does at the first collective: by then the store at which
     the members meet is closed. All ranks do it in the order in which the groups were made."""
     import torch
-    import torch.distributed as dist
 
-    cuda = torch.device("cuda")
-    if cuda in group._device_types and isinstance(
-        group._get_backend(cuda), getattr(dist, "ProcessGroupNCCL", ())
-    ):
-        group.allreduce([torch.zeros(1, device=cuda)]).wait()
+    from adaptor.devices.cuda import nccl_of
+
+    if nccl_of(group) is not None:
+        group.allreduce([torch.zeros(1, device="cuda")]).wait()
         torch.cuda.synchronize()
 
 

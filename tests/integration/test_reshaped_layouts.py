@@ -36,11 +36,11 @@ def _assert_trained_from(ended: Ended, tmp_path: Path, layout: Layout) -> None:
     assert [line for line in found if "args./load: " not in line] == []
 
 
-def test_chunks_of_a_pipeline(tmp_path: Path) -> None:
-    """Two stages of two chunks each lose a node of four; the three that are left hold the model whole."""
+def _loses_a_node_of_four(tmp_path: Path, layout: Layout) -> Ended:
+    """The last of four nodes is killed in step 4, and the others may take other parallel sizes."""
     job = Job(
         tmp_path / "job",
-        Layout("vpp2", 4, pp=2, extra=(*VPP2_DP2.extra, *BATCH)),
+        layout,
         save=tmp_path / "save",
         nodes=4,
         fewest=3,
@@ -48,7 +48,12 @@ def test_chunks_of_a_pipeline(tmp_path: Path) -> None:
         options=["--ttp-reshape", "auto"],
         faults=["rank=3,step=4,phase=backward,kind=agent-sigkill"],
     )
-    ended = harness.run(job)
+    return harness.run(job)
+
+
+def test_chunks_of_a_pipeline(tmp_path: Path) -> None:
+    """Two stages of two chunks each lose a node of four; the three that are left hold the model whole."""
+    ended = _loses_a_node_of_four(tmp_path, Layout("vpp2", 4, pp=2, extra=(*VPP2_DP2.extra, *BATCH)))
     assert sorted(ended.codes) == [0, 0, 0, 137], ended.log[-3000:]
     assert "TP1 PP1 in place of TP1 PP2 (TTP_RESHAPE), data-parallel size 3" in ended.log
     assert (
@@ -87,17 +92,7 @@ def test_experts(before: Layout, parallel: tuple[str, ...], words: str, tmp_path
 
 def test_experts_that_do_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None:
     """Four ranks hold two sets of experts; three hold no whole number of them, whatever the sizes."""
-    job = Job(
-        tmp_path / "job",
-        Layout("ep2", 4, extra=_EP2),
-        save=tmp_path / "save",
-        nodes=4,
-        fewest=3,
-        restarts=1,
-        options=["--ttp-reshape", "auto"],
-        faults=["rank=3,step=4,phase=backward,kind=agent-sigkill"],
-    )
-    ended = harness.run(job)
+    ended = _loses_a_node_of_four(tmp_path, Layout("ep2", 4, extra=_EP2))
     assert set(ended.codes) == {137}, ended.log[-3000:]
     (line,) = {log.rstrip().rpartition("\n")[2] for log in ended.logs if "not started again" in log}
     assert (
