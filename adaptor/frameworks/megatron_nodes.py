@@ -20,6 +20,7 @@ from adaptor.frameworks.parallel_sizes import (
     counts_samples,
     data_parallel_size,
     divides,
+    experts_objection,
     experts_size,
     holds_whole_models,
     model_size,
@@ -112,15 +113,20 @@ def _require_independent(args: Any, flag: str) -> None:
 
 
 def _require_whole_replicas(args: Any, nodes: Nodes) -> None:
-    for size, what in (
-        (model_size(args), "the model (tensor times pipeline times context parallel size)"),
-        (experts_size(args), "a set of experts (tensor times expert times pipeline parallel size)"),
-    ):
-        if args.world_size % size:
-            raise UnsupportedError(
-                f"{_count(nodes.here, 'node')} with {_count(args.world_size, 'rank')}: {what} takes {size},"
-                f" of which {args.world_size} is no multiple; {_others(args, nodes, size)}"
-            )
+    size = model_size(args)
+    why = experts_objection(args)
+    if args.world_size % size:
+        why = (
+            f"the model (tensor times pipeline times context parallel size) takes {size}, of which"
+            f" {args.world_size} is no multiple"
+        )
+    elif why:
+        size = experts_size(args)
+    if why:
+        ranks = _count(args.world_size, "rank")
+        raise UnsupportedError(
+            f"{_count(nodes.here, 'node')} with {ranks}: {why}; {_others(args, nodes, size)}"
+        )
 
 
 def _others(args: Any, nodes: Nodes, size: int) -> str:
@@ -129,25 +135,37 @@ def _others(args: Any, nodes: Nodes, size: int) -> str:
     fitting = [str(count) for count in range(nodes.fewest, nodes.most + 1) if count * local % size == 0]
     with_nodes = f"start {' or '.join(fitting)} nodes" if fitting else "start another number of nodes"
     target = parallel_sizes.other_sizes(args)
-    if target is None:
-        return f"{with_nodes}, or with other parallel sizes"
-    tensor, pipeline = target
+    if target is not None:
+        return f"{with_nodes}, or {_other_command(args, *target)}"
+    if args.world_size % model_size(args) == 0:
+        experts = parallel_sizes.expert_size_that_fits(args)
+        if experts is not None:
+            now = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+            return f"{with_nodes}, or {_other_command(args, *now, experts[0])} ({experts[1]})"
+    return f"{with_nodes}, or with other parallel sizes"
+
+
+def _other_command(args: Any, tensor: int, pipeline: int, expert: int = 0) -> str:
+    """Return how the job begins in other parallel sizes; `expert`: 0, or another than the arguments say."""
     chunks = parallel_sizes.chunks_of(args, pipeline)
     how = "".join(
         f" --{name} {value}"
         for name, value, usual in (
+            ("ep", expert, 0),
             ("vpp", chunks, 1),
             ("format", getattr(args, "ckpt_format", "torch"), "torch"),
         )
         if value != usual
     )
-    folder = f"{str(args.save).rstrip('/')}-tp{tensor}-pp{pipeline}"
+    ending = f"-ep{expert}" if expert else ""
+    folder = f"{str(args.save).rstrip('/')}-tp{tensor}-pp{pipeline}{ending}"
     source, made = shlex.quote(str(args.save)), shlex.quote(folder)
     sizes = f"--tp {tensor} --pp {pipeline}{how}"
+    experts = f" --expert-model-parallel-size {expert}" if expert else ""
     return (
-        f"{with_nodes}, or run `python -m adaptor transform {source} {made} {sizes}`"
+        f"run `python -m adaptor transform {source} {made} {sizes}`"
         f" and start with --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
-        f" --load {made} --save {made}"
+        f"{experts} --load {made} --save {made}"
     )
 
 

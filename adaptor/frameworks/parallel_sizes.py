@@ -7,6 +7,7 @@ replaced in its parsed arguments, before it validates them.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -37,8 +38,46 @@ def experts_size(args: Any) -> int:
     """Return the number of ranks that hold all experts once; 1 where there are none."""
     if getattr(args, "num_experts", None) is None:
         return 1
-    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
-    return int(tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size)
+    return int(_expert_tensor(args) * args.expert_model_parallel_size * args.pipeline_model_parallel_size)
+
+
+def _expert_tensor(args: Any) -> int:
+    return int(getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size)
+
+
+def experts_objection(args: Any) -> str:
+    """Return why the ranks hold no whole number of sets of all experts, in words; empty where they do."""
+    size = experts_size(args)
+    if args.world_size % size == 0:
+        return ""
+    sizes = (
+        f"TP{_expert_tensor(args)} EP{args.expert_model_parallel_size} PP{args.pipeline_model_parallel_size}"
+    )
+    return (
+        f"{args.num_experts} experts with {sizes} take {size} ranks, and {args.world_size} is not divisible"
+        f" by {size}"
+    )
+
+
+def expert_size_that_fits(args: Any) -> tuple[int, str] | None:
+    """Return the largest expert parallel size with which the ranks hold all experts a whole number of times.
+
+    Args:
+        args: of the framework.
+
+    Returns:
+        The size, and by what it is bounded, in words; None where the job could not train with it, or
+        `adaptor transform` does not make such a checkpoint.
+    """
+    tensor, pipeline = _expert_tensor(args), args.pipeline_model_parallel_size
+    left, rest = divmod(args.world_size, tensor * pipeline)
+    changed = copy.copy(args)
+    changed.expert_model_parallel_size = math.gcd(args.num_experts, left)
+    if rest or other_sizes(changed) is None:
+        return None
+    ranks = f"{args.world_size} ranks / TP{tensor} / PP{pipeline}"
+    why = f"it has to divide {args.num_experts} experts, and {left} = {ranks}"
+    return changed.expert_model_parallel_size, why
 
 
 def data_parallel_size(args: Any) -> int:
@@ -128,7 +167,7 @@ def take(args: Any, wanted: Reshape) -> None:
         if found is None:
             raise UnsupportedError(
                 f"TTP_RESHAPE is {wanted}, and in no tensor and pipeline parallel sizes {args.world_size}"
-                " ranks can train this model with this batch; start another number of nodes"
+                f" ranks can train this model with this batch{_because_of_experts(args)}"
             )
         tensor, pipeline = found
     if pipeline != args.pipeline_model_parallel_size:
@@ -136,6 +175,20 @@ def take(args: Any, wanted: Reshape) -> None:
             if hasattr(args, name):
                 setattr(args, name, None)
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tensor, pipeline
+
+
+def _because_of_experts(args: Any) -> str:
+    """Return the end of the line that no sizes fit: what would be right, and the reason where experts are it.
+
+    A pipeline parallel size of 1 is the easiest for them: where it is too large, all others are.
+    """
+    shortest = _changed(args, args.tensor_model_parallel_size, 1)
+    objection = experts_objection(shortest)
+    if not objection:
+        return "; start another number of nodes"
+    found = expert_size_that_fits(shortest)
+    other = "" if found is None else f", or with --expert-model-parallel-size {found[0]} ({found[1]})"
+    return f": {objection}; start another number of nodes{other}"
 
 
 def other_sizes(args: Any) -> tuple[int, int] | None:
@@ -196,9 +249,8 @@ def _objections(args: Any, tensor: int, pipeline: int) -> Iterator[str]:
     changed = _changed(args, tensor, pipeline)
     if args.world_size % model_size(changed):
         yield f"the model takes {model_size(changed)} ranks, of which {args.world_size} is no multiple"
-    if args.world_size % experts_size(changed):
-        size = experts_size(changed)
-        yield f"a set of experts takes {size} ranks, of which {args.world_size} is no multiple"
+    if objection := experts_objection(changed):
+        yield objection
 
 
 def _trains(args: Any, tensor: int, pipeline: int) -> bool:

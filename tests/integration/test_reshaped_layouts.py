@@ -91,14 +91,25 @@ def test_experts(before: Layout, parallel: tuple[str, ...], words: str, tmp_path
 
 
 def test_experts_that_do_not_fit_the_nodes_that_are_left(tmp_path: Path) -> None:
-    """Four ranks hold two sets of experts; three hold no whole number of them, whatever the sizes."""
+    """Four ranks hold two sets of experts; three hold no whole number of them in the size that is given.
+
+    The last line has the size in which they do, and a start with it goes on.
+    """
     ended = _loses_a_node_of_four(tmp_path, Layout("ep2", 4, extra=_EP2))
     assert set(ended.codes) == {137}, ended.log[-3000:]
+    save = tmp_path / "save"
     (line,) = {log.rstrip().rpartition("\n")[2] for log in ended.logs if "not started again" in log}
-    assert (
-        "step 3 is saved, no finished step is lost; not started again: TTP_RESHAPE is auto, and in no" in line
+    assert line == (
+        "[ttp] node 3 is lost; step 3 is saved, no finished step is lost; not started again: TTP_RESHAPE is"
+        " auto, and in no tensor and pipeline parallel sizes 3 ranks can train this model with this batch:"
+        " 4 experts with TP1 EP2 PP1 take 2 ranks, and 3 is not divisible by 2; start another number of"
+        " nodes, or with --expert-model-parallel-size 1 (it has to divide 4 experts, and 3 = 3 ranks / TP1 /"
+        f" PP1); the newest checkpoint in {save} is step 3"
     )
-    assert (
-        "sizes 3 ranks can train this model with this batch; start another number of nodes; the new" in line
-    )
-    assert manifest.defects(tmp_path / "save" / naming.final_name(3)) == []
+    assert manifest.defects(save / naming.final_name(3)) == []
+    layout = Layout("moe-dp3", 3, extra=(*EXPERTS, *BATCH))
+    again = Job(tmp_path / "again", layout, save=save, load=save, options=["--ttp-reshape", "auto"])
+    resumed = harness.run(again)
+    assert resumed.code == 0, resumed.log[-3000:]
+    assert f"[ttp] step 3 in {save} has TP1 PP1 EP2, and the job has TP1 PP1: it is" in resumed.log
+    _assert_trained_from(resumed, tmp_path, layout)

@@ -84,7 +84,7 @@ def test_a_job_that_fits(given: dict[str, Any], line: str, capfd: pytest.Capture
         ),
         (
             {"num_experts": 8, "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 1},
-            "a set of experts (tensor times expert times pipeline parallel size) takes 8, ",
+            "with 12 ranks: 8 experts with TP2 EP4 PP1 take 8 ranks, and 12 is not divisible by 8; start 2",
         ),
         (
             {"global_batch_size": 16},
@@ -222,6 +222,21 @@ def test_the_command_for_chunks_in_the_sharded_format() -> None:
         megatron_nodes.fit(Namespace(**{**MODEL, **given, "world_size": 6, "ckpt_format": "torch_dist"}))
 
 
+@pytest.mark.usefixtures("nodes")
+def test_the_command_that_makes_experts_fit() -> None:
+    """No pipeline is short enough: another expert parallel size is."""
+    experts = {"num_experts": 8, "expert_model_parallel_size": 4, "save": "/runs/moe", "num_layers": 3}
+    with pytest.raises(AdaptorError) as refused:
+        megatron_nodes.fit(Namespace(**{**MODEL, **experts, "world_size": 12}))
+    assert str(refused.value) == (
+        "3 nodes with 12 ranks: 8 experts with TP2 EP4 PP1 take 8 ranks, and 12 is not divisible by 8; start"
+        " 2 or 4 nodes, or run `python -m adaptor transform /runs/moe /runs/moe-tp2-pp1-ep2 --tp 2 --pp 1"
+        " --ep 2` and start with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1"
+        " --expert-model-parallel-size 2 --load /runs/moe-tp2-pp1-ep2 --save /runs/moe-tp2-pp1-ep2"
+        " (it has to divide 8 experts, and 6 = 12 ranks / TP2 / PP1)"
+    )
+
+
 @pytest.mark.parametrize(
     ("wanted", "given", "line"),
     [
@@ -280,6 +295,26 @@ def test_chunks_go_with_their_pipeline(nodes: pytest.MonkeyPatch) -> None:
             "auto",
             {"global_batch_size": 7},
             "in no tensor and pipeline parallel sizes 6 ranks can train this model",
+        ),
+        (
+            "auto",
+            {
+                "world_size": 3,
+                "tensor_model_parallel_size": 1,
+                "num_experts": 4,
+                "expert_model_parallel_size": 2,
+            },
+            "3 is not divisible by 2; start another number of nodes, or with --expert-model-parallel-size 1 ",
+        ),
+        (
+            "auto",
+            {"world_size": 9, "num_experts": 4, "expert_model_parallel_size": 2},
+            "4 experts with TP2 EP2 PP1 take 4 ranks, and 9 is not divisible by 4; start another .* nodes$",
+        ),
+        (
+            "tp=2,pp=2",
+            {"world_size": 12, "num_experts": 4, "expert_model_parallel_size": 2},
+            "4 experts with TP2 EP2 PP2 take 8 ranks, and 12 is not divisible by 8; give other sizes",
         ),
         ("auto", {"use_checkpoint_args": True}, "a job with --use-checkpoint-args is not transformed"),
         (
