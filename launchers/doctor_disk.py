@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from adaptor.checkpoint import disk
+from adaptor.checkpoint import disk, folder_rights, linux_calls
 from adaptor.launchers.finding import Finding
 
 _BLOCK = 8 << 20
@@ -41,13 +41,12 @@ def save_folder(folder: Path, size: int, grace_s: float) -> Iterator[Finding]:
 
 
 def _tried(folder: Path, size: int, grace_s: float) -> Iterator[Finding]:
-    status = disk.probe(folder)
+    status = folder_rights.probe(folder)
     room = shutil.disk_usage(folder).free
-    yield Finding(
-        "save", "OK", f"{folder}: files are of {disk.name_user(status.st_uid)}; {room / 2**30:.1f} GiB free"
-    )
-    place = folder / f"{disk.PROBE}doctor_{secrets.token_hex(4)}"
-    disk.make_private(place)
+    owner = folder_rights.name_user(status.st_uid)
+    yield Finding("save", "OK", f"{folder}: files are of {owner}; {room / 2**30:.1f} GiB free")
+    place = folder / f"{folder_rights.PROBE}doctor_{secrets.token_hex(4)}"
+    folder_rights.make_private(place)
     try:
         yield _rename(place)
         yield _exchange(place)
@@ -73,7 +72,7 @@ def _exchange(place: Path) -> Finding:
     one, other = place / "a", place / "b"
     one.mkdir()
     other.mkdir()
-    if disk.exchange(one, other):
+    if linux_calls.exchange(one, other):
         return Finding("exchange", "OK", "two folders can exchange their names at once")
     words = "two folders cannot exchange their names at once (NFS cannot)"
     remedy = "a checkpoint of a step that was saved before is replaced in two steps: docs/promises.md"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor.checkpoint import disk
+from adaptor.checkpoint import disk, folder_rights
 from adaptor.config import Config
 from adaptor.launchers import doctor_ports, tls
 from adaptor.launchers.doctor_ports import Peer
@@ -133,7 +133,7 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
     """
     certificates = tls.load(settings)
     contexts = certificates.contexts if certificates is not None else None
-    place = folder / f"{disk.PROBE}doctor_nodes"
+    place = folder / f"{folder_rights.PROBE}doctor_nodes"
     folder.mkdir(parents=True, exist_ok=True)
     place.mkdir(exist_ok=True)
     meeting = _Meeting(place, nodes)

@@ -9,11 +9,9 @@ open, and no link is followed: nobody can divert a write to another file of the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import os
-import pwd
 import secrets
 import shutil
 import stat
@@ -24,12 +22,10 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from adaptor.errors import CheckpointError
 
-_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-_RENAME_EXCHANGE = 2  # likewise
-_FALLOC_KEEP_SIZE = 1  # linux/falloc.h
-_AT_FDCWD = -100
 _PIECE = 1 << 20  # bytes that are read in one go
-_libc = ctypes.CDLL(None, use_errno=True)
+DRAFT = ".tmp"  # ends the names of what `replace` writes first
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ANEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -55,8 +51,6 @@ _WRONG = frozenset(
         errno.ENXIO,
     )
 )
-
-PRIVATE = 0o700  # of a folder that is being written: nobody else can put anything into it
 
 
 def one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -85,19 +79,6 @@ def files(folder: Path) -> Iterator[Path]:
     for place, _, names in os.walk(folder):
         for name in names:
             yield Path(place, name)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; return False where the system or its filesystem cannot."""
-    renameat2 = getattr(_libc, "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
-        return False
-    raise OSError(code, os.strerror(code), str(one))
 
 
 def is_folder(path: Path) -> bool:
@@ -137,31 +118,6 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def begin_to_write(descriptor: int, begin: int = 0, count: int = 0) -> None:
-    """Let the disk begin to write what has come to a file, without waiting for it.
-
-    This is a hint: a file system that does not know it writes at the next sync, which also tells of errors.
-
-    Args:
-        descriptor: of the file.
-        begin: the place of the first byte.
-        count: the number of bytes; 0 is all to the end of the file.
-    """
-    _libc.sync_file_range(descriptor, ctypes.c_int64(begin), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
-
-
-def reserve(descriptor: int, count: int) -> None:
-    """Let the filesystem find room for the first bytes of a file before they are written, all at once.
-
-    This is a hint: one that does not know it, or has no room, finds it, or says so, at each write.
-
-    Args:
-        descriptor: of the file, whose size does not change.
-        count: the number of bytes.
-    """
-    _libc.fallocate(descriptor, _FALLOC_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(count))
 
 
 def _require_regular(status: os.stat_result, path: Path) -> None:
@@ -258,10 +214,6 @@ def open_below(folder: Path, name: str, flags: int) -> int:
     return descriptor
 
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_ANEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
 def write(folder: Path, name: str, content: bytes) -> None:
     """Make a file `name` with this `content` in `folder`, on disk."""
     with os.fdopen(create(folder, name), "wb") as file:
@@ -289,78 +241,6 @@ def replace(folder: Path, name: str, content: bytes) -> None:
         raise
     finally:
         os.close(where)
-
-
-PROBE = ".ttp-"  # begins the names of what is made and removed at once, to see its owner and its rights
-DRAFT = ".tmp"  # ends the names of what `replace` writes first
-
-
-def make_private(folder: Path) -> None:
-    """Make a folder into which only this user can put anything, until `share`."""
-    folder.mkdir(PRIVATE)
-
-
-def ensure_private(folder: Path) -> None:
-    """Make a folder as `make_private` does, unless another process of this user has.
-
-    Raises:
-        CheckpointError: what is there is a link or a file, or belongs to another user.
-    """
-    try:
-        make_private(folder)
-        return
-    except FileExistsError:
-        status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise CheckpointError(f"{folder}: is not a folder, so nothing is written there; remove it")
-    if status.st_uid != _owner_below(folder.parent, os.geteuid()):
-        raise CheckpointError(f"{folder}: belongs to user {status.st_uid}, so nothing is written there")
-
-
-@functools.lru_cache
-def _owner_below(root: Path, user: int) -> int:
-    """Return the owner of what a process of `user` makes in `root`; tried out once, not at each save."""
-    return probe(root).st_uid
-
-
-def probe(folder: Path) -> os.stat_result:
-    """Return what the system says of a file that this process makes in `folder`: its owner and its rights.
-
-    The user number of the process does not tell: a server may give another one to root, and know no rights.
-    """
-    path = folder / f"{PROBE}{secrets.token_hex(4)}"
-    made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        path.unlink()
-        return os.fstat(made)
-    finally:
-        os.close(made)
-
-
-def name_user(number: int) -> str:
-    """Return `number` and the name that this machine has for it, for a person."""
-    try:
-        return f"user {number} ({pwd.getpwuid(number).pw_name})"
-    except (KeyError, OSError):
-        return f"user {number}"
-
-
-def share(folder: Path) -> None:
-    """Give a folder the rights that it would have had if it had been made as others are.
-
-    An empty folder in it has them: the umask is not all, the folder above may give default rights (ACL) to
-    all below it. A file system without rights, or with troubles, changes nothing: nothing is lost for its
-    rights.
-    """
-    with contextlib.suppress(OSError):
-        sample = folder / f"{PROBE}rights"
-        with contextlib.suppress(FileExistsError):  # of a process that has died in here
-            sample.mkdir(0o777)
-        try:
-            rights = sample.lstat().st_mode & 0o777
-        finally:
-            sample.rmdir()
-        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o777 | rights)
 
 
 def sync(path: Path) -> None:

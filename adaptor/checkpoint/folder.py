@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from adaptor import context, output
-from adaptor.checkpoint import disk, saved_steps, tracker
+from adaptor.checkpoint import folder_rights, saved_steps, tracker
 from adaptor.errors import ConfigError
 from adaptor.protocol.environment import Place
 
@@ -31,7 +31,7 @@ def require_writable(save: str | Path | None) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        node, user = context.part(Place).node, disk.name_user(os.geteuid())
+        node, user = context.part(Place).node, folder_rights.name_user(os.geteuid())
         raise ConfigError(
             f"--save is {save}: it cannot be written ({error.strerror}) by {user} on node {node}"
             f" ({platform.node()})"

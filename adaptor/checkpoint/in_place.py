@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import xxhash
 
-from adaptor.checkpoint import disk, in_place_messages
+from adaptor.checkpoint import disk, in_place_messages, linux_calls
 from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
 from adaptor.checkpoint.crc32 import crc32
 from adaptor.checkpoint.file_parts import (
@@ -87,7 +87,7 @@ class InPlace:
         try:
             for draft, layout in zip(self._drafts, self._layouts.values(), strict=True):
                 self._files.append(disk.create(self._root, draft))
-                disk.reserve(self._files[-1], layout.size)
+                linux_calls.reserve(self._files[-1], layout.size)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise

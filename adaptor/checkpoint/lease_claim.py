@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from adaptor import context, output
-from adaptor.checkpoint import disk
+from adaptor.checkpoint import disk, folder_rights
 from adaptor.checkpoint.lease import LARGEST, Lease, LeaseContent, decode
 from adaptor.checkpoint.lease_owner import Owner
 from adaptor.errors import CheckpointError, ConfigError
@@ -72,16 +72,16 @@ def require_same_user(save: str | Path) -> None:
         with os.fdopen(descriptor, "rb") as file:
             # Of the open file: NFS may show the owner of the one before. And as this machine sees both users.
             theirs, written = os.fstat(descriptor).st_uid, decode(file.read(LARGEST), LeaseContent)
-        ours = disk.probe(root).st_uid
+        ours = folder_rights.probe(root).st_uid
     except OSError:
         return
     if written is None or written.generation != generation or theirs == ours:
         return
     here = f"node {context.part(Place).node} ({platform.node()})"
     raise ConfigError(
-        f"--save is {root}: {here} writes there as {disk.name_user(ours)}, node 0 ({written.host}) as"
-        f" {disk.name_user(theirs)}, and neither can write into the other's checkpoints: start ttprun as the"
-        " same user on every node"
+        f"--save is {root}: {here} writes there as {folder_rights.name_user(ours)}, node 0 ({written.host})"
+        f" as {folder_rights.name_user(theirs)}, and neither can write into the other's checkpoints: start"
+        " ttprun as the same user on every node"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from adaptor.checkpoint import disk
+from adaptor.checkpoint import linux_calls
 
 # The longest stretch between two syncs, in bytes.
 _LONGEST = 512 << 20
@@ -39,5 +39,5 @@ class PacedSync:
             self._stretch = min(max(int(growth * self._stretch), self._shortest), _LONGEST)
             self._waiting = self._idle = 0
         elif self._idle >= _BEGIN:
-            disk.begin_to_write(descriptor)
+            linux_calls.begin_to_write(descriptor)
             self._idle = 0

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from adaptor.checkpoint import dcp, disk, integrity, left_overs, manifest, saved_steps, tracker
+from adaptor.checkpoint import dcp, disk, folder_rights, integrity, left_overs, manifest, saved_steps, tracker
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
@@ -53,7 +53,7 @@ def prepare(
     # where it is recovered online, it makes the save again.
     if first:
         abandoned += left_overs.abandon_regular_saves(root, generation)
-    disk.make_private(folder)
+    folder_rights.make_private(folder)
     left_overs.remove_beside(abandoned, disk.discard, left_overs.ROOM_S)
     return folder
 
@@ -111,7 +111,7 @@ def publish(
         _drop_others(temporary, {entry.path for entry in entries})
         described = Manifest.now(step, entries, groups, world_size, generation)
         disk.write(temporary, naming.MANIFEST, described.encode())
-        disk.share(temporary)
+        folder_rights.share(temporary)
         disk.sync_folders(temporary)
     with locked(root):
         ours = not saved_steps.is_of_generation(root, step, generation)

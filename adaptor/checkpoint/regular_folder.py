@@ -7,14 +7,23 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from adaptor.checkpoint import checksum_notes, disk, integrity, left_overs, publish, saved_steps
+from adaptor.checkpoint import (
+    checksum_notes,
+    disk,
+    folder_rights,
+    integrity,
+    left_overs,
+    linux_calls,
+    publish,
+    saved_steps,
+)
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 
 # Files that are no part of a save: what an NFS server keeps of a removed open file, and short-lived probes.
-_PASSING = (".nfs", disk.PROBE)
+_PASSING = (".nfs", folder_rights.PROBE)
 
 
 @disk.one_line
@@ -25,7 +34,7 @@ def prepare_regular(root: Path, step: int, generation: str = "") -> None:
     """
     saving = root / naming.regular_name(step, generation)
     root.mkdir(parents=True, exist_ok=True)
-    disk.ensure_private(saving)
+    folder_rights.ensure_private(saving)
 
 
 @disk.one_line
@@ -63,7 +72,7 @@ def publish_regular(root: Path, step: int, generation: str = "") -> None:
     entries = checksum_notes.entries(saving, files)
     disk.write(saving, naming.MANIFEST, Manifest.now(step, entries, {}, 0, generation).encode())
     checksum_notes.remove(saving)
-    disk.share(saving)
+    folder_rights.share(saving)
     disk.sync_folders(saving)
     with locked(root):
         older = _replace_regular(root, step, saving, final)
@@ -87,7 +96,7 @@ def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[P
     if not saved_steps.is_complete(root, step):
         publish.move_in(root, step, saving, final)
         return []
-    if not disk.exchange(saving, final):
+    if not linux_calls.exchange(saving, final):
         # A crash between these two is undone by left_overs.clean().
         replaced = root / naming.replaced_name(step)
         older = []

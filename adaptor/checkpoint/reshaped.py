@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from adaptor.checkpoint import disk, saved_steps, tracker
+from adaptor.checkpoint import disk, linux_calls, saved_steps, tracker
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.protocol import naming
 
@@ -37,7 +37,7 @@ def put_in_place(root: Path, step: int, made: Path) -> Path:
         kept = _kept(root, step)
         beside = made.with_name(f"{made.name}.{made.stat().st_ino}")
         made.rename(beside)
-        if disk.exchange(beside, final):
+        if linux_calls.exchange(beside, final):
             disk.sync(root)
             disk.sync(beside.parent)
             beside.rename(kept)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from adaptor.checkpoint import disk
+from adaptor.checkpoint import disk, folder_rights
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 
@@ -106,7 +106,7 @@ def _is_locked(descriptor: int) -> bool:
 
 def _is_of_this_user(root: Path, descriptor: int) -> bool:
     """Return whether the file has the owner and the rights of one that this process makes there."""
-    ours, found = disk.probe(root), os.fstat(descriptor)
+    ours, found = folder_rights.probe(root), os.fstat(descriptor)
     return (ours.st_uid, ours.st_mode) == (found.st_uid, found.st_mode)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from adaptor.checkpoint import disk
+from adaptor.checkpoint import disk, linux_calls
 from adaptor.checkpoint.hashing import Digests
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.transform.constructors import STORAGES
@@ -83,7 +83,7 @@ class Stream:
             self._progress(count)
         length = self.bytes - self._told
         if length >= _BEGIN_TO_WRITE:
-            disk.begin_to_write(self._descriptor, self._told, length)
+            linux_calls.begin_to_write(self._descriptor, self._told, length)
             self._told = self.bytes
 
     def entry(self, name: str) -> FileEntry:

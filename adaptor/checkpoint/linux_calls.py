@@ -1,0 +1,55 @@
+"""Calls of Linux for files that Python does not offer.
+
+Two are hints, which a file system may ignore; the third returns whether the file system can do it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_FALLOC_KEEP_SIZE = 1  # linux/falloc.h
+_AT_FDCWD = -100
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; return False where the system or its filesystem cannot."""
+    renameat2 = getattr(_libc, "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(one))
+
+
+def begin_to_write(descriptor: int, begin: int = 0, count: int = 0) -> None:
+    """Let the disk begin to write what has come to a file, without waiting for it.
+
+    This is a hint: a file system that does not know it writes at the next sync, which also tells of errors.
+
+    Args:
+        descriptor: of the file.
+        begin: the place of the first byte.
+        count: the number of bytes; 0 is all to the end of the file.
+    """
+    _libc.sync_file_range(descriptor, ctypes.c_int64(begin), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
+
+
+def reserve(descriptor: int, count: int) -> None:
+    """Let the filesystem find room for the first bytes of a file before they are written, all at once.
+
+    This is a hint: one that does not know it, or has no room, finds it, or says so, at each write.
+
+    Args:
+        descriptor: of the file, whose size does not change.
+        count: the number of bytes.
+    """
+    _libc.fallocate(descriptor, _FALLOC_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(count))
