@@ -18,19 +18,15 @@ from adaptor import text
 from adaptor.config import Config
 from adaptor.descriptors import Descriptors
 from adaptor.errors import CheckpointError
-from adaptor.launchers import after_verdict, board_watch, notifier
+from adaptor.launchers import after_verdict, board_watch
 from adaptor.launchers.control_thread import ControlThread
 from adaptor.launchers.controller_client import ControllerClient
 from adaptor.launchers.controller_host import ControllerHost
 from adaptor.launchers.copy_files import CopyFiles
 from adaptor.launchers.copy_keeper import CopyKeeper
-from adaptor.launchers.incident_report import IncidentReport
-from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.job_lease import JobLease
-from adaptor.launchers.job_server import JobServer
-from adaptor.launchers.job_status import JobStatus
+from adaptor.launchers.job_records import JobRecords
 from adaptor.launchers.job_uploads import JobUploads
-from adaptor.launchers.log import tell_error
 from adaptor.launchers.replacements import Replacements, WorkerStarter
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
 from adaptor.launchers.spare_gate import SpareGate
@@ -84,9 +80,8 @@ class AgentControl:
 
     Attributes:
         thread: the control thread.
-        files: those of the job that operators read.
-        server: serves them (TTP_SERVE).
         workers: of this node.
+        records: what operators read of the job.
         gate: where spare nodes wait; None: not here.
         keeper: gives host copies to another node; None: there are none, or no other node.
         client: the connection to the controller; None while no generation is open.
@@ -103,11 +98,8 @@ class AgentControl:
         self._scratch = scratch
         self.thread = ControlThread(self._on_failure, self._on_broken_off)
         self.workers = Workers(self.thread.loop, self._hear)
-        self.files = JobFiles(config.log_path, job)
-        self.incident_report = IncidentReport(self.files, notifier.of_job(config))
         self._copies = copies
-        self._status = JobStatus(self.files, self.incident_report, max_restarts, self._newest_copy)
-        self.server = JobServer(config, lambda: self.files.folder)
+        self.records = JobRecords(config, job, max_restarts, self.workers, self._newest_copy)
         self.gate: SpareGate | None = None
         self.keeper: CopyKeeper | None = None
         self.node = 0
@@ -144,8 +136,7 @@ class AgentControl:
         self.news = WorkerNews(ranks)
         self.reaped.clear()
         self.settled.clear()
-        self.incident_report.begin(self.generations_begun)
-        self._status.begin()
+        self.records.begin(self.generations_begun)
 
     def connect(self, client: ControllerClient) -> None:
         """From now on messages go to the controller by way of `client`."""
@@ -157,9 +148,7 @@ class AgentControl:
         self._folder_tasks.close()
         self._descriptors.release()
         self.lease.release()
-        self._status.end()
-        self.incident_report.close()
-        self.server.close()
+        self.records.close()
         self.uploads.close()
 
     @property
@@ -176,7 +165,10 @@ class AgentControl:
         reporter = self.client.reporter if self.client is not None else None
         if reporter is None or (self.verdict is not None and not self.verdict.incident):
             return ""
-        return self.incident_report.path if reporter == self.node else f"on node {reporter}"
+        return self.records.report.path if reporter == self.node else f"on node {reporter}"
+
+    def _newest_copy(self) -> int | None:
+        return self._copies.newest(is_kept=self.keeper is not None) if self._config.host_copy else None
 
     def _on_broken_off(self, reason: str) -> None:
         """End what is left: nothing runs on the control thread any more."""
@@ -350,55 +342,18 @@ class AgentControl:
             self.settled.set()  # whatever happened: torch's thread waits for it
 
     def _look(self, boards: Sequence[BoardRecord]) -> None:
-        self._report_status(boards)
+        if self.controller_host is not None:
+            waiting = self.gate.waiting if self.gate is not None else 0
+            self.records.look(boards, self.controller_host, self.node, self.generations_begun, waiting)
         if self.news.training_began is not None and not self.news.noticed:
             self._replacements.look(boards, self.news.training_began[0])
-
-    @property
-    def _spares_waiting(self) -> int:
-        return self.gate.waiting if self.gate is not None else 0
-
-    def _report_status(self, boards: Sequence[BoardRecord]) -> None:
-        """Write what operators read; it is for people, so an error in it ends nothing."""
-        host = self.controller_host
-        if host is None:
-            return
-        try:
-            if self.node:
-                self.server.take_over()
-            self._look_at_uses()
-            self._status.look(
-                boards, host.controller, self.node, host.nodes, self.generations_begun, self._spares_waiting
-            )
-            self.incident_report.record_progress(max((board.finished for board in boards), default=-1))
-        except Exception as error:
-            tell_error("the status of the job is not written", error)
-
-    def _newest_copy(self) -> int | None:
-        return self._copies.newest(is_kept=self.keeper is not None) if self._config.host_copy else None
-
-    def _look_at_uses(self) -> None:
-        reading = self.workers.spent()
-        if reading is not None and self.controller_host is not None:
-            self._status.look_at_uses(reading)
-
-    def _look_at_last_moments(self) -> None:
-        """Read once more what workers did before they ended: the last step, and the save behind it."""
-        self._look_at_uses()
-        if self.controller_host is not None:
-            newest = self.workers.newest_step()
-            self._status.note_last_step(newest)
-            self.incident_report.record_progress(newest)
 
     async def end(self) -> None:
         """End the generation, with all that is at work for it."""
         self._forwarding = Forwarding.IGNORED
         await self.thread.cancel_tasks()
         await self._replacements.end()
-        try:
-            self._look_at_last_moments()
-        except Exception as error:  # it is for people
-            tell_error("the status of the job lacks its last moments", error)
+        self.records.look_at_last_moments(self.controller_host)
         await self.workers.end()
         client, self.client = self.client, None
         if client is not None:

@@ -136,7 +136,7 @@ class Node:
             world_size=world_size,
             config=self._config,
             tls=self._tls,
-            report=control.incident_report,
+            report=control.records.report,
             online_s=self._config.online_s,
             obey=control.obey,
             on_controller_unreachable=lambda: control.judge("the controller's node is lost"),
@@ -150,7 +150,7 @@ class Node:
                 client.host(
                     host,
                     restart=has_met_before or control.generations_begun > 1,
-                    job=control.files.job,
+                    job=control.records.files.job,
                 )
             )
             if nodes > 1:
@@ -161,7 +161,9 @@ class Node:
             told: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: there)
             join = client.join(host, told, tuple(ranks))
             made = wait_for(lambda: wait(join), lambda: there)
-            control.files.job = name_of(made.job)  # after a take-over this node writes to the same folder
+            control.records.files.job = name_of(
+                made.job
+            )  # after a take-over this node writes to the same folder
         if self._config.host_copy and nodes > 1:
             self._keep_copies(client, node, nodes, store)
         control.generation = os.environ[GENERATION] = made.generation
@@ -193,7 +195,7 @@ class Node:
     def _serve(self) -> None:
         """Serve the files of the job from here; before workers were started what is wrong ends ttprun."""
         try:
-            self.control.server.start()
+            self.control.records.server.start()
         except (AdaptorError, OSError, RuntimeError) as error:
             if self.control.generations_begun == 1:
                 raise ConfigError(f"TTP_SERVE is {text.say(error)}") from None
@@ -325,7 +327,7 @@ class Node:
         """Add to the report of the last incident what is done after its verdict."""
         with contextlib.suppress(RuntimeError):  # the control thread has ended
             self.control.thread.loop.call_soon_threadsafe(
-                self.control.incident_report.record_next_action, action
+                self.control.records.report.record_next_action, action
             )
 
     def mark_leaving(self) -> None:
