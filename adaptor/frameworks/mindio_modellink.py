@@ -22,7 +22,7 @@ from adaptor.errors import UnsupportedError
 from adaptor.frameworks import ascendspeed, supported_options
 from adaptor.frameworks import ascendspeed_shards as shards
 from adaptor.frameworks import mindio_modellink_groups as groups
-from adaptor.mindio.job import job
+from adaptor.mindio import job
 from adaptor.mindio.optimizer import ReplicaOptimizer
 from adaptor.replica import kinds
 from adaptor.replica.mirror import Mirror
@@ -145,7 +145,7 @@ class TTPOddReplicaOptimizer(_Replicated):
                 "use 2 or more, or set ENABLE_TTP=False"
             )
         super().__init__(*args)
-        job.apart = apart(self)
+        job.get().apart = apart(self)
 
     def exchange(self) -> None:
         if self._ttp_mirror is None:  # now that the state is loaded

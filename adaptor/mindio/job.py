@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from adaptor import output
+from adaptor import context, output
+from adaptor.context import Context
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.mindio import device
 from adaptor.mindio.handlers import Handlers
@@ -26,7 +27,7 @@ REST_S = 2.0
 
 
 class Job:
-    """The interface's state, one per worker process. The main thread calls everything but the handlers.
+    """The interface's state, a part of the context. The main thread calls everything but the handlers.
 
     Attributes:
         apart: of an optimizer that mirrors: how many places behind a rank the one is that has the copy of its
@@ -35,7 +36,7 @@ class Job:
             cleaned before a dump, as with TTP_STOP_CLEAN_BEFORE_DUMP=1
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context: Context) -> None:
         self.handlers = Handlers()
         self.replicas: tuple[Replicas, ...] = ()
         self.apart = 0
@@ -244,4 +245,6 @@ def _nothing() -> None:
     """Do nothing: the barrier of a job with one rank."""
 
 
-job = Job()
+def get() -> Job:
+    """Return the state of the interface in this process."""
+    return context.part(Job)

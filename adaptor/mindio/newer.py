@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from adaptor.errors import ConfigError
-from adaptor.mindio import device, replicas
+from adaptor.mindio import device, job, replicas
 from adaptor.mindio.enums import Action, ReportState
 from adaptor.mindio.handlers import Handler
-from adaptor.mindio.job import job
 
 # Frameworks whose handlers take the arguments of the training function, and nothing that is set.
 _EXPORTED = ("MindSpeed", "MindSpeed-LLM")
@@ -30,7 +29,7 @@ def tft_init_controller(
     They are MindIO TTP's: `world_size`, `enable_local_copy`; `enable_arf` and `enable_zit` are refused.
     """
     _require_no_repair("tft_init_controller", enable_arf, enable_zit)
-    job.join("tft_init_controller", rank, world_size, enable_local_copy)
+    job.get().join("tft_init_controller", rank, world_size, enable_local_copy)
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
@@ -56,7 +55,7 @@ def tft_init_processor(
     refused, `enable_tls`, `tls_info` and `enable_uce` not used.
     """
     _require_no_repair("tft_init_processor", enable_arf, enable_zit)
-    job.join("tft_init_processor", rank, world_size, enable_local_copy)
+    job.get().join("tft_init_processor", rank, world_size, enable_local_copy)
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
@@ -77,9 +76,9 @@ def tft_destroy_processor() -> None:
 def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
     """Set the ranks that hold copies of this rank's optimizer states."""
     call = "tft_set_optimizer_replica"
-    if rank != job.rank(call):
-        raise ConfigError(f"{call}: rank is {rank!r}, but this process is rank {job.rank(call)}")
-    job.replicas = replicas.of_newer(rank, replica_info)
+    if rank != job.get().rank(call):
+        raise ConfigError(f"{call}: rank is {rank!r}, but this process is rank {job.get().rank(call)}")
+    job.get().replicas = replicas.of_newer(rank, replica_info)
 
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
@@ -91,7 +90,7 @@ def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
 
 def tft_start_copy_os() -> None:
     """The optimizer state is about to be copied."""
-    job.start_copy()
+    job.get().start_copy()
 
 
 def tft_start_updating_os(backup_step: int = -1) -> None:
@@ -100,35 +99,37 @@ def tft_start_updating_os(backup_step: int = -1) -> None:
     Args:
         backup_step: the step of which the script has a copy of it, -1 without one
     """
-    job.start_update(backup_step)
+    job.get().start_update(backup_step)
 
 
 def tft_end_updating_os(step: int) -> None:
     """The optimizer state is that of `step` now. Does not return while the job saves."""
     if type(step) is not int or step < 1:
         raise ConfigError(f"tft_end_updating_os: step is {step!r}: it must be an integer from 1")
-    job.end_update(step)
+    job.get().end_update(step)
 
 
 def tft_report_load_ckpt_step(step: int) -> None:
     """The state that was loaded is that of `step`; with it the first update is protected, too."""
-    job.loaded(step)
+    job.get().loaded(step)
 
 
 def tft_set_step_args(args: Any) -> None:
     """Set the arguments with which the handlers are called."""
-    if args is not None and not job.exported:
-        job.handlers.args = args
+    if args is not None and not job.get().exported:
+        job.get().handlers.args = args
 
 
 def tft_pause_train(cur_step: int) -> None:
     """Step `cur_step` has ended, with an update or without one. Nothing pauses here."""
-    job.reached(cur_step)
+    job.get().reached(cur_step)
 
 
 def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
     """`func`, whose exceptions do not end the process before others have saved."""
-    return job.guard(_callable("tft_exception_handler", func), sets_args=lambda: bool(job.exported))
+    return job.get().guard(
+        _callable("tft_exception_handler", func), sets_args=lambda: bool(job.get().exported)
+    )
 
 
 def tft_report_error(error_type: ReportState | int, error_code: str = "") -> None:
@@ -138,14 +139,14 @@ def tft_report_error(error_type: ReportState | int, error_code: str = "") -> Non
         raise _unsupported(f"tft_report_error({state.name})")
     said = f"{state.name} {error_code}".strip()
     if state in _DAMAGED:
-        device.give_up(job.rank("tft_report_error"), said)
+        device.give_up(job.get().rank("tft_report_error"), said)
     if state is not ReportState.RS_NORMAL:
-        job.fail(said)
+        job.get().fail(said)
 
 
 def tft_wait_next_action() -> int:
     """Wait for what comes: the job saves, and this process ends."""
-    job.wait()
+    job.get().wait()
     return Action.EXIT.value
 
 
@@ -156,11 +157,11 @@ def set_mindio_export_version(framework_type: str) -> None:
             f"set_mindio_export_version: {framework_type!r} is not known: use {' or '.join(_EXPORTED)}, "
             "or do not call it"
         )
-    job.exported = framework_type
+    job.get().exported = framework_type
 
 
 def get_mindio_export_version() -> str | None:
-    return job.exported or None
+    return job.get().exported or None
 
 
 # handlers
@@ -171,33 +172,33 @@ def tft_register_save_ckpt_handler(func: Callable[..., Any], ctx: Any = None) ->
 
     What it raises is a failure.
     """
-    job.handlers.save = Handler(_callable("tft_register_save_ckpt_handler", func), ctx)
-    job.handlers.older = False
+    job.get().handlers.save = Handler(_callable("tft_register_save_ckpt_handler", func), ctx)
+    job.get().handlers.older = False
 
 
 def tft_register_rename_handler(func: Callable[..., Any], ctx: Any = None) -> None:
     """`func(step, args)` names what was saved, on one rank, once; what it raises is a failure."""
-    job.handlers.rename = Handler(_callable("tft_register_rename_handler", func), ctx)
+    job.get().handlers.rename = Handler(_callable("tft_register_rename_handler", func), ctx)
 
 
 def tft_register_exit_handler(func: Callable[..., Any], ctx: Any = None) -> None:
     """`func(ctx)` is called before the process is ended after an incident."""
-    job.handlers.exit = Handler(_callable("tft_register_exit_handler", func), ctx)
+    job.get().handlers.exit = Handler(_callable("tft_register_exit_handler", func), ctx)
 
 
 def tft_register_stop_handler(func: Callable[..., Any], ctx: Any = None) -> None:
     """`func(args, ctx)` stops the device; called before a dump with TTP_STOP_CLEAN_BEFORE_DUMP=1."""
-    job.handlers.stop = Handler(_callable("tft_register_stop_handler", func), ctx)
+    job.get().handlers.stop = Handler(_callable("tft_register_stop_handler", func), ctx)
 
 
 def tft_register_clean_handler(func: Callable[..., Any], ctx: Any = None) -> None:
     """`func(is_uce_error, args, ctx)` starts the device again; called after the stop handler."""
-    job.handlers.clean = Handler(_callable("tft_register_clean_handler", func), ctx)
+    job.get().handlers.clean = Handler(_callable("tft_register_clean_handler", func), ctx)
 
 
 def _never_called(name: str) -> Callable[..., None]:
     def register(func: Callable[..., Any] | str, *rest: Any) -> None:
-        job.never_called.append(name)
+        job.get().never_called.append(name)
 
     register.__name__ = register.__qualname__ = name
     register.__doc__ = "For repair in place, which this engine does not do; a line at the start says so."

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from adaptor.mindio import replicas
+from adaptor.mindio import job, replicas
 from adaptor.mindio.handlers import Handler
-from adaptor.mindio.job import job
 
 
 def ttp_init_controller(
     rank: int, world_size: int, replica: int = 2, enable_local_copy: bool = False
 ) -> None:
     """The controller is in ttprun's agent; the arguments are checked."""
-    job.join("ttp_init_controller", rank, world_size, enable_local_copy)
+    job.get().join("ttp_init_controller", rank, world_size, enable_local_copy)
 
 
 def ttp_start_controller(ip: str, port: int) -> None:
@@ -33,8 +32,8 @@ def ttp_init_processor(
 
     With TTPOddReplicaOptimizer it is how many copies a shard has; where they are the optimizer has said.
     """
-    job.join("ttp_init_processor", rank, world_size, enable_local_copy)
-    job.replicas = replicas.of_older(rank, dp_ranks, dp_size, replica, job.apart)
+    job.get().join("ttp_init_processor", rank, world_size, enable_local_copy)
+    job.get().replicas = replicas.of_older(rank, dp_ranks, dp_size, replica, job.get().apart)
 
 
 def ttp_start_processor(ip: str, port: int) -> None:
@@ -43,25 +42,25 @@ def ttp_start_processor(ip: str, port: int) -> None:
 
 def ttp_register_save_ckpt_handler(func: Callable[[int, int, list[int], Any], Any]) -> None:
     """`func(save_rank, step, rank_list, args)` saves this rank's part; what it raises is a failure."""
-    job.handlers.save = _handler("ttp_register_save_ckpt_handler", func)
-    job.handlers.older = True
+    job.get().handlers.save = _handler("ttp_register_save_ckpt_handler", func)
+    job.get().handlers.older = True
 
 
 def ttp_register_rename_handler(func: Callable[[Any], Any]) -> None:
     """`func(args)` names what was saved, on one rank, once; it returns 0 where it could."""
-    job.handlers.rename = _handler("ttp_register_rename_handler", func)
+    job.get().handlers.rename = _handler("ttp_register_rename_handler", func)
 
 
 def ttp_set_ckpt_args(args: Any) -> None:
     """Set the arguments of the handlers; the first of them is the iteration that has ended."""
-    job.handlers.args = args
+    job.get().handlers.args = args
     if isinstance(args, tuple | list) and args and type(args[0]) is int:
-        job.reached(args[0])
+        job.get().reached(args[0])
 
 
 def ttp_to_persist(train: Callable[..., Any]) -> Callable[..., Any]:
     """`train`, whose exceptions do not end the process before others have saved."""
-    return job.guard(train)
+    return job.get().guard(train)
 
 
 def _handler(call: str, func: Any) -> Handler:

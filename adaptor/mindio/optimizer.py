@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptor.mindio.job import job
+from adaptor.mindio import job
 
 
 class ReplicaOptimizer:
@@ -22,21 +22,22 @@ class ReplicaOptimizer:
 
     def begin_to_update(self, iteration: int) -> None:
         """The state, which is that of `iteration`, is about to change; returns when it may."""
-        job.loaded(iteration)
-        job.reached(iteration)
+        interface = job.get()
+        interface.loaded(iteration)
+        interface.reached(iteration)
         self.current_step = iteration
         self.exchange()
-        if job.has_local_copy:
-            job.start_copy()
+        if interface.has_local_copy:
+            interface.start_copy()
             self.copy_state()
-        job.start_update(iteration if job.has_local_copy else -1)
+        interface.start_update(iteration if interface.has_local_copy else -1)
         # However the update ends: from here on the live state is not that of `iteration`.
         self.current_step = iteration + 1
 
     def end_to_update(self) -> None:
         """The state has changed. Does not return while the job saves."""
         self.update_copies()
-        job.end_update(self.current_step)
+        job.get().end_update(self.current_step)
 
     def exchange(self) -> None:
         """Fetch what copies of other ranks' shards need of this update; the state is intact if it raises."""
@@ -50,7 +51,7 @@ class ReplicaOptimizer:
 
     def givers(self) -> list[int]:
         """Return, for each shard of a dump, the rank of `rank_list` that gives it."""
-        (replicas,) = job.replicas
+        (replicas,) = job.get().replicas
         return replicas.givers(self.save_args["rank_list"])
 
     def set_dump_args(self, rank: int, step: int, rank_list: list[int]) -> None:

@@ -106,6 +106,8 @@ WRITES_ENVIRONMENT = {
 STATE = {
     "adaptor._enabled": "nothing else is imported before the adaptor is enabled",
     "adaptor.checkpoint.lease_claim._claimed": "a process claims one save folder",
+    "adaptor.checkpoint.rng._numpy": "what was read last of numpy's random state, which is the process's",
+    "adaptor.checkpoint.rng._python": "what was read last of the state of `random`, which is the process's",
     "adaptor.context._context": "the context itself",
     "adaptor.devices.cpu._active": "without anything else of the adaptor",
     "adaptor.output._streams": "the threads of stdout and stderr",
@@ -114,6 +116,7 @@ STATE = {
     "adaptor.patching._hooks._watched": "import hooks last as long as the interpreter",
     "adaptor.patching._unit._units": "declarations, which importing a module makes",
     "adaptor.replica.group._everyone": "a process group, as torch's own are the process's",
+    "adaptor.threads.reserve": "threads, which last as long as the process",
     "adaptor.worker.runtime._runtime": "the connection to the agent",
 }
 # Where a value may be of a type that nobody can name (`Any`), and why. Objects of frameworks and of torch
@@ -304,8 +307,29 @@ def test_the_environment_is_written_for_others_alone() -> None:
     assert WRITES_ENVIRONMENT.keys() - found.keys() == set(), "declared, and no longer there"
 
 
-def _state(path: Path) -> Iterator[str]:
-    """Return the names that functions of a module rebind, and its containers that are no constants."""
+def _changing_classes() -> set[str]:
+    """Return the names of our classes whose objects change themselves after they were made.
+
+    A unit of patches is a declaration, which `adaptor.patching._unit._units` holds.
+    """
+    return {
+        kind.name
+        for path in source_tree.modules().values()
+        for kind in source_tree.nodes(path)
+        if isinstance(kind, ast.ClassDef)
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        and method.name not in ("__init__", "__post_init__")
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    } - {"Unit"}
+
+
+def _state(path: Path, changing: set[str]) -> Iterator[str]:
+    """Return the names that functions of a module rebind, and its containers and objects that change."""
     for node in source_tree.nodes(path):
         if isinstance(node, ast.Global):
             yield from node.names
@@ -318,6 +342,7 @@ def _state(path: Path) -> Iterator[str]:
         mutable = isinstance(made, ast.List | ast.Dict | ast.Set) or kind in (
             *("list", "dict", "set", "deque", "defaultdict", "OrderedDict", "Counter"),
             *("WeakSet", "WeakKeyDictionary", "WeakValueDictionary"),
+            *changing,
         )
         yield from (
             target.id
@@ -327,7 +352,12 @@ def _state(path: Path) -> Iterator[str]:
 
 
 def test_state_stands_in_the_context() -> None:
-    found = {f"{module}.{name}" for module, path in source_tree.modules().items() for name in _state(path)}
+    changing = _changing_classes()
+    found = {
+        f"{module}.{name}"
+        for module, path in source_tree.modules().items()
+        for name in _state(path, changing)
+    }
     assert found - STATE.keys() == set(), "make it a part of the context (adaptor.context)"
     assert STATE.keys() - found == set(), "declared, and no longer there"
 

@@ -99,10 +99,6 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "0")  # so that it is what it was afterwards
     monkeypatch.setattr(job_module, "REST_S", 0.0)  # the main thread is the test's, and orders the dump
-    job = Job()
-    for module in (job_module, newer, older):
-        monkeypatch.setattr(module, "job", job)
-    monkeypatch.setattr("adaptor.mindio.optimizer.job", job)
     memory = BoardMemory([0])
     address = f"ttp-test-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -126,7 +122,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
     monkeypatch.setattr(worker.session, "hold", hold)
     with connection:
-        yield Agent(memory, worker, job, connection, left)
+        yield Agent(memory, worker, job_module.get(), connection, left)
     for thread in threading.enumerate():
         if thread.name == "ttp-processor":
             thread.join(LONG_S)
