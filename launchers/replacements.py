@@ -136,5 +136,5 @@ class Replacements:
     def hear(self, told: Modules) -> None:
         """A worker has told what it has imported."""
         if self._starter is not None and self._spares.wanted:
-            imports = Import(told.path, told.origins, self._starter.of_a_rank)
+            imports = Import(told.path, told.origins, told.names, self._starter.of_a_rank)
             self._spares.begin(self._starter.spare, imports)

@@ -24,7 +24,7 @@ from adaptor import _script, context, text
 from adaptor.launchers import worker_main
 from adaptor.protocol import environment, wire
 from adaptor.protocol.spare_messages import Become, Import, Ready, to_spare
-from adaptor.worker import modules
+from adaptor.worker import imported_names, modules
 from adaptor.worker.garbage import GarbageCollection
 
 # By how much a spare is nicer than the workers while it imports, where that can be taken back.
@@ -74,6 +74,7 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
             return text.describe(error)
         sys.argv = arguments[1:] if arguments[0] == _script.MODULE_FLAG else list(arguments)
         sys.path[:] = order.path
+        before = frozenset(sys.modules)
         for name, origin in order.origins.items():
             if name not in sys.modules and name not in _NOT_TO_IMPORT:
                 # Whatever somebody else's module raises: one that another module has made, or that needs what
@@ -87,9 +88,13 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
         for name, origin in order.origins.items()
         if name in sys.modules and name not in _NOT_TO_IMPORT and modules.origin(name) != origin
     ]
-    return "; ".join(
-        [*(f"{module} reads {name} when it is imported" for name, module in reads.items()), *other]
-    )
+    unfit = [*(f"{module} reads {name} when it is imported" for name, module in reads.items()), *other]
+    if not unfit:
+        imported = [name for name in order.origins if name in sys.modules and name not in before]
+        changed = imported_names.first_that_differs(order.names, imported)
+        if changed:
+            unfit.append(f"{changed} is another one in a worker, where the script changes what is imported")
+    return "; ".join(unfit)
 
 
 def _import(name: str, origin: str) -> None:

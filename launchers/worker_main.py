@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> None:
 
     import packaging.specifiers  # noqa: F401  # the patches use it when the script's folder is on the path
 
-    from adaptor import output, text
+    from adaptor import context, output, text
     from adaptor.errors import (
         CheckpointError,
         ConfigError,
@@ -82,6 +82,7 @@ def run(arguments: list[str]) -> None:
         UnsupportedError,
     )
     from adaptor.worker import runtime
+    from adaptor.worker.imported_names import BeforeTheScript
     from adaptor.worker.processor import EXIT_ORPHAN
 
     output.start()
@@ -99,6 +100,7 @@ def run(arguments: list[str]) -> None:
         multiprocessing.current_process()._config["tempdir"] = os.environ[environment.SCRATCH]  # type: ignore
     try:
         leave = arm(worker)
+        context.part(BeforeTheScript).note()
         _script.run(arguments)
     except (ConfigError, DriftError, UnsupportedError, ResumeError, StartError) as error:
         if worker.session.may_have_finished_a_step:  # what the job has trained so far is saved

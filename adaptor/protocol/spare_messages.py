@@ -14,11 +14,13 @@ class Import(Message, frozen=True):
     Attributes:
         path: their `sys.path`
         origins: what they have imported, in that order: names, and the files
+        names: what these have from each other (`imported_names.of_modules`)
         of_a_rank: environment variables that are another one's for each rank: none may be read meanwhile
     """
 
     path: tuple[str, ...]
     origins: dict[str, str]
+    names: dict[str, bytes]
     of_a_rank: tuple[str, ...]
 
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import sys
 
+from adaptor import context
 from adaptor.protocol.messages import Modules
 from adaptor.text import encodable
+from adaptor.worker import imported_names
 
 
 def of_this_process(rank: int) -> Modules:
     """Return the modules of the worker of `rank`, in the order in which they were imported."""
     path = tuple(folder for folder in list(sys.path) if isinstance(folder, str))
-    return Modules(rank, path, {encodable(name): origin(name) for name in list(sys.modules)})
+    names = list(sys.modules)
+    before = context.part(imported_names.BeforeTheScript).names
+    since = [name for name in names if name not in before and name.isprintable()]
+    return Modules(
+        rank, path, {encodable(name): origin(name) for name in names}, imported_names.of_modules(since)
+    )
 
 
 def origin(name: str) -> str:

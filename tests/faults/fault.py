@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
@@ -145,30 +146,37 @@ class Fault:
 
 
 class Injector:
-    """The faults of this process."""
+    """The faults of a job, and of those the ones of this process once it has its rank (`begin`)."""
 
-    def __init__(self, faults: list[Fault], stamp: Path | None) -> None:
+    def __init__(self, faults: Sequence[Fault], stamp: Path | None) -> None:
+        self._planned = tuple(faults)
+        self._faults: list[Fault] = []
+        self._stamp = stamp
+        self._rank = -1
+        self.step = 0
+        self.saving = False
+        self.evaluating = False
+
+    def begin(self) -> None:
+        """From now on those of this process strike: it has a rank, which a spare has not."""
         self._rank = int(os.environ["RANK"])
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         struck: list[dict[str, Any]] = []
-        if stamp is not None and stamp.exists():
-            struck = [json.loads(line) for line in stamp.read_text().splitlines()]
-        self.step = 0
+        if self._stamp is not None and self._stamp.exists():
+            struck = [json.loads(line) for line in self._stamp.read_text().splitlines()]
         if NEWCOMER in os.environ:  # the fault has struck the process whose place this one takes
             restart = NEWCOMERS
             self.step = max((line["step"] for line in struck), default=0)
-        mine = [fault for fault in faults if fault.rank == self._rank]
+        mine = [fault for fault in self._planned if fault.rank == self._rank]
         self._faults = [fault for fault in mine if fault.restart in (restart, ONCE)]
         for line in struck:  # by another process of this rank
             over = next((one for one in self._faults if str(one) == line["fault"]), None)
             if over is not None and over.restart in (NEWCOMERS, ONCE):
                 self._faults.remove(over)
-        self._stamp = stamp
-        self.saving = False
-        self.evaluating = False
 
     def expects(self, phase: str) -> bool:
-        return any(fault.phase == phase for fault in self._faults)
+        """Return whether a fault of any rank strikes there: all processes are hooked alike."""
+        return any(fault.phase == phase for fault in self._planned)
 
     def reach(self, phase: str) -> None:
         """Strike if a fault is due."""

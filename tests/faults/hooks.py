@@ -9,7 +9,7 @@ from typing import Any
 
 import wrapt
 
-from tests.faults.fault import Fault, Injector, tell_siblings
+from tests.faults.fault import Injector
 
 # Into a file this far: archives of the tiny models are some megabytes.
 _HALF_WRITTEN = 100_000
@@ -54,10 +54,8 @@ def _wrap(module: str, name: str, wrapper: Wrapper, before_0_8: str = "") -> Non
     wrapt.register_post_import_hook(wrap, module)
 
 
-def install(faults: list[Fault], stamp: Path | None) -> None:
-    """Hook what the faults of this process need, before the framework is imported."""
-    injector = Injector(faults, stamp)
-    tell_siblings()
+def install(injector: Injector) -> None:
+    """Hook what the faults of the job need, before the framework is imported."""
 
     def before(phase: str, module: str, name: str, before_0_8: str = "") -> None:
         def strikes_before(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -8,29 +8,26 @@ Everything is hooked from outside, in the framework and in the adaptor, by funct
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
 from pathlib import Path
 
+_HERE = Path(__file__).resolve().parent
 # The script is run by its path, in a folder of the user's.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-
-from tests.faults import hooks
-from tests.faults.fault import Fault
+sys.path += [str(_HERE.parents[1]), str(_HERE / "early")]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--fault", action="append", type=Fault.parse, default=[], metavar="SPEC")
-    parser.add_argument("--stamp", type=Path, help="append a line when a fault strikes")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    parsed = parser.parse_args()
-    hooks.install(parsed.fault, parsed.stamp)
-    sys.argv = [parsed.script, *parsed.arguments]
-    sys.path[0] = str(Path(parsed.script).resolve().parent)
-    runpy.run_path(parsed.script, run_name="__main__")
+    import armed_faults  # here, as it reads `sys.argv` and hooks what is imported from now on
+
+    from tests.faults.fault import tell_siblings
+
+    armed_faults.injector.begin()
+    tell_siblings()
+    given = armed_faults.given
+    sys.argv = [given.script, *given.arguments]
+    sys.path[0] = str(Path(given.script).resolve().parent)
+    runpy.run_path(given.script, run_name="__main__")
 
 
 if __name__ == "__main__":

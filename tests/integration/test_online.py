@@ -162,6 +162,19 @@ def test_a_spare_takes_the_place(tmp_path: Path, baseline_of: BaselineOf) -> Non
     assert "no spare process" not in ended.log
 
 
+def test_a_rank_is_replaced_by_a_spare_and_then_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The second fault strikes in a function that a module of the framework has from another one by name: a
+    process that has been a spare has it as a worker does."""
+    faults = [
+        f"rank=1,step={step},phase={phase},kind=sigkill-beside-a-spare,restart=-2"
+        for step, phase in ((4, "backward"), (6, "norm"))
+    ]
+    job = online(tmp_path, DP4, faults, options=("--ttp-spares", "1"))
+    ended = trains_on(job, baseline_of(DP4), incidents=2)
+    for stamp in ended.stamps:
+        assert f"replaced by pid {stamp['spare']}, " in ended.log
+
+
 def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Every process that takes the place of rank 1 is: then there are last words, and all start again."""
     faults = [

@@ -349,7 +349,7 @@ def test_a_spare_that_cannot_be_started_ends_nothing(
     async def act(node: Node) -> None:
         await node.begin(0)
         node.broken = True
-        node.replacements.hear(Modules(0, (), {}))
+        node.replacements.hear(Modules(0, (), {}, {}))
         await node.until(lambda: "no spare process on this node" in capsys.readouterr().err, "it is said")
         node.replacements.end_incident()
         assert (node.workers.alive, node.spares) == ({0}, [])
@@ -521,6 +521,50 @@ def test_a_module_that_asks_for_the_rank_makes_spares_unfit(
         assert await node.has_run(0) == "1"
 
     runs(tmp_path, act, spares=1, more="import of_a_rank")
+
+
+HERE = "def function(): pass\n"
+THERE = "from here import function\n"
+
+
+def test_a_script_that_changes_what_a_module_imports_has_no_spares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A spare has imported both modules before it runs the script: the new rank would have the original."""
+    (tmp_path / "here.py").write_text(HERE)
+    (tmp_path / "there.py").write_text(THERE)
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        said = "there.function is another one in a worker, where the script changes what is imported"
+        await node.until(lambda: said in capsys.readouterr().err, "it is said")
+        node.processes[0].kill()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        assert await node.has_run(0) == "1"
+
+    runs(tmp_path, act, spares=1, more="import here; here.function = print; import there")
+
+
+def test_a_spare_makes_the_changes_that_an_import_makes(tmp_path: Path) -> None:
+    """They are a module that the script imports, and so does a spare, before the modules that are changed."""
+    (tmp_path / "here.py").write_text(HERE)
+    (tmp_path / "there.py").write_text(THERE)
+    (tmp_path / "changes.py").write_text("import here\nhere.function = print\n")
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        await node.waits()
+        node.processes[0].kill()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        assert await node.has_run(0) == "1"
+
+    runs(tmp_path, act, spares=1, more="import changes, there; assert there.function is print")
 
 
 def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:

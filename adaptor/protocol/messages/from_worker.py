@@ -82,11 +82,13 @@ class Modules(Message, frozen=True):
         path: `sys.path`
         origins: by the name of each module that has been imported, in that order: its file, or what else it
             is
+        names: what those that the script has imported have from each other (`imported_names.of_modules`)
     """
 
     rank: Number
     path: tuple[str, ...]
     origins: dict[str, str]
+    names: dict[str, bytes]
 
 
 class Frozen(Message, frozen=True):

@@ -1,0 +1,103 @@
+"""Tells what modules have imported by name, for a process that is to have the same: a spare.
+
+A spare imports what the workers have imported, and runs the script only when it takes a place. Where a
+script replaces a function before it imports a module that does `from there import function`, that module has
+the replacement in a worker and the original in a spare, and the new rank would compute something else than
+the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import wrapt
+
+from adaptor.context import Context
+
+# Wrappers of a function, one around the other.
+_MOST_LAYERS = 16
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools._lru_cache_wrapper, wrapt.ObjectProxy)
+# In the place of a mark: the object of this name was defined in another module.
+_FOREIGN = "*"
+
+
+class BeforeTheScript:
+    """The modules that were imported before the script: it has changed nothing of what they imported."""
+
+    def __init__(self, _context: Context) -> None:
+        self.names: frozenset[str] = frozenset()
+
+    def note(self) -> None:
+        """The script begins now."""
+        self.names = frozenset(sys.modules)
+
+
+def of_modules(names: Iterable[str]) -> dict[str, bytes]:
+    """Return, by module, four bytes for each function that it has from another module, and for each class."""
+    return {name: b"".join(sorted(_codes(name))) for name in names}
+
+
+def first_that_differs(told: Mapping[str, bytes], names: Iterable[str]) -> str:
+    """Return the first `module.name` that another process has not, or nothing.
+
+    Args:
+        told: what `of_modules` has returned there.
+        names: the modules that are compared.
+    """
+    for module in names:
+        if module not in told:
+            continue
+        codes = {told[module][at : at + 4] for at in range(0, len(told[module]), 4)}
+        for name, mark, is_foreign in _marks(module):
+            if _code(name, mark) in codes:
+                continue
+            # A function or a class of its own that was replaced since is replaced here, too, by the script.
+            if is_foreign or _code(name, _FOREIGN) not in codes:
+                return f"{module}.{name}"
+    return ""
+
+
+def _codes(module: str) -> Iterator[bytes]:
+    for name, mark, is_foreign in _marks(module):
+        yield _code(name, mark)
+        if is_foreign:
+            yield _code(name, _FOREIGN)
+
+
+def _code(name: str, mark: str) -> bytes:
+    return zlib.crc32(f"{name} {mark}".encode(errors="replace")).to_bytes(4, "big")
+
+
+def _marks(module: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield name, mark and whether another module has defined it: equal marks are equal objects.
+
+    Left out: functions of its own. Whoever calls them looks them up, or has them imported by name.
+    """
+    # Past any __getattr__ of a module that loads its parts late.
+    for name, value in list(getattr(sys.modules.get(module), "__dict__", {}).items()):
+        with contextlib.suppress(Exception):  # whatever an object of somebody else's answers
+            if issubclass(type(value), type):
+                yield name, _classes(value), value.__module__ != module
+            elif issubclass(type(value), _FUNCTIONS) and value.__module__ != module:
+                yield name, _layers(value), True
+
+
+def _classes(value: type) -> str:
+    return " ".join(f"{each.__module__}.{each.__qualname__}" for each in value.__mro__)
+
+
+def _layers(value: object) -> str:
+    """Return a mark of a function and of what is wrapped in it."""
+    layers: list[str] = []
+    while value is not None and len(layers) < _MOST_LAYERS:
+        place = type(value).__qualname__
+        if type(value) is types.FunctionType:
+            place = f"{value.__code__.co_filename}:{value.__code__.co_firstlineno}"
+        layers.append(f"{place} {getattr(value, '__qualname__', '')}")
+        value = getattr(value, "__wrapped__", None)
+    return " ".join(layers)

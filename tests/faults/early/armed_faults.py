@@ -1,0 +1,40 @@
+"""The faults of this process: hooked in when this module is imported.
+
+A spare process imports what the workers have, in their order, and runs the script only when it has a rank.
+So the hooks are an import, too: set by the script they would come behind the modules that they are for, and
+what those have imported from each other by name would be without them. The faults stand behind `inject.py`
+in `sys.argv`, in a spare as in a worker.
+
+This file has a folder of its own on `sys.path`: Megatron-LM has a package `tests`, too, and a spare would
+find that one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+_FAULTS = Path(__file__).resolve().parents[1]
+_ROOT = str(_FAULTS.parents[1])
+_path = list(sys.path)
+sys.path[:] = [_ROOT, *(folder for folder in _path if not Path(folder, "tests", "__init__.py").exists())]
+from tests.faults import hooks  # noqa: E402
+from tests.faults.fault import Fault, Injector  # noqa: E402
+
+sys.path[:] = _path
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="inject.py")
+    parser.add_argument("--fault", action="append", type=Fault.parse, default=[], metavar="SPEC")
+    parser.add_argument("--stamp", type=Path, help="append a line when a fault strikes")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    (at,) = (place for place, word in enumerate(sys.argv) if Path(word).resolve() == _FAULTS / "inject.py")
+    return parser.parse_args(sys.argv[at + 1 :])
+
+
+given = _parse()
+injector = Injector(given.fault, given.stamp)
+hooks.install(injector)
