@@ -47,9 +47,8 @@ class Ring:
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
         size = group.size()
         self.previous = (group.rank() - step) % size
+        self._next = (group.rank() + step) % size
         self._group = group
-        self._to = dist.get_global_rank(group, (group.rank() + step) % size)
-        self._from = dist.get_global_rank(group, self.previous)
         self._device = torch.device(_DEVICES.get(dist.get_backend(group), "cpu"))
 
     def swap(self, given: Iterable[torch.Tensor], taken: Iterable[torch.Tensor]) -> None:
@@ -60,19 +59,32 @@ class Ring:
         """
         on_their_way: list[tuple[list[dist.Work], torch.Tensor | None, torch.Tensor | None]] = []
         for out, into in zip_longest(given, taken):
-            operations = []
             landing = into
-            if into is not None:
-                if into.device.type != self._device.type:
-                    landing = torch.empty_like(into, device=self._device)
-                operations.append(dist.P2POp(dist.irecv, landing, self._from, self._group))
-            if out is not None:
-                operations.append(dist.P2POp(dist.isend, out.to(self._device), self._to, self._group))
-            on_their_way.append((dist.batch_isend_irecv(operations), landing, into))
+            if into is not None and into.device.type != self._device.type:
+                landing = torch.empty_like(into, device=self._device)
+            sent = None if out is None else out.to(self._device)
+            on_their_way.append((self._post(sent, landing), landing, into))
             if len(on_their_way) > 1:
                 _land(*on_their_way.pop(0))
         for message in on_their_way:
             _land(*message)
+
+    def _post(self, out: torch.Tensor | None, landing: torch.Tensor | None) -> list[dist.Work]:
+        """Begin to send a message and to receive one; neither tensor may change before that is over."""
+        if self._device.type == "cpu":
+            # gloo has no batches. Not by `dist.isend`, which copies on a CPU that stands in for a device:
+            # what is sent here stays as it is.
+            taken = [] if landing is None else [self._group.recv([landing], self.previous, 0)]
+            return taken if out is None else [*taken, self._group.send([out], self._next, 0)]
+        operations = []
+        if landing is not None:
+            source = dist.get_global_rank(self._group, self.previous)
+            operations.append(dist.P2POp(dist.irecv, landing, source, self._group))
+        if out is not None:
+            to = dist.get_global_rank(self._group, self._next)
+            operations.append(dist.P2POp(dist.isend, out, to, self._group))
+        works: list[dist.Work] = dist.batch_isend_irecv(operations)
+        return works
 
     def swap_bytes(self, given: bytes, out: Iterable[torch.Tensor], inbox: torch.Tensor) -> bytes:
         """Give bytes of any number, and take such, with float32 tensors in the same messages.
@@ -110,7 +122,10 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def chunks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Tensors of one type, one behind the other, cut as `pieces` cuts a flat tensor that holds them all."""
+    """Tensors of one type, one behind the other, cut as `pieces` cuts a flat tensor that holds them all.
+
+    A message that is a part of one tensor shares its memory; any other is a copy.
+    """
     parts: list[torch.Tensor] = []
     room = CHUNK
     for tensor in tensors:
@@ -120,10 +135,14 @@ def chunks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             parts.append(part)
             room -= part.numel()
             if not room:
-                yield torch.cat(parts)
+                yield _joined(parts)
                 parts, room = [], CHUNK
     if parts:
-        yield torch.cat(parts)
+        yield _joined(parts)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

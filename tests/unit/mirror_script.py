@@ -1,7 +1,8 @@
 """One rank of a group whose ranks mirror each other: `mirror_script.py STORE RANK SIZE CLASS STRIDE`.
 
 The shards are uneven, one is empty. After every step the copy is compared with what its owner has, bit for
-bit, over another way than the one that is tested: all ranks tell everything to all.
+bit, over another way than the one that is tested: all ranks tell everything to all. torch.distributed is what
+it is in a job on a CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
+from adaptor.devices.cpu import collectives
 from adaptor.devices.cpu.fused_adam import FusedAdam
 from adaptor.replica import ring
 from adaptor.replica.mirror import Mirror, Piece
@@ -77,15 +80,28 @@ def step(optimizer: torch.optim.Optimizer, mirror: Mirror | None, number: int) -
             # Now and then a param has no gradient.
             param.grad = None if number == 2 and index == 0 else torch.randn(param.numel())
     if mirror is not None:
-        mirror.exchange()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            mirror.exchange()
+        require_few_copies(profiled, optimizer)
     optimizer.step()
     if mirror is not None:
         mirror.update()
 
 
+def require_few_copies(profiled: profile, optimizer: torch.optim.Optimizer) -> None:
+    """Most of a large gradient is sent from its memory; what shares a message with others is copied once."""
+    grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    if not any(grad is not None and grad.numel() > 10 * ring.CHUNK for grad in grads):
+        return
+    events = profiled.profiler.kineto_results.events()
+    allocated = sum(max(0, event.nbytes()) for event in events if event.name() == "[memory]")
+    assert 0 < allocated < sum(grad.nbytes for grad in grads if grad is not None) / 2, allocated
+
+
 def main() -> None:
     store, rank, size, kind, stride = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5])
     ring.CHUNK, ring.HEAD = 100, 200  # several messages for a shard, and for what it says of itself
+    collectives.install()
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     torch.manual_seed(rank)
     optimizer = owner(rank, kind)
