@@ -7,18 +7,19 @@ training never reads it. Every rank turns at the same step, in an order that is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 ARMS = ("off", "on")
 # Steps before the first block: memory is found, and the first steps of a process are unlike the others.
 WARM_UP = 8
-# What the session does in a step: (part, module, function); a part has the time of those in it taken out.
+# What the session does in a step: (part, module, function); a part has what those in it take taken out.
 TIMED = (
     ("begin and end of a step", "adaptor.worker.session", "Session.begin_step"),
     ("begin and end of a step", "adaptor.worker.session", "Session.end_step"),
@@ -52,29 +53,99 @@ COLLECTIVES = (
 )
 
 
-class Clocks:
-    """Time of the main thread by part, each without the parts that are called in it."""
+class Meters(Protocol):
+    """What is read of a rank: `Times` here, counts in `_part_counts.py`.
 
-    def __init__(self) -> None:
-        self.wall = dict.fromkeys(PARTS, 0)
-        self.cpu = dict.fromkeys(PARTS, 0)
+    Attributes:
+        parts: by name, of the main thread: read where each part begins and ends.
+        steps: by name, of the whole process: read where a block begins and ends.
+    """
+
+    parts: Mapping[str, Callable[[], float]]
+    steps: Mapping[str, Callable[[], float]]
+
+    def within(self, part: str) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which a part runs."""
+
+    def begin(self) -> None:
+        """Begin a block."""
+
+    def end(self, steps: int) -> Mapping[str, Mapping[str, float]]:
+        """End a block of so many steps; return what is known only now, of a step: by name, then as above."""
+
+
+class Times:
+    """Milliseconds of wall and CPU time, and what the kernel counts beside them at no cost.
+
+    Args:
+        hook: wraps a function once its module is imported.
+    """
+
+    def __init__(self, hook: Callable[[str, str, Any], None]) -> None:
+        self._collectives = 0
+        for name in COLLECTIVES:
+            hook("torch.distributed", name, self._counted)
+        self.parts = {
+            "wall": lambda: time.perf_counter_ns() / 1e6,
+            "cpu": lambda: time.thread_time_ns() / 1e6,
+        }
+        self.steps = {
+            "wall": lambda: time.perf_counter_ns() / 1e6,
+            "cpu": lambda: time.process_time_ns() / 1e6,
+            "switches": _switches,
+            "faults": lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
+            "collectives": lambda: self._collectives,
+        }
+
+    def _counted(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        self._collectives += 1
+        return wrapped(*args, **kwargs)
+
+    def within(self, part: str) -> contextlib.AbstractContextManager[Any]:
+        return _NOTHING
+
+    def begin(self) -> None:
+        """Nothing has to begin."""
+
+    def end(self, steps: int) -> Mapping[str, Mapping[str, float]]:
+        return {}
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _switches() -> int:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_nvcsw + usage.ru_nivcsw
+
+
+class Shares:
+    """What each part has taken of each meter, without the parts that are called in it."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+        self._reads = list(meters.parts.values())
+        self.taken = {part: [0.0] * len(self._reads) for part in PARTS}
         self.calls = dict.fromkeys(PARTS, 0)
-        self._inside: list[list[int]] = []  # of each call that has not returned: what others took in it
+        self._inside: list[list[float]] = []  # of each call that has not returned: what others took in it
 
-    def timed(self, part: str, act: Callable[[], Any]) -> Any:
-        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        self._inside.append([0, 0])
-        try:
-            return act()
-        finally:
-            wall, cpu = time.perf_counter_ns() - wall, time.thread_time_ns() - cpu
-            inner = self._inside.pop()
-            if self._inside:
-                self._inside[-1][0] += wall
-                self._inside[-1][1] += cpu
-            self.wall[part] += wall - inner[0]
-            self.cpu[part] += cpu - inner[1]
-            self.calls[part] += 1
+    def measured(self, part: str, act: Callable[[], Any]) -> Any:
+        with self._meters.within(part):
+            self._inside.append([0.0] * len(self._reads))
+            began = [read() for read in self._reads]
+            try:
+                return act()
+            finally:
+                took = [read() - before for read, before in zip(self._reads, began, strict=True)]
+                inner = self._inside.pop()
+                if self._inside:
+                    _add(self._inside[-1], took)
+                _add(self.taken[part], [all_ - less for all_, less in zip(took, inner, strict=True)])
+                self.calls[part] += 1
+
+
+def _add(to: list[float], more: list[float]) -> None:
+    to[:] = [value + further for value, further in zip(to, more, strict=True)]
 
 
 class Parts:
@@ -84,43 +155,44 @@ class Parts:
         add: writes a line down.
         hook: wraps a function once its module is imported.
         given: steps in a block, pairs of blocks, and the seed of their order.
+        meters: what is read.
     """
 
-    def __init__(self, add: Callable[..., None], hook: Callable[[str, str, Any], None], given: str) -> None:
-        self._block, pairs, seed = map(int, given.split(","))
+    def __init__(
+        self,
+        add: Callable[..., None],
+        hook: Callable[[str, str, Any], None],
+        given: Sequence[str],
+        meters: Meters,
+    ) -> None:
+        self._block, pairs, seed = map(int, given)
         source = random.Random(seed)
         self._order = [arm for _ in range(pairs) for arm in source.sample(ARMS, k=2)]
         self._add = add
         self._on = True
         self._steps = 0
-        self._clocks = Clocks()
-        self._collectives = 0
+        self._meters = meters
+        self._shares = Shares(meters)
         self._began: dict[str, Any] = {}
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ.get("LOCAL_RANK", "0")) % len(cores)]})
         self._thread = threading.get_ident()
         for part, module, name in TIMED:
-            hook(module, name, self._timed(part))
-        for module, name in SWITCHED:  # outside of the clocks
+            hook(module, name, self._measured(part))
+        for module, name in SWITCHED:  # outside of the meters
             hook(module, name, self._switched)
-        for name in COLLECTIVES:
-            hook("torch.distributed", name, self._counted)
         hook("megatron.training.training", "train_step", self._step)
 
-    def _timed(self, part: str) -> Any:
-        def is_timed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def _measured(self, part: str) -> Any:
+        def is_measured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
                 return wrapped(*args, **kwargs)
-            return self._clocks.timed(part, lambda: wrapped(*args, **kwargs))
+            return self._shares.measured(part, lambda: wrapped(*args, **kwargs))
 
-        return is_timed
+        return is_measured
 
     def _switched(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs) if self._on else None
-
-    def _counted(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        self._collectives += 1
-        return wrapped(*args, **kwargs)
 
     def _step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
@@ -134,29 +206,22 @@ class Parts:
             self._began = {}
             self._on = self._order[block] == "on" if block < len(self._order) else True
         elif step == 1:  # the first step of a block pays for what the one before has left
+            self._meters.begin()
             self._began = self._now()
         return result
 
-    def _now(self) -> dict[str, Any]:
-        usage, clocks = resource.getrusage(resource.RUSAGE_SELF), self._clocks
-        return {
-            "wall": time.perf_counter_ns() / 1e6,
-            "cpu": time.process_time_ns() / 1e6,
-            "switches": usage.ru_nvcsw + usage.ru_nivcsw,
-            "faults": usage.ru_minflt,
-            "collectives": self._collectives,
-            "parts": {part: clocks.wall[part] / 1e6 for part in PARTS},
-            "parts_cpu": {part: clocks.cpu[part] / 1e6 for part in PARTS},
-            "calls": dict(clocks.calls),
+    def _now(self) -> dict[str, dict[str, float]]:
+        taken, all_ = self._shares.taken, self._meters.steps
+        found = {
+            name: {part: values[place] for part, values in taken.items()}
+            for place, name in enumerate(self._meters.parts)
         }
+        for name, read in all_.items():
+            found.setdefault(name, {})["all"] = read()
+        return {**found, "calls": dict(self._shares.calls)}
 
-    def _since(self) -> dict[str, Any]:
-        """Return what a step of the block took, in the mean: milliseconds, and numbers."""
-
-        def mean(now: Any, began: Any) -> Any:
-            if isinstance(now, dict):
-                return {name: mean(now[name], began[name]) for name in now}
-            return (now - began) / (self._block - 1)
-
-        found: dict[str, Any] = mean(self._now(), self._began)
-        return found
+    def _since(self) -> dict[str, dict[str, float]]:
+        """Return what a step of the block took, in the mean: by meter, by part and for "all"."""
+        now, began, steps = self._now(), self._began, self._block - 1
+        took = {name: {key: (now[name][key] - began[name][key]) / steps for key in now[name]} for name in now}
+        return {**took, **self._meters.end(steps)}

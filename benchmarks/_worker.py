@@ -5,7 +5,8 @@
           `dd conv=fsync` write as many bytes, by as many processes as hold the optimizer state
 --gate    waits before every block of iterations until the benchmark says that it is this job's turn
 --holds   writes down, after each INTERVAL-th step (from AT on), what the process holds
---parts   turns the adaptor off and on every few steps, and writes down what each part of a step takes
+--parts   turns the adaptor off and on every few steps, and writes down what each part of a step takes:
+          times, or counts (of bytes, allocations and so on)
 --cost    writes down, at the third gate, the memory and parameters of the process, and what it sends
 
 Lines of JSON go to OUT/rank<R>.jsonl: what, time (when it ended), seconds, restart. It hooks from outside,
@@ -33,7 +34,8 @@ from typing import Any
 
 import wrapt
 from _holdings import Holdings
-from _parts import Parts
+from _part_counts import Counts
+from _parts import Parts, Times
 
 RANK = int(os.environ.get("RANK", "0"))
 # The parts of a dump: (what, module, function). Those of one dump never run at the same time.
@@ -254,7 +256,7 @@ def main() -> None:
     parser.add_argument("--gate", metavar="SOCKET,ARM,BLOCK")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--holds", metavar="INTERVAL,AT")
-    parser.add_argument("--parts", metavar="BLOCK,PAIRS,SEED")
+    parser.add_argument("--parts", metavar="times|counts,BLOCK,PAIRS,SEED")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parsed = parser.parse_args()
@@ -268,7 +270,8 @@ def main() -> None:
         holdings = Holdings(notes, interval, at)
         hook("megatron.training.training", "train_step", holdings.after_step)
     if parsed.parts:
-        Parts(notes.add, hook, parsed.parts)
+        what, *given = parsed.parts.split(",")
+        Parts(notes.add, hook, given, Counts() if what == "counts" else Times(hook))
     if parsed.gate:
         hook(
             "megatron.training.training",

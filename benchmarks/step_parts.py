@@ -6,6 +6,7 @@ median of the pairs' ratios, with a 95 % interval (bootstrap over pairs). The pa
 on the main thread; "elsewhere" is the rest of the difference: caches that the parts have emptied, other
 threads, and ranks that wait for each other in the framework's collectives instead of in a part. What
 `step_cost.py` measures besides: the patches themselves, and groups that the framework alone would not have.
+What does not depend on how busy the machine is counts `step_counts.py`.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ from step_cost import interval
 
 RANKS = 2
 RESOLUTION = 0.005
+# What a step took, by meter, by part and for "all".
+Block = dict[str, dict[str, float]]
 _LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its replica; `distributed`: its optimizer is."""
+    """A layout with its replica; `distributed`: its optimizer is; `extra`: arguments of the framework."""
 
     name: str
     environment: Mapping[str, str]
     distributed: bool = True
+    ranks: int = RANKS
+    extra: tuple[str, ...] = ()
 
 
 ROWS = (
@@ -47,31 +52,32 @@ ROWS = (
 )
 
 
-def measure(row: Row, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Run the job of a row.
+def measure(row: Row, folder: Path, given: argparse.Namespace, meters: str) -> list[tuple[Block, Block]]:
+    """Run the job of a row; `meters`: "times" or "counts".
 
     Returns:
-        `pairs`: of (off, on), the mean over ranks of what a step took (`_parts.py`).
+        Pairs of (off, on), each the mean over ranks of what a step took (`_parts.py`).
     """
     steps = WARM_UP + 2 * given.pairs * given.block + 1
     job = Job(
         folder,
         adaptor=True,
         train_iters=steps,
-        ranks=RANKS,
+        ranks=row.ranks,
         distributed=row.distributed,
         extra=[
             *model(given.layers, given.hidden, given.sequence),
             *("--global-batch-size", str(given.global_batch)),
+            *row.extra,
         ],
-        parts=f"{given.block},{given.pairs},{given.seed}",
+        parts=f"{meters},{given.block},{given.pairs},{given.seed}",
         environment={**row.environment, "TTP_HANG": "0"},
     )
     with job:
         code = job.wait(_LIMIT_S)
     if code != 0:
         raise JobError(f"{row.name}: exit code {code}: see {job.log}")
-    blocks: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(RANKS)}
+    blocks: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(row.ranks)}
     for line in job.watched():
         blocks[line["rank"]].append(line)
     of_all = [_mean(ranks) for ranks in zip(*blocks.values(), strict=True)]
@@ -79,40 +85,50 @@ def measure(row: Row, folder: Path, given: argparse.Namespace) -> dict[str, Any]
         raise JobError(
             f"{row.name}: {len(of_all)} of {2 * given.pairs} blocks were written down: see {job.log}"
         )
-    pairs = [sorted(of_all[at : at + 2], key=lambda one: one["arm"]) for at in range(0, len(of_all), 2)]
-    return {"pairs": pairs}
+    return [_sorted(of_all[at], of_all[at + 1]) for at in range(0, len(of_all), 2)]
 
 
-def _mean(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of what each rank wrote down of the same block."""
-
-    def mean(values: Sequence[Any]) -> Any:
-        if isinstance(values[0], dict):
-            return {name: mean([value[name] for value in values]) for name in values[0]}
-        return statistics.mean(values)
-
+def _mean(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, Block]:
+    """The arm of a block, and the mean of what each rank wrote down of it."""
     (arm,) = {line["arm"] for line in ranks}
-    keys = ("wall", "cpu", "switches", "faults", "collectives", "parts", "parts_cpu", "calls")
-    return {"arm": arm, **{key: mean([line[key] for line in ranks]) for key in keys}}
+    return arm, {
+        meter: {key: statistics.mean(line[meter][key] for line in ranks) for key in values}
+        for meter, values in ranks[0].items()
+        if isinstance(values, dict)
+    }
 
 
-def summary(found: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _sorted(one: tuple[str, Block], other: tuple[str, Block]) -> tuple[Block, Block]:
+    arms = dict((one, other))
+    return arms["off"], arms["on"]
+
+
+def summary(pairs: Sequence[tuple[Block, Block]], seed: int) -> dict[str, Any]:
     """The figures of a row: ratio and interval of wall and CPU time, and medians over pairs."""
-    pairs = [(off, on) for off, on in found["pairs"]]
     made: dict[str, Any] = {}
     for key in ("wall", "cpu"):
-        ratios = [on[key] / off[key] for off, on in pairs]
+        ratios = [on[key]["all"] / off[key]["all"] for off, on in pairs]
         made[key] = {
-            "off": statistics.median(off[key] for off, _ in pairs),
-            "added": statistics.median(on[key] - off[key] for off, on in pairs),
+            "off": statistics.median(off[key]["all"] for off, _ in pairs),
+            "added": added(pairs, key),
             "ratio": statistics.median(ratios),
             "interval": interval(ratios, seed),
+            "parts": parts_of(pairs, key),
         }
     for key in ("switches", "faults", "collectives"):
-        made[key] = statistics.median(on[key] - off[key] for off, on in pairs)
-    for key in ("parts", "parts_cpu", "calls"):
-        made[key] = {part: statistics.median(on[key][part] for _, on in pairs) for part in PARTS}
+        made[key] = added(pairs, key)
+    made["calls"] = parts_of(pairs, "calls")
     return made
+
+
+def added(pairs: Sequence[tuple[Block, Block]], meter: str) -> float:
+    """The median over pairs of what a step takes more."""
+    return statistics.median(on[meter]["all"] - off[meter]["all"] for off, on in pairs)
+
+
+def parts_of(pairs: Sequence[tuple[Block, Block]], meter: str) -> dict[str, float]:
+    """The median over pairs of what each part takes."""
+    return {part: statistics.median(on[meter][part] for _, on in pairs) for part in PARTS}
 
 
 def main() -> None:
@@ -137,7 +153,8 @@ def main() -> None:
     for number, row in enumerate(ROWS):
         if row.name in given.only:
             print(row.name, flush=True)
-            found[row.name] = summary(measure(row, folder / str(number), given), given.seed)
+            pairs = measure(row, folder / str(number), given, "times")
+            found[row.name] = summary(pairs, given.seed)
     shutil.rmtree(folder)
     benchmark.finish(report(found), {"rows": found})
 
@@ -161,9 +178,9 @@ def report(found: Mapping[str, Any]) -> str:
         )
     head = ["", "off, ms", "on / off (95 %)", "CPU, off, ms", "CPU, on / off (95 %)"]
     text = table([*head, "collectives", "context switches", "page faults"], rows)
-    for key, parts, what in (("wall", "parts", "wall time"), ("cpu", "parts_cpu", "CPU time")):
-        lines = [[part, *(f"{one[parts][part]:.3f}" for one in found.values())] for part in PARTS]
-        sums = [one[key]["added"] - sum(one[parts].values()) for one in found.values()]
+    for key, what in (("wall", "wall time"), ("cpu", "CPU time")):
+        lines = [[part, *(f"{one[key]['parts'][part]:.3f}" for one in found.values())] for part in PARTS]
+        sums = [one[key]["added"] - sum(one[key]["parts"].values()) for one in found.values()]
         lines.append(["elsewhere", *(f"{value:.3f}" for value in sums)])
         lines.append(["the difference", *(f"{one[key]['added']:.3f}" for one in found.values())])
         text += "\n\n" + table([f"{what} that a step adds, ms", *found], lines)
