@@ -110,7 +110,7 @@ class IncidentReport:
         now = time.time() if now is None else now
         if type(message) is Frozen and not _log.isEnabledFor(logging.DEBUG):
             if message.incident > self._over:  # else it comes late: the report is written
-                self._happened.append(Seen(now, node, message.rank, message))
+                self._happened.append(Seen(now, node, message.rank, message, self._pids.get(message.rank)))
             return
         match message:
             case AgentHello(node=there, host=host):
@@ -185,7 +185,7 @@ class IncidentReport:
             if type(order) is not Addressed or type(order.message) not in _SEEN:
                 others.append(told)
             elif self._happened:
-                note(Seen(now, node, order.rank, order.message))
+                note(Seen(now, node, order.rank, order.message, self._pids.get(order.rank)))
             else:  # the first event of a timeline may need another one before it
                 self.record_order(node, order.rank, order.message, now)
         return others
@@ -252,7 +252,7 @@ class IncidentReport:
         Args:
             load_s: seconds in which a checkpoint was loaded.
         """
-        one = Happened(self._trained or time.time(), "training", None, None, "", self._origin)
+        one = Happened(self._trained or time.time(), "training", None, None, "", self._origin, None)
         self._files.append(partial(self._timeline([]).event, one, None, {records.LOAD: f"{load_s:.3f}"}))
 
     def record_start(self) -> None:
@@ -293,14 +293,15 @@ class IncidentReport:
         who = f"rank {rank}" if rank is not None else f"node {node}" if node is not None else "job"
         about = detail if step is None else f"step {step}"
         _log.log(logging.DEBUG if what in _OF_EACH_RANK else logging.INFO, "%s: %s %s", who, what, about)
-        one = Happened(at, what, rank, node, detail, step)
+        pid = None if rank is None else self._pids.get(rank)
+        one = Happened(at, what, rank, node, detail, step, pid)
         self._happened.append(one)
         if what not in _OF_EACH_RANK:
             self._files.append(partial(self._timeline([]).event, one, self.next_incident))
 
     def _tell(self, what: str, at: float, *, detail: str = "", step: int | None = None) -> None:
         """Append an event of the job that belongs to no incident."""
-        one = Happened(at, what, None, None, detail, step)
+        one = Happened(at, what, None, None, detail, step, None)
         self._files.append(partial(self._timeline([]).event, one, None))
 
     def _timeline(self, happened: Sequence[Happened | Seen]) -> Timeline:
@@ -311,7 +312,6 @@ class IncidentReport:
             silent_s=self._still_s,
             nodes=self._nodes,
             hosts=self._hosts,
-            pids=self._pids,
         )
 
     def _write(self, end: Verdict | Recovered, now: float) -> None:
@@ -326,7 +326,6 @@ class IncidentReport:
             size=self._size if self._checkpoint is not None else None,
             nodes=dict(self._nodes),
             hosts=dict(self._hosts),
-            pids=dict(self._pids),
         )
         make = partial(incident_of, end, timeline, self.last_id, now)
         self._last = IncidentFile(make, now, self._generation, online=isinstance(end, Recovered))

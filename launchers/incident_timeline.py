@@ -28,7 +28,7 @@ NOTICED = "fault-noticed"
 
 
 class Happened(NamedTuple):
-    """Something that happened, `at` Unix seconds; None where rank, node or step do not apply."""
+    """Something that happened, `at` Unix seconds; None where rank, node, step or pid do not apply."""
 
     at: float
     what: str
@@ -36,6 +36,7 @@ class Happened(NamedTuple):
     node: int | None
     detail: str
     step: int | None
+    pid: int | None  # of the process that the rank had then
 
 
 class Seen(msgspec.Struct, frozen=True, gc=False):
@@ -45,6 +46,7 @@ class Seen(msgspec.Struct, frozen=True, gc=False):
     node: int
     rank: int
     message: Message
+    pid: int | None
 
 
 ORDERS: dict[type, str] = {
@@ -67,10 +69,16 @@ def happened(one: Happened | Seen) -> Happened:
     if isinstance(one.message, Frozen):
         board = one.message.board
         return Happened(
-            one.at, "frozen", one.rank, one.node, f"{board.phase_name} after step {board.finished}", None
+            one.at,
+            "frozen",
+            one.rank,
+            one.node,
+            f"{board.phase_name} after step {board.finished}",
+            None,
+            one.pid,
         )
     step = getattr(one.message, "step", None)
-    return Happened(one.at, ORDERS[type(one.message)], one.rank, one.node, "", step)
+    return Happened(one.at, ORDERS[type(one.message)], one.rank, one.node, "", step, one.pid)
 
 
 @dataclass
@@ -80,7 +88,7 @@ class Timeline:
     Attributes:
         silent_s: for a hang: how long nothing had moved
         checkpoint: the folder that was published, and `size` of its files in bytes; None where none was
-        nodes: the node of each rank that has said hello; `hosts` of nodes, `pids` of ranks
+        nodes: the node of each rank that has said hello; `hosts` of nodes
     """
 
     job: str
@@ -91,7 +99,6 @@ class Timeline:
     size: int | None = None
     nodes: Mapping[int, int] = field(default_factory=dict)
     hosts: Mapping[int, str] = field(default_factory=dict)
-    pids: Mapping[int, int] = field(default_factory=dict)
 
     def event(self, one: Happened, incident: int | None, more: Mapping[str, str] | None = None) -> Event:
         """Return the record of a line of events.jsonl.
@@ -111,7 +118,7 @@ class Timeline:
             node=node,
             host=self.hosts.get(node) if node is not None else None,
             rank=one.rank,
-            pid=self.pids.get(one.rank) if one.rank is not None else None,
+            pid=one.pid,
             step=one.step,
             data={**({"detail": one.detail} if one.detail else {}), **(more or {})},
         )

@@ -86,7 +86,9 @@ class Recorded:
             self.report.record_message(node, Hello(node, 70 + node), at + 1)
             self.report.record_message(node, Layout(node, (), "/save", 40, ""), at + 3)
 
-    def rank_1_is_killed(self, at: float, end: Verdict | Recovered = SAVED) -> None:
+    def rank_1_is_killed(
+        self, at: float, end: Verdict | Recovered = SAVED, replaced_by: int | None = None
+    ) -> None:
         board = BoardRecord(1, 71, Phase.RUNNING, 47, 47)
         say, order = self.report.record_message, self.report.record_order
         say(1, Dying(1, at, board), at + 0.01)
@@ -99,6 +101,8 @@ class Recorded:
         files = (FileEntry("a", 1000, None), FileEntry("b", 24, None))
         order(0, None, Publish(1, "/save", 47, files, {}, 2), at + 0.17)
         say(0, Published(0, 1, 47, "/save/iter_0000047"), at + 0.20)
+        if replaced_by is not None:
+            say(1, Hello(1, replaced_by), at + 0.205)
         order(0, None, end, at + 0.21)
         order(0, 0, Exit(1), at + 0.21)
 
@@ -179,11 +183,14 @@ def test_the_file_is_written_again_when_the_job_has_gone_on(tmp_path: Path) -> N
 
 def test_an_online_recovery(tmp_path: Path) -> None:
     job = Recorded(tmp_path)
-    job.rank_1_is_killed(100.0, Recovered(1, 47, "rank 1 was ended by SIGKILL; replaced", SAVED.fault, (1,)))
+    recovered = Recovered(1, 47, "rank 1 was ended by SIGKILL; replaced", SAVED.fault, (1,))
+    job.rank_1_is_killed(100.0, recovered, replaced_by=171)
     job.report.record_progress(48)
     written = job.incident()
     assert (written["verdict"], written["steps_lost"], written["phases"]["restart"]) == ("recovered", 0, None)
     assert written["phases"]["first_step"] > 0
+    of_rank_1 = [(event["type"], event["pid"]) for event in written["events"] if event["rank"] == 1]
+    assert of_rank_1 == [("fault-noticed", 71), ("freeze", 71), ("died", 71), ("started", 171)]
 
 
 @pytest.mark.parametrize(
