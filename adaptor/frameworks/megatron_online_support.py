@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 
 from adaptor import context
@@ -15,9 +14,8 @@ from adaptor.online.groups import Groups
 
 # Versions with which failed ranks were replaced: docs/compatibility.md.
 TESTED = SpecifierSet(">=0.12,<0.21,!=0.17.*,!=0.18.*,!=0.19.*", prereleases=True)
-# Backends of process groups with which jobs have gone on bitwise: docs/accelerators.md. The code is ready for
-# NCCL, and the tests on a GPU add it.
-EXCHANGED: tuple[str, ...] = ("gloo",)
+# Backends of process groups with which jobs have gone on bitwise: docs/accelerators.md.
+EXCHANGED = frozenset({"gloo", "nccl"})
 # Packages that put loops of their own in the place of Megatron-LM's, or change what it does.
 _OTHERS = ("mindspeed_llm", "mindspeed", "modellink")
 # Of these the loop of MindSpeed-LLM was tested.
@@ -45,11 +43,11 @@ def why_not_on_core(*configs: Any) -> str:
 
 
 def of_process_groups() -> str:
-    """Return why process groups of this backend are not exchanged; empty: they are."""
-    backend = str(dist.get_backend())
-    if backend not in EXCHANGED:
-        return f"jobs over {backend} have not gone on bitwise on a device yet"
-    if dist.group.WORLD is not None and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+    """Return why the backends of this worker's groups are not exchanged; empty: they are."""
+    made = context.part(Groups)
+    if others := sorted(made.backends - EXCHANGED):
+        return f"process groups of {', '.join(others)} have not gone on bitwise on a device yet"
+    if made.is_bound:
         return "process groups that are bound to a device (`device_id`) are split from each other"
     return ""
 

@@ -92,7 +92,7 @@ class Groups:
         elif self.lone:
             import torch.testing._internal.distributed.fake_pg  # noqa: F401  (it registers the backend)
 
-            call.arguments["backend"] = LONE_BACKEND
+            call.arguments["backend"] = _lone_backends(asked["backend"])
             for name in ("backend_options", "pg_options"):
                 call.arguments.pop(name, None)
         # Without other ranks there are no connections; to look for them takes as long as to make the group.
@@ -104,6 +104,7 @@ class Groups:
             if self.lone:  # who asks for the backend is told the one that it will be
                 world = _books()
                 world.pg_map[group] = (asked["backend"], world.pg_map[group][1])
+                world.pg_backend_config[group] = str(_backends_by_device(asked["backend"]))
         return made
 
     @property
@@ -112,10 +113,32 @@ class Groups:
         return len(self._made)
 
     @property
+    def backends(self) -> frozenset[str]:
+        """Return the names of all backends that the framework has asked for."""
+        found: set[str] = set()
+        for made in self._made.values():
+            found.update(_backends_by_device(made.arguments["backend"]).get_device_backend_map().values())
+        return frozenset(found)
+
+    @property
     def are_gloo(self) -> bool:
         """Return whether the framework has asked for gloo alone, on each device."""
-        asked = ",".join(str(made.arguments["backend"]) for made in self._made.values()).split(",")
-        return all(one.rpartition(":")[2] == "gloo" for one in asked)
+        return self.backends <= {"gloo"}
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether a group is bound to a device: NCCL makes its communicator by a split of another."""
+        return any(getattr(made.group, "bound_device_id", None) is not None for made in self._made.values())
+
+    @property
+    def timeout_s(self) -> float:
+        """Return the longest time-out that the framework has given a group, in seconds."""
+        from torch.distributed import constants
+
+        asked = (
+            made.arguments.get("timeout") or constants.default_pg_timeout for made in self._made.values()
+        )
+        return max(one.total_seconds() for one in asked)
 
     def count(self) -> int:
         """Return how many groups were made in this job, those without this rank included."""
@@ -125,6 +148,9 @@ class Groups:
         """Give the groups fresh backends: all members do it, in the order in which they were made.
 
         A gloo group of this rank alone keeps its own, which has no connection that a fault could break.
+
+        NCCL makes the communicator of a group at its first collective, and one for each pair of ranks that
+        send to each other outside of a batch: so `store` has to be there until the next exchange.
 
         Args:
             store: where the members meet; its keys must be new.
@@ -143,8 +169,6 @@ class Groups:
         with self._connecting():
             for name, made in exchanged.items():
                 self._exchange_one(f"{name}@{occasion}", made, store)
-            for made in exchanged.values():
-                _connect(made.group)
 
     def sockets(self) -> frozenset[int]:
         """Return the inodes of the connections that the groups have, by which other sockets of the process
@@ -194,18 +218,6 @@ def _require_descriptors(groups: int) -> None:
             f"{there} descriptors are open, and {needed} more may be needed for {groups} process groups: "
             f"the limit (ulimit -n) is {limit}, {there + needed} would do"
         )
-
-
-def _connect(group: Any) -> None:
-    """Let NCCL make its communicator now, which it does at the first collective: by then the store at which
-    the members meet is closed. All ranks do it in the order in which the groups were made."""
-    import torch
-
-    from adaptor.devices.cuda import nccl_of
-
-    if nccl_of(group) is not None:
-        group.allreduce([torch.zeros(1, device="cuda")]).wait()
-        torch.cuda.synchronize()
 
 
 def _never_destroy(backend: Any) -> None:
@@ -262,6 +274,24 @@ def _books() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world
+
+
+def _backends_by_device(asked: Any) -> Any:
+    """Return torch's `BackendConfig` of what was asked for, such as "nccl" or "cpu:gloo,cuda:nccl"."""
+    from torch.distributed import Backend
+    from torch.distributed.distributed_c10d import BackendConfig
+
+    return BackendConfig(Backend(str(asked)))
+
+
+def _lone_backends(asked: Any) -> str:
+    """Return LONE_BACKEND for exactly the kinds of device for which a group was `asked`.
+
+    A group that knew one more would bring torch to make barriers and gather objects on it: in an NCCL group
+    that could be the host, on which the others do not come, also after the exchange.
+    """
+    devices = _backends_by_device(asked).get_device_backend_map()
+    return ",".join(f"{device}:{LONE_BACKEND}" for device in devices)
 
 
 def _is_alone_in_gloo(asked: dict[str, Any]) -> bool:

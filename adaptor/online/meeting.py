@@ -62,3 +62,13 @@ class Meeting:
         for store in self._stores:
             store.close()
         self._stores.clear()
+
+    def rest(self, timeout_s: float) -> None:
+        """The job goes on, and process groups may come back to a store, as NCCL's do: keep this meeting.
+
+        Args:
+            timeout_s: seconds for each wait there.
+        """
+        self._lines.clear()
+        for store in self._stores:
+            store.rest(timeout_s)

@@ -67,6 +67,7 @@ class Rejoin:
         self._settled: Regroup | None = None  # it has put away what the fault has left half done
         self._loop: Loop | None = None
         self._meeting = Meeting(worker.rank)
+        self._ended: list[Meeting] = []  # to whose stores process groups may come back
         self._told: Told | None = None  # in a newcomer
         worker.processor.go_round_by(self)
 
@@ -257,7 +258,11 @@ class Rejoin:
             self._has_left_loop = False
             self._ready = None
             ended, self._meeting = self._meeting, Meeting(self._worker.rank)
-        ended.close()
+        if self._groups.are_gloo:
+            ended.close()
+        else:
+            ended.rest(self._groups.timeout_s)
+            self._ended.append(ended)
         return None
 
     def _take_part(self, order: Regroup) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,7 @@ _TURNED_OUT = (EOFError, ConnectionResetError, ConnectionAbortedError, BrokenPip
 class DumpStore(Store):
     """A torch store with the three calls that gloo needs: `set`, `wait` and `get`.
 
-    One thread uses it. Keep it as long as the process group.
+    One thread uses it, until `rest`. Keep it as long as the process group.
 
     Args:
         place: the address of the store; port 0: an abstract unix socket.
@@ -44,12 +45,14 @@ class DumpStore(Store):
         super().__init__()
         self._timeout_s = timeout_s
         self._values: dict[str, bytes] = {}
-        self._connection = _connect(place, secret, timeout_s)
+        self._connect: Callable[[], socket.socket] = lambda: _connect(place, secret, self._timeout_s)
+        self._connection: socket.socket | None = self._connect()
 
     def set(self, key: str, value: Any) -> None:
         """Let others find `value` under `key`."""
-        self._connection.settimeout(self._timeout_s)
-        self._connection.sendall(wire.frame(Keep(key, bytes(value))))
+        with self._connected() as connection:
+            connection.settimeout(self._timeout_s)
+            connection.sendall(wire.frame(Keep(key, bytes(value))))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return when all `keys` are there.
@@ -58,28 +61,57 @@ class DumpStore(Store):
             TimeoutError: they are not, after `timeout`.
         """
         until = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
-        for key in keys:
-            if key in self._values:
-                continue
-            self._connection.sendall(wire.frame(Ask(key)))
-            try:
-                while key not in self._values:
-                    self._connection.settimeout(max(until - time.monotonic(), 0.001))
-                    self._values.update(wire.receive(self._connection, from_store).values)
-            except TimeoutError:
-                raise TimeoutError("a rank that takes part in the dump has not come to the store") from None
+        missing = [key for key in keys if key not in self._values]
+        if not missing:
+            return
+        with self._connected() as connection:
+            for key in missing:
+                self._ask(connection, key, until)
+
+    def _ask(self, connection: socket.socket, key: str, until: float) -> None:
+        if key in self._values:  # it came with the answer to another
+            return
+        connection.sendall(wire.frame(Ask(key)))
+        try:
+            while key not in self._values:
+                connection.settimeout(max(until - time.monotonic(), 0.001))
+                self._values.update(wire.receive(connection, from_store).values)
+        except TimeoutError:
+            raise TimeoutError(
+                f"a rank has not come to the store ({key.rpartition('/')[2]} is not there)"
+            ) from None
 
     def get(self, key: str) -> bytes:
         self.wait([key])
         return self._values[key]
 
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[socket.socket]:
+        connection = self._connection
+        if connection is not None:
+            yield connection
+            return
+        with self._connect() as connection:
+            yield connection
+
+    def rest(self, timeout_s: float) -> None:
+        """Close the connection; from now on each call makes one of its own, from any thread.
+
+        Args:
+            timeout_s: seconds for connecting, and for each wait without a time-out of its own.
+        """
+        self.close()
+        self._connection, self._timeout_s = None, timeout_s
+
     def close(self) -> None:
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def abandon(self) -> None:
         """Let a thread that waits raise; from any thread."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
 
 
 def meet(store: Store, prefix: str, rank: int, size: int, timeout_s: float) -> ProcessGroupGloo:

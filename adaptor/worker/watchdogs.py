@@ -16,7 +16,7 @@ import sys
 
 from adaptor import context, output
 from adaptor.context import Context
-from adaptor.protocol.environment import Place
+from adaptor.protocol.environment import NEWCOMER, Place
 
 # To end the process would end a holder, and to abort the collective would let the device go on with gradients
 # that nobody has reduced. And NCCL's monitor ends a process some minutes after such a failure. 0: nothing.
@@ -25,6 +25,9 @@ VARIABLES = (
     "TORCH_NCCL_ENABLE_MONITORING",
     "TORCH_HCCL_ASYNC_ERROR_HANDLING",
 )
+# The first NCCL group of a process that takes another's place is at the store of the meeting, where torch
+# would look once a second whether another rank asks for a dump of its flight recorder.
+_OF_NEWCOMERS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 # The variable that torch elastic sets for workers, unless the user has set it.
 _TORCHS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 _WATCHED = ("nccl", "hccl")
@@ -46,7 +49,7 @@ class Watchdogs:
         if self._off or not self._context.settings.hang_s or _groups_are_made():
             return
         self._off = True
-        for name in VARIABLES:
+        for name in (*VARIABLES, _OF_NEWCOMERS) if NEWCOMER in os.environ else VARIABLES:
             said = os.environ.get(name, "0")
             if said != "0" and (name, said) != _TORCHS:
                 _say(f"{name} is {said}: set to 0: the watchdog would end the survivors of a fault")

@@ -104,10 +104,27 @@ def test_values_are_waited_for(address: str) -> None:
         other.set("g/late", b"\x00\xff")
         assert found.result(LONG_S) == b"\x00\xff"
         assert one.get("g/early") == b"1"
-        with pytest.raises(TimeoutError, match="a rank that takes part in the dump has not come"):
+        with pytest.raises(TimeoutError, match=r"a rank has not come to the store \(never is not there\)"):
             one.wait(["g/never"], timedelta(seconds=0.05))
         one.close()
         other.close()
+
+
+@ADDRESSES
+def test_a_store_that_rests_is_reached_again_by_several_threads(address: str) -> None:
+    """As by NCCL, which makes a communicator at the first collective of a group, in any thread."""
+    with served(address) as opened, ThreadPoolExecutor(2) as pool:
+        one, other = opened.client(), opened.client()
+        one.set("g/early", b"1")
+        for store in (one, other):
+            store.rest(LONG_S)
+        waiting = pool.submit(other.get, "g/late")
+        assert other.get("g/early") == b"1"
+        one.set("g/late", b"2")
+        assert waiting.result(LONG_S) == b"2"
+        for store in (one, other):
+            store.abandon()
+            store.close()
 
 
 def test_many_large_values() -> None:

@@ -46,6 +46,35 @@ def test_a_newcomer_takes_the_place_of_the_last_rank(size: int) -> None:
     assert [text.splitlines()[-1] for text in said] == ["done"] * size, "\n".join(said)
 
 
+LONE = """
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from adaptor import context
+from adaptor.online.groups import Groups
+
+made = context.part(Groups)
+made.remember(lone=True)
+helper = c10d._new_process_group_helper
+c10d._new_process_group_helper = lambda *args, **kwargs: made.make(helper, args, kwargs)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=2)
+for group in (dist.group.WORLD, dist.new_group([0, 1], backend="gloo"), dist.new_group([0, 1])):
+    devices = sorted(device.type for device in group._device_types)
+    print(dist.get_backend(group), c10d._get_object_coll_device(group), *devices)
+print(*sorted(made.backends), made.are_gloo, made.is_bound)
+"""
+
+
+def test_the_groups_of_a_newcomer_know_the_devices_that_those_of_the_others_know() -> None:
+    """Else torch would gather objects of an NCCL group on the host, where no other rank comes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", LONE], capture_output=True, text=True, check=False, env=environment
+    )
+    *devices, backends = done.stdout.splitlines()
+    assert devices == ["nccl cuda cuda", "gloo cpu cpu cuda", "nccl cuda cuda"], done.stderr
+    assert backends == "gloo nccl False False"
+
+
 EXCHANGES = """
 import os, resource, sys
 import torch, torch.distributed as dist

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
 from adaptor.devices.cpu import apex_finder, missing_names
-from adaptor.frameworks import megatron_online_support
 
 # Cycles of a device's clock: for centuries.
 NEVER = 1 << 62
@@ -164,7 +163,6 @@ def main() -> None:
     one_gpu()
     if parsed.nccl:
         a_host_of_its_own(int(os.environ["RANK"]))
-        megatron_online_support.EXCHANGED = ("gloo", "nccl")
     else:
         install()
     if parsed.at:

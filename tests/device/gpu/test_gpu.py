@@ -156,7 +156,8 @@ def test_the_step_before_comes_from_a_local_copy(
 @pytest.mark.parametrize("device", ["shared", "nccl"])
 @pytest.mark.parametrize("what", ["blocked", "failed"])
 def test_a_device_breaks(what: str, device: str, trained: dict[str, BaselineOf], tmp_path: Path) -> None:
-    """A rank whose device is blocked gives its state all the same; one whose device has failed gives none."""
+    """A rank whose device is blocked gives its state beside it, if the main thread has queued no copy behind
+    that, as it has over NCCL; one whose device has failed gives none. The other rank has the state."""
     job = job_of(
         DP2_MIRROR,
         device,
@@ -172,5 +173,5 @@ def test_a_device_breaks(what: str, device: str, trained: dict[str, BaselineOf],
     assert_last_words(job.save, step, baseline)
     told = (tmp_path / "job" / "logs").rglob("*.json")
     said = "".join(path.read_text() for path in told)
-    assert is_ended or ("unreadable" in said) == (what == "failed")
+    assert device == "nccl" or ("unreadable" in said) == (what == "failed")
     print(f"\n{what}: {ended.last_line}")

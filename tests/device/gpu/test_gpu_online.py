@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.device.gpu.test_gpu import DETERMINISTIC, on, trained
-from tests.faults.harness import DP2, DP2_MIRROR, PP2_DP2, TP2_DP2, Ended, Layout
+from tests.faults.harness import DP2, DP2_MIRROR, PP2_DP2, TP2_DP2, VPP2_DP2, Ended, Layout
 from tests.faults.scenario import BaselineOf
 from tests.integration.test_online import online, says, trains_on
 
@@ -34,13 +34,15 @@ def recovers(
 
 
 @pytest.mark.parametrize("device", ["shared", "nccl"])
-@pytest.mark.parametrize("layout", [DP2, DP2_MIRROR, TP2_DP2, PP2_DP2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", [DP2, DP2_MIRROR, TP2_DP2, PP2_DP2, VPP2_DP2], ids=lambda layout: layout.name
+)
 def test_a_rank_is_killed_and_replaced_twice(
     layout: Layout, device: str, trained: dict[str, BaselineOf], tmp_path: Path
 ) -> None:
     faults = [
         "rank=1,step=4,phase=backward,kind=sigkill",
-        "rank=0,step=6,phase=gather,kind=sigkill,restart=-1",
+        "rank=0,step=6,phase=gather,kind=sigkill",
     ]
     ended = recovers(layout, device, faults, trained, tmp_path)
     assert says(ended, r"\[ttp\] rank 1 was ended by SIGKILL; replaced by pid \d+, .*"), ended.said
