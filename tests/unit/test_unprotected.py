@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -339,3 +340,27 @@ def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher, value: str) ->
     said = f"[ttp] {NAMES[0]} is {value}: set to 0: the watchdog would end"
     assert ended.log.count(said) == (value != "1"), "1 is what torch elastic itself sets"
     assert NAMES[2] not in ended.log
+
+
+NEWCOMER = """
+import os
+from adaptor import context
+from adaptor.worker.watchdogs import Watchdogs
+context.part(Watchdogs).switch_off()
+print(os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT"))
+"""
+
+
+@pytest.mark.parametrize(("environment", "value"), [({}, "None"), ({"TTP_NEWCOMER": "3"}, "0")])
+def test_a_process_in_the_place_of_another_does_not_look_for_dump_signals(
+    environment: dict[str, str], value: str
+) -> None:
+    """torch would ask a store once a second that was for the meeting of the survivors."""
+    done = subprocess.run(
+        [sys.executable, "-c", NEWCOMER],
+        env={**os.environ, "RANK": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [value], done.stderr
