@@ -109,8 +109,16 @@ def one_half_writes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     accepts="()",
 )
 def zeros_are_counted_once(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
     halves = _halves()
-    return wrapped(*args, **kwargs) / halves.HALVES if halves else wrapped(*args, **kwargs)
+    zeros = wrapped(*args, **kwargs) / halves.HALVES if halves else wrapped(*args, **kwargs)
+    if rejoin.of_this_process() is not None:
+        from adaptor.frameworks import loop_recovery
+
+        if (log := loop_recovery.log_of_this_process()) is not None:
+            log.add_norm(zeros=float(zeros))
+    return zeros
 
 
 @optimizer.patch(

@@ -41,6 +41,11 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     folder.require_writable(parsed.save)
     if parsed.rank == 0:
         lease_claim.claim(parsed.save)
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
+    if rejoin.is_newcomer():  # this job is in the middle of its training
+        return parsed
+    if parsed.rank == 0:
         left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
     megatron_restart.resume_after_restart(parsed)
     return parsed
@@ -77,9 +82,27 @@ def _examine(parsed: Any) -> None:
 @training.patch(
     "ascendspeed.training:train",
     why="the training state is complete here: from now on it can be saved",
-    accepts="(forward_step_func, model, optimizer, lr_scheduler, ...)",
+    accepts=(
+        "(forward_step_func, model, optimizer, lr_scheduler, "
+        "train_data_iterator, valid_data_iterator, config)"
+    ),
 )
 def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
+    if rejoin.of_this_process() is None:
+        _begin(args, kwargs)
+        trained = wrapped(*args, **kwargs)
+    else:
+        from adaptor.frameworks import ascendspeed_online
+
+        trained = ascendspeed_online.train(wrapped, args, kwargs, lambda: _begin(args, kwargs))
+    runtime.get().session.end_training()
+    return trained
+
+
+def _begin(args: Any, kwargs: Any) -> None:
+    """The training loop is called with `args` and `kwargs`: from now on its state can be saved."""
     from ascendspeed import get_args
 
     from adaptor.frameworks import ascendspeed
@@ -92,9 +115,6 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     context.part(Watchdogs).warn_if_on()
     context.part(Recorder).watch(trainee.state.model)
     runtime.get().session.begin_training(trainee, [given["optimizer"].optimizer], get_args().iteration)
-    trained = wrapped(*args, **kwargs)
-    runtime.get().session.end_training()
-    return trained
 
 
 @training.patch(
@@ -105,7 +125,14 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from ascendspeed import get_args
 
-    with runtime.get().session.step(get_args().iteration + 1):
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
+    step = get_args().iteration + 1
+    if rejoin.of_this_process() is not None:
+        from adaptor.frameworks import loop_recovery
+
+        loop_recovery.begin_step(step)
+    with runtime.get().session.step(step):
         return wrapped(*args, **kwargs)
 
 
@@ -127,5 +154,12 @@ def evaluations_are_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     optional=True,
 )
 def logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
     with runtime.get().session.phase("logging"):
-        return wrapped(*args, **kwargs)
+        log = None
+        if rejoin.of_this_process() is not None:
+            from adaptor.frameworks import loop_recovery
+
+            log = loop_recovery.log_of_this_process()
+        return wrapped(*args, **kwargs) if log is None else log.write(wrapped, args, kwargs)

@@ -23,12 +23,12 @@ newcomer = patching.Unit("newcomer", framework="megatron-lm", tested=MEGATRON, g
 def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    from adaptor.frameworks import megatron_online
+    from adaptor.frameworks import loop_recovery, megatron_online
     from adaptor.online import rejoin
 
     if not rejoin.is_newcomer():
         return wrapped(*args, **kwargs)
-    with megatron_online.loads_nothing(get_args()):
+    with loop_recovery.loads_nothing(get_args()):
         made = wrapped(*args, **kwargs)
     megatron_online.take_place(get_args())
     return made
@@ -57,13 +57,13 @@ def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: A
     optional=True,
 )
 def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import megatron_online
+    from adaptor.frameworks import loop_recovery
 
     forward_backward = wrapped(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         losses = forward_backward(*args, **kwargs)
-        log = megatron_online.log_of_this_process()
+        log = loop_recovery.log_of_this_process()
         if log is not None and not kwargs.get("forward_only"):
             log.add_losses(losses)
         return losses
@@ -78,10 +78,10 @@ def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     optional=True,
 )
 def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import megatron_online
+    from adaptor.frameworks import loop_recovery
 
     norm = wrapped(*args, **kwargs)
-    if (log := megatron_online.log_of_this_process()) is not None:
+    if (log := loop_recovery.log_of_this_process()) is not None:
         log.add_norm(norm=float(norm or 0.0))
     return norm
 
@@ -93,10 +93,10 @@ def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     optional=True,
 )
 def zeros_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import megatron_online
+    from adaptor.frameworks import loop_recovery
 
     zeros = wrapped(*args, **kwargs)
-    if (log := megatron_online.log_of_this_process()) is not None:
+    if (log := loop_recovery.log_of_this_process()) is not None:
         log.add_norm(zeros=float(zeros))
     return zeros
 
@@ -108,10 +108,10 @@ def zeros_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     optional=True,
 )
 def zeros_of_each_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import megatron_online
+    from adaptor.frameworks import loop_recovery
 
     zeros = wrapped(*args, **kwargs)
-    if (log := megatron_online.log_of_this_process()) is not None:
+    if (log := loop_recovery.log_of_this_process()) is not None:
         log.add_zeros(float(zeros))
     return zeros
 
@@ -123,9 +123,9 @@ def zeros_of_each_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     optional=True,
 )
 def overflows_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import megatron_online
+    from adaptor.frameworks import loop_recovery
 
     overflows = wrapped(*args, **kwargs)
-    if overflows and (log := megatron_online.log_of_this_process()) is not None:
+    if overflows and (log := loop_recovery.log_of_this_process()) is not None:
         log.skip()
     return overflows

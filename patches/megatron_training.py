@@ -189,13 +189,13 @@ def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     from adaptor.online import rejoin  # torch, which is for the script to import
 
     if rejoin.of_this_process() is not None:
-        from adaptor.frameworks import megatron_online
+        from adaptor.frameworks import loop_recovery
 
-        megatron_online.begin_step(step)
+        loop_recovery.begin_step(step)
     with runtime.get().session.step(step):
         made = wrapped(*args, **kwargs)
     if rejoin.of_this_process() is not None:
-        megatron_online.end_step()
+        loop_recovery.end_step()
     return made
 
 
@@ -227,9 +227,9 @@ def write_log(wrapped: Any, args: Any, kwargs: Any) -> Any:
     with runtime.get().session.phase("logging"):
         log = None
         if rejoin.of_this_process() is not None:
-            from adaptor.frameworks import megatron_online
+            from adaptor.frameworks import loop_recovery
 
-            log = megatron_online.log_of_this_process()
+            log = loop_recovery.log_of_this_process()
         made = wrapped(*args, **kwargs) if log is None else log.write(wrapped, args, kwargs)
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from adaptor import context
 from adaptor.checkpoint import format_torch
@@ -79,8 +80,17 @@ def data_parallel_size(args: Any) -> int:
     )
 
 
-def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTrainee:
-    """The training state of this rank, from the framework's globals."""
+def trainee(
+    model: Sequence[Any], optimizer: Any, scheduler: Any, everyone: dist.ProcessGroup | None = None
+) -> MegatronTrainee:
+    """The training state of this rank, from the framework's globals: collective.
+
+    Args:
+        model: its chunks.
+        optimizer: the framework's.
+        scheduler: of its learning rate.
+        everyone: all ranks; None where the group has to be made, and the user told.
+    """
     from ascendspeed import get_args, get_num_microbatches
     from ascendspeed.checkpointing import get_checkpoint_name
     from ascendspeed.core import parallel_state, tensor_parallel
@@ -113,8 +123,9 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
             "consumed_train_tokens": batch() * args.seq_length,
         }
 
-    everyone = group.of_everyone()
-    mirrors = replicas_of(optimizer, size, size)
+    again = everyone is not None
+    everyone = everyone or group.of_everyone()
+    mirrors = replicas_of(optimizer, size, size, again)
     place = place_of(optimizer, mirrors, folder, everyone)
     return MegatronTrainee(
         state=state_at(place, model, optimizer, scheduler, args, format=AscendSpeedFormat()),
@@ -126,7 +137,7 @@ def trainee(model: Sequence[Any], optimizer: Any, scheduler: Any) -> MegatronTra
         increment=batch,
         barrier=lambda: group.barrier(everyone),
         mirrors=mirrors,
-        local_copy=local_copy_of(optimizer, mirrors),
+        local_copy=local_copy_of(optimizer, mirrors, again),
         survives=place.survives,
         # It is called before the tokens of the step are counted.
         also=lambda: {"token_num": args.consumed_train_tokens},

@@ -1,275 +1,78 @@
-"""The lines of Megatron-LM's log in an online recovery: each step has its own, and averages are those of all.
-
-The framework adds up losses in a dict of its loop, and writes the line of a step behind it. So a loop that is
-called again begins with the sums of before. Where the fault came between the update of a step and its line,
-the line is written then: each rank has kept its part of the losses on its board before the update, as the
-process of a lost rank has, and they are put together as `train_step` does (1310 to 1340 of 0.15.0rc5).
-"""
+"""The lines of Megatron-LM's log in an online recovery (`step_log`). Lines are those of 0.15.0rc5."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import inspect
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from adaptor import output
-from adaptor.online import packing
-from adaptor.online.replay import STEPS
-
-# A number that no rank knows.
-_UNKNOWN = -1.0
-# What it counts the steps of an interval by, and sets to 0 right before it writes the line.
-_COUNTED = ("advanced iterations", "skipped iterations")
-# Since 0.16 the first step of a job has a line whatever the interval, and stays in the average of its own.
-_IS_FIRST = "is_first_iteration"
+from adaptor.frameworks.step_log import StepLog
 
 
-class StepLog:
-    """The log of one rank.
+class MegatronLog(StepLog):
+    """The log of one rank of Megatron-LM, which puts losses together in `train_step` (1310 to 1340)."""
 
-    Args:
-        keep: keeps bytes for the process that may take this one's place.
-        kept: what the process whose place this one takes has kept; empty: it takes none.
-        start: the step behind which the job began.
-        module: the module of the loop, by whose names it writes its log.
-        uncounted: what the framework says of zeros in the gradients where it does not count them.
-        device: where the losses lie.
-    """
+    def args(self) -> Any:
+        from megatron.training import get_args
 
-    def __init__(
-        self,
-        keep: Callable[[bytes], None],
-        kept: bytes,
-        start: int,
-        module: str,
-        uncounted: int | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self._keep = keep
-        self._module = module
-        self._uncounted = uncounted
-        self._start = start
-        self._step = 0  # the newest that has begun
-        self._losses: dict[int, dict[str, torch.Tensor]] = {}  # of this rank, by step
-        self._outcomes: dict[int, tuple[bool, float | None, float | None]] = {}  # updated, norm, zeros
-        self._sums: dict[int, dict[str, Any]] = {0: {}}  # of the interval, by the step that was added last
-        self._since = time.time()  # when the interval began
-        self._first: dict[str, Any] | None = None  # what a loop that is called again begins with
-        if kept:
-            told = packing.unpack(kept)
-            losses = told["losses"]
-            self._losses = {} if losses is None else {told["step"]: _on(device, losses)}
-            self._sums = {told["written"]: _on(device, told["sums"])}
-            self._since = told["since"]
+        return get_args()
 
-    # in a step
+    def timers(self) -> Any:
+        from megatron.training import get_timers
 
-    def begin_step(self, step: int) -> None:
-        """`step` begins, for the first time or once more."""
-        self._step = step
-        for known in (self._losses, self._outcomes):
-            known.pop(step, None)
+        return get_timers()
 
-    def add_losses(self, losses: Sequence[Mapping[str, Any]]) -> None:
-        """The losses of each micro-batch of this rank are known; the update may follow."""
-        step = self._step
-        oldest = min(step - STEPS, max(self._sums))
-        self._losses = {one: told for one, told in self._losses.items() if one >= oldest}
-        self._outcomes = {one: told for one, told in self._outcomes.items() if one >= oldest}
-        self._sums = {one: sums for one, sums in self._sums.items() if one >= oldest}
-        with contextlib.suppress(Exception):  # a script's own losses may have any form; no line stops a step
-            self._losses[step] = _joined(losses)
-        self._keep_all(step)
+    def joined(self, losses: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return of each loss the sum and the number of tokens, or a mean: the framework would get the same
+        from one micro-batch that has given this."""
+        if getattr(self.args(), "sft", False):
+            raise NotImplementedError("versions of the framework differ in how they average them")
+        found = {}
+        for key in losses[0] if losses else ():
+            values = [one[key] for one in losses]
+            if isinstance(values[0], (tuple, list)):  # up to 0.12, and reduced over all ranks already
+                found[key] = sum(one[0] for one in values) / sum(one[1] for one in values)
+            elif values[0].numel() == 1:
+                found[key] = torch.cat([one.view(-1) for one in values]).mean()
+            else:
+                found[key] = torch.vstack([one.view(-1) for one in values]).sum(dim=0)
+        return found
 
-    def add_norm(self, norm: float | None = None, zeros: float | None = None) -> None:
-        """The norm of the gradients is known, or how many of them are zero: there will be an update."""
-        _, known_norm, known_zeros = self._outcomes.get(self._step, (True, None, None))
-        there = (known_norm if norm is None else norm, known_zeros if zeros is None else zeros)
-        self._outcomes[self._step] = (True, *there)
+    def over_all_ranks(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from megatron.core import parallel_state
 
-    def add_zeros(self, zeros: float) -> None:
-        """One optimizer of the chain has counted its zeros."""
-        _, _, known = self._outcomes.get(self._step, (True, None, None))
-        self.add_norm(zeros=(known or 0.0) + zeros)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        found = {}
+        for key, own in losses.items():
+            value = own.clone()
+            if value.numel() == 2:
+                dist.all_reduce(value, group=group)
+                value = value[0] / value[1]
+            found[key] = value
+        return found
 
-    def skip(self) -> None:
-        """The step ends without an update."""
-        self._outcomes[self._step] = (False, None, None)
+    def as_told(self, norm: float | None) -> float | None:
+        """Return the norm as ranks of a model tell it each other, which rounds it; collective."""
+        from megatron.training import training
 
-    def write(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the framework's `training_log`, which adds up losses and writes a line at intervals."""
-        from megatron.training import get_args, get_timers
+        tell = getattr(training, "reduce_max_stat_across_model_parallel_group", None)
+        return norm if tell is None else tell(norm)
 
-        bound = _signature(wrapped).bind(*args, **kwargs)
-        call = bound.arguments
-        step, sums = call["iteration"], call["total_loss_dict"]
-        if self._first is not None:
-            sums.update(self._first)
-            self._first = None
-            _let_begin(get_timers()("interval-time", log_level=0), self._since)
-            if _IS_FIRST in call:  # of a call of the loop, which is not the first one
-                call[_IS_FIRST] = self._is_first(step)
-        has_line = step % get_args().log_interval == 0
-        try:
-            result = wrapped(*bound.args, **bound.kwargs)
-        except BaseException:
-            # Behind the line ranks tell each other their times: a rank that is lost then breaks that off.
-            if has_line and not any(sums.get(count) for count in _COUNTED):
-                self._note_written(step, sums, has_line)
-            raise
-        self._note_written(step, sums, has_line)
-        return result
-
-    def _note_written(self, step: int, sums: Mapping[str, Any], has_line: bool) -> None:
-        """Note that the losses of `step` are added up, or that its line is written."""
-        self._sums[step] = dict(sums)
-        if has_line:
-            self._since = time.time()
-        self._keep_all(step)
-
-    def _is_first(self, step: int) -> bool:
-        return step == self._start + 1
-
-    def _keep_all(self, step: int) -> None:
-        written = max(self._sums)
-        told = {"step": step, "losses": self._losses.get(step), "written": written, "since": self._since}
-        try:
-            data = packing.pack({**told, "sums": self._sums[written]})
-        except TypeError:  # of a version that adds up something else
-            data = b""
-        self._keep(data)
-
-    # in a recovery
-
-    def go_back(self, step: int) -> None:
-        """The loop is called again, and begins behind `step`."""
-        self._first = self._sums.get(step, self._sums.get(step - 1, {}))
-        self._sums = {one: sums for one, sums in self._sums.items() if one <= step} or {0: {}}
-
-    def complete(self, step: int, everyone: dist.ProcessGroup, optimizer: Any, model: Sequence[Any]) -> None:
-        """Write the line of `step` where the last rank, which writes them, has not.
-
-        Collective over `everyone`.
-        The framework's counters are those behind the step; the timer of the interval does not run.
-        """
-        from megatron.training import get_args, get_timers
-
-        is_last = dist.get_rank() == dist.get_world_size() - 1
-        updated, norm, zeros = self._outcomes.get(step, (None, None, None))
-        skipped = _UNKNOWN if updated is None else float(not updated)
-        told = torch.tensor(
-            [
-                float(is_last and step in self._sums),
-                float(step not in self._losses),
-                skipped,
-                _UNKNOWN if norm is None else norm,
-                _UNKNOWN if zeros is None else zeros,
-            ],
-            dtype=torch.float64,
-        )
-        # As whole numbers, which have the order of these: of a tensor in double precision MindSpeed reduces a
-        # copy in single precision, and nobody is told the result.
-        dist.all_reduce(told.view(torch.int64), dist.ReduceOp.MAX, everyone)
-        is_written, lacks, skipped, norm, zeros = told.tolist()
-        if is_written:
-            return
-        if lacks or skipped == _UNKNOWN:
-            if is_last:
-                output.tell(f"[ttp] the framework's line of iteration {step} is missing: its losses are lost")
-            return
-        of_framework, args = importlib.import_module("megatron.training.training"), get_args()
-        norm = _as_told(of_framework, None if norm == _UNKNOWN else norm)
-        rate, decoupled = _learning_rates(of_framework, optimizer)
-        training = importlib.import_module(self._module)
-        uncounted = None if skipped else self._uncounted
-        values = {
-            "loss_dict": _over_all_ranks(self._losses[step]),
-            "total_loss_dict": dict(self._sums.get(step - 1, {})),
+    def of_optimizer(self, optimizer: Any) -> dict[str, Any]:
+        rate, decoupled = _learning_rates(optimizer)
+        return {
             "learning_rate": rate,
             "decoupled_learning_rate": decoupled,
-            "iteration": step,
             "loss_scale": 1.0 if getattr(optimizer, "is_stub_optimizer", False) else _scale(optimizer),
-            "report_memory_flag": False,
-            "skipped_iter": int(skipped),
-            "grad_norm": norm,
-            "params_norm": training.calc_params_l2_norm(model) if args.log_params_norm else None,
-            "num_zeros_in_grad": uncounted if zeros == _UNKNOWN else zeros,
-            _IS_FIRST: self._is_first(step),
         }
-        self._first = None
-        timer = get_timers()("interval-time", log_level=0)
-        timer.start()
-        _let_begin(timer, self._since)
-        asked = _signature(inspect.unwrap(training.training_log)).parameters.values()
-        needed = [one.name for one in asked if one.name in values or one.default is one.empty]
-        training.training_log(**{name: values.get(name) for name in needed})
-        timer.reset()
-        self._first = self._sums[step]
 
 
-@functools.cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
-
-
-def _joined(losses: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return of each loss what the micro-batches of this rank give: sum and number of tokens, or a mean.
-
-    The framework would get the same from one micro-batch that has given this.
-    """
-    from megatron.training import get_args
-
-    if getattr(get_args(), "sft", False):
-        raise NotImplementedError("versions of the framework differ in how they average them")
-    found = {}
-    for key in losses[0] if losses else ():
-        values = [one[key] for one in losses]
-        if isinstance(values[0], (tuple, list)):  # up to 0.12, and reduced over all ranks already
-            found[key] = sum(one[0] for one in values) / sum(one[1] for one in values)
-        elif values[0].numel() == 1:
-            found[key] = torch.cat([one.view(-1) for one in values]).mean()
-        else:
-            found[key] = torch.vstack([one.view(-1) for one in values]).sum(dim=0)
-    return {key: value.detach() for key, value in found.items()}
-
-
-def _on(device: torch.device | str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with their tensors on `device`: messages bring them on the host."""
-    return {
-        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()
-    }
-
-
-def _over_all_ranks(losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the losses of a step from those of each rank: collective among the ranks of a model part."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    found = {}
-    for key, own in losses.items():
-        value = own.clone()
-        if value.numel() == 2:
-            dist.all_reduce(value, group=group)
-            value = value[0] / value[1]
-        found[key] = value
-    return found
-
-
-def _as_told(training: Any, norm: float | None) -> float | None:
-    """Return the norm as ranks of a model tell it each other, which rounds it; collective."""
-    tell = getattr(training, "reduce_max_stat_across_model_parallel_group", None)
-    return norm if tell is None else tell(norm)
-
-
-def _learning_rates(training: Any, optimizer: Any) -> tuple[float | None, float | None]:
+def _learning_rates(optimizer: Any) -> tuple[float | None, float | None]:
     """Return the rate, and that of decoupled parameters, as the loop reads them."""
+    from megatron.training import training
+
     if hasattr(training, "get_canonical_lr_for_logging"):  # since 0.16, where there is one
         return training.get_canonical_lr_for_logging(optimizer.param_groups), None
     rate = decoupled = None
@@ -284,9 +87,3 @@ def _learning_rates(training: Any, optimizer: Any) -> tuple[float | None, float 
 
 def _scale(optimizer: Any) -> float:
     return float(optimizer.get_loss_scale().item())
-
-
-def _let_begin(timer: Any, moment: float) -> None:
-    """Let a timer that has just been started have begun at `moment`, where a version has such a timer."""
-    if hasattr(timer, "_start_time"):
-        timer._start_time = min(timer._start_time, moment)

@@ -20,7 +20,7 @@ from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import FLOPS
 from adaptor.frameworks import megatron_lm, megatron_settle
-from adaptor.frameworks.megatron_log import StepLog
+from adaptor.frameworks.megatron_log import MegatronLog
 from adaptor.frameworks.step_tail import StepTail, TailState
 from adaptor.online.replay import Replay
 from adaptor.worker import runtime
@@ -84,7 +84,7 @@ class MegatronLoop:
         board = runtime.get().session.board
         device = next((one.device for chunk in self._model for one in chunk.parameters()), "cpu")
         start = self._start["iteration"]
-        self.log = StepLog(board.keep, board.kept, start, self.module, self.uncounted, device)
+        self.log = MegatronLog(board.keep, board.kept, start, self.module, self.uncounted, device)
 
     def group(self) -> str:
         from pathlib import Path

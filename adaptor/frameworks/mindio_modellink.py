@@ -112,6 +112,7 @@ class TTPReplicaOptimizer(_Replicated):
             shards.add_twins(self)
 
     def gather_model_params(self, args: Any, timers: Any) -> None:
+        """Gather the parameters as the framework does, in this half."""
         with shards.in_charge():
             super().gather_model_params(args, timers)
 

@@ -77,11 +77,14 @@ def install(injector: Injector) -> None:
 
     _follow_the_steps(injector)
     before("evaluation", "megatron.training.training", "evaluate")
+    before("evaluation", "ascendspeed.training", "evaluate")
+    after("between", "ascendspeed.training", "train_step")
     if injector.expects("evaluation-forward"):
         _wrap("megatron.training.training", "evaluate", _evaluation(injector))
     if injector.expects("logging"):
         _wrap("record", "Recorder.add", _logging(injector))
-    before("start", "megatron.training.training", "setup_model_and_optimizer")
+    for training in ("megatron.training.training", "ascendspeed.training"):
+        before("start", training, "setup_model_and_optimizer")
     before("data", "megatron.training.utils", "get_batch_on_this_tp_rank")
     _wrap("megatron.core.transformer.transformer_block", "TransformerBlock.forward", _layers(injector))
     buffers = "megatron.core.distributed.param_and_grad_buffer"
@@ -249,8 +252,6 @@ def _watch_copies(injector: Injector) -> None:
 
 
 def _watch_saves(injector: Injector) -> None:
-    checkpointing = "megatron.training.checkpointing"
-
     def save_is_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         injector.saving = True
         try:
@@ -280,9 +281,10 @@ def _watch_saves(injector: Injector) -> None:
         injector.reach("save-named")
         return name
 
-    _wrap(checkpointing, "save_checkpoint", save_is_known)
-    _wrap(checkpointing, "get_checkpoint_name", lambda w, i, a, k: strikes_in_a_save("save", w, a, k))
-    _wrap(checkpointing, "get_checkpoint_tracker_filename", strikes_around_the_tracker)
+    for checkpointing in ("megatron.training.checkpointing", "ascendspeed.checkpointing"):
+        _wrap(checkpointing, "save_checkpoint", save_is_known)
+        _wrap(checkpointing, "get_checkpoint_name", lambda w, i, a, k: strikes_in_a_save("save", w, a, k))
+        _wrap(checkpointing, "get_checkpoint_tracker_filename", strikes_around_the_tracker)
     _wrap("torch.distributed", "barrier", lambda w, i, a, k: strikes_in_a_save("save-barrier", w, a, k))
     if injector.expects("save-write"):
         _wrap("torch", "save", strikes_in_a_file)

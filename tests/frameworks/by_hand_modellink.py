@@ -11,6 +11,7 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tests.faults.harness import ITERATIONS, Job, Layout
 from tests.frameworks import modellink
@@ -82,9 +83,75 @@ RAMPUP = Layout(
         *("--train-samples", "52", "--lr-warmup-iters", "0"),
     ),
 )
+WHOLE = replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False)
+
+
+def recovers(layout: Layout, fault: str, *spec: str, **more: Any) -> Check:
+    return Check(layout, fault, " ".join(spec), restarts=1, online=True, **more)
+
+
+EXCEPTION = ("an exception of rank 1, backward of step 6", "rank=1,step=6,phase=backward,kind=exception")
+HANG = ("a hang of rank 1, backward of step 6", "rank=1,step=6,phase=backward,kind=deadlock")
+GATHER = ("SIGKILL of rank 1, gather of step 6", "rank=1,step=6,phase=gather,kind=sigkill")
+TWICE = (
+    "SIGKILL of rank 0, backward of step 4, and of rank 3, update of step 6",
+    *("rank=0,step=4,phase=backward,kind=sigkill", "rank=3,step=6,phase=update,kind=sigkill"),
+)
+BETWEEN = (
+    "SIGKILL of rank 1 behind step 5, which was skipped",
+    "rank=1,step=5,phase=between,kind=sigkill",
+)
+LAST = ("SIGKILL of rank 0, gather of step 8, the last", "rank=0,step=8,phase=gather,kind=sigkill")
+RECOMPUTE = replace(
+    DP2, name="dp2-recompute", extra=("--recompute-granularity", "full", "--recompute-method", "uniform")
+)
+LOADERS = replace(DP2, name="dp2-loaders", extra=("--num-workers", "2"))
+CYCLIC = replace(DP2, name="dp2-cyclic", extra=("--dataloader-type", "cyclic"))
+ALL = Layout("tp2-pp2-dp2", 8, tp=2, pp=2)
+ONLINE = {
+    "online-exception": recovers(DP4, *EXCEPTION),
+    "online-hang": recovers(DP2, *HANG),
+    "online-split": recovers(DP4, *TWICE),
+    "online-mirror": recovers(DP3, *killed(0, 4, "backward")),
+    "online-mirror-exception": recovers(DP3, *EXCEPTION),
+    "online-mirror-gather": recovers(DP3, *GATHER),
+    "online-door": recovers(DP2, *killed(1, 6, "door-after")),
+    "online-fp16": recovers(DP2_FP16, *killed(1, 6, "backward")),
+    "online-whole": recovers(WHOLE, *killed(1, 6, "update")),
+    "online-tensor": recovers(Layout("tp2-dp2", 4, tp=2), *killed(3, 6, "backward")),
+    "online-sequence": recovers(SEQUENCE, *killed(1, 6, "update")),
+    "online-pipeline": recovers(Layout("pp2-dp2", 4, pp=2), *killed(2, 6, "backward")),
+    "online-pipeline-first": recovers(Layout("pp2-dp2", 4, pp=2), *GATHER),
+    "online-zeros": recovers(ZEROS, *GATHER),
+    "online-evaluation": recovers(EVALUATED, *killed(2, 5, "update")),
+    "online-rampup": recovers(RAMPUP, *killed(1, 5, "update")),
+    "online-local-copy": recovers(DP2, *killed(1, 6, "update"), options=LOCAL_COPY),
+    "online-recompute": recovers(RECOMPUTE, *killed(1, 6, "backward")),
+    "online-loaders": recovers(LOADERS, *killed(1, 6, "backward")),
+    "online-cyclic": recovers(CYCLIC, *killed(1, 6, "backward")),
+    "online-fp16-line": recovers(DP2_FP16, *BETWEEN),
+    "online-fp16-mirror": recovers(DP3_FP16, *killed(1, 6, "backward")),
+    "online-cold": recovers(DP2, *killed(0, 6, "backward"), spares=0),
+    "online-all": recovers(ALL, *killed(6, 6, "update")),
+    "online-last": recovers(DP3, *LAST),
+    "online-begun": recovers(DP3, *killed(1, 6, "backward"), load=3),
+    "online-begun-split": recovers(DP4, *killed(1, 6, "update"), load=3),
+    "online-no": Check(
+        replace(DP3, name="dp3-auto-recompute", extra=("--auto-recompute-device-size", "57344")),
+        f"{killed(0, 4, 'backward')[0]}; TTP_ONLINE=60",
+        killed(0, 4, "backward")[1],
+        3,
+        restarts=1,
+        online=True,
+    ),
+}
 # On a network of their own nobody else has the default port.
 APART = (("TTP_TLS", "plain"), ("TTP_PORT", "8000"))
+ONLINE["online-nodes"] = recovers(
+    DP4, "SIGKILL of rank 2, backward of step 6", killed(2, 6, "backward")[1], nodes=2, environment=APART
+)
 CHECKS = {
+    **ONLINE,
     "undisturbed": Check(DP3),
     "split": Check(DP4, *killed(1, 6, "backward"), 5),
     "split-update": Check(DP4, *killed(3, 6, "update"), 6),
@@ -98,25 +165,15 @@ CHECKS = {
     "tensor": Check(Layout("tp2-dp2", 4, tp=2), *killed(3, 6, "door-after"), 6),
     "sequence": Check(SEQUENCE, *killed(3, 6, "backward"), 5),
     "tensor-mirror": Check(Layout("tp2-dp3", 6, tp=2), *killed(4, 6, "backward"), 5),
-    "all": Check(Layout("tp2-pp2-dp2", 8, tp=2, pp=2), *killed(6, 6, "update"), 6),
+    "all": Check(ALL, *killed(6, 6, "update"), 6),
     "pipeline": Check(Layout("pp2-dp2", 4, pp=2), *killed(2, 6, "backward"), 5),
     "evaluation": Check(EVALUATED, *killed(1, 5, "door-after"), 5),
     "rampup": Check(RAMPUP, *killed(1, 6, "backward"), 5),
     "local-copy": Check(DP2, *BREAKS_OFF, 5, options=LOCAL_COPY),
     "local-copy-mirror": Check(DP3, *BREAKS_OFF, 5, options=LOCAL_COPY),
     "local-copy-skipped": Check(DP2_FP16, *SKIPPED, 5, options=LOCAL_COPY),
-    "whole": Check(
-        replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False), *killed(1, 6, "update"), 6
-    ),
+    "whole": Check(WHOLE, *killed(1, 6, "update"), 6),
     "restart": Check(DP3, *killed(0, 4, "backward"), 3, restarts=1),
-    "online": Check(
-        DP3,
-        f"{killed(0, 4, 'backward')[0]}; TTP_ONLINE=60",
-        killed(0, 4, "backward")[1],
-        3,
-        restarts=1,
-        online=True,
-    ),
     "off": Check(DP3, "none, ENABLE_TTP=False", environment=(("ENABLE_TTP", "False"),)),
     "native-split": Check(DP4, *killed(1, 6, "backward"), 5, load=3),
     "native-mirror": Check(DP3, *killed(1, 6, "update"), 6, load=3),
@@ -149,7 +206,7 @@ CHECKS = {
     ),
     "fold": Check(DP2, options=("--foldx-mode", "fifo"), last="--foldx-mode is fifo: a folded pipeline"),
     "no-shards": Check(
-        replace(DP2, name="dp2-whole-optimizer", distributed_optimizer=False),
+        WHOLE,
         options=LOCAL_COPY,
         last="--local-copy-os (TTP_LOCAL_COPY) is given without --use-distributed-optimizer: add",
     ),

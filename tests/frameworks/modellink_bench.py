@@ -20,11 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults import harness, namespaces, outcome
+from tests.faults import framework_log, harness, namespaces, outcome
 from tests.faults.harness import ITERATIONS, Ended, Job, Layout, Program
 from tests.faults.same import differences
+from tests.faults.scenario import Baseline
 from tests.frameworks import record
-from tests.frameworks.checks import NOT_ONLINE, REFUSED, SAID
+from tests.frameworks.checks import NOT_ONLINE, RECOVERED, REFUSED, SAID
 
 # How the reference of a layout with `split` is named.
 SPLIT = "-split"
@@ -40,7 +41,10 @@ class Check:
     step   the one that has to be saved; None: nothing breaks, or nothing is saved
     load   the step of a checkpoint of plain torchrun from which the job begins
     last   what the last line of a job says that saves nothing
-    online TTP_ONLINE is on, which the framework does not have, and says so
+    online TTP_ONLINE is on: without a `step` to be saved, all go on from the fault without a restart; else
+           the job says at its start that it will not
+    spares with `online`: processes that wait to take the place of another
+    saves  with `online`: `--save-interval`
     """
 
     layout: Layout
@@ -54,6 +58,8 @@ class Check:
     load: int | None = None
     last: str = ""
     online: bool = False
+    spares: int = 1
+    saves: int = 1000
 
 
 class Bench:
@@ -95,7 +101,9 @@ class Bench:
             restarts=check.restarts,
             faults=check.spec.split(),
             arguments=check.options,
-            environment={**dict(check.environment), **({"TTP_ONLINE": "60"} if check.online else {})},
+            environment=dict(check.environment),
+            options=_online(check) if check.online else (),
+            save_interval=check.saves,
             nodes=check.nodes,
             program=self._program,
         )
@@ -105,12 +113,39 @@ class Bench:
             ended = harness.run(replace(job, network=network))
         told = re.search(r"second copies of optimizer shards by (\w+)", ended.log)
         replica = f"{told[1]} ({layout.replica})" if told else "none needed"
+        if check.online and check.step is None:
+            return replica, self._goes_on(
+                check, ended, self._reference(layout, "split" in replica, check.load)
+            )
         if check.online:
             assert len(NOT_ONLINE.findall(ended.log)) == 1, ended.log[:3000]
         if check.last:
             return replica if check.spec else layout.replica, _ends_without(check, ended)
         judged = self._judge(check, ended, self._reference(layout, "split" in replica, check.load))
         return replica, f"{SAID if check.online else ''}{judged}"
+
+    def _goes_on(self, check: Check, ended: Ended, reference: Path) -> str:
+        """It has trained on without a restart: records, log and checkpoints are those of the reference."""
+        save = ended.job.save
+        assert save is not None
+        assert set(ended.codes) == {0}, ended.log[-3000:]
+        count, begin = len(ended.job.faults), check.load or 0
+        several = "" if count == 1 else "s"
+        said = f"{count} incident{several} ({count} without a restart), 0 steps lost"
+        assert ended.log.count(said) >= 1, ended.log[-3000:]
+        expected = Baseline(record.read(reference / "record"), reference / "save")
+        saved = {int(step) - 1 for step in re.findall(r"training goes on with step (\d+)", ended.log)}
+        # A rank that was killed when all had finished the step has not recorded it.
+        steps = set(range(begin + 1, ITERATIONS + 1)) - saved
+        outcome.assert_same_training(ended, expected.records, steps=steps)
+        extra = check.layout.extra
+        interval = int(extra[extra.index("--log-interval") + 1]) if "--log-interval" in extra else 1
+        framework_log.assert_same(ended, expected, interval, after=begin)
+        for step in (*saved, ITERATIONS):
+            name = f"iter_{step:07d}"
+            found = differences(save / name, expected.checkpoints / name)
+            assert found == [], found
+        return RECOVERED
 
     def _reference(self, layout: Layout, split: bool, load: int | None = None) -> Path:
         """A job that nothing disturbs, without the adaptor where it can be compared; it saves every step.
@@ -200,6 +235,12 @@ class Bench:
             assert ended.code == 0, ended.log[-3000:]
             (out / "done").touch()
         return record.read(out / "job" / "record")
+
+
+def _online(check: Check) -> tuple[str, ...]:
+    # A rank that hangs is noticed by its standing still.
+    hang = ("--ttp-hang", "10") if "kind=deadlock" in check.spec else ()
+    return ("--ttp-online", "60", "--ttp-spares", str(check.spares), *hang)
 
 
 def _ends_without(check: Check, ended: Ended) -> str:

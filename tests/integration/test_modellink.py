@@ -35,7 +35,8 @@ class Small:
         ]
         whole = () if not job.layout.distributed_optimizer else ("--use-distributed-optimizer",)
         interval = ["--save-interval", str(job.save_interval)]
-        return [str(SMALL / "pretrain.py"), *sizes, *folders, *interval, *whole, *job.arguments]
+        more = [*whole, *job.layout.extra, *job.arguments]
+        return [str(SMALL / "pretrain.py"), *sizes, *folders, *interval, *more]
 
 
 @pytest.mark.integration

@@ -10,11 +10,22 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from ascendspeed.timers import Timers
+
 _ARGS = Namespace()
+_TIMERS = Timers()
 
 
 def get_args() -> Namespace:
     return _ARGS
+
+
+def get_timers() -> Timers:
+    return _TIMERS
+
+
+def update_num_microbatches(consumed_samples: int, consistency_check: bool = True) -> None:
+    """All steps have the same size."""
 
 
 def get_num_microbatches() -> int:

@@ -21,6 +21,9 @@ def parse_args(
         ("train-iters", int, 8),
         ("save-interval", int, 1000),
         ("eval-interval", int, 1000),
+        ("log-interval", int, 1),
+        ("exit-interval", int, None),
+        ("DDP-impl", str, "local"),
         ("eval-iters", int, 0),
         ("clip-grad", float, 0.05),
         ("optimizer", str, "adam"),
@@ -36,6 +39,7 @@ def parse_args(
     args = parser.parse_args()
     args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     args.local_rank = int(os.environ["LOCAL_RANK"])
-    args.do_valid = 0
+    args.exit_duration_in_mins = None
+    args.log_params_norm = False
     args.consumed_train_samples = args.consumed_valid_samples = args.consumed_train_tokens = 0
     return args

@@ -36,6 +36,12 @@ class MegatronOptimizer:
                 grad.mul_(clip_grad / norm)
         return norm
 
+    def get_loss_scale(self) -> torch.Tensor:
+        return torch.ones(1)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.get_loss_scale() * loss
+
     def count_zeros(self) -> float:
         zeros = torch.stack([(param.grad == 0).sum() for param in self.get_parameters()]).sum().float()
         dist.all_reduce(zeros)
@@ -75,9 +81,12 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
             main.grad = param.main_grad.clone()
         norm, zeros = self.clip_grad_norm(args.clip_grad), self.count_zeros()
         self.optimizer.step()
+        self._copy_main_params_to_model_params()
+        return True, norm, zeros
+
+    def _copy_main_params_to_model_params(self) -> None:
         for param, main in zip(self.float16_groups[0], self.fp32_from_float16_groups[0], strict=True):
             param.copy_(main)
-        return True, norm, zeros
 
     @torch.no_grad()
     def reload_model_params(self) -> None:

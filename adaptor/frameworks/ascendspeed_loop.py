@@ -1,0 +1,200 @@
+"""ModelLink's training loop, which is called again from the end of a finished step (online recovery).
+
+It keeps little that it does not read from its arguments when it is called. Lines are those of commit af1347
+(`ascendspeed/training.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.frameworks import ascendspeed
+from adaptor.frameworks.ascendspeed_log import AscendLog
+from adaptor.frameworks.step_tail import StepTail, TailState
+from adaptor.online.replay import Replay
+from adaptor.worker import runtime
+
+_MODULE = "ascendspeed.training"
+# What the framework finds out by asking other ranks before its loop, and keeps in its arguments.
+_ASKED = ("do_train", "do_valid", "do_test")
+# What a step, and the evaluation behind it, count on.
+_CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
+NAMES = (
+    *("forward_step_func", "model", "optimizer", "lr_scheduler"),
+    *("train_data_iterator", "valid_data_iterator", "config"),
+)
+
+
+class AscendLoop:
+    """ModelLink's training loop, as it was called (`rejoin.Loop`).
+
+    Args:
+        given: the arguments of the call of `train`, by their names; its iterators are replaced.
+        told: in a newcomer, what the framework would have asked other ranks at its start.
+
+    Attributes:
+        everyone: the adaptor's group of all ranks
+        log: its log
+    """
+
+    def __init__(self, given: dict[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
+        from ascendspeed import get_args
+
+        self._model: Sequence[Any] = given["model"]
+        self._optimizer = given["optimizer"]
+        self._scheduler = given["lr_scheduler"]
+        self._given = given
+        self._start: int = told["start"]["iteration"] if "start" in told else get_args().iteration
+        train = given["train_data_iterator"] = _replayed(given["train_data_iterator"])
+        self._train = [] if train is None else [train]
+        # In the caller's own list: behind the loop it evaluates once more.
+        iterators = given["valid_data_iterator"]
+        iterators[:] = map(_replayed, iterators)
+        self._valid: list[Replay] = [one for one in iterators if one is not None]
+        self._tail = StepTail(self._valid, TailState(**told["tail"]) if "tail" in told else None)
+        self._record: StepRecord | None = None
+        self.everyone: dist.ProcessGroup | None = None
+        board = runtime.get().session.board
+        device = next((one.device for chunk in self._model for one in chunk.parameters()), "cpu")
+        self.log = AscendLog(board.keep, board.kept, self._start, _MODULE, device=device)
+
+    def group(self) -> str:
+        from ascendspeed.checkpointing import get_checkpoint_name
+
+        return Path(get_checkpoint_name("", 0)).parent.name
+
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def model(self) -> Any:
+        return self._model
+
+    def answers(self, step: int) -> Mapping[str, Any]:
+        from ascendspeed import get_args
+
+        asked = {name: getattr(get_args(), name) for name in _ASKED if hasattr(get_args(), name)}
+        start = {"iteration": self._start}
+        return {"asked": asked, "start": start, "tail": self._tail.state(step)._asdict()}
+
+    def begin_step(self, step: int) -> None:
+        """`step` begins, for the first time or once more."""
+        from ascendspeed import get_args
+
+        self.log.begin_step(step)
+        self._tail.begin_step(step, {name: getattr(get_args(), name) for name in _CONSUMED})
+        for one in self._train:
+            one.begin_step(step)
+
+    def end_step(self) -> None:
+        """A step has ended; the loop counts it, and writes its line."""
+
+    def end(self) -> None:
+        """The loop is over, and nothing was set for it alone."""
+
+    def settle(self, step: int) -> None:
+        from ascendspeed import get_timers
+
+        for one in self._train:
+            one.rewind(step)
+        for chunk in self._model:
+            for param in chunk.parameters():
+                param.grad = None
+        for timer in copy.copy(get_timers()._timers).values():
+            timer.reset()  # one that has begun must not begin again
+
+    def trainee(self, record: StepRecord) -> MegatronTrainee:
+        return ascendspeed.trainee(self._model, self._optimizer, self._scheduler, self.everyone)
+
+    def agree(self, step: int) -> None:
+        def all_have(is_done: bool) -> bool:
+            told = torch.tensor([int(is_done)], device="cpu")
+            dist.all_reduce(told, dist.ReduceOp.MIN, self.everyone)
+            return bool(told.item())
+
+        self._tail.agree(step, all_have)
+
+    def put_back(self, record: StepRecord) -> None:
+        from ascendspeed import get_args, get_timers, update_num_microbatches
+
+        self._record = record
+        set_args({**record.counters, "iteration": record.step})
+        consumed = get_args().consumed_train_samples
+        if self._tail.is_pending:  # the line of the step, and its evaluation, have batches of its size
+            before = self._tail.consumed_before(record.step)
+            consumed = before["consumed_train_samples"]
+            set_args({"consumed_valid_samples": before["consumed_valid_samples"]})
+        self.log.go_back(record.step)
+        update_num_microbatches(consumed, consistency_check=False)
+        config = self._given["config"]
+        if config is not None:  # in a newcomer the loop has not set them yet (1145)
+            config.grad_scale_func, config.timers = self._optimizer.scale_loss, get_timers()
+
+    def finish_step(self) -> None:
+        record, self._record = self._record, None
+        if record is None:  # the loop is called for the first time
+            return
+        assert self.everyone is not None
+        if record.step > self._start:  # else its line is in the log of the job before
+            # A rank that was lost before it wrote the line may have let all others begin the next step.
+            self.log.complete(record.step, self.everyone, self._optimizer, self._model)
+        if self._tail.take_pending() is not None:
+            self._make_tail(record.step)
+
+    def _make_tail(self, step: int) -> None:
+        """Evaluate, save and end the job behind `step` as the loop does (1224 to 1264)."""
+        from ascendspeed import get_args
+
+        training, args, given = importlib.import_module(_MODULE), get_args(), self._given
+        for one in self._valid:
+            one.begin_step(step)
+        if args.eval_interval and step % args.eval_interval == 0 and args.do_valid:
+            for iterator in given["valid_data_iterator"]:
+                training.evaluate_and_print_results(
+                    f"iteration {step}", given["forward_step_func"], iterator, self._model, step, False
+                )
+        is_saved = bool(args.save and args.save_interval and step % args.save_interval == 0)
+        state = (step, self._model, self._optimizer, self._scheduler)
+        if is_saved:
+            training.save_checkpoint_and_time(*state)
+        ends = bool(args.exit_interval and step % args.exit_interval == 0)
+        if args.exit_duration_in_mins and not ends:
+            minutes = (time.time() - training._TRAIN_START_TIME) / 60.0
+            told = torch.tensor([int(minutes > args.exit_duration_in_mins)], device="cpu")
+            dist.all_reduce(told, dist.ReduceOp.MAX, self.everyone)
+            ends = bool(told.item())
+        if ends:
+            if not is_saved:
+                training.save_checkpoint_and_time(*state)
+            training.print_datetime(f"exiting program at iteration {step}")
+            sys.exit()
+
+    def gather_weights(self) -> None:
+        from ascendspeed import get_args, get_timers
+
+        with torch.no_grad():
+            self._optimizer._copy_main_params_to_model_params()
+            self._optimizer.gather_model_params(get_args(), get_timers())
+
+
+def set_args(values: Mapping[str, Any]) -> None:
+    """Set arguments of the framework."""
+    from ascendspeed import get_args
+
+    args = get_args()
+    for name, value in values.items():
+        setattr(args, name, value)
+
+
+def _replayed(iterator: Any) -> Replay | None:
+    return None if iterator is None else Replay(iterator)

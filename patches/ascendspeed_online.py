@@ -1,0 +1,123 @@
+"""ModelLink in an online recovery: how a newcomer starts, and what is kept for its log.
+
+As `megatron_online`, armed only where TTP_ONLINE is not 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptor import context, patching
+from adaptor.patches._versions import MODELLINK
+
+newcomer = patching.Unit("ascendspeed-newcomer", framework="ascendspeed", tested=MODELLINK, group="online")
+
+_OPTIMIZER = "ascendspeed.optimizer.optimizer"
+
+
+@newcomer.patch(
+    "ascendspeed.training:setup_model_and_optimizer",
+    why="a new process among survivors loads no checkpoint, and knows the step before it builds its data",
+    accepts="(...)",
+    optional=True,
+)
+def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from ascendspeed import get_args
+
+    from adaptor.frameworks import ascendspeed_online, loop_recovery
+    from adaptor.online import rejoin
+
+    if not rejoin.is_newcomer():
+        return wrapped(*args, **kwargs)
+    with loop_recovery.loads_nothing(get_args()):
+        made = wrapped(*args, **kwargs)
+    ascendspeed_online.take_place()
+    return made
+
+
+@newcomer.patch(
+    "ascendspeed.training:build_train_valid_test_data_iterators",
+    why="what ranks tell each other of their data, a new process among survivors is told by one of them",
+    accepts="(...)",
+    optional=True,
+)
+def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import ascendspeed_online
+    from adaptor.online import rejoin
+
+    if not rejoin.is_newcomer():
+        return wrapped(*args, **kwargs)
+    return ascendspeed_online.build_data(lambda: wrapped(*args, **kwargs))
+
+
+@newcomer.patch(
+    "ascendspeed.error_utils:check_equal",
+    why="ranks count how many have come to the indices of the data; a new process comes alone",
+    accepts="(...)",
+    optional=True,
+)
+def newcomers_come_alone(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks.ascendspeed_online import NewcomerData
+
+    if context.part(NewcomerData).is_built and args and type(args[0]) is int and args[0] == 1:
+        return None
+    return wrapped(*args, **kwargs)
+
+
+@newcomer.patch(
+    "ascendspeed.core.pipeline_parallel.schedules:get_forward_backward_func",
+    why="what a rank that dies behind its update has added to the losses is in the log line of the step",
+    accepts="(...)",
+    optional=True,
+)
+def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import loop_recovery
+
+    forward_backward = wrapped(*args, **kwargs)
+    log = loop_recovery.log_of_this_process()
+    if log is None:  # the loop compares what it gets with functions
+        return forward_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        losses = forward_backward(*args, **kwargs)
+        log.add_losses(losses)
+        log.add_norm()  # there may be none
+        return losses
+
+    return run
+
+
+@newcomer.patch(
+    f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm",
+    why="the norm is in the log line of the step; an exception from behind the update would lose it",
+    accepts="(...)",
+    optional=True,
+)
+def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import loop_recovery
+
+    norm = wrapped(*args, **kwargs)
+    if (log := loop_recovery.log_of_this_process()) is not None:
+        log.add_norm(norm=float(norm))
+    return norm
+
+
+@newcomer.patch(
+    f"{_OPTIMIZER}:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+    why="a step that is left out for an overflow is one in the log, too",
+    accepts="(...)",
+    optional=True,
+)
+@newcomer.patch(
+    f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._unscale_main_grads_and_check_for_nan",
+    why="without the distributed optimizer the same",
+    accepts="(...)",
+    optional=True,
+)
+def overflows_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import loop_recovery
+
+    overflows = wrapped(*args, **kwargs)
+    if overflows and (log := loop_recovery.log_of_this_process()) is not None:
+        log.skip()
+    return overflows

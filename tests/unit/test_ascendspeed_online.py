@@ -1,0 +1,62 @@
+"""Which jobs of ModelLink are recovered online, and what is kept for their log."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from adaptor.frameworks.ascendspeed_log import AscendLog
+from adaptor.frameworks.ascendspeed_online import of_data, of_options
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, ""),
+        # As the framework has them where they are not given.
+        ({"DDP_impl": "local", "auto_recompute_device_size": -1, "optimized_pipeline": False}, ""),
+        ({"is_instruction_dataset": False, "adlr_autoresume": False}, ""),
+        ({"DDP_impl": "torch"}, "--DDP-impl torch keeps work of a step in torch's own buckets"),
+        (
+            {"auto_recompute_device_size": 57344},
+            "--auto-recompute-device-size measures the first steps of a process",
+        ),
+        (
+            {"distribute_checkpointed_activations": True},
+            "--distribute-checkpointed-activations has a buffer of its own",
+        ),
+        ({"optimized_pipeline": True}, "--optimized-pipeline has not been tested with it"),
+        ({"is_instruction_dataset": True}, "--is-instruction-dataset has not been tested with it"),
+        ({"adlr_autoresume": True}, "--adlr-autoresume ends jobs in a way of its own"),
+    ],
+)
+def test_options_with_which_a_step_cannot_be_made_again(given: dict[str, Any], why: str) -> None:
+    assert of_options(Namespace(**given)) == why
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "why"),
+    [
+        (iter([]), [iter([])], ""),
+        (None, [None], ""),  # another rank of this part of the model reads the data
+        (iter([]), [], ""),
+        ([], [], "there is a list where an iterator of data should be"),
+        (iter([]), [{}], "there is a dict where an iterator of data should be"),
+        (iter([]), None, "valid_data_iterator is a NoneType, and no list"),
+    ],
+)
+def test_data_that_can_be_read_once_more(train: Any, valid: Any, why: str) -> None:
+    assert of_data({"train_data_iterator": train, "valid_data_iterator": valid}) == why
+
+
+def test_losses_are_averaged_as_the_framework_averages_them() -> None:
+    """Its sum begins with the first micro-batch, so the last bit is its own."""
+    log = AscendLog(lambda data: None, b"", 0, "ascendspeed.training")
+    losses = [{"lm loss": torch.tensor(1.0 + 2.0**-n)} for n in (23, 12, 1)]
+    joined = log.joined(losses)["lm loss"]
+    assert joined == sum(one["lm loss"] for one in losses) / 3
+    assert log.over_all_ranks({"lm loss": joined}) == {"lm loss": joined}
+    assert log.joined([]) == {}
