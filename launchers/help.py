@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from adaptor import config
+from adaptor.operations.terminal import exit_code_of
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "After a fault": ("TTP_ONLINE", "TTP_SPARES", "TTP_NO_PROGRESS", "TTP_OT", "TTP_GRACE", "TTP_HANG"),
@@ -88,8 +89,7 @@ class Short(argparse.Action):
         )
 
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> NoReturn:
-        print(short(parser))
-        parser.exit()
+        parser.exit(exit_code_of(lambda: print(short(parser)), "ttprun"))
 
 
 class All(argparse.Action):
@@ -99,8 +99,7 @@ class All(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="all flags, those of torchrun, too")
 
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> NoReturn:
-        parser.print_help()
-        parser.exit()
+        parser.exit(exit_code_of(lambda: print(parser.format_help(), end=""), "ttprun"))
 
 
 def short(torchs: argparse.ArgumentParser) -> str:

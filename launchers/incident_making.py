@@ -51,6 +51,8 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         newest = end.newest if end.newest >= 0 else None
         if verdict == "saved":
             lost = max(0, end.newest - end.step)
+        elif verdict == "nothing":  # no step has finished
+            lost = 0
         action = f"the job ends: {stop}" if stop else _next(end, timeline)
     step = end.step if end.step >= 0 else None
     return Incident(

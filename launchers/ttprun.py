@@ -33,6 +33,7 @@ from adaptor.launchers import (
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.programs import WORKER
+from adaptor.operations.terminal import exit_code_of
 
 if TYPE_CHECKING:
     pass
@@ -115,7 +116,8 @@ def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None
     _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
     ranks = run.determine_local_world_size(parsed.nproc_per_node)
     racks = plan.racks_of(Path(hosts), nodes) if hosts is not None else {}
-    return plan.show([parsed.training_script, *parsed.training_script_args], nodes, ranks, racks=racks)
+    job = [parsed.training_script, *parsed.training_script_args]
+    return exit_code_of(lambda: plan.show(job, nodes, ranks, racks=racks), "ttprun")
 
 
 def _check(

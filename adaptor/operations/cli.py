@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from adaptor.operations import access, job_folder, records, verify
 from adaptor.operations.goodput import Goodput
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.records import Incident, Phases, Status
-from adaptor.operations.terminal import show
+from adaptor.operations.terminal import exit_code_of, show
 from adaptor.operations.trace import chrome_trace
 from adaptor.operations.words import FINDING, OK, USAGE, duration, protection, shown
 
@@ -46,17 +45,12 @@ def main(arguments: Sequence[str] | None = None, more: Callable[[Add], None] | N
     parsed = parser_of(more).parse_args(arguments)
     answer: Answer = parsed.answer
     try:
-        return answer(parsed)
+        return exit_code_of(lambda: answer(parsed), "ttp")
     except AdaptorError as error:
         print(f"ttp: error: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         return 130
-    except (
-        BrokenPipeError
-    ):  # whoever reads has enough, such as head; nothing is left to be flushed at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     finally:
         output.finish()
 
@@ -179,12 +173,13 @@ def _incidents(parsed: argparse.Namespace) -> int:
 def _incident_lines(incident: Incident) -> list[str]:
     parts = {name: seconds for name, seconds in _parts(incident.phases).items() if seconds is not None}
     lost = "not known" if incident.steps_lost is None else incident.steps_lost
-    return [
+    lines = [
         f"{incident.began}  {incident.id}",
         f"  {shown(incident.reason)}",
         f"  {incident.verdict}; steps lost: {lost}; {shown(incident.next_action)}",
         f"  {', '.join(f'{name} {duration(seconds)}' for name, seconds in parts.items())}",
     ]
+    return lines if parts else lines[:-1]
 
 
 def _parts(phases: Phases) -> dict[str, float | None]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from adaptor import text
+from adaptor.operations.words import USAGE
+
+_CLOSED = 141  # as of a program that SIGPIPE has ended
 
 # Words of answers, by what they mean to a reader; the later ones win.
 _STYLES = (
@@ -22,6 +28,28 @@ def show(lines: Iterable[str]) -> None:
     lines = list(lines)
     if not (sys.stdout.isatty() and _in_colour(lines)):
         print("\n".join(lines), flush=True)
+
+
+def exit_code_of(answer: Callable[[], int | None], program: str) -> int:
+    """Return what `answer` returns, once all that it has printed is written.
+
+    If nobody reads on, as behind `| head`, that is the end of it; where a disk is full there is one line.
+
+    Args:
+        answer: prints to stdout.
+        program: says that line.
+    """
+    try:
+        code = answer() or 0
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        # Nothing is left to be flushed at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return _CLOSED
+        print(f"{program}: error: {text.encodable(text.say(error))}", file=sys.stderr)
+        return USAGE
 
 
 def _in_colour(lines: Iterable[str]) -> bool:

@@ -531,6 +531,21 @@ def test_ttp_incidents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [one["blamed"] for one in json.loads(capsys.readouterr().out)] == [1]
 
 
+def test_where_no_step_has_finished_none_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _written(tmp_path)
+    report = IncidentReport(JobFiles(str(tmp_path), "job"))
+    report.begin(1)
+    report.record_message(0, AgentHello(0, (0,), host="n0"))
+    line = "rank 1 was ended by SIGKILL; nothing to save: no step has finished"
+    told = msgspec.structs.replace(SAVED, outcome="nothing", step=-1, newest=-1, line=line)
+    report.record_order(0, None, told)
+    assert output.drain(LONG_S)
+    assert cli.main(["incidents", str(tmp_path)]) == 0
+    next_action = "the workers are started again, if a restart is left"
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1:] == [f"  {line}", f"  nothing; steps lost: 0; {next_action}", "1 incident"]
+
+
 def _checkpoint(save: Path, step: int) -> Path:
     folder = save / naming.final_name(step)
     folder.mkdir(parents=True)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,11 +47,23 @@ def test_a_terminal_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch
     assert _shown(capsys) == "\n".join(LINES) + "\n"
 
 
-def test_a_reader_that_has_enough() -> None:
+@pytest.mark.parametrize(
+    "words", [("ttp", "schema", "incident"), ("ttprun", "--help"), ("ttprun", "--help-all")], ids=" ".join
+)
+def test_a_reader_that_has_enough(words: tuple[str, ...]) -> None:
     """As `ttp schema incident | head -1`: no traceback."""
-    command = [sys.executable, "-m", "adaptor.launchers.ttp", "schema", "incident"]
+    command = [sys.executable, "-m", f"adaptor.launchers.{words[0]}", *words[1:]]
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_a_disk_that_is_full(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """As `ttp verify SAVE > file`: it is no finding of the command, whose exit code is 1."""
+    command = [sys.executable, "-m", "adaptor.launchers.ttp", "verify", str(tmp_path), *flags]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "ttp: error: [Errno 28] No space left on device\n")
