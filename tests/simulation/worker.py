@@ -71,6 +71,7 @@ class Trainee:
         self.has_local_copy = job.has_local_copy
         self.tensors = {(s.group, s.index): job.origin for s in self.shares}
         self.before = dict(self.tensors)  # the local copy
+        self.gradients = TORN  # the step of those that the copies of others' shards have got
         self.updates = 0
         self.step = job.origin
 
@@ -92,6 +93,7 @@ class Trainee:
             self._worker.meet(
                 ("exchange", self.step, self._worker.epoch), self.job.partners[self._worker.rank]
             )
+            self.gradients = self.step
 
     def barrier(self) -> None:
         self._worker.meet(("barrier", self.step, self._worker.epoch), frozenset(self.job.ranks))
@@ -105,7 +107,7 @@ class Trainee:
 
     def update_replicas(self) -> None:
         for shard in self.job.copies[self._worker.rank]:
-            self.tensors[shard] = self.step
+            self.tensors[shard] = self.gradients
 
 
 def _line(order: Regroup, newcomer: int, *what: Any) -> Any:

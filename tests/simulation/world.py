@@ -14,6 +14,7 @@ from tests.simulation.controller_host import ControllerHost
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.invariants import Invariants
+from tests.simulation.step_invariants import StepInvariants
 from tests.simulation.meetings import Dumping, Meetings
 from tests.simulation.network import Network
 from tests.simulation.worker import Worker
@@ -69,6 +70,7 @@ class World:
         self._pause_before = draw.choice(self.job.steps) if draw.random() < 0.1 else -1
         self.hubs: dict[int, ControllerHost] = {}
         self.invariants = Invariants(self)
+        self.step_invariants = StepInvariants(self)
         self.meetings = Meetings(self)
         self.dumping = Dumping(self)
         self.agents = {node: Agent(self, node) for node in sorted(set(self.job.nodes))}
@@ -108,6 +110,7 @@ class World:
 
     def on_board(self, worker: Worker) -> None:
         self.invariants.board(worker)
+        self.step_invariants.board(worker)
         self.faults.on_phase(worker, worker.session.board.phase.name)
 
     def at_point(self, worker: Worker, point: str) -> None:
@@ -166,6 +169,7 @@ class World:
                 while not self.over():
                     assert self.clock.now < self._begun_at + NEVER_S, "it never ends"
                     assert self.clock.step(), "nothing happens any more, and it has not ended"
+                    self.step_invariants.always()
                     self.invariants.always()
                 self.invariants.at_the_end()
             finally:

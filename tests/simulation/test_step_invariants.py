@@ -1,0 +1,56 @@
+"""Each mechanism in a step has an invariant that breaks without it (`step_invariants.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.simulation.worker import Trainee, Worker
+from tests.simulation.world import live
+
+# Each is found within the first few.
+SEEDS = 300
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "broken"),
+    [
+        ("barrier", r"begins the update of step \d+ before ranks .* are READY"),
+        ("exchange", "its shards are of"),
+        ("update_replicas", "its shards are of"),
+        ("copy_state", "says that it has a copy of step"),
+    ],
+)
+def test_an_invariant_needs_it(mechanism: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainee, mechanism, lambda trainee: None)
+    _breaks(broken)
+
+
+def test_a_mirror_is_updated_with_the_gradients_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = Trainee.exchange
+
+    def late(trainee: Trainee) -> None:
+        before = trainee.gradients
+        exchange(trainee)
+        trainee.gradients = before
+
+    monkeypatch.setattr(Trainee, "exchange", late)
+    _breaks("its shards are of")
+
+
+def test_survivors_have_a_step_in_common_by_what_all_do_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    meet = Worker.meet
+
+    def meets(worker: Worker, name: Any, others: frozenset[int]) -> None:
+        if name[0] not in ("reduce", "gather", "exchange", "barrier"):
+            meet(worker, name, others)
+
+    monkeypatch.setattr(Worker, "meet", meets)
+    _breaks(r"is READY for step \d+ before ranks")
+
+
+def _breaks(broken: str) -> None:
+    with pytest.raises(AssertionError, match=broken):
+        for seed in range(SEEDS):
+            live(seed)
