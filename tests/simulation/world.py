@@ -14,9 +14,9 @@ from tests.simulation.controller_host import ControllerHost
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.invariants import Invariants
-from tests.simulation.step_invariants import StepInvariants
 from tests.simulation.meetings import Dumping, Meetings
 from tests.simulation.network import Network
+from tests.simulation.step_invariants import StepInvariants
 from tests.simulation.worker import Worker
 
 # Nothing here takes longer: two time-outs, and what agents wait for at the end.
