@@ -118,7 +118,7 @@ SETTINGS = (
         "25",
         "a number of seconds from 1 to 3600",
         number(1, 3600, float),
-        "how long a save may take when ttprun is told to end (SIGTERM, Ctrl-C), before it ends all the same",
+        "how long a save may take after ttprun was told to end (SIGTERM, Ctrl-C); ttprun ends after that",
     ),
     Setting(
         "hang_s",
@@ -163,7 +163,7 @@ SETTINGS = (
         "8000",
         "a port from 1 to 65535",
         number(1, 65535, int),
-        "where the controller listens for agents of other nodes; taken: the next free one",
+        "the port at which the controller listens for other nodes; if it is taken, the next free one",
     ),
     Setting(
         "tls",
@@ -178,7 +178,9 @@ SETTINGS = (
     Setting(
         "tls_key", "TTP_TLS_KEY", "", _PEM, path, "the private key of TTP_TLS_CERT, without a passphrase"
     ),
-    Setting("tls_ca", "TTP_TLS_CA", "", _PEM, path, "who has signed the certificates of all nodes"),
+    Setting(
+        "tls_ca", "TTP_TLS_CA", "", _PEM, path, "the certificate of the signer of all nodes' certificates"
+    ),
     Setting(
         "device",
         "TTP_DEVICE",
@@ -193,7 +195,7 @@ SETTINGS = (
         "builtin",
         "builtin, mindio or an engine of a plug-in",
         str,
-        "who notices a fault and chooses what is saved; mindio: the installed mindio_ttp, see docs/mindio.md",
+        "what notices faults and chooses what is saved; mindio: the installed mindio_ttp, see docs/mindio.md",
     ),
     Setting(
         "replica",
@@ -263,8 +265,8 @@ SETTINGS = (
         "1",
         "a number of steps from 1 to 1000000000",
         number(1, 10**9, int),
-        "how many steps lie at least between two checkpoints that are sent to TTP_STORE; last words, and the "
-        "newest one at the end of the job, are always sent",
+        "the smallest number of steps between two checkpoints that are sent to TTP_STORE; last words, and the"
+        " newest one at the end of the job, are always sent",
     ),
     Setting(
         "store_keep",
@@ -304,7 +306,7 @@ SETTINGS = (
         "INFO",
         "DEBUG, INFO, WARNING or ERROR",
         lambda text: one_of("DEBUG", "INFO", "WARNING", "ERROR")(text.upper()),
-        "how much the log file holds",
+        "the least severe messages that are written to the log file",
     ),
     Setting("log_stdout", "TTP_LOG_STDOUT", "0", "True, 1, False or 0", truth, "the log goes to stdout, too"),
     Setting(
@@ -375,8 +377,9 @@ SETTINGS = (
         "keep",
         "keep or nearest",
         one_of("keep", "nearest"),
-        "with --nnodes MIN:MAX: what a global batch becomes that the nodes which are there cannot divide;"
-        " keep: the job ends, saved; nearest: the nearest size that they can divide (with --train-samples)",
+        "with --nnodes MIN:MAX: what happens if the nodes that are there cannot divide the global batch;"
+        " keep: the job saves and ends; nearest: it takes the nearest size that they can divide (needs"
+        " --train-samples)",
     ),
     Setting(
         "reshape",
@@ -386,7 +389,7 @@ SETTINGS = (
         reshape,
         "a checkpoint in --save that has other tensor, pipeline or expert parallel sizes than this start is"
         " transformed first; with --nnodes MIN:MAX a model that does not fit the nodes that are there gets"
-        " these sizes; auto: those with which a rank holds about what it did",
+        " these sizes; auto: sizes with which a rank holds about as much as before",
     ),
 )
 

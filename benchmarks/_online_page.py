@@ -16,9 +16,9 @@ from tests.faults.fault import NEWCOMERS, PHASES, Fault
 
 WHAT = """\
 Jobs of several layouts train a tiny GPT with Megatron-LM's `pretrain_gpt.py` under `ttprun --ttp-online 60`.
-Up to six faults strike each job, one after another, of a random one of the kinds in the first table, at a
-random rank, step and phase. With a share for `--second`, some are followed by a second fault during the
-recovery from the first, in a survivor or in the new process.
+Up to six faults strike each job, one after another. The kind of each fault (the columns of the first table),
+its rank, its step and its phase are random. `--second` is the share of faults that a second one follows while
+the job recovers from the first, in a survivor or in the new process.
 
 - {online}: at most the failed ranks got a new process (an exception may need none), and no step was lost.
 - {restart}: last words of the newest finished step were saved, and all workers were started again; the last

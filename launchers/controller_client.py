@@ -289,7 +289,7 @@ class ControllerClient:
                     self._take_over()
                 except Exception as error:  # others go on to the next node
                     self._on_controller_unreachable()
-                    tell_error("an error of ttprun as its controller took over", error)
+                    tell_error("an error of ttprun while its controller took over", error)
                 return None
             endpoint = self._succession.endpoint
             assert endpoint is not None

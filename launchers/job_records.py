@@ -93,7 +93,7 @@ class JobRecords:
             self._status.note_last_step(newest)
             self.report.record_progress(newest)
         except Exception as error:
-            tell_error("the status of the job lacks its last moments", error)
+            tell_error("the status of the job does not have the last step", error)
 
     def _look_at_uses(self) -> None:
         reading = self._workers.spent()

@@ -70,17 +70,17 @@ def gradients_reach_both_halves(wrapped: Any, instance: Any, args: Any, kwargs: 
 
 @optimizer.patch(
     f"{_CLASS}.gather_model_params",
-    why="a half has all parameters",
+    why="each half gathers all parameters from its own ranks",
     accepts="(args, timers)",
 )
 @optimizer.patch(
     "ascendspeed.optimizer.optimizer:MegatronOptimizer.clip_grad_norm",
-    why="the shards of a half make up the gradient; both halves together have it twice",
+    why="the norm is summed over one half: the shards of both together are the gradient twice",
     accepts="(clip_grad)",
 )
 @optimizer.patch(
     f"{_CLASS}.load_parameter_state",
-    why="each half reads the parameter state, and cuts it in its own shards",
+    why="each half reads the parameter state and cuts it into its own shards",
     accepts="(filename, iteration)",
 )
 def a_half_is_the_group(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def one_half_writes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 @optimizer.patch(
     "ascendspeed.optimizer.optimizer:MegatronOptimizer.count_zeros",
-    why="it sums over all ranks, and both halves have every gradient",
+    why="the function sums over all ranks, and both halves have every gradient: zeros would count twice",
     accepts="()",
 )
 def zeros_are_counted_once(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 @optimizer.patch(
     "ascendspeed.optimizer.optimizer:Float16OptimizerWithFloat16Params.step",
-    why="without the distributed optimizer the same",
+    why="a step that is skipped finishes without an update; here the optimizer is not distributed",
     accepts="(args, timers)",
 )
 @optimizer.patch(

@@ -16,7 +16,7 @@ loading = patching.Unit("cpu-loading", framework="megatron-lm", tested=MEGATRON,
 
 @kernels.patch(
     "megatron.legacy.fused_kernels:load",
-    why="it asks nvcc for its version, and there is nothing to compile for",
+    why="the function asks nvcc for its version, and a CPU needs no kernels of CUDA",
     accepts="(args)",
 )
 def no_kernels_are_compiled(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -25,7 +25,7 @@ def no_kernels_are_compiled(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 
 @kernels.patch(
     "megatron.core.fp8_utils:quantize_param_shard",
-    why="in 0.12 it refuses to cast no fp8 params at all where Transformer Engine is missing",
+    why="in 0.12 the function needs Transformer Engine even if there are no fp8 params",
     accepts="(model_params, main_params, start_offsets, data_parallel_group, ...)",
     optional=True,
 )
@@ -36,7 +36,7 @@ def no_fp8_needs_no_transformer_engine(wrapped: Any, instance: Any, args: Any, k
 
 @generation.patch(
     "megatron.inference.text_generation.communication:_is_cuda",
-    why="it asserts what stands in for a tensor on a GPU here",
+    why="the function asserts that a tensor is on a GPU",
     accepts="(tensor)",
     optional=True,
 )

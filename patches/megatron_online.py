@@ -36,7 +36,7 @@ def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 @newcomer.patch(
     "megatron.training.training:build_train_valid_test_data_iterators",
-    why="what ranks tell each other of their data, a new process among survivors is told by one of them",
+    why="survivors do not enter the collectives about data again: one of them tells the new process",
     accepts="(...)",
     optional=True,
 )
@@ -52,7 +52,7 @@ def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: A
 
 @newcomer.patch(
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-    why="what a rank that dies behind its update has added to the losses is in the log line of the step",
+    why="the log line of a step also needs the losses of a rank that dies after its update",
     accepts="(...)",
     optional=True,
 )
@@ -73,7 +73,7 @@ def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 @newcomer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
-    why="it is in the log line of the step; an exception from behind the update would lose it",
+    why="the log line of a step has the gradient norm, which an exception after the update would lose",
     accepts="()",
     optional=True,
 )
@@ -88,7 +88,7 @@ def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 @newcomer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.count_zeros",
-    why="they are in the log line of the step, as the norm",
+    why="the log line of a step has the number of zeros, which an exception after the update would lose",
     accepts="()",
     optional=True,
 )
@@ -103,7 +103,7 @@ def zeros_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 @newcomer.patch(
     "megatron.core.optimizer.optimizer:MegatronOptimizer.count_zeros",
-    why="MindSpeed counts them in each optimizer of a chain",
+    why="MindSpeed counts zeros in each optimizer of a chain, not in the chain",
     accepts="()",
     optional=True,
 )
@@ -118,7 +118,7 @@ def zeros_of_each_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 @newcomer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
-    why="a step that is left out for an overflow is one in the log, too",
+    why="the log counts steps that are skipped for an overflow; an exception after the step would lose one",
     accepts="()",
     optional=True,
 )

@@ -46,7 +46,7 @@ def our_feature_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 @mindspeed.patch(
     "mindspeed.patch_utils:Patch.apply_patch",
-    why="the same, in versions without features",
+    why="versions without features put their functions in the place of patched ones here",
     accepts="()",
 )
 def our_wrapper_is_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ def our_wrapper_is_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
 @llm.patch(
     "mindspeed_llm.training.training:train",
-    why="a training loop of its own: the training state is complete here",
+    why="the framework has a training loop of its own, and the training state is complete here",
     accepts="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
 )
 def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

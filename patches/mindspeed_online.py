@@ -12,14 +12,14 @@ online = patching.Unit("mindspeed-llm-online", framework="mindspeed_llm", tested
 
 @online.patch(
     "mindspeed_llm.training.training:num_floating_point_operations",
-    why="its loop counts them from 0 when it is called again after an incident, and saves the count",
+    why="the loop counts operations from 0 when it is called again after an incident, and saves the count",
     accepts="(...)",
     optional=True,
     unless_imported=True,  # since 2.3 it has one of its own
 )
 @online.patch(
     "megatron.training.training:num_floating_point_operations",
-    why="the same, in versions that have no such function of their own",
+    why="before MindSpeed-LLM 2.3 the loop counts operations with Megatron's function",
     accepts="(...)",
     optional=True,
 )

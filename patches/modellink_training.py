@@ -15,7 +15,7 @@ training = patching.Unit("modellink", framework="modellink", tested="1.2")
 
 @training.patch(
     "modellink.training:train",
-    why="a training loop of its own: the training state is complete here",
+    why="the framework has a training loop of its own, and the training state is complete here",
     accepts="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
 )
 def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

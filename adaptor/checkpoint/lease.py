@@ -171,7 +171,9 @@ class Lease:
                 break
             if looks % max(1, round(AGAIN_S / LOOK_S)) == 0:
                 who = f"{owner.host}, pid {owner.pid}"
-                output.tell(f"[ttp] waiting for the job that is leaving {self._root} ({who})", to="stdout")
+                output.tell(
+                    f"[ttp] waiting for a job that ends and still saves in {self._root} ({who})", to="stdout"
+                )
             time.sleep(LOOK_S)
             looks += 1
             with contextlib.suppress(OSError):  # a disk with troubles: it is looked at again
@@ -225,7 +227,8 @@ class Lease:
                 elif not told:
                     told = True
                     output.tell(
-                        f"[ttp] {self._root / naming.LEASE} is now of {found.owner.words}: both save there",
+                        f"[ttp] {self._root / naming.LEASE} is now of {found.owner.words}:"
+                        " both jobs save there",
                         to="stdout",
                     )
 
@@ -245,7 +248,9 @@ class Lease:
             who = f"{owner.words}, and came here with a copy of its folder"
         else:
             who = f"{owner.words}, which is gone"
-        output.tell(f"[ttp] {self._root / naming.LEASE} was of {who}: this job saves there now", to="stdout")
+        output.tell(
+            f"[ttp] {self._root / naming.LEASE} belonged to {who}: this job saves there now", to="stdout"
+        )
 
 
 def _is_there(root: Path, found: _Seen, stale_s: float) -> bool:
@@ -260,7 +265,7 @@ def _is_there(root: Path, found: _Seen, stale_s: float) -> bool:
         # A copied lease from another machine is not refreshed, which is noticed below; device numbers are
         # local.
         return bool(lives) and not found.is_copied(root)
-    output.tell(f"[ttp] {root}: waiting up to {stale_s:g} s for a sign of {owner.words}", to="stdout")
+    output.tell(f"[ttp] {root}: waiting up to {stale_s:g} s for a sign of life of {owner.words}", to="stdout")
     # Looks are counted, not seconds: while the disk hangs for this machine, it may for the owner.
     pause = min(LOOK_S, stale_s / 4)
     left = failures = round(stale_s / pause)

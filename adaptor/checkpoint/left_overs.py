@@ -58,7 +58,7 @@ def clean(root: Path, term: int | None = None, generation: str = "") -> list[str
             removed.append(path.name)
 
     if not remove_beside(left_over, remove, _LEFT_OVER_S):
-        output.tell(f"[ttp] {root}: what earlier jobs left over is still being removed", to="stdout")
+        output.tell(f"[ttp] {root}: what earlier jobs have left there is still being removed", to="stdout")
     _remove_drafts(root)
     return list(removed)
 
@@ -136,7 +136,7 @@ def _is_removed(path: Path) -> bool:
         disk.remove(path)
     except (OSError, RecursionError) as error:
         why = getattr(error, "strerror", None) or "its folders are nested too deep"
-        output.tell(f"[ttp] {path}: is left over, and cannot be removed ({why})", to="stdout")
+        output.tell(f"[ttp] {path}: was left by an earlier job and cannot be removed ({why})", to="stdout")
         return False
     return True
 

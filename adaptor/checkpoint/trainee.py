@@ -252,8 +252,8 @@ def local_copy_of(optimizer: Any, mirrors: Sequence[Mirror | None], again: bool 
     made = LocalCopy(optimizer, mirrors)
     if dist.get_rank() == 0 and not again:
         output.tell(
-            "[ttp] a local copy of the optimizer state before each update, in place of the barrier: "
-            f"{made.nbytes / 2**20:.1f} MiB more on rank 0",
+            "[ttp] a local copy of the optimizer state is made before each update, in place of the barrier"
+            f" (TTP_LOCAL_COPY): {made.nbytes / 2**20:.1f} MiB more on rank 0",
             to="stdout",
         )
     return made

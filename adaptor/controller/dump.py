@@ -36,7 +36,7 @@ class NonFiniteTracker:
         if not_finite:
             self.said[group] = f"in {group} {not_finite}, as before the failure"
         elif spoilt:
-            self.said[group] = f"what rank {spoilt} held of {group} was not finite, another copy is saved"
+            self.said[group] = f"what rank {spoilt} held of {group} was not finite, so another copy is saved"
         else:
             self.said[group] = ""
 

@@ -153,7 +153,7 @@ class Failures:
             return Cause(min(self.ended), 1, f"{lost}{self._before}", "a hang", kind="hang")
         if not apart and (elsewhere := self._elsewhere()):
             first = min(elsewhere)
-            words = f"{_ranks(list(elsewhere))} waits where most do not; {elsewhere[first]}"
+            words = f"{_ranks(list(elsewhere))} waits in another call than most ranks; {elsewhere[first]}"
             return Cause(first, 1, f"{lost}: {words}", "a hang", kind="hang")
         return Cause(-1, 1, f"{lost}, and no rank stands out", "a hang", kind="hang")
 

@@ -21,7 +21,7 @@ def choose(state: IncidentState, freeze_state: FreezeState, writing: Writing) ->
         if freeze_state.newest_begun <= origin:
             return NEVER_BEGUN
         who = ", ".join(map(str, freeze_state.unknown))
-        return IncidentOutcome("lost", -1, f"what rank {who} held is not known, word of it was lost")
+        return IncidentOutcome("lost", -1, f"what rank {who} held is not known: its message was lost")
     decision = writing.decide(state.boards)
     if isinstance(decision, NoPlan):
         if state.boards and freeze_state.newest_begun <= origin:

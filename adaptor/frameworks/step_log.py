@@ -206,7 +206,10 @@ class StepLog(ABC):
             return
         if lacks or skipped == _UNKNOWN:
             if is_last:
-                output.tell(f"[ttp] the framework's line of iteration {step} is missing: its losses are lost")
+                output.tell(
+                    f"[ttp] the framework's line of iteration {step} cannot be written again:"
+                    " its losses are lost"
+                )
             return
         norm = self.as_told(None if norm == _UNKNOWN else norm)
         training = importlib.import_module(self._module)

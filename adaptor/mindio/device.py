@@ -47,5 +47,5 @@ def is_damaged(error: Exception) -> bool:
 
 def give_up(rank: int, why: str) -> None:
     """End this process at once, so that others give what it held."""
-    output.tell(f"[ttp] rank {rank}: {why}: its memory is not trusted, others save")
+    output.tell(f"[ttp] rank {rank}: {why}: its memory may be damaged, so only other ranks save")
     output.leave(1)

@@ -216,7 +216,8 @@ class Job:
 
         if self.never_called and worker.rank == 0:
             output.tell(
-                f"[ttp] never called, as nothing is repaired in place: {', '.join(self.never_called)}",
+                "[ttp] these handlers are never called, because nothing is repaired in place:"
+                f" {', '.join(self.never_called)}",
                 to="stdout",
             )
         # As a window: who freezes this rank finds it before or behind.

@@ -236,7 +236,7 @@ def _adopt(group: Any, fresh: Any, number: int) -> int:
         backend = fresh._get_backend(device)
         if id(backend) not in types:
             if number > LAST_NUMBER:
-                raise ExchangeError("torch has no number left for another backend")
+                raise ExchangeError("torch cannot register another backend: all of its numbers are taken")
             types[id(backend)] = ProcessGroup.BackendType(number)
             number += 1
         group._register_backend(device, types[id(backend)], backend)
@@ -333,7 +333,7 @@ def why_not() -> str:
             group._register_backend(cpu, kind, fresh)
             group._set_default_backend(kind)
             if group._get_backend(cpu) is not fresh:
-                return f"torch {torch.__version__} keeps the backend of a process group"
+                return f"torch {torch.__version__} does not let the backend of a process group be exchanged"
         one = torch.ones(1)
         group.allreduce([one]).wait()
     except Exception as error:  # whatever a version of torch says to what it does not know

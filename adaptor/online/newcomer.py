@@ -58,7 +58,7 @@ def fetch(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel], 
     for index, optimizer in own:
         giver = givers.get((loop.group(), index))
         if giver is None:
-            raise transfer.TransferError(f"nobody gives shard {index}")
+            raise transfer.TransferError(f"no survivor sends shard {index}")
         transfer.ask_shard(line_to(giver), index, optimizer)
     weights = state.frozen(loop.model())
     if weights:

@@ -287,7 +287,7 @@ class Rejoin:
         if told is not None:
             record = told.record
             if record.step != order.step:
-                raise transfer.TransferError(f"it has the data after step {record.step}")
+                raise transfer.TransferError(f"it has read the data that follow step {record.step}")
             newcomer.fetch(order, self._worker.rank, self._line_to(order), loop)
         else:
             record = session.record_of(order.step)

@@ -184,7 +184,10 @@ class Store:
         if told:
             return StoreError(f"{self}: cannot {doing}: {self._where()} answers {told}")
         if "HTTP error" in text or "error sending request" in text:
-            return StoreError(f"{self}: cannot {doing}: no answer from {self._where()}; is it right, and up?")
+            return StoreError(
+                f"{self}: cannot {doing}: no answer from {self._where()}; is the address right, and does the"
+                " server run?"
+            )
         return StoreError(f"{self}: cannot {doing}: {plain(text)}")
 
     def _where(self) -> str:

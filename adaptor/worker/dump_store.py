@@ -156,7 +156,7 @@ def _reach(place: Endpoint, timeout_s: float) -> socket.socket:
         connection.settimeout(timeout_s)
         connection.connect(f"\0{place.address}")
         if not is_same_user(connection):
-            raise ConnectionError("another user listens where the store was")
+            raise ConnectionError("another user listens at the address of the store")
     except BaseException:
         connection.close()
         raise

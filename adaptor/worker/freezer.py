@@ -127,7 +127,7 @@ class Freezer:
         if not (self._door.wait_until(over, timeout_s) and self._updates_are_over(until)):
             raise TimeoutError(f"the update of step {step} was not done after {timeout_s:g} s")
         if self.board.finished < step:
-            raise RuntimeError(f"an exception left the update of step {step}")
+            raise RuntimeError(f"an exception ended the update of step {step}")
 
     def go_back(self, step: int) -> None:
         """Give up what was finished after `step`, before the live state is overwritten with the local copy.

@@ -22,7 +22,14 @@ DP2_EVALUATES = Layout(
     ("layout", "rank", "phase", "kind", "saved", "words"),
     [
         (DP4, 1, "data", "deadlock", {5}, "rank 1 stands still, others wait; wait (threading.py:"),
-        (DP4, 2, "forward", "unanswered", {5}, "rank 2 waits where most do not; recv (distributed_c10d.py:"),
+        (
+            DP4,
+            2,
+            "forward",
+            "unanswered",
+            {5},
+            "rank 2 waits in another call than most ranks; recv (distributed_c10d.py:",
+        ),
         (DP4, 2, "backward", "sigstop", {5}, "rank 2 does not answer"),
         (DP4, 0, "forward", "holds-the-gil", {5}, "rank 0 does not answer"),
         # Others wait for it when they have ended the step, as they sum up statistics.

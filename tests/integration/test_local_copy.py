@@ -35,7 +35,8 @@ def _ends(
     ended, _ = ends(job, baseline_of(layout), code=code, saved=saved)
     (said,) = [line for line in ended.said if "local copy" in line]
     assert said.startswith(
-        "[ttp] a local copy of the optimizer state before each update, in place of the barrier: "
+        "[ttp] a local copy of the optimizer state is made before each update, in place of the barrier"
+        " (TTP_LOCAL_COPY): "
     )
     return ended
 

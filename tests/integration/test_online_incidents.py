@@ -32,7 +32,7 @@ def test_an_exception_inside_the_update(tmp_path: Path, baseline_of: BaselineOf)
         ("forward", "sigstop", "rank 1 does not answer"),
         ("data", "deadlock", "rank 1 stands still, others wait; wait (threading.py:"),
         ("door-before", "deadlock", "rank 1 stands still, others wait; wait (threading.py:"),
-        ("forward", "unanswered", "rank 1 waits where most do not; recv (distributed_c10d.py:"),
+        ("forward", "unanswered", "rank 1 waits in another call than most ranks; recv (distributed_c10d.py:"),
     ],
 )
 def test_a_rank_hangs(phase: str, kind: str, words: str, tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -64,7 +64,7 @@ def test_a_copy_that_is_not_finite_is_not_saved(tmp_path: Path, baseline_of: Bas
     """The device of rank 1 has computed nonsense, which the framework notices; rank 3 has the same shard."""
     job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=["rank=1,step=6,phase=between,kind=nan"])
     ended, _ = ends(job, baseline_of(DP4), code=1, saved={6})
-    assert "what rank 1 held of mp_rank_00 was not finite, another copy is saved" in ended.last_line
+    assert "what rank 1 held of mp_rank_00 was not finite, so another copy is saved" in ended.last_line
 
 
 @pytest.mark.robustness(

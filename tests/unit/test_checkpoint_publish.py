@@ -826,7 +826,9 @@ def test_a_start_does_not_wait_for_ever_until_an_earlier_job_s_folders_are_remov
 ) -> None:
     _large(root / naming.temporary_name(STEP, generation="earlier"))
     assert left_overs.clean(root) == []
-    assert f"[ttp] {root}: what earlier jobs left over is still being removed" in capsys.readouterr().out
+    assert (
+        f"[ttp] {root}: what earlier jobs have left there is still being removed" in capsys.readouterr().out
+    )
     made = publish.prepare(root, STEP, generation="mine")
     slow_disk.answer()
     assert left_over(root) == [made.name]

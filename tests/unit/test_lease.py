@@ -128,7 +128,7 @@ def test_a_job_of_another_machine_that_is_gone_is_no_hindrance(
     Lease(tmp_path, elsewhere(mine())).take()
     Lease(tmp_path, mine()).take(STALE_S)
     waiting, taken = said(capsys).splitlines()
-    assert "waiting up to 0.2 s for a sign of the job of process 77 on node-b" in waiting
+    assert "waiting up to 0.2 s for a sign of life of the job of process 77 on node-b" in waiting
     assert "which is gone" in taken
 
 
@@ -272,9 +272,8 @@ def test_a_job_that_is_leaving_is_waited_for(
         assert told.wait(LONG_S)
         assert held_by(tmp_path) == before
         held.release()
-    assert (
-        lines[0] == f"[ttp] waiting for the job that is leaving {tmp_path} ({before.host}, pid {before.pid})"
-    )
+    job = f"({before.host}, pid {before.pid})"
+    assert lines[0] == f"[ttp] waiting for a job that ends and still saves in {tmp_path} {job}"
     assert held_by(tmp_path) == mine()
 
 

@@ -359,8 +359,8 @@ def test_handlers_that_are_never_called_are_told_once(
     agent.step(1)
     agent.step(2)
     assert capsys.readouterr().out == (
-        "[ttp] never called, as nothing is repaired in place: tft_register_repair_handler, "
-        "tft_register_exception_handler\n"
+        "[ttp] these handlers are never called, because nothing is repaired in place:"
+        " tft_register_repair_handler, tft_register_exception_handler\n"
     )
 
 

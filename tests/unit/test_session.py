@@ -519,7 +519,7 @@ def test_an_update_that_raises_is_not_waited_for(worker: Worker) -> None:
 
     with Thread(update_raises):
         wait_for_waiter(worker.changed)
-        with pytest.raises(RuntimeError, match="an exception left the update of step 5"):
+        with pytest.raises(RuntimeError, match="an exception ended the update of step 5"):
             worker.bring_to(5, lambda: 0, LONG_S)
 
 
