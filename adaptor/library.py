@@ -188,7 +188,11 @@ def protect(
     extra: Mapping[str, Any] | None = None,
     format: str = "torch",
 ) -> Protection:
-    """Do what `adaptor.protect` promises, where the adaptor is enabled; the arguments are those of it."""
+    """Do what `adaptor.protect` promises, where the adaptor is enabled; the arguments are those of it.
+
+    Raises:
+        UnsupportedError: as `adaptor.protect` says.
+    """
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.package_info import __version__

@@ -90,7 +90,11 @@ class AgentListener(Generic[T]):
         self._unproved: dict[asyncio.Task[None], None] = {}  # in the order in which they came
 
     def listen(self, address: str, port: int) -> int:
-        """Accept connections at `address` (empty: all); return the port: `port` or the next free one."""
+        """Accept connections at `address` (empty: all); return the port: `port` or the next free one.
+
+        Raises:
+            OSError: no port is free.
+        """
         for candidate in range(port, 65536):
             try:
                 self.serve(bind(address, candidate))

@@ -20,7 +20,11 @@ INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 def require_working_directory() -> None:
-    """Refuse a working directory that is gone: where it is, torch does not find its own libraries."""
+    """Refuse a working directory that is gone: where it is, torch does not find its own libraries.
+
+    Raises:
+        ConfigError: it is gone.
+    """
     try:
         Path.cwd()
     except OSError as error:
@@ -41,7 +45,11 @@ def needs_own_agent(settings: config.Config) -> str:
 
 
 def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
-    """Refuse a script that is missing, cannot be read or is not Python: ttprun starts it itself."""
+    """Refuse a script that is missing, cannot be read or is not Python: ttprun starts it itself.
+
+    Raises:
+        ConfigError: names the script, and what is wrong.
+    """
     if parsed.no_python:
         raise ConfigError(
             "--no-python: only a Python script that ttprun starts itself can be protected:"
@@ -74,7 +82,11 @@ def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
 
 
 def require_safe_connections(parsed: argparse.Namespace, settings: config.Config) -> None:
-    """Refuse several machines without certificates, unless TTP_TLS is plain; check the certificates."""
+    """Refuse several machines without certificates, unless TTP_TLS is plain; check the certificates.
+
+    Raises:
+        ConfigError: there are none, or one of them cannot be used.
+    """
     if tls.load(settings) is not None or settings.tls == "plain" or _on_one_machine(parsed):
         return
     raise ConfigError(
@@ -114,7 +126,11 @@ def _on_one_machine(parsed: argparse.Namespace) -> bool:
 
 
 def require_interfaces(named: str) -> None:
-    """Refuse a network interface that this node lacks; each worker would raise in the middle of its start."""
+    """Refuse a network interface that this node lacks; each worker would raise in the middle of its start.
+
+    Raises:
+        ConfigError: names the interface, and those that are there.
+    """
     own = [name for _, name in socket.if_nameindex()]
     for name in named.split(",") if named else []:
         if name.partition(":")[0] not in own:  # behind the colon is the label of an address (eth0:1)

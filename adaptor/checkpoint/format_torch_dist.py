@@ -147,6 +147,9 @@ def make(state: TrainingState, first: int) -> CheckpointFormat:
     """See `training_state.FormatFactory`.
 
     Versions that do not say how state is sharded get the format `torch`, which they load as well.
+
+    Raises:
+        UnsupportedError: the training loop is not Megatron-LM's own.
     """
     if state.args is None:
         raise UnsupportedError(

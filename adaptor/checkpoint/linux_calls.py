@@ -18,7 +18,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; return False where the system or its filesystem cannot."""
+    """Swap two names in one step; return False where the system or its filesystem cannot.
+
+    Raises:
+        OSError: it can, and has not: a name is missing, or the folder may not be changed.
+    """
     renameat2 = getattr(_libc, "renameat2", None)
     if renameat2 is None:
         return False

@@ -115,7 +115,11 @@ def shard_of(optimizer: Any) -> tuple[int, int]:
 
 
 def buckets_of(optimizer: Any, buffer: Any) -> list[Bucket]:
-    """The buckets of one buffer of a distributed optimizer."""
+    """The buckets of one buffer of a distributed optimizer.
+
+    Raises:
+        CheckpointError: the shards cannot share the elements of a bucket.
+    """
     count = shard_of(optimizer)[1]
     buckets, world = [], 0
     for index, bucket in enumerate(buffer.buckets):

@@ -74,7 +74,11 @@ def tft_destroy_processor() -> None:
 
 
 def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
-    """Set the ranks that hold copies of this rank's optimizer states."""
+    """Set the ranks that hold copies of this rank's optimizer states.
+
+    Raises:
+        ConfigError: `rank` is not this process's, or `replica_info` is not what MindIO TTP says.
+    """
     call = "tft_set_optimizer_replica"
     if rank != job.get().rank(call):
         raise ConfigError(f"{call}: rank is {rank!r}, but this process is rank {job.get().rank(call)}")
@@ -103,7 +107,11 @@ def tft_start_updating_os(backup_step: int = -1) -> None:
 
 
 def tft_end_updating_os(step: int) -> None:
-    """The optimizer state is that of `step` now. Does not return while the job saves."""
+    """The optimizer state is that of `step` now. Does not return while the job saves.
+
+    Raises:
+        ConfigError: `step` is no step, or the one before has not ended before it.
+    """
     if type(step) is not int or step < 1:
         raise ConfigError(f"tft_end_updating_os: step is {step!r}: it must be an integer from 1")
     job.get().end_update(step)

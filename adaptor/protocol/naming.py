@@ -42,7 +42,11 @@ _REPLACED = re.compile(r"replaced_(iter_[0-9]{7,18})")
 
 
 def final_name(step: int) -> str:
-    """The folder of the complete checkpoint of `step`."""
+    """The folder of the complete checkpoint of `step`.
+
+    Raises:
+        ValueError: `step` is below 0.
+    """
     if step < 0:
         raise ValueError(f"step is {step}; a checkpoint belongs to a step of 0 or more")
     return f"iter_{step:07d}"

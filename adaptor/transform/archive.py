@@ -37,7 +37,11 @@ def read_inside(where: Archive) -> Any:
 
 
 def only_tensor(where: Archive) -> StoredTensor:
-    """Return the tensor that is all that an archive in a part of a file has, like `read`."""
+    """Return the tensor that is all that an archive in a part of a file has, like `read`.
+
+    Raises:
+        CheckpointError: it has something else.
+    """
     value = read_inside(where)
     if not isinstance(value, StoredTensor):
         raise CheckpointError(f"{where.path}: has a {type(value).__name__} at byte {where.begin}, no tensor")

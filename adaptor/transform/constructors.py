@@ -124,7 +124,11 @@ def _scalar(path: Path, kind: Any, data: Any) -> StoredArray:
 
 
 def fill(path: Path, array: StoredArray, state: Any) -> None:
-    """Give an `array` the `state` that its BUILD says."""
+    """Give an `array` the `state` that its BUILD says.
+
+    Raises:
+        ValueError: its bytes do not fill the shape.
+    """
     _, shape, kind, by_columns, data = state
     if type(kind) is not NumpyType or by_columns or not _is_shape(shape):
         refuse(path, "has an array of numpy that is not laid out by rows")

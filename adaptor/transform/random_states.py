@@ -45,7 +45,11 @@ def line(source: SourceCheckpoint, sizes: Sizes) -> str:
 
 
 def states_of(source: SourceCheckpoint, rank: Rank, files: Files) -> list[Any]:
-    """Return the random states of a target's rank, one for each data-parallel rank that the source has."""
+    """Return the random states of a target's rank, one for each data-parallel rank that the source has.
+
+    Raises:
+        UnsupportedError: they are not stored as the framework stores them.
+    """
     kept = is_kept(source, rank)
     origin = rank if kept else Rank(0, min(rank.pp, source.sizes.pp - 1), 0)
     states = source.bodies[origin].get("rng_state")
@@ -88,7 +92,11 @@ def _place(rank: Rank) -> tuple[int, int, int]:
 
 
 def generator(like: StoredTensor, seed: int) -> NewTensor:
-    """Return the state of a generator of the same kind as `like`, which was given `seed`."""
+    """Return the state of a generator of the same kind as `like`, which was given `seed`.
+
+    Raises:
+        UnsupportedError: `like` has the size of no known generator's state.
+    """
     if like.numel == _PHILOX_BYTES:
         state = struct.pack("<2q", seed, 0)
     elif like.numel == _MERSENNE.size:

@@ -83,7 +83,11 @@ class ShardedCheckpoint:
         self._objects: dict[bytes, Any] = {}
 
     def body(self, rank: Rank) -> dict[str, Any]:
-        """Return what the model's file of a rank would have in the format `torch`."""
+        """Return what the model's file of a rank would have in the format `torch`.
+
+        Raises:
+            CheckpointError: the checkpoint has no optimizer.
+        """
         layout = described.by_rank(self.layout)[rank]
         body: dict[str, Any] = {}
         for key, value in self.common.items():

@@ -78,7 +78,11 @@ class Sizes:
         )
 
     def chunks(self, layers: int, stage: int) -> list[Chunk]:
-        """Return the chunks of a pipeline stage of a model with so many `layers`."""
+        """Return the chunks of a pipeline stage of a model with so many `layers`.
+
+        Raises:
+            UnsupportedError: the chunks of all stages do not divide them.
+        """
         count = self.pp * self.vpp
         if layers % count:
             what = f"--pp {self.pp}" + (f" --vpp {self.vpp}" if self.vpp > 1 else "")

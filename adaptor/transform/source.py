@@ -83,7 +83,11 @@ class SourceCheckpoint:
 
     @cached_property
     def views(self) -> Mapping[Rank, View]:
-        """Return what each rank has, as the rules say, and as its file has it."""
+        """Return what each rank has, as the rules say, and as its file has it.
+
+        Raises:
+            UnsupportedError: a file has other tensors than the rules say.
+        """
         found = {}
         for rank in self.sizes.ranks:
             view = found[rank] = self._view(rank)

@@ -85,6 +85,31 @@ def test_many_parameters_are_described_one_by_one(
     assert incomplete == []
 
 
+def test_errors_are_named(called_from_elsewhere: list[tuple[str, Function]]) -> None:
+    """What a function itself raises its docstring names, below `Raises:` or in a sentence of one line."""
+    silent = [
+        f"{module}, line {function.lineno}: {function.name} says nothing of {', '.join(sorted(missing))}"
+        for module, function in called_from_elsewhere
+        if "aises" not in (text := ast.get_docstring(function) or "")
+        and (missing := {name for name in _raised(function) if name not in text})
+    ]
+    assert silent == []
+
+
+def _raised(function: Function) -> Iterator[str]:
+    """Return the names of the classes that the body raises; what only subclasses implement is none."""
+    rest: list[ast.AST] = [*function.body]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, Function | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = ast.unparse(node.exc.func).split(".")[-1]
+            if name[:1].isupper() and name != "NotImplementedError":
+                yield name
+        rest.extend(ast.iter_child_nodes(node))
+
+
 def _undescribed(function: Function, names: list[str]) -> list[str]:
     """Return the parameters that the docstring names neither below `Args:` nor between backticks."""
     text = ast.get_docstring(function) or ""

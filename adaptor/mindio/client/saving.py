@@ -83,7 +83,11 @@ class Saving:
             output.tell(f"[ttp] {of}: {what}", to="stdout")
 
     def rename(self, step: int, args: Any) -> None:
-        """Publish what was written as a checkpoint; called on one rank, when all have saved."""
+        """Publish what was written as a checkpoint; called on one rank, when all have saved.
+
+        Raises:
+            CheckpointError: a group has not been written, or the checkpoint cannot be published.
+        """
         trainee = self.session.trainee
         assert trainee is not None
         root = Path(trainee.save)
