@@ -57,7 +57,7 @@ def _expect_plug_ins() -> None:
 
 
 def _framework_is_imported(unit: patching.Unit, module: ModuleType) -> None:
-    if unit.acts():  # not since adaptor.disable()
+    if unit.acts:  # not since adaptor.disable()
         context.part(Watchdogs).switch_off()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from adaptor import config
 from adaptor.config import Config
@@ -30,9 +30,10 @@ class Context:
 
     def part(self, kind: Callable[[Context], T]) -> T:
         """Return the one object of the class `kind` in this process; made when it is first asked for."""
-        if kind not in self._parts:
-            self._parts[kind] = kind(self)
-        return cast(T, self._parts[kind])
+        found = self._parts.get(kind)
+        if found is None:
+            found = self._parts[kind] = kind(self)
+        return found  # type: ignore[return-value]  # a cast is a call, and this is called often in a step
 
     def discard(self, kind: Callable[[Context], object]) -> None:
         """Let the object of the class `kind` be made anew, as the environment has changed."""
@@ -74,4 +75,4 @@ def forget() -> None:
 
 def part(kind: Callable[[Context], T]) -> T:
     """Return `get().part(kind)`."""
-    return get().part(kind)
+    return (get() if _context is None else _context).part(kind)

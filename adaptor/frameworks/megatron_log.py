@@ -15,12 +15,12 @@ class MegatronLog(StepLog):
     """The log of one rank of Megatron-LM, which puts losses together in `train_step` (1310 to 1340)."""
 
     def args(self) -> Any:
-        from megatron.training import get_args
+        from megatron.training.global_vars import get_args
 
         return get_args()
 
     def timers(self) -> Any:
-        from megatron.training import get_timers
+        from megatron.training.global_vars import get_timers
 
         return get_timers()
 

@@ -108,7 +108,7 @@ class MegatronLoop:
 
     def begin_step(self, step: int) -> None:
         """`step` begins: the loop has read what was set for it alone."""
-        from megatron.training import get_args
+        from megatron.training.global_vars import get_args
 
         self.log.begin_step(step)
         self._tail.begin_step(step, {name: getattr(get_args(), name) for name in _CONSUMED})

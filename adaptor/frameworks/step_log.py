@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -64,12 +65,11 @@ class StepLog(ABC):
         self._sums: dict[int, dict[str, Any]] = {0: {}}  # of the interval, by the step that was added last
         self._since = time.time()  # when the interval began
         self._first: dict[str, Any] | None = None  # what a loop that is called again begins with
+        self._packed: tuple[int, bytes] | None = None  # the newest of the sums, and its step
         if kept:
-            told = packing.unpack(kept)
-            losses = told["losses"]
-            self._losses = {} if losses is None else {told["step"]: _on(device, losses)}
-            self._sums = {told["written"]: _on(device, told["sums"])}
-            self._since = told["since"]
+            newest, losses, written, self._since, sums = packing.unpack(kept)
+            self._losses = {} if losses is None else {newest: _on(device, losses)}
+            self._sums = {written: _on(device, sums)}
 
     # of a framework
 
@@ -133,18 +133,17 @@ class StepLog(ABC):
 
     def write(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the framework's `training_log`, which adds up losses and writes a line at intervals."""
-        bound = _signature(wrapped).bind(*args, **kwargs)
-        call = bound.arguments
+        call = {**dict(zip(_names(wrapped), args, strict=False)), **kwargs}
         step, sums = call["iteration"], call["total_loss_dict"]
         if self._first is not None:
             sums.update(self._first)
             self._first = None
             _let_begin(self.timers()("interval-time", log_level=0), self._since)
             if _IS_FIRST in call:  # of a call of the loop, which is not the first one
-                call[_IS_FIRST] = self._is_first(step)
+                args, kwargs = (), {**call, _IS_FIRST: self._is_first(step)}
         has_line = step % self.args().log_interval == 0
         try:
-            result = wrapped(*bound.args, **bound.kwargs)
+            result = wrapped(*args, **kwargs)
         except BaseException:
             # Behind the line ranks tell each other their times: a rank that is lost then breaks that off.
             if has_line and not any(sums.get(count) for count in _COUNTED):
@@ -158,6 +157,7 @@ class StepLog(ABC):
         self._sums[step] = dict(sums)
         if has_line:
             self._since = time.time()
+        self._packed = None
         self._keep_all(step)
 
     def _is_first(self, step: int) -> bool:
@@ -165,9 +165,12 @@ class StepLog(ABC):
 
     def _keep_all(self, step: int) -> None:
         written = max(self._sums)
-        told = {"step": step, "losses": self._losses.get(step), "written": written, "since": self._since}
         try:
-            data = packing.pack({**told, "sums": self._sums[written]})
+            if self._packed is None or self._packed[0] != written:
+                self._packed = written, packing.pack_numbers(self._sums[written])
+            # Of each step this is needed twice, behind its line and before the next update.
+            sums = msgspec.Raw(self._packed[1])
+            data = packing.pack_numbers((step, self._losses.get(step), written, self._since, sums))
         except TypeError:  # of a version that adds up something else
             data = b""
         self._keep(data)
@@ -232,7 +235,7 @@ class StepLog(ABC):
         timer = self.timers()("interval-time", log_level=0)
         timer.start()
         _let_begin(timer, self._since)
-        asked = _signature(inspect.unwrap(training.training_log)).parameters.values()
+        asked = inspect.signature(inspect.unwrap(training.training_log)).parameters.values()
         needed = [one.name for one in asked if one.name in values or one.default is one.empty]
         training.training_log(**{name: values.get(name) for name in needed})
         timer.reset()
@@ -240,8 +243,9 @@ class StepLog(ABC):
 
 
 @functools.cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters of a function."""
+    return tuple(inspect.signature(function).parameters)
 
 
 def _on(device: torch.device | str, values: Mapping[str, Any]) -> dict[str, Any]:

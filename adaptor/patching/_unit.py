@@ -88,7 +88,8 @@ class Patch:
         self._file = ""  # in which it was found
         self._wrapper: Wrapper | None = None
         self._place: PatchTarget | None = None
-        self._outside = threading.local()  # whether it acts now, around what the framework put in the place
+        # Whether it acts now, around what the framework has put in the place; None: it has not.
+        self._outside: threading.local | None = None
 
     @property
     def may_be_missing(self) -> bool:
@@ -165,9 +166,11 @@ class Patch:
                 self._file = getattr(getattr(replacement, "__code__", None), "co_filename", "")
                 self.unit.settle()
                 raise self.drift()
+        self._outside = self._outside or threading.local()
         return Wrapper(function, self._act, self._acts_inside, self._place.owner, self._place.name)
 
     def _act(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        assert self._outside is not None
         self._outside.acts = True
         try:
             return self.effect(wrapped, instance, args, kwargs)
@@ -175,7 +178,9 @@ class Patch:
             self._outside.acts = False
 
     def _acts_inside(self) -> bool:
-        return self.unit.acts() and not getattr(self._outside, "acts", False)
+        # Asked at each call, some of them tens of times in a step.
+        outside = self._outside
+        return self.unit.acts and (outside is None or not getattr(outside, "acts", False))
 
     def uninstall(self) -> None:
         """Put the original back, unless someone has wrapped the wrapper: it stays, and does nothing."""
@@ -221,8 +226,8 @@ class Unit:
         self.patches: list[Patch] = []
         self.armed = False
         self.half_applied = False
+        self.acts = False  # whether the wrappers act, as each of them asks at every call
         self._version = version or _VERSION_OF.get(framework, f"{framework}:__version__")
-        self._acts = False
         _units[name] = self
 
     def patch(
@@ -251,14 +256,10 @@ class Unit:
 
         return declare
 
-    def acts(self) -> bool:
-        """Tell whether the wrappers of this unit act; every wrapper asks on every call."""
-        return self._acts
-
     def settle(self) -> None:
         """Decide anew whether the unit acts, after any change to its patches."""
         drifted = any(patch.status is Status.DRIFTED for patch in self.patches)
-        self._acts = self.armed and not drifted and not self.half_applied
+        self.acts = self.armed and not drifted and not self.half_applied
 
     def framework_version(self) -> str | None:
         """The version of the framework, None as long as nothing of it was imported."""
@@ -280,7 +281,7 @@ class Unit:
         """
         version = self.framework_version()
         in_range = _in_range(version, self.tested)
-        silenced = self.armed and not self._acts
+        silenced = self.armed and not self.acts
         return tuple(
             Outcome(
                 unit=self.name,
