@@ -71,6 +71,7 @@ class Job:
         cost: bool = False,
         holds: str = "",
         parts: str = "",
+        arming: str = "",
         faults: Sequence[Fault] = (),
         environment: Mapping[str, str] | None = None,
         nodes: int = 1,
@@ -82,10 +83,11 @@ class Job:
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
         without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
-        `watch`, `native`, `gate`, `cost`, `holds` and `parts` are `_worker.py`'s; the ranks are divided among
-        `nodes`, all on this machine, each in its part of `network` if there is one; `warm`: workers are forks
-        that have torch imported, which is quicker where nothing is timed (`tests/faults/warm.py`); `library`:
-        arguments of `train_core.py`, which trains in the place of `pretrain_gpt.py` and saves nothing itself.
+        `watch`, `native`, `gate`, `cost`, `holds`, `parts` and `arming` are `_worker.py`'s; the ranks are
+        divided among `nodes`, all on this machine, each in its part of `network` if there is one; `warm`:
+        workers are forks that have torch imported, which is quicker where nothing is timed
+        (`tests/faults/warm.py`); `library`: arguments of `train_core.py`, which trains in the place of
+        `pretrain_gpt.py` and saves nothing itself.
         """
         self.folder = folder
         self.save = save or folder / "ckpt"
@@ -107,7 +109,7 @@ class Job:
             self._command += ["-m", "adaptor.devices", "cpu"]
         if library is None:
             self._command += [str(Path(record.__file__)), str(folder / "records")]
-        if watch or native or gate or holds or parts:
+        if watch or native or gate or holds or parts or arming:
             self._command += [str(HERE / "_worker.py"), "--out", str(folder / "watched")]
             self._command += ["--watch"] if watch else []
             self._command += ["--native", str(folder / "native")] if native else []
@@ -115,6 +117,7 @@ class Job:
             self._command += ["--cost"] if cost else []
             self._command += ["--holds", holds] if holds else []
             self._command += ["--parts", parts] if parts else []
+            self._command += ["--arming", arming] if arming else []
         if faults:
             self._command += [str(Path(inject.__file__)), "--stamp", str(self.stamps)]
             self._command += [word for fault in faults for word in ("--fault", str(fault))]

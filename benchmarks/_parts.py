@@ -2,23 +2,20 @@
 
 Off, the session does nothing: no record, door, barrier, board, replica. What stays is a look at each patch
 (microseconds), so `off` is the framework with the same groups. The copy of a mirror falls behind meanwhile;
-training never reads it. Every rank turns at the same step, in an order that is drawn beforehand.
+training never reads it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import random
 import resource
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-ARMS = ("off", "on")
-# Steps before the first block: memory is found, and the first steps of a process are unlike the others.
-WARM_UP = 8
+from _blocks import Blocks
+
 # What the session does in a step: (part, module, function); a part has what those in it take taken out.
 TIMED = (
     ("begin and end of a step", "adaptor.worker.session", "Session.begin_step"),
@@ -165,23 +162,18 @@ class Parts:
         given: Sequence[str],
         meters: Meters,
     ) -> None:
-        self._block, pairs, seed = map(int, given)
-        source = random.Random(seed)
-        self._order = [arm for _ in range(pairs) for arm in source.sample(ARMS, k=2)]
-        self._add = add
+        block, pairs, seed = map(int, given)
         self._on = True
-        self._steps = 0
         self._meters = meters
         self._shares = Shares(meters)
         self._began: dict[str, Any] = {}
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(os.environ.get("LOCAL_RANK", "0")) % len(cores)]})
         self._thread = threading.get_ident()
         for part, module, name in TIMED:
             hook(module, name, self._measured(part))
         for module, name in SWITCHED:  # outside of the meters
             hook(module, name, self._switched)
-        hook("megatron.training.training", "train_step", self._step)
+        blocks = Blocks(add, block, pairs, seed, turn=self._turn, begin=self._begin, end=self._end)
+        hook("megatron.training.training", "train_step", blocks.step)
 
     def _measured(self, part: str) -> Any:
         def is_measured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -194,21 +186,12 @@ class Parts:
     def _switched(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs) if self._on else None
 
-    def _step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
-        self._steps += 1
-        block, step = divmod(self._steps - WARM_UP, self._block)
-        if self._steps < WARM_UP or block > len(self._order):
-            return result
-        if step == 0:  # a block ends, and the next begins
-            if self._began:
-                self._add("block", 0.0, arm=self._order[block - 1], **self._since())
-            self._began = {}
-            self._on = self._order[block] == "on" if block < len(self._order) else True
-        elif step == 1:  # the first step of a block pays for what the one before has left
-            self._meters.begin()
-            self._began = self._now()
-        return result
+    def _turn(self, on: bool) -> None:
+        self._on = on
+
+    def _begin(self) -> None:
+        self._meters.begin()
+        self._began = self._now()
 
     def _now(self) -> dict[str, dict[str, float]]:
         taken, all_ = self._shares.taken, self._meters.steps
@@ -220,8 +203,8 @@ class Parts:
             found.setdefault(name, {})["all"] = read()
         return {**found, "calls": dict(self._shares.calls)}
 
-    def _since(self) -> dict[str, dict[str, float]]:
-        """Return what a step of the block took, in the mean: by meter, by part and for "all"."""
-        now, began, steps = self._now(), self._began, self._block - 1
+    def _end(self, steps: int) -> dict[str, dict[str, float]]:
+        """Return what each of `steps` took, in the mean: by meter, by part and for "all"."""
+        now, began = self._now(), self._began
         took = {name: {key: (now[name][key] - began[name][key]) / steps for key in now[name]} for name in now}
         return {**took, **self._meters.end(steps)}

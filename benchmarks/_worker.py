@@ -7,6 +7,7 @@
 --holds   writes down, after each INTERVAL-th step (from AT on), what the process holds
 --parts   turns the adaptor off and on every few steps, and writes down what each part of a step takes:
           times, or counts (of bytes, allocations and so on)
+--arming  disarms and arms online recovery every few steps, and writes down what a step takes
 --cost    writes down, at the third gate, the memory and parameters of the process, and what it sends
 
 Lines of JSON go to OUT/rank<R>.jsonl: what, time (when it ended), seconds, restart. It hooks from outside,
@@ -33,6 +34,7 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
+from _arming import Arming
 from _holdings import Holdings
 from _part_counts import Counts
 from _parts import Parts, Times
@@ -257,6 +259,7 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--holds", metavar="INTERVAL,AT")
     parser.add_argument("--parts", metavar="times|counts,BLOCK,PAIRS,SEED")
+    parser.add_argument("--arming", metavar="BLOCK,PAIRS,SEED,WARM_UP")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parsed = parser.parse_args()
@@ -272,6 +275,8 @@ def main() -> None:
     if parsed.parts:
         what, *given = parsed.parts.split(",")
         Parts(notes.add, hook, given, Counts() if what == "counts" else Times(hook))
+    if parsed.arming:
+        Arming(notes.add, hook, parsed.arming)
     if parsed.gate:
         hook(
             "megatron.training.training",

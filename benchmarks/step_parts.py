@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from _bench import Benchmark, table
+from _blocks import WARM_UP, paired
 from _job import Job, JobError, model, new_folder, run
-from _parts import PARTS, WARM_UP
+from _parts import PARTS
 from step_cost import interval
 
 RANKS = 2
@@ -77,30 +78,10 @@ def measure(row: Row, folder: Path, given: argparse.Namespace, meters: str) -> l
         code = job.wait(_LIMIT_S)
     if code != 0:
         raise JobError(f"{row.name}: exit code {code}: see {job.log}")
-    blocks: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(row.ranks)}
-    for line in job.watched():
-        blocks[line["rank"]].append(line)
-    of_all = [_mean(ranks) for ranks in zip(*blocks.values(), strict=True)]
-    if len(of_all) != 2 * given.pairs:
-        raise JobError(
-            f"{row.name}: {len(of_all)} of {2 * given.pairs} blocks were written down: see {job.log}"
-        )
-    return [_sorted(of_all[at], of_all[at + 1]) for at in range(0, len(of_all), 2)]
-
-
-def _mean(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, Block]:
-    """The arm of a block, and the mean of what each rank wrote down of it."""
-    (arm,) = {line["arm"] for line in ranks}
-    return arm, {
-        meter: {key: statistics.mean(line[meter][key] for line in ranks) for key in values}
-        for meter, values in ranks[0].items()
-        if isinstance(values, dict)
-    }
-
-
-def _sorted(one: tuple[str, Block], other: tuple[str, Block]) -> tuple[Block, Block]:
-    arms = dict((one, other))
-    return arms["off"], arms["on"]
+    pairs = paired(job.watched())
+    if len(pairs) != given.pairs:
+        raise JobError(f"{row.name}: {len(pairs)} of {given.pairs} pairs were written down: see {job.log}")
+    return pairs
 
 
 def summary(pairs: Sequence[tuple[Block, Block]], seed: int) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""Arms and disarms online recovery every few steps of one job, and measures a step: for `_worker.py`.
+
+Disarmed, a step is that of a job with TTP_ONLINE=0: torch waits for its collectives, the data that a step
+reads and its losses are not kept, the board is not told of them. What stays is what an armed job has beside
+its steps: what it has imported, the descriptions of its process groups, a spare process that waits.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+from _blocks import Blocks, Measured
+
+
+class Arming:
+    """The measurement of one rank.
+
+    Args:
+        add: writes a line down.
+        hook: wraps a function once its module is imported.
+        given: steps in a block, pairs of blocks, the seed of their order, and steps before them.
+    """
+
+    def __init__(self, add: Callable[..., None], hook: Callable[[str, str, Any], None], given: str) -> None:
+        self._data: Any = None  # the iterator of the training data, where this rank reads any
+        self._taken: list[tuple[Any, str, Any]] = []  # an object, its attribute, and what it was
+        self._began: Measured = {}
+        block, pairs, seed, warm_up = map(int, given.split(","))
+        self._blocks = Blocks(
+            add, block, pairs, seed, turn=self._turn, begin=self._begin, end=self._end, warm_up=warm_up
+        )
+        hook("megatron.training.training", "train_step", self._step)
+
+    def _step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        self._data = args[1]
+        return self._blocks.step(wrapped, instance, args, kwargs)
+
+    def _turn(self, on: bool) -> None:
+        from adaptor import context, patching
+        from adaptor.frameworks.loop_recovery import Recovery
+        from adaptor.online.rejoin import OnlineRecovery
+        from adaptor.waits import Waits
+
+        if on == (not self._taken):
+            return
+        if on:
+            patching.arm("online")
+            for holder, name, value in self._taken:
+                setattr(holder, name, value)
+            self._taken = []
+            return
+        recovery = context.part(Recovery)
+        if recovery.loop is None or not context.part(Waits).acts:
+            raise RuntimeError("the job is not armed: there is nothing to be measured")
+        patching.disarm("online")
+        self._take(context.part(Waits), "acts", False)
+        if self._data is not None:
+            self._take(self._data, "iterable", self._data.iterable._source)
+        self._take(recovery, "loop", None)
+        self._take(context.part(OnlineRecovery), "rejoin", None)
+
+    def _take(self, holder: Any, name: str, instead: Any) -> None:
+        self._taken.append((holder, name, getattr(holder, name)))
+        setattr(holder, name, instead)
+
+    def _begin(self) -> None:
+        self._began = _now()
+
+    def _end(self, steps: int) -> Measured:
+        return {name: (value - self._began[name]) / steps for name, value in _now().items()}
+
+
+def _now() -> Measured:
+    """Return milliseconds of wall time, of CPU time of the process and of its main thread, and counts."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "wall": time.perf_counter_ns() / 1e6,
+        "cpu": time.process_time_ns() / 1e6,
+        "main": time.thread_time_ns() / 1e6,
+        "switches": usage.ru_nvcsw + usage.ru_nivcsw,
+        "faults": usage.ru_minflt,
+    }

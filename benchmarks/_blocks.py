@@ -1,0 +1,100 @@
+"""Blocks of steps in one job, each in one of two arms, and what a step takes in them: for `_worker.py`.
+
+Every rank turns at the same step, in an order that is drawn beforehand, and is pinned to a core. Neighbouring
+blocks of both arms are a pair (`paired`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+ARMS = ("off", "on")
+# Steps before the first block: memory is found, and the first steps of a process are unlike the others.
+WARM_UP = 8
+
+# What a line says besides what was measured.
+_ABOUT = {"what", "time", "seconds", "restart", "rank", "arm"}
+
+Measured = dict[str, Any]
+
+
+class Blocks:
+    """The blocks of one rank, which is pinned to a core.
+
+    Args:
+        add: writes a line down.
+        block, pairs, seed: steps in a block, pairs of blocks, and the seed of their order.
+        turn: turns to an arm: True, on.
+        begin: begins to measure.
+        end: ends that, after so many steps, and returns what a step took, in the mean.
+        warm_up: steps before the first block.
+    """
+
+    def __init__(
+        self,
+        add: Callable[..., None],
+        block: int,
+        pairs: int,
+        seed: int,
+        *,
+        turn: Callable[[bool], None],
+        begin: Callable[[], None],
+        end: Callable[[int], Measured],
+        warm_up: int = WARM_UP,
+    ) -> None:
+        source = random.Random(seed)
+        self._order = [arm for _ in range(pairs) for arm in source.sample(ARMS, k=2)]
+        self._add, self._turn, self._begin, self._end = add, turn, begin, end
+        self._block = block
+        self._warm_up = warm_up
+        self._steps = 0
+        self._is_measured = False
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ.get("LOCAL_RANK", "0")) % len(cores)]})
+
+    def step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """Make a step of the framework, and count it."""
+        result = wrapped(*args, **kwargs)
+        self._steps += 1
+        block, step = divmod(self._steps - self._warm_up, self._block)
+        if self._steps < self._warm_up or block > len(self._order):
+            return result
+        if step == 0:  # a block ends, and the next begins
+            if self._is_measured:
+                self._add("block", 0.0, arm=self._order[block - 1], **self._end(self._block - 1))
+            self._is_measured = False
+            self._turn(self._order[block] == "on" if block < len(self._order) else True)
+        elif step == 1:  # the first step of a block pays for what the one before has left
+            self._begin()
+            self._is_measured = True
+        return result
+
+
+def paired(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Measured, Measured]]:
+    """Return of each pair of blocks what a step took, off and on: the mean over ranks.
+
+    Args:
+        lines: what the ranks have written down.
+    """
+    blocks: dict[int, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        blocks.setdefault(line["rank"], []).append(line)
+    of_all = [_mean_of_ranks(ranks) for ranks in zip(*blocks.values(), strict=True)]
+    pairs = [dict(of_all[at : at + 2]) for at in range(0, len(of_all) - 1, 2)]
+    return [(pair["off"], pair["on"]) for pair in pairs]
+
+
+def _mean_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, Measured]:
+    """Return the arm of a block, and the mean of what each rank has measured in it."""
+
+    def mean(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {name: mean([value[name] for value in values]) for name in values[0]}
+        return statistics.mean(values)
+
+    (arm,) = {line["arm"] for line in ranks}
+    return arm, {key: mean([line[key] for line in ranks]) for key in ranks[0].keys() - _ABOUT}

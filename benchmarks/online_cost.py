@@ -1,0 +1,149 @@
+"""Step time with online recovery armed against not armed: `python benchmarks/online_cost.py`.
+
+One job arms and disarms it every few steps (`_arming.py`). So both arms see the same processes, groups and
+memory: two jobs, of which one is armed, differ by 2 % and more for no other reason than that they are two.
+Neighbouring blocks are a pair. The figure is the middle of the pairs' ratios (the Hodges-Lehmann estimate:
+the median of the means of any two of them), with the 95 % interval that belongs to Wilcoxon's signed ranks.
+
+With two processes for two cores it is the cost of a step; with four (`--ranks 4`) processes wait for cores,
+too. No spare process waits, of which the steps of a job have nothing: it sleeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _bench import Benchmark, table
+from _blocks import Measured, paired
+from _job import Job, JobError, model, new_folder, run
+
+TARGET = 1.002
+# For each number of ranks: pairs of blocks that take some five, and some two and a half, minutes in all.
+PAIRS = {2: 360, 4: 110}
+# Steps before the first block.
+WARM_UP = 60
+RATIOS = (("wall", "wall time"), ("cpu", "CPU time"), ("main", "CPU time of the main thread"))
+COUNTS = (("switches", "context switches"), ("faults", "page faults"))
+_LIMIT_S = 3600.0
+
+
+def measure(
+    ranks: int, pairs: int, folder: Path, given: argparse.Namespace
+) -> list[tuple[Measured, Measured]]:
+    """Run a job of so many ranks; return what a step took in each pair of blocks, off and on."""
+    job = Job(
+        folder,
+        adaptor=True,
+        train_iters=WARM_UP + 2 * pairs * given.block + 1,
+        ranks=ranks,
+        extra=[
+            *model(given.layers, given.hidden, given.sequence),
+            *("--global-batch-size", str(given.global_batch)),
+        ],
+        arming=f"{given.block},{pairs},{given.seed},{WARM_UP}",
+        environment={"TTP_ONLINE": "60", "TTP_SPARES": "0", "TTP_HANG": "0"},
+    )
+    with job:
+        code = job.wait(_LIMIT_S)
+    if code != 0:
+        raise JobError(f"{ranks} ranks: exit code {code}: see {job.log}")
+    found = paired(job.watched())
+    if len(found) != pairs:
+        raise JobError(f"{ranks} ranks: {len(found)} of {pairs} pairs were written down: see {job.log}")
+    return found
+
+
+def middle(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the Hodges-Lehmann estimate of the middle of `values`, and its 95 % interval."""
+    count = len(values)
+    means = sorted((a + b) / 2 for at, a in enumerate(values) for b in values[at:])
+    spread = 1.96 * math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
+    out = max(0, round(len(means) / 2 - spread))
+    return statistics.median(means), means[out], means[-1 - out]
+
+
+def summary(pairs: Sequence[tuple[Measured, Measured]]) -> dict[str, Any]:
+    """The figures of a job: of each measure what a step takes disarmed, what arming adds, and the ratio."""
+    made: dict[str, Any] = {}
+    for key, _ in RATIOS:
+        made[key] = {
+            "off": statistics.median(off[key] for off, _ in pairs),
+            "added": middle([on[key] - off[key] for off, on in pairs]),
+            # Of logarithms: a ratio and its reciprocal are as far from 1.
+            "ratio": [math.exp(one) for one in middle([math.log(on[key] / off[key]) for off, on in pairs])],
+        }
+    for key, _ in COUNTS:
+        made[key] = {
+            "off": statistics.median(off[key] for off, _ in pairs),
+            "added": middle([on[key] - off[key] for off, on in pairs]),
+        }
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(PAIRS), default=list(PAIRS))
+    parser.add_argument("--pairs", type=int, help=f"pairs of blocks in each job (default: {PAIRS}, by ranks)")
+    parser.add_argument("--block", type=int, default=5, help="steps in a block; the first is not counted")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--global-batch", type=int, default=8, help="sequences per step, of all ranks")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
+    given = parser.parse_args()
+    benchmark = Benchmark("online_cost", vars(given))
+    folder = new_folder("online_cost")
+    found = {}
+    for ranks in given.ranks:
+        print(f"{ranks} processes", flush=True)
+        pairs = measure(ranks, given.pairs or PAIRS[ranks], folder / str(ranks), given)
+        found[ranks] = {"summary": summary(pairs), "pairs": pairs}
+    shutil.rmtree(folder)
+    made = {ranks: one["summary"] for ranks, one in found.items()}
+    benchmark.finish(f"{report(made)}\n\n{verdict(made)}", {"target": TARGET, "jobs": found})
+
+
+def report(found: dict[int, dict[str, Any]]) -> str:
+    """The table."""
+    rows = []
+    for ranks, one in found.items():
+        for key, name in RATIOS:
+            ratio, low, high = one[key]["ratio"]
+            added = "{:+.3f} ({:+.3f} to {:+.3f})".format(*one[key]["added"])
+            rows.append(
+                [
+                    ranks,
+                    f"{name}, ms",
+                    f"{one[key]['off']:.2f}",
+                    added,
+                    f"{ratio:.4f} ({low:.4f} to {high:.4f})",
+                ]
+            )
+        for key, name in COUNTS:
+            added = "{:+.1f} ({:+.1f} to {:+.1f})".format(*one[key]["added"])
+            rows.append([ranks, name, f"{one[key]['off']:.1f}", added, ""])
+    return table(["processes", "of a step", "not armed", "added (95 %)", "armed ÷ not armed (95 %)"], rows)
+
+
+def verdict(found: dict[int, dict[str, Any]]) -> str:
+    """Return of each job whether the ratio of step times is small enough, as far as it is known."""
+    lines = []
+    for ranks, one in found.items():
+        ratio, low, high = one["wall"]["ratio"]
+        known = "MISSED" if low > TARGET else "reached" if high <= TARGET else "not known: use more pairs"
+        if known.startswith("not"):
+            known = f"{'reached' if ratio <= TARGET else 'MISSED'} by the middle, {known}"
+        lines.append(f"{ranks} processes: armed / not armed {ratio:.4f}, at most {TARGET:g}: {known}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(main)

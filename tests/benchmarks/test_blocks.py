@@ -1,0 +1,75 @@
+"""Blocks of steps that take turns, and what is made of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _blocks
+
+    before = os.sched_getaffinity(0)  # blocks pin their process
+    yield _blocks
+    os.sched_setaffinity(0, before)
+
+
+def lines_of(rank: int, blocks: ModuleType) -> list[dict[str, Any]]:
+    """What a rank writes down of a job whose steps take 10 more, and 1 more, where it is on."""
+    state = {"on": True, "clock": 0}
+    began: list[int] = []
+    lines: list[dict[str, Any]] = []
+
+    def step() -> None:
+        state["clock"] += 11 if state["on"] else 10
+
+    def end(steps: int) -> dict[str, Any]:
+        took = (state["clock"] - began.pop()) / steps
+        return {"wall": took + rank, "parts": {"all": 2 * took}}
+
+    made = blocks.Blocks(
+        lambda what, seconds, **more: lines.append({"what": what, "rank": rank, "time": 0.0, **more}),
+        block=3,
+        pairs=4,
+        seed=1,
+        turn=lambda on: state.update(on=on),
+        begin=lambda: began.append(state["clock"]),
+        end=end,
+        warm_up=5,
+    )
+    for _ in range(5 + 2 * 4 * 3 + 2):
+        made.step(step, None, (), {})
+    return lines
+
+
+def test_both_arms_of_each_pair_on_all_ranks(blocks: ModuleType) -> None:
+    lines = list(itertools.chain(*zip(lines_of(0, blocks), lines_of(1, blocks), strict=True)))
+    of_a_pair = ({"wall": 10.5, "parts": {"all": 20.0}}, {"wall": 11.5, "parts": {"all": 22.0}})
+    assert blocks.paired(lines) == [of_a_pair] * 4
+    arms = [line["arm"] for line in lines if line["rank"] == 0]
+    assert {"off", "on"} == set(arms[:2])
+
+
+def test_the_middle_of_what_is_measured_and_how_well_it_is_known(blocks: ModuleType) -> None:
+    """It is not moved by a few that are far away, and an interval of 95 % has the truth in it."""
+    import online_cost
+
+    source = random.Random(1)
+    hits = 0
+    for _ in range(200):
+        values = [source.gauss(3.0, 1.0) for _ in range(60)] + [1000.0, -500.0]
+        middle, low, high = online_cost.middle(values)
+        assert low < middle < high < low + 1
+        hits += low <= 3.0 <= high
+    assert hits >= 180
