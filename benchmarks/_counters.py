@@ -17,7 +17,7 @@ INSTRUCTIONS = 1  # of HARDWARE
 PAGE_FAULTS = 2  # of SOFTWARE
 _ATTRIBUTES = struct.Struct("=IIQQQQQ")
 _ATTRIBUTES_SIZE = 112
-_INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR = 1 << 1, 1 << 5, 1 << 6
+_EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR = 1 << 5, 1 << 6
 # tcp(7), `struct tcp_info` of linux/tcp.h: bytes that are not sent yet, that were sent, and those sent again.
 _NOT_SENT, _SENT = struct.Struct("=144xI"), struct.Struct("=200xQQ")
 _TCP_INFO_SIZE = _SENT.size
@@ -28,17 +28,16 @@ class Counter:
 
     Args:
         kind, event: as perf_event_open(2) numbers them.
-        inherit: count also the threads that it makes later.
 
     Raises:
         OSError: the machine has no such counter, or it is not allowed.
     """
 
-    def __init__(self, kind: int, event: int, *, inherit: bool = False) -> None:
+    def __init__(self, kind: int, event: int) -> None:
         number = _CALLS.get(platform.machine())
         if number is None:
             raise OSError(f"perf_event_open has no number here for {platform.machine()}")
-        bits = _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR | (_INHERIT if inherit else 0)
+        bits = _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR
         packed = _ATTRIBUTES.pack(kind, _ATTRIBUTES_SIZE, event, 0, 0, 0, bits)
         attributes = ctypes.create_string_buffer(packed, _ATTRIBUTES_SIZE)
         self._fd = int(_libc.syscall(number, attributes, 0, -1, -1, 0))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import resource
 import statistics
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -35,10 +34,9 @@ class Counts:
             "sent": self._sent.read,
             "switches": lambda: resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw,
         }
-        self.steps: dict[str, Callable[[], float]] = {**self.parts, "blocks": sys.getallocatedblocks}
         if not why_no_instructions():
             self.parts["instructions"] = Counter(HARDWARE, INSTRUCTIONS).read
-            self.steps["instructions"] = self.parts["instructions"]
+        self.steps = self.parts
 
     @contextlib.contextmanager
     def within(self, part: str) -> Iterator[None]:
