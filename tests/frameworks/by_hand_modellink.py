@@ -1,13 +1,15 @@
 """Checks a checkout of ModelLink: `python -m tests.frameworks.by_hand_modellink TREE --out OUT`.
 
 Trains a tiny Llama with its own `pretrain_llama.py` on the CPU, with the stand-ins of tests/standins, with
-faults and without, and prints a row of docs/compatibility.md for each check (`modellink_bench`). The exit
-code is 1 if a check has failed.
+faults and without, and prints a row of docs/compatibility.md for each check (`modellink_bench`). With
+`--kills N` it kills random ranks at random places instead, and says how often that was recovered online. The
+exit code is 1 if a check has failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -102,11 +104,20 @@ BETWEEN = (
     "rank=1,step=5,phase=between,kind=sigkill",
 )
 LAST = ("SIGKILL of rank 0, gather of step 8, the last", "rank=0,step=8,phase=gather,kind=sigkill")
+# Rank 1 has no data of its own with tensor parallelism.
+IN_EVALUATION = (
+    "SIGKILL of rank 1 in the evaluation behind step 5, and of rank 0, gather of step 7",
+    *("rank=1,step=5,phase=evaluation,kind=sigkill", "rank=0,step=7,phase=gather,kind=sigkill"),
+)
+# Without data to test on, ranks that read no data themselves wait for some (`training.py:1463`).
+TENSOR_EVALUATED = Layout("tp2-dp2-evaluation", 4, tp=2, extra=(*EVALUATION[:-1], "80,10,10"))
 RECOMPUTE = replace(
     DP2, name="dp2-recompute", extra=("--recompute-granularity", "full", "--recompute-method", "uniform")
 )
 LOADERS = replace(DP2, name="dp2-loaders", extra=("--num-workers", "2"))
 CYCLIC = replace(DP2, name="dp2-cyclic", extra=("--dataloader-type", "cyclic"))
+TENSOR = Layout("tp2-dp2", 4, tp=2)
+STAGES = Layout("pp2-dp2", 4, pp=2)
 ALL = Layout("tp2-pp2-dp2", 8, tp=2, pp=2)
 ONLINE = {
     "online-exception": recovers(DP4, *EXCEPTION),
@@ -118,10 +129,10 @@ ONLINE = {
     "online-door": recovers(DP2, *killed(1, 6, "door-after")),
     "online-fp16": recovers(DP2_FP16, *killed(1, 6, "backward")),
     "online-whole": recovers(WHOLE, *killed(1, 6, "update")),
-    "online-tensor": recovers(Layout("tp2-dp2", 4, tp=2), *killed(3, 6, "backward")),
+    "online-tensor": recovers(TENSOR, *killed(3, 6, "backward")),
     "online-sequence": recovers(SEQUENCE, *killed(1, 6, "update")),
-    "online-pipeline": recovers(Layout("pp2-dp2", 4, pp=2), *killed(2, 6, "backward")),
-    "online-pipeline-first": recovers(Layout("pp2-dp2", 4, pp=2), *GATHER),
+    "online-pipeline": recovers(STAGES, *killed(2, 6, "backward")),
+    "online-pipeline-first": recovers(STAGES, *GATHER),
     "online-zeros": recovers(ZEROS, *GATHER),
     "online-evaluation": recovers(EVALUATED, *killed(2, 5, "update")),
     "online-rampup": recovers(RAMPUP, *killed(1, 5, "update")),
@@ -129,6 +140,15 @@ ONLINE = {
     "online-recompute": recovers(RECOMPUTE, *killed(1, 6, "backward")),
     "online-loaders": recovers(LOADERS, *killed(1, 6, "backward")),
     "online-cyclic": recovers(CYCLIC, *killed(1, 6, "backward")),
+    "online-in-evaluation": recovers(EVALUATED, *IN_EVALUATION),
+    "online-tensor-evaluation": recovers(TENSOR_EVALUATED, *IN_EVALUATION),
+    "online-spare": recovers(
+        DP4,
+        "SIGKILL of rank 2, backward of step 6, while a spare waits",
+        "rank=2,step=6,phase=backward,kind=sigkill-beside-a-spare",
+    ),
+    "online-local-copy-back": recovers(DP2, *BREAKS_OFF, options=LOCAL_COPY),
+    "online-local-copy-mirror": recovers(DP3, *BREAKS_OFF, options=LOCAL_COPY),
     "online-fp16-line": recovers(DP2_FP16, *BETWEEN),
     "online-fp16-mirror": recovers(DP3_FP16, *killed(1, 6, "backward")),
     "online-cold": recovers(DP2, *killed(0, 6, "backward"), spares=0),
@@ -162,11 +182,11 @@ CHECKS = {
     "split-fp16": Check(DP2_FP16, *killed(1, 6, "door-after"), 6),
     "split-skipped": Check(DP2_FP16, *SKIPPED, 5),
     "mirror-skipped": Check(DP3_FP16, *SKIPPED, 5),
-    "tensor": Check(Layout("tp2-dp2", 4, tp=2), *killed(3, 6, "door-after"), 6),
+    "tensor": Check(TENSOR, *killed(3, 6, "door-after"), 6),
     "sequence": Check(SEQUENCE, *killed(3, 6, "backward"), 5),
     "tensor-mirror": Check(Layout("tp2-dp3", 6, tp=2), *killed(4, 6, "backward"), 5),
     "all": Check(ALL, *killed(6, 6, "update"), 6),
-    "pipeline": Check(Layout("pp2-dp2", 4, pp=2), *killed(2, 6, "backward"), 5),
+    "pipeline": Check(STAGES, *killed(2, 6, "backward"), 5),
     "evaluation": Check(EVALUATED, *killed(1, 5, "door-after"), 5),
     "rampup": Check(RAMPUP, *killed(1, 6, "backward"), 5),
     "local-copy": Check(DP2, *BREAKS_OFF, 5, options=LOCAL_COPY),
@@ -218,12 +238,33 @@ CHECKS = {
 }
 
 
+# Where a rank is killed, from the forward pass of a step to its line in the log, before which all ranks meet.
+PHASES = ("forward", "backward", "reduction", "door-before", "door-after", "update", "gather", "between")
+KILLED = (DP4, DP3, DP2, WHOLE, TENSOR, STAGES, EVALUATED)
+
+
+def kills(bench: Bench, count: int, seed: int) -> bool:
+    """Kill a random rank in each of `count` jobs; return whether all were recovered online, bitwise."""
+    draw = random.Random(seed)
+    recovered = 0
+    for number in range(count):
+        layout, phase = draw.choice(KILLED), draw.choice(PHASES)
+        rank, step = draw.randrange(layout.processes), draw.randrange(2, ITERATIONS)
+        spec = f"rank={rank},step={step},phase={phase},kind=sigkill"
+        check = recovers(layout, f"{number}: {spec}", spec, spares=draw.randrange(2))
+        recovered += bench.check(check, f"kill-{seed}-{number}")
+    print(f"{recovered} of {count} random kills recovered online, bitwise (seed {seed})")
+    return recovered == count
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tree", type=Path, help="a checkout of ModelLink")
     parser.add_argument("--out", type=Path, required=True, help="where the jobs run; about 200 MB")
     parser.add_argument("--name", default="ModelLink", help="the commit, for the rows")
     parser.add_argument("--only", action="append", choices=list(CHECKS), help="one check; repeat for more")
+    parser.add_argument("--kills", type=int, default=0, help="so many random kills in place of the checks")
+    parser.add_argument("--seed", type=int, default=0, help="of the random kills")
     parsed = parser.parse_args()
     tree = parsed.tree.resolve()
     if not (tree / "ascendspeed" / "training.py").is_file():
@@ -234,6 +275,8 @@ def main() -> int:
     llama = Llama(tree, (data / "corpus_text_document", data / "tokenizer"))
     bench = Bench(llama, parsed.out.resolve(), parsed.name)
     print(HEADER)
+    if parsed.kills:
+        return 0 if kills(bench, parsed.kills, parsed.seed) else 1
     passed = [bench.check(CHECKS[name], name) for name in parsed.only or CHECKS]
     return 0 if all(passed) else 1
 

@@ -133,6 +133,9 @@ class Bench:
         several = "" if count == 1 else "s"
         said = f"{count} incident{several} ({count} without a restart), 0 steps lost"
         assert ended.log.count(said) >= 1, ended.log[-3000:]
+        for stamp in ended.stamps:
+            if stamp["spare"]:
+                assert f"replaced by pid {stamp['spare']}, " in ended.log
         expected = Baseline(record.read(reference / "record"), reference / "save")
         saved = {int(step) - 1 for step in re.findall(r"training goes on with step (\d+)", ended.log)}
         # A rank that was killed when all had finished the step has not recorded it.

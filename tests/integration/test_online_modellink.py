@@ -62,6 +62,12 @@ def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(tmp_path:
 
 
 @pytest.mark.integration
+def test_a_job_that_was_to_exit_behind_the_step_exits(tmp_path: Path) -> None:
+    layout = replace(DP3, name="small-dp3-exit", extra=("--exit-interval", "8"))
+    recovers(tmp_path, layout, "rank=0,step=8,phase=gather,kind=sigkill")
+
+
+@pytest.mark.integration
 def test_averages_are_those_of_the_whole_interval(tmp_path: Path) -> None:
     """Of steps 4 to 6: the rank that writes the log, and has added up the losses, dies behind step 5."""
     layout = replace(DP3, name="small-dp3-interval", extra=("--log-interval", "3"))
