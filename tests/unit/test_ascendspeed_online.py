@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
 
+from adaptor import context
 from adaptor.frameworks.ascendspeed_log import AscendLog
-from adaptor.frameworks.ascendspeed_online import of_data, of_options
+from adaptor.frameworks.ascendspeed_online import build_data, of_data, of_options
+from adaptor.frameworks.loop_recovery import Recovery
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,32 @@ def test_losses_are_averaged_as_the_framework_averages_them() -> None:
     assert joined == sum(one["lm loss"] for one in losses) / 3
     assert log.over_all_ranks({"lm loss": joined}) == {"lm loss": joined}
     assert log.joined([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("reads", "built", "made"),
+    [
+        (True, ("train", ["valid"], []), ("train", ["valid"], [])),
+        # Alone it was told, by itself, that there is nothing to evaluate on.
+        (False, (None, [], []), (None, [None], [None])),
+    ],
+)
+def test_the_data_of_a_new_process(
+    reads: bool, built: Any, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The framework asserts things of a job that goes on from a step, which this one does not."""
+    context.forget()
+    context.part(Recovery).answers["asked"] = {"do_train": 1, "do_valid": True, "do_test": True}
+    args = Namespace(iteration=5, do_valid=reads)
+    framework = types.ModuleType("ascendspeed")
+    framework.get_args = lambda: args  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ascendspeed", framework)
+    seen: list[int] = []
+
+    def build() -> Any:
+        seen.append(args.iteration)
+        return built
+
+    assert build_data(build) == made
+    assert seen == [0]
+    assert args == Namespace(iteration=5, do_train=1, do_valid=True, do_test=True)
