@@ -110,8 +110,12 @@ class IncidentReport:
         now = time.time() if now is None else now
         if type(message) is Frozen and not _log.isEnabledFor(logging.DEBUG):
             if message.incident > self._over:  # else it comes late: the report is written
-                self._happened.append(Seen(now, node, message.rank, message, self._pids.get(message.rank)))
+                pid = message.board.pid or self._pids.get(message.rank)
+                self._happened.append(Seen(now, node, message.rank, message, pid))
             return
+        if isinstance(message, (Dying, Died, Frozen)) and message.board.pid:
+            # Of a process that ends before its Hello nothing else names the pid.
+            self._pids[message.rank] = message.board.pid
         match message:
             case AgentHello(node=there, host=host):
                 self._hosts[there] = host
@@ -266,6 +270,7 @@ class IncidentReport:
         self._records = False
         self._generation = generation
         self._started = self._trained = 0.0
+        self._pids.clear()
 
     def close(self) -> None:
         """Record that ttprun ends; wait for what is being written, for a bounded time."""

@@ -193,6 +193,32 @@ def test_an_online_recovery(tmp_path: Path) -> None:
     assert of_rank_1 == [("fault-noticed", 71), ("freeze", 71), ("died", 71), ("started", 171)]
 
 
+def test_a_process_that_ends_before_its_hello_has_its_own_pid(tmp_path: Path) -> None:
+    """A newcomer, and a worker of the next generation: that of before had another one."""
+    job = Recorded(tmp_path)
+    recovered = Recovered(1, 47, "rank 1 was ended by SIGKILL; replaced", SAVED.fault, (1,))
+    job.rank_1_is_killed(100.0, recovered, replaced_by=171)
+    say, order = job.report.record_message, job.report.record_order
+    # A newcomer that takes the place of 171 and dies while it imports.
+    say(1, Dying(1, 200.0, BoardRecord(1, 171)), 200.0)
+    say(1, Died(1, -9, 200.1, BoardRecord(1, 171)), 200.1)
+    say(1, Died(1, -11, 200.2, BoardRecord(1, 271)), 200.2)
+    order(1, 1, Exit(2), 200.3)
+    order(0, None, msgspec.structs.replace(SAVED, incident=2), 200.4)
+    written = job.incident()
+    of_rank_1 = [(event["type"], event["pid"]) for event in written["events"] if event["rank"] == 1]
+    assert of_rank_1 == [("fault-noticed", 171), ("died", 171), ("died", 271), ("exit", 271)]
+
+    job.report.begin(2)
+    job.report.record_start()
+    order(1, 1, Freeze(3), 300.0)  # nobody knows its pid yet
+    say(1, Died(1, 1, 300.1, BoardRecord(1, 371)), 300.1)
+    say(0, Frozen(0, 3, BoardRecord(0, 370)), 300.2)
+    order(0, None, msgspec.structs.replace(SAVED, incident=3), 300.3)
+    pids = [(event["type"], event["pid"]) for event in job.incident()["events"]]
+    assert pids == [("freeze", None), ("fault-noticed", 371), ("frozen", 370), ("verdict", None)]
+
+
 @pytest.mark.parametrize(
     ("nodes", "action"),
     [
