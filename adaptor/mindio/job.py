@@ -74,8 +74,7 @@ class Job:
                 f"{call}: rank {rank!r} of {world_size!r}, but this process is rank {here[0]} of {here[1]}"
             )
         self.has_local_copy = bool(has_local_copy)
-        self._worker.processor.rename = self.handlers.name
-        self._worker.processor.before_exit = self.handlers.leave
+        self._worker.processor.use_handlers(self.handlers)
 
     def loaded(self, step: int) -> None:
         """The state is that of `step`: from now on it can be saved, the first update included."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -45,8 +45,9 @@ class DumpStore(Store):
         super().__init__()
         self._timeout_s = timeout_s
         self._values: dict[str, bytes] = {}
-        self._connect: Callable[[], socket.socket] = lambda: _connect(place, secret, self._timeout_s)
-        self._connection: socket.socket | None = self._connect()
+        self._place = place
+        self._secret = secret
+        self._connection: socket.socket | None = _connect(place, secret, timeout_s)
 
     def set(self, key: str, value: Any) -> None:
         """Let others find `value` under `key`."""
@@ -91,7 +92,7 @@ class DumpStore(Store):
         if connection is not None:
             yield connection
             return
-        with self._connect() as connection:
+        with _connect(self._place, self._secret, self._timeout_s) as connection:
             yield connection
 
     def rest(self, timeout_s: float) -> None:

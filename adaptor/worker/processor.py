@@ -100,6 +100,16 @@ class Rejoin(Protocol):
         ends behind it."""
 
 
+class ScriptHandlers(Protocol):
+    """A script that saves by handlers of its own."""
+
+    def name(self, step: int) -> None:
+        """Give what was saved of `step` its name; what it raises becomes the reason why it has none."""
+
+    def leave(self) -> None:
+        """Do what the script does before the process ends; raises nothing."""
+
+
 class Processor:
     """Connects to the agent at `address` (an abstract unix socket) and serves it until the process ends."""
 
@@ -119,14 +129,16 @@ class Processor:
         self._connection.connect("\0" + address)
         self._session: Session | None = None
         self._current = (0, 0)  # the incident and the attempt of the newest order
-        # Set by a script whose own handlers save.
-        self.rename: Callable[[int], None] | None = None
-        self.before_exit: Callable[[], None] = lambda: None
+        self._handlers: ScriptHandlers | None = None
         self._rejoin: Rejoin | None = None
         self._rejoin_is_known = threading.Event()
         self.exit_code = EXIT_SURVIVOR
         self._descriptors = Descriptors(DESCRIPTORS)
         self.held = ""  # what is shown of this rank where the verdict blames it
+
+    def use_handlers(self, handlers: ScriptHandlers) -> None:
+        """Let the script's own handlers name what was saved, and be told before the process ends."""
+        self._handlers = handlers
 
     def start(self, session: Session) -> None:
         self._session = session
@@ -213,7 +225,8 @@ class Processor:
                 self.say(modules.of_this_process(self._rank))
             case Exit():
                 self._send_queued()
-                self.before_exit()
+                if self._handlers is not None:
+                    self._handlers.leave()
                 if order.blamed and self.held:
                     output.tell(self.held)
                 context.part(OpenRun).end()  # for people: after all else
@@ -295,8 +308,8 @@ class Processor:
     def _rename(self, order: Rename) -> None:
         reason = ""
         try:
-            assert self.rename is not None
-            self.rename(order.step)
+            assert self._handlers is not None
+            self._handlers.name(order.step)
         except (Exception, SystemExit) as error:  # the script's own: it decides what the job ends with
             reason = text.describe(error)
         self.say(Renamed(self._rank, order.incident, reason))
