@@ -226,6 +226,12 @@ def is_newcomer() -> bool:
     return rejoin.is_newcomer()
 
 
+def _count_as_enabled() -> None:
+    """Let `enable` do nothing from now on: the script is examined, and its patches are armed already."""
+    global _enabled
+    _enabled = True
+
+
 def disable() -> None:
     """Undo every patch, also for names that other modules have imported meanwhile.
 

@@ -222,7 +222,7 @@ def _examined(script: list[str], world_size: int | None) -> Findings:
     import adaptor
     from adaptor import patches, patching, preflight
 
-    adaptor._enabled = True  # a script that says so itself has no agent here
+    adaptor._count_as_enabled()  # a script that calls enable() itself has no agent here
     patches.load("report")
     patching.arm("report", raises=False)
     return preflight.run(script, world_size or 2 * preflight.least_world_size(script[1:]))

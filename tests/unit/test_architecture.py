@@ -362,6 +362,32 @@ def test_state_stands_in_the_context() -> None:
     assert STATE.keys() - found == set(), "declared, and no longer there"
 
 
+def test_no_module_changes_a_name_of_another(graph: dict[str, set[str]]) -> None:
+    """What changes a module of ours is a function of it."""
+    changed = [
+        f"{module}, line {node.lineno}: {ast.unparse(node)}"
+        for module, path in source_tree.modules().items()
+        if (own := _own_modules(path, graph))
+        for node in source_tree.nodes(path)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in own
+    ]
+    assert changed == []
+
+
+def _own_modules(path: Path, graph: dict[str, set[str]]) -> set[str]:
+    """Return the names by which a module has imported modules of ours."""
+    return {
+        (alias.asname or alias.name).split(".")[0]
+        for node in source_tree.nodes(path)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}") in graph
+    }
+
+
 def test_arguments_are_named_and_not_grouped() -> None:
     """`*(a, b)` in a call hides which parameter is which."""
     grouped = [
