@@ -114,6 +114,8 @@ def _answer(parsed: argparse.Namespace) -> int:
     if parsed.nproc_per_node is None and parsed.nnodes > 1:
         raise ConfigError(f"--nnodes is {parsed.nnodes}: say --nproc-per-node, too")
     hosts = racks_of(parsed.hosts, parsed.nnodes) if parsed.hosts is not None else {}
+    if not Path(script[0]).is_file():
+        raise ConfigError(f"there is no script {script[0]}")
     return show(
         script,
         parsed.nnodes,
@@ -132,8 +134,10 @@ def racks_of(path: Path, nodes: int) -> dict[str, str]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hosts {path} cannot be read: {text.describe(error)}") from None
+    except OSError as error:
+        raise ConfigError(f"--hosts {path} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--hosts {path} cannot be read (it is no text in UTF-8)") from None
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()

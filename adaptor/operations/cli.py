@@ -123,7 +123,7 @@ def _status(parsed: argparse.Namespace) -> int:
         if parsed.json:
             print(msgspec.json.encode(status).decode())
         else:
-            show(_status_lines(status, silent_s))
+            show(_status_lines(status, silent_s), again=parsed.watch)
         if not parsed.watch:
             return FINDING if silent_s or status.protected is False else OK
         time.sleep(_WATCH_S)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from adaptor import text
 from adaptor.operations.words import USAGE
 
+_CLEAR = "\x1b[H\x1b[2J"
 _CLOSED = 141  # as of a program that SIGPIPE has ended
 
 # Words of answers, by what they mean to a reader; the later ones win.
@@ -23,9 +24,16 @@ _STYLES = (
 )
 
 
-def show(lines: Iterable[str]) -> None:
-    """Print lines to stdout, at once."""
+def show(lines: Iterable[str], *, again: bool = False) -> None:
+    """Print lines to stdout, at once.
+
+    Args:
+        lines: the answer.
+        again: in the place of what is on the terminal.
+    """
     lines = list(lines)
+    if again and sys.stdout.isatty():
+        print(_CLEAR, end="")
     if not (sys.stdout.isatty() and _in_colour(lines)):
         print("\n".join(lines), flush=True)
 

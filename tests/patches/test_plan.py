@@ -113,7 +113,7 @@ def test_what_would_be_refused_is_said(warm_python: Run) -> None:
     ("arguments", "line"),
     [
         (["--"], "ttp: error: name the script and its arguments: ttp plan -- pretrain_gpt.py ARGUMENTS"),
-        (["--", "absent.py"], "python -m adaptor: there is no script absent.py"),
+        (["--", "absent.py"], "ttp: error: there is no script absent.py"),
         (["--nnodes", "2", "--", "a.py", "x"], "ttp: error: --nnodes is 2: say --nproc-per-node, too"),
         (
             ["--bandwidth", "0", "--", "a.py"],

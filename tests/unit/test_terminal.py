@@ -40,6 +40,16 @@ def test_a_terminal_has_the_same_text_in_colours(
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == "\n".join(LINES) + "\n"
 
 
+def test_an_answer_in_the_place_of_the_last_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ttp status --watch`; in a pipe there is one behind the other."""
+    terminal.show(["one"], again=True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    terminal.show(["two"], again=True)
+    assert re.fullmatch("one\n(\x1b\\[[0-9]*[HJ])+two\n", capsys.readouterr().out)
+
+
 def test_a_terminal_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setitem(sys.modules, "rich", None)
