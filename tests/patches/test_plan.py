@@ -74,7 +74,7 @@ def test_words_about_racks() -> None:
         ("n0 r0\nn0 r1\n", "line 2: n0 is there twice"),
         ("# nothing\n", "names no host: it must have a line 'HOST RACK' for each node"),
         ("n0 r0\nn1 r1\n", "has 2 hosts, and --nnodes is 1"),
-        (None, "cannot be read: "),
+        (None, "cannot be read (No such file or directory)"),
     ],
 )
 def test_bad_hosts(
