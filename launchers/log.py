@@ -80,6 +80,10 @@ class _Stdout(_Quiet):
             self.handleError(record)
 
 
+class _WatchedFile(_Quiet, logging.handlers.WatchedFileHandler):
+    """A file that is opened again where something has moved or removed it."""
+
+
 class _File(_Quiet):
     """Queues records for a `Writer`, whose thread opens and writes the file."""
 
@@ -88,7 +92,7 @@ class _File(_Quiet):
         self._path = path
         self._writer = output.Writer("ttp-log")
         self._writer.start()
-        self._file: logging.handlers.WatchedFileHandler | None = None
+        self._file: _WatchedFile | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -101,10 +105,7 @@ class _File(_Quiet):
     def _write(self, line: logging.LogRecord) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
         if self._file is None:
-            self._file = logging.handlers.WatchedFileHandler(
-                self._path, encoding="utf-8", errors="backslashreplace"
-            )
-            self._file.handleError = self.handleError  # type: ignore[method-assign]
+            self._file = _WatchedFile(self._path, encoding="utf-8", errors="backslashreplace")
         self._file.emit(line)
 
     def close(self) -> None:
