@@ -137,11 +137,10 @@ def _others(args: Any, nodes: Nodes, size: int) -> str:
     target = parallel_sizes.other_sizes(args)
     if target is not None:
         return f"{with_nodes}, or {_other_command(args, *target)}"
-    if args.world_size % model_size(args) == 0:
-        experts = parallel_sizes.expert_size_that_fits(args)
-        if experts is not None:
-            now = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-            return f"{with_nodes}, or {_other_command(args, *now, experts[0])} ({experts[1]})"
+    found = parallel_sizes.expert_size_that_fits(args)
+    if found is not None:
+        command = _other_command(args, found.tensor, found.pipeline, found.expert)
+        return f"{with_nodes}, or {command} ({found.why})"
     return f"{with_nodes}, or with other parallel sizes"
 
 

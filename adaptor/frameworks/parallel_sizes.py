@@ -7,11 +7,10 @@ replaced in its parsed arguments, before it validates them.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adaptor import context
 from adaptor.checkpoint import saved_steps, tracker
@@ -59,25 +58,47 @@ def experts_objection(args: Any) -> str:
     )
 
 
-def expert_size_that_fits(args: Any) -> tuple[int, str] | None:
-    """Return the largest expert parallel size with which the ranks hold all experts a whole number of times.
+class ExpertSize(NamedTuple):
+    """Another expert parallel size, the sizes that a job has with it, and what bounds it, in words."""
+
+    expert: int
+    tensor: int
+    pipeline: int
+    why: str
+
+
+def expert_size_that_fits(args: Any, *, chosen: bool = False) -> ExpertSize | None:
+    """Return another expert parallel size with which the job could train on the ranks that are there.
+
+    Of all such sizes, one with which the others stay as they are; of these the largest.
 
     Args:
         args: of the framework.
+        chosen: the job takes its other sizes itself, which it does only where the model does not fit the
+            ranks in those of its arguments; else the user gives them.
 
     Returns:
-        The size, and by what it is bounded, in words; None where the job could not train with it, or
-        `adaptor transform` does not make such a checkpoint.
+        None where there is none, or `adaptor transform` does not make such a checkpoint.
     """
-    tensor, pipeline = _expert_tensor(args), args.pipeline_model_parallel_size
-    left, rest = divmod(args.world_size, tensor * pipeline)
-    changed = copy.copy(args)
-    changed.expert_model_parallel_size = math.gcd(args.num_experts, left)
-    if rest or other_sizes(changed) is None:
+    experts = getattr(args, "num_experts", None)
+    if experts is None:
         return None
+    now = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    found = []
+    for expert in _divisors(experts):
+        changed = copy.copy(args)
+        changed.expert_model_parallel_size = expert
+        sizes = other_sizes(changed)
+        stay = chosen and holds_whole_models(changed, args.world_size)
+        if sizes is not None and (sizes == now or not stay):
+            found.append((expert, sizes))
+    if not found:
+        return None
+    expert, (tensor, pipeline) = max(found, key=lambda one: (one[1] == now, one[0]))
+    left = args.world_size // (tensor * pipeline)
     ranks = f"{args.world_size} ranks / TP{tensor} / PP{pipeline}"
-    why = f"it has to divide {args.num_experts} experts, and {left} = {ranks}"
-    return changed.expert_model_parallel_size, why
+    why = f"it has to divide {experts} experts, and {left} = {ranks}"
+    return ExpertSize(expert, tensor, pipeline, why)
 
 
 def data_parallel_size(args: Any) -> int:
@@ -182,12 +203,11 @@ def _because_of_experts(args: Any) -> str:
 
     A pipeline parallel size of 1 is the easiest for them: where it is too large, all others are.
     """
-    shortest = _changed(args, args.tensor_model_parallel_size, 1)
-    objection = experts_objection(shortest)
+    objection = experts_objection(_changed(args, args.tensor_model_parallel_size, 1))
     if not objection:
         return "; start another number of nodes"
-    found = expert_size_that_fits(shortest)
-    other = "" if found is None else f", or with --expert-model-parallel-size {found[0]} ({found[1]})"
+    found = expert_size_that_fits(args, chosen=True)
+    other = "" if found is None else f", or with --expert-model-parallel-size {found.expert} ({found.why})"
     return f": {objection}; start another number of nodes{other}"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -235,6 +237,56 @@ def test_the_command_that_makes_experts_fit() -> None:
         " --expert-model-parallel-size 2 --load /runs/moe-tp2-pp1-ep2 --save /runs/moe-tp2-pp1-ep2"
         " (it has to divide 8 experts, and 6 = 12 ranks / TP2 / PP1)"
     )
+
+
+# With the pipeline as it is the data-parallel size would be 3, which does not divide the batch.
+OTHER_PIPELINE = {
+    "num_experts": 8,
+    "expert_model_parallel_size": 4,
+    "pipeline_model_parallel_size": 2,
+    "num_layers": 12,
+    "global_batch_size": 16,
+    "save": "/runs/moe",
+}
+
+
+@pytest.mark.usefixtures("nodes")
+def test_the_command_that_makes_experts_fit_changes_the_pipeline_where_the_batch_asks_for_it() -> None:
+    with pytest.raises(AdaptorError) as refused:
+        megatron_nodes.fit(Namespace(**{**MODEL, **OTHER_PIPELINE}))
+    assert "--tp 2 --pp 3 --ep 2` and start with" in str(refused.value)
+    assert "(it has to divide 8 experts, and 2 = 12 ranks / TP2 / PP3)" in str(refused.value)
+
+
+OPTION = re.compile(r"--(\w+)-model-parallel-size (\d+)")
+
+
+@pytest.mark.parametrize("reshape", ["", "auto"])
+def test_a_job_starts_with_the_sizes_that_the_line_names(reshape: str, nodes: pytest.MonkeyPatch) -> None:
+    """Whatever the job: who follows the line is not told that the sizes do not fit either."""
+    if reshape:
+        nodes.setenv("TTP_RESHAPE", reshape)
+    followed = 0
+    for ranks, tensor, pipeline, expert, batch, layers in product(
+        (3, 6, 12, 18), (1, 2), (1, 2, 3), (2, 4, 8), (16, 18, 24), (6, 12)
+    ):
+        sizes = {
+            "world_size": ranks,
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": pipeline,
+            "expert_model_parallel_size": expert,
+        }
+        model = {"num_experts": 8, "num_layers": layers, "global_batch_size": batch}
+        given = {**MODEL, **model, **sizes}
+        try:
+            megatron_nodes.fit(Namespace(**given))
+        except AdaptorError as refused:
+            options = OPTION.findall(str(refused))
+            named = {f"{which}_model_parallel_size": int(size) for which, size in options}
+            if "expert_model_parallel_size" in named:
+                megatron_nodes.fit(Namespace(**{**given, **named}))
+                followed += 1
+    assert followed > 20
 
 
 @pytest.mark.parametrize(
