@@ -53,6 +53,7 @@ class Counts:
 
         self._sent.find()
         self._peaks = Peaks()
+        # Never stopped: threads of gloo that allocate meanwhile would end the process (CPython gh-128679).
         tracemalloc.start()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.start()
@@ -60,7 +61,6 @@ class Counts:
     def end(self, steps: int) -> Mapping[str, Mapping[str, float]]:
         profile, self._profile = self._profile, None
         profile.stop()
-        tracemalloc.stop()
         events = profile.profiler.kineto_results.events()
         found = by_part(Event(e.name(), e.start_ns(), e.duration_ns(), e.nbytes()) for e in events)
         means = {

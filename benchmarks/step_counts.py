@@ -58,6 +58,7 @@ def main() -> None:
         parser.add_argument(
             option, nargs="*", choices=names, default=names, metavar="NAME", help=", ".join(names)
         )
+    parser.add_argument("--online", action="store_true", help="with online recovery armed, off and on")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of blocks, one off and one on")
     parser.add_argument("--block", type=int, default=5, help="steps in a block; the first is not counted")
     parser.add_argument("--layers", type=int, default=4)
@@ -76,7 +77,8 @@ def main() -> None:
         ranks, extra = _CUTS[layout]
         for name in given.replicas:
             known = _REPLICAS[name]
-            row = Row(f"{layout}, {name}", known.environment, known.distributed, ranks, extra)
+            environment = {**known.environment, **({"TTP_ONLINE": "60"} if given.online else {})}
+            row = Row(f"{layout}, {name}", environment, known.distributed, ranks, extra)
             print(row.name, flush=True)
             pairs = measure(row, folder / str(len(found)), given, "counts")
             found[row.name] = {meter: counted(pairs, meter) for meter in METERS if meter in pairs[0][0]}
