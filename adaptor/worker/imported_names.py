@@ -62,6 +62,15 @@ def first_that_differs(told: Mapping[str, bytes], names: Iterable[str]) -> str:
     return ""
 
 
+def names_of(module: str) -> Mapping[str, object]:
+    """Return what a module has, by name, past whatever it has to load its parts late."""
+    try:
+        found: Mapping[str, object] = object.__getattribute__(sys.modules[module], "__dict__")
+    except (AttributeError, KeyError):
+        return {}
+    return found
+
+
 def _codes(module: str) -> Iterator[bytes]:
     for name, mark, is_foreign in _marks(module):
         yield _code(name, mark)
@@ -78,9 +87,8 @@ def _marks(module: str) -> Iterator[tuple[str, str, bool]]:
 
     Left out: functions of its own. Whoever calls them looks them up, or has them imported by name.
     """
-    # Past any __getattr__ of a module that loads its parts late.
-    for name, value in list(getattr(sys.modules.get(module), "__dict__", {}).items()):
-        with contextlib.suppress(Exception):  # whatever an object of somebody else's answers
+    for name, value in list(names_of(module).items()):
+        with contextlib.suppress(BaseException):  # whatever an object of somebody else's answers
             if issubclass(type(value), type):
                 yield name, _classes(value), value.__module__ != module
             elif issubclass(type(value), _FUNCTIONS) and value.__module__ != module:

@@ -23,7 +23,5 @@ def of_this_process(rank: int) -> Modules:
 
 def origin(name: str) -> str:
     """Return the file that the module was imported from, or what else it is; nothing if it has no spec."""
-    module = sys.modules.get(name)
-    # Past any __getattr__: looking must not make a lazy module load.
-    spec = getattr(module, "__dict__", {}).get("__spec__")
+    spec = imported_names.names_of(name).get("__spec__")
     return encodable(str(getattr(spec, "origin", None) or ""))

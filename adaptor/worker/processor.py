@@ -60,8 +60,8 @@ EXIT_ORPHAN = 76
 EXIT_DEAF = 77
 # Threads that an incident needs: to freeze, to look at the main thread or at its device, to dump, one for
 # what hangs, one to read which collectives were begun, and one in which the main thread may wait for a
-# message (`adaptor.waits`).
-RESERVE = 6
+# message (`adaptor.waits`). And one to look at what is imported, which may hang in an object of a module.
+RESERVE = 7
 # Descriptors that an incident needs: the files of some groups, and sockets to the holders of their shards.
 DESCRIPTORS = 32
 # The time for the last lines: shorter than the agent waits for the worker's end, if a terminal blocks.
@@ -134,6 +134,7 @@ class Processor:
         self._rejoin_is_known = threading.Event()
         self.exit_code = EXIT_SURVIVOR
         self._descriptors = Descriptors(DESCRIPTORS)
+        self._modules_probed = False
         self.held = ""  # what is shown of this rank where the verdict blames it
 
     def use_handlers(self, handlers: ScriptHandlers) -> None:
@@ -222,7 +223,10 @@ class Processor:
             case PresenceProbe():
                 self.say(Present(self._rank, order.incident))
             case ModulesProbe():
-                self.say(modules.of_this_process(self._rank))
+                # The agent asks until it has heard; who has looked, or hangs in it, does not look again.
+                if not self._modules_probed:
+                    self._modules_probed = True
+                    self._in_thread("modules", self._tell_modules, order)
             case Exit():
                 self._send_queued()
                 if self._handlers is not None:
@@ -267,6 +271,18 @@ class Processor:
         """Read the position of the main thread before any answer, which may let it go on or end it."""
         path = stack_files.of_incident(self._stacks_folder, incident) / f"rank{self._rank}.txt"
         return stacks.look(path, LOOK_S, lambda: self._note("stacks", str(path)))
+
+    def _tell_modules(self, _probe: ModulesProbe) -> None:
+        """Say what is imported. For that it looks at objects of others, which may raise anything, or hang."""
+        try:
+            told = modules.of_this_process(self._rank)
+        except BaseException as error:
+            output.tell(
+                f"[ttp] rank {self._rank}: no spare process waits on its node: what it has imported cannot be"
+                f" listed: {text.trace(error)}"
+            )
+        else:
+            self.say(told)
 
     def _note_collectives(self, incident: int) -> None:
         """Say which collectives this rank has begun; nothing waits for it, and a hang may keep the thread."""

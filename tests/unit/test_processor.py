@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 import socket
+import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,11 @@ from adaptor.protocol.messages import (
     Frozen,
     GroupOrder,
     Hello,
+    Modules,
+    ModulesProbe,
     Phase,
+    PresenceProbe,
+    Present,
     TimelineEvent,
     ToWorker,
     Written,
@@ -43,13 +49,7 @@ def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch:
     trainee = CountingTrainee(barrier=lambda: assert_set(broken))
     loop = Loop(session, trainee)
     loop.begin(4)
-    address = f"ttp-test-{secrets.token_hex(8)}"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("\0" + address)
-        listener.listen()
-        processor = Processor(0, address, 10.0, 0, tmp_path)
-        agent, _ = listener.accept()
-    agent.settimeout(LONG_S)
+    processor, agent = connected(tmp_path)
 
     def order(message: ToWorker) -> None:
         agent.sendall(wire.frame(message))
@@ -93,6 +93,67 @@ def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch:
     assert_set(left)
     processor._connection.close()
     memory.close()
+
+
+class Objects(type):
+    """The type of classes of another module: what they raise when they are looked at, no Exception is."""
+
+    looked_at = threading.Semaphore(0)
+    go_on = threading.Event()
+
+    @property
+    def __mro__(cls) -> tuple[type, ...]:  # type: ignore[override]
+        if cls.__name__ == "Hangs":
+            cls.looked_at.release()
+            assert_set(cls.go_on)
+        raise KeyboardInterrupt
+
+
+def test_looking_at_what_is_imported_keeps_no_order_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker looks at objects of others, for a spare: not in the thread that hears a Freeze."""
+    left = threading.Event()
+    monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
+    of_another = types.ModuleType("of_another")
+    of_another.Raises = Objects("Raises", (), {})  # type: ignore[attr-defined]
+    of_another.Hangs = Objects("Hangs", (), {})  # type: ignore[attr-defined]
+    of_another.function = secrets.token_hex  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "of_another", of_another)
+    memory = BoardMemory([0])
+    session = Session(Board(0, memory.path, memory.slots), lambda *heard: None, lambda error: None)
+    Loop(session, CountingTrainee()).begin(4)
+    processor, agent = connected(tmp_path)
+    with agent:
+        processor.start(session)
+        assert isinstance(wire.receive(agent, wire.from_worker), Hello)
+        for _ in range(2):  # an agent asks again where no answer has come
+            agent.sendall(wire.frame(ModulesProbe()))
+        assert Objects.looked_at.acquire(timeout=LONG_S)
+        agent.sendall(wire.frame(Freeze(1)))
+        assert isinstance(wire.receive(agent, wire.from_worker), Frozen)
+        Objects.go_on.set()
+        told = wire.receive(agent, wire.from_worker)
+        assert isinstance(told, Modules)
+        assert len(told.names["of_another"]) == 2 * 4, "the code of its function, and that it is foreign"
+        agent.sendall(wire.frame(PresenceProbe(1)))
+        assert isinstance(wire.receive(agent, wire.from_worker), Present), "it looks once"
+        assert not left.is_set()
+    assert_set(left)
+    processor._connection.close()
+    memory.close()
+
+
+def connected(folder: Path) -> tuple[Processor, socket.socket]:
+    """Return a processor, and the agent's end of its connection."""
+    address = f"ttp-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + address)
+        listener.listen()
+        processor = Processor(0, address, 10.0, 0, folder)
+        agent, _ = listener.accept()
+    agent.settimeout(LONG_S)
+    return processor, agent
 
 
 def assert_set(event: threading.Event) -> None:
