@@ -14,6 +14,7 @@ import sys
 import types
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import wrapt
 
@@ -62,10 +63,10 @@ def first_that_differs(told: Mapping[str, bytes], names: Iterable[str]) -> str:
     return ""
 
 
-def names_of(module: str) -> Mapping[str, object]:
+def names_of(module: str) -> Mapping[str, Any]:
     """Return what a module has, by name, past whatever it has to load its parts late."""
     try:
-        found: Mapping[str, object] = object.__getattribute__(sys.modules[module], "__dict__")
+        found: Mapping[str, Any] = object.__getattribute__(sys.modules[module], "__dict__")
     except (AttributeError, KeyError):
         return {}
     return found
