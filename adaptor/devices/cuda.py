@@ -35,6 +35,8 @@ class Cuda(Accelerator):
         All at the same time: the end of one waits for the device, and with it for the kernels of all others
         (pytorch#119797). torch aborts each in a thread of its own, where NCCL's group calls do nothing.
         """
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            return  # torch's watchdog stays on then, whatever was asked for, and would end this process
         aborts = [Background(partial(_abort, backend), "ttp-device") for backend in _backends()]
         until = time.monotonic() + ABORT_S
         for abort in aborts:

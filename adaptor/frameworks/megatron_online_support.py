@@ -6,15 +6,18 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 
 from adaptor import context
 from adaptor.online import groups
 from adaptor.online.groups import Groups
+from adaptor.worker.watchdogs import Watchdogs
 
 # Versions with which failed ranks were replaced: docs/compatibility.md.
 TESTED = SpecifierSet(">=0.12,<0.21,!=0.17.*,!=0.18.*,!=0.19.*", prereleases=True)
-# Backends of process groups with which jobs have gone on bitwise: docs/accelerators.md.
+# Backends of process groups with which jobs have gone on bitwise; over NCCL with Megatron-LM 0.15.0rc5 alone,
+# on one GPU (docs/accelerators.md).
 EXCHANGED = frozenset({"gloo", "nccl"})
 # Packages that put loops of their own in the place of Megatron-LM's, or change what it does.
 _OTHERS = ("mindspeed_llm", "mindspeed", "modellink")
@@ -47,6 +50,10 @@ def of_process_groups() -> str:
     made = context.part(Groups)
     if others := sorted(made.backends - EXCHANGED):
         return f"process groups of {', '.join(others)} have not gone on bitwise on a device yet"
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        return "TORCH_DISTRIBUTED_DEBUG=DETAIL puts a group around each process group"
+    if "nccl" in made.backends and not context.part(Watchdogs).are_off:
+        return "the watchdog of NCCL is on, and would end the survivors"
     if made.is_bound:
         return "process groups that are bound to a device (`device_id`) are split from each other"
     return ""

@@ -166,6 +166,7 @@ class Groups:
         _require_descriptors(len(exchanged))
         self._exchanges += 1
         self.lone = False
+        _leave_batches()
         with self._connecting():
             for name, made in exchanged.items():
                 self._exchange_one(f"{name}@{occasion}", made, store)
@@ -203,6 +204,20 @@ class Groups:
         key = made.arguments["group_name"]
         self._numbers[key] = _adopt(made.group, fresh, self._numbers.get(key, FIRST_NUMBER))
         _forget(made.group, fresh)
+
+
+def _leave_batches() -> None:
+    """Forget what an exception has left of a batch of collectives, which torch would go on collecting.
+
+    Raises:
+        ExchangeError: NCCL may wait for the end of the batch, too, and would put off all that comes.
+    """
+    from adaptor.devices.cuda import nccl_of
+
+    begun = _books().pg_coalesce_state
+    if any(not collected and nccl_of(group) is not None for group, collected in begun.items()):
+        raise ExchangeError("the fault has struck in the middle of a batch of messages over NCCL")
+    begun.clear()
 
 
 def _require_descriptors(groups: int) -> None:

@@ -64,7 +64,8 @@ class Meeting:
         self._stores.clear()
 
     def rest(self, timeout_s: float) -> None:
-        """The job goes on, and process groups may come back to a store, as NCCL's do: keep this meeting.
+        """The job goes on, and process groups may come back to a store, as NCCL's do: keep this meeting, and
+        `abandon` it when another one begins.
 
         Args:
             timeout_s: seconds for each wait there.

@@ -96,7 +96,8 @@ class Rejoin:
             if known is not None and (known.incident, known.attempt) > (order.incident, order.attempt):
                 return  # each order has a thread, and that of a newer one was faster
             self._order = order
-            self._meeting.abandon()
+            for meeting in (*self._ended, self._meeting):
+                meeting.abandon()
             if self._is_newcomer:
                 self._ready = order
                 self._changed.notify_all()
@@ -258,11 +259,11 @@ class Rejoin:
             self._has_left_loop = False
             self._ready = None
             ended, self._meeting = self._meeting, Meeting(self._worker.rank)
-        if self._groups.are_gloo:
-            ended.close()
-        else:
-            ended.rest(self._groups.timeout_s)
-            self._ended.append(ended)
+            if not self._groups.are_gloo:
+                ended.rest(self._groups.timeout_s)
+                self._ended.append(ended)
+                return None
+        ended.close()
         return None
 
     def _take_part(self, order: Regroup) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, Store
 
 from adaptor.protocol import authentication, wire
 from adaptor.protocol.dump_messages import Ask, Keep, from_store
@@ -48,6 +49,9 @@ class DumpStore(Store):
         self._place = place
         self._secret = secret
         self._connection: socket.socket | None = _connect(place, secret, timeout_s)
+        self._lock = threading.Lock()
+        self._calls: set[socket.socket] = set()  # the connections of calls that are made now, in a rest
+        self._is_abandoned = False
 
     def set(self, key: str, value: Any) -> None:
         """Let others find `value` under `key`."""
@@ -86,17 +90,35 @@ class DumpStore(Store):
         self.wait([key])
         return self._values[key]
 
+    def check(self, keys: list[str]) -> bool:
+        """Return whether this end knows of all `keys`: torch asks, and nothing of ours depends on it."""
+        return all(key in self._values for key in keys)
+
     @contextlib.contextmanager
     def _connected(self) -> Iterator[socket.socket]:
         connection = self._connection
         if connection is not None:
             yield connection
             return
-        with _connect(self._place, self._secret, self._timeout_s) as connection:
-            yield connection
+        try:
+            with _connect(self._place, self._secret, self._timeout_s) as connection:
+                with self._lock:
+                    if self._is_abandoned:
+                        raise ConnectionAbortedError("the meeting of the ranks is over")
+                    self._calls.add(connection)
+                try:
+                    yield connection
+                finally:
+                    with self._lock:
+                        self._calls.discard(connection)
+        except (OSError, EOFError) as error:
+            # As torch's own store says it: it follows from what has happened to another process.
+            raise DistStoreError(f"the store at which the ranks meet: {error}") from error
 
     def rest(self, timeout_s: float) -> None:
         """Close the connection; from now on each call makes one of its own, from any thread.
+
+        A call then raises torch's DistStoreError in the place of OSError and EOFError.
 
         Args:
             timeout_s: seconds for connecting, and for each wait without a time-out of its own.
@@ -109,10 +131,13 @@ class DumpStore(Store):
             self._connection.close()
 
     def abandon(self) -> None:
-        """Let a thread that waits raise; from any thread."""
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
+        """Let threads that wait raise, in a rest those that come later, too; from any thread."""
+        with self._lock:
+            self._is_abandoned = True
+            waiting = self._calls if self._connection is None else {self._connection}
+            for connection in waiting:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def meet(store: Store, prefix: str, rank: int, size: int, timeout_s: float) -> ProcessGroupGloo:

@@ -27,7 +27,8 @@ _DEPTH = 4
 _LONGEST = 200
 # `adaptor.waits` is entered at most so many calls above the innermost one.
 _WAIT_DEPTH = 8
-_PATCHES = ("adaptor.patches.", "adaptor.patching.")
+# In the place of torch's own code: patches, and the store at which ranks meet (`online.meeting`).
+_IN_PLACE = ("adaptor.patches.", "adaptor.patching.", "adaptor.worker.dump_store", "adaptor.protocol.wire")
 # A call that returns when others have done their part. What waits for a lock, a queue or a file looks
 # different; torch's own functions for collectives are known by their file. On a device, a number that is read
 # waits for all that was started before it.
@@ -88,10 +89,10 @@ def busy() -> bool:
 
 
 def _main_thread() -> list[FrameType]:
-    """Return the frames of the main thread, the innermost first, without those of a patch around a wait."""
+    """Return the frames of the main thread, the innermost first, without those of ours in a wait."""
     frames = list(_outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
     frames = frames[_calls_of_waits(frames) :]
-    return list(itertools.dropwhile(lambda frame: _module(frame).startswith(_PATCHES), frames))
+    return list(itertools.dropwhile(lambda frame: _module(frame).startswith(_IN_PLACE), frames))
 
 
 def _calls_of_waits(frames: Sequence[FrameType]) -> int:

@@ -24,6 +24,8 @@ VARIABLES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_ENABLE_MONITORING",
     "TORCH_HCCL_ASYNC_ERROR_HANDLING",
+    # With it torch does as if the first of these were set.
+    "TORCH_NCCL_DESYNC_DEBUG",
 )
 # The first NCCL group of a process that takes another's place is at the store of the meeting, where torch
 # would look once a second whether another rank asks for a dump of its flight recorder.
@@ -49,12 +51,17 @@ class Watchdogs:
         if self._off or not self._context.settings.hang_s or _groups_are_made():
             return
         self._off = True
-        for name in (*VARIABLES, _OF_NEWCOMERS) if NEWCOMER in os.environ else VARIABLES:
+        for name in VARIABLES:
             said = os.environ.get(name, "0")
             if said != "0" and (name, said) != _TORCHS:
                 _say(f"{name} is {said}: set to 0: the watchdog would end the survivors of a fault")
-            self._before[name] = os.environ.get(name)
-            os.environ[name] = "0"
+            self._switch_off(name)
+        if NEWCOMER in os.environ:
+            self._switch_off(_OF_NEWCOMERS)
+
+    def _switch_off(self, name: str) -> None:
+        self._before[name] = os.environ.get(name)
+        os.environ[name] = "0"
 
     def restore(self) -> None:
         """Put the variables back, for process groups that are made from now on: the adaptor is disabled."""
@@ -66,12 +73,23 @@ class Watchdogs:
                 os.environ[name] = value
         self._before.clear()
 
+    @property
+    def are_off(self) -> bool:
+        """Return whether they end nobody: not with TORCH_DISTRIBUTED_DEBUG=DETAIL, whatever was set."""
+        return self._off and not _is_detailed()
+
     def warn_if_on(self) -> None:
         """Warn, when training begins, if watchdogs are on that would end the survivors of a fault."""
         from torch import distributed
 
         backend = str(distributed.get_backend()).lower()
-        if self._off or not any(name in backend for name in _WATCHED):
+        if self.are_off or not any(name in backend for name in _WATCHED):
+            return
+        if self._off:
+            _say(
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the watchdog of NCCL on, which may end survivors of a "
+                "fault before they are saved; with INFO it is off"
+            )
             return
         if not self._context.settings.hang_s:
             _say(
@@ -83,6 +101,12 @@ class Watchdogs:
             "the watchdog of NCCL or HCCL is on, and would end survivors before they are saved: call "
             "adaptor.enable() in the script before torch.distributed.init_process_group"
         )
+
+
+def _is_detailed() -> bool:
+    from torch import distributed
+
+    return distributed.get_debug_level() == distributed.DebugLevel.DETAIL
 
 
 def _groups_are_made() -> bool:

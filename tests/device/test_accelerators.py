@@ -295,6 +295,20 @@ def test_aborts_that_hang_or_fail_take_their_time_once(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_nothing_is_aborted_where_torch_would_end_the_process_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    in_groups(monkeypatch, ("cuda", _Backend(said, "abort")))
+    level = dist.get_debug_level()
+    try:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        cuda.Cuda.release(None)  # type: ignore[arg-type]
+        assert said == []
+    finally:
+        dist.set_debug_level(level)
+    cuda.Cuda.release(None)  # type: ignore[arg-type]
+    assert said == ["abort"]
+
+
 def test_collectives_are_ended_where_the_main_thread_is_turned_away(
     device: Accelerator, kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

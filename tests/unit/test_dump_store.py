@@ -7,6 +7,7 @@ import resource
 import secrets
 import select
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +18,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistStoreError,
+    PrefixStore,
+    ProcessGroupGloo,
+)
 
 from adaptor.launchers import agent_listener
 from adaptor.launchers.dump_store import DumpStore
 from adaptor.protocol import authentication
-from adaptor.protocol.messages import Endpoint
+from adaptor.protocol.messages import Endpoint, Standing
+from adaptor.worker import stacks
 from adaptor.worker.dump_store import DumpStore as Client
+from adaptor.worker.origin import may_be_an_echo
+from tests import waiting
 from tests.unit.nodes import Job, controller_host_of, job
 from tests.unit.other_user import other_user
 from tests.unit.test_controller_host import FIRST
@@ -118,13 +126,46 @@ def test_a_store_that_rests_is_reached_again_by_several_threads(address: str) ->
         one.set("g/early", b"1")
         for store in (one, other):
             store.rest(LONG_S)
-        waiting = pool.submit(other.get, "g/late")
+        late = pool.submit(other.get, "g/late")
         assert other.get("g/early") == b"1"
         one.set("g/late", b"2")
-        assert waiting.result(LONG_S) == b"2"
-        for store in (one, other):
-            store.abandon()
-            store.close()
+        assert late.result(LONG_S) == b"2"
+        assert other.check(["g/early", "g/late"])
+        assert not other.check(["g/never"])
+
+
+@ADDRESSES
+def test_whoever_waits_at_a_store_that_rests_can_be_woken(address: str) -> None:
+    """As its main thread, when there is another incident: it stands still in a wait, and raises what torch's
+    own store would raise."""
+    main, told = threading.get_ident(), list[Standing | None]()
+
+    def wake() -> None:
+        waiting.until(lambda: "_ask" in _calls_of(main), "the main thread waits")
+        told.append(stacks.awaited())
+        store.abandon()
+
+    with served(address) as opened:
+        store = opened.client()
+        store.rest(LONG_S)
+        thread = threading.Thread(target=wake)
+        thread.start()
+        with pytest.raises(DistStoreError) as raised:
+            store.wait(["g/never"])
+        thread.join()
+        assert may_be_an_echo(raised.value)
+        with pytest.raises(DistStoreError, match="the meeting of the ranks is over"):
+            store.get("g/never")
+        assert told[0] is not None
+        assert told[0].where.startswith("test_whoever_waits_at_a_store_that_rests_can_be_woken")
+
+
+def _calls_of(thread: int) -> list[str]:
+    frame, found = sys._current_frames().get(thread), list[str]()
+    while frame is not None:
+        found.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return found
 
 
 def test_many_large_values() -> None:

@@ -75,6 +75,44 @@ def test_the_groups_of_a_newcomer_know_the_devices_that_those_of_the_others_know
     assert backends == "gloo nccl False False"
 
 
+BATCHES = """
+import contextlib
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from adaptor import context
+from adaptor.devices import cuda
+from adaptor.online.groups import ExchangeError, Groups
+
+made = context.part(Groups)
+made.remember(lone=False)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def batch():
+    with contextlib.suppress(KeyError), c10d._coalescing_manager():
+        raise KeyError
+
+
+batch()
+made.exchange(dist.HashStore(), "1.1")
+batch()  # torch is in no batch: it would say so
+cuda.nccl_of = lambda group: group
+try:
+    made.exchange(dist.HashStore(), "2.1")
+except ExchangeError as error:
+    print(error)
+"""
+
+
+def test_what_an_exception_has_left_of_a_batch_is_forgotten() -> None:
+    """torch would collect what is called next, and do nothing; NCCL's own batch cannot be looked at."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", BATCHES], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.stdout == "the fault has struck in the middle of a batch of messages over NCCL\n", done.stderr
+
+
 EXCHANGES = """
 import os, resource, sys
 import torch, torch.distributed as dist

@@ -224,6 +224,28 @@ def test_switched_off_nothing_is_seen(warm_launcher: Launcher) -> None:
 
 
 NAMES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_HCCL_ASYNC_ERROR_HANDLING")
+DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+ON = """
+import os
+import torch.distributed as dist
+from adaptor import context
+from adaptor.frameworks import megatron_online_support
+from adaptor.online.groups import Groups
+from adaptor.worker.watchdogs import Watchdogs
+
+made = context.part(Groups)
+made.remember(lone=True)
+helper = dist.distributed_c10d._new_process_group_helper
+dist.distributed_c10d._new_process_group_helper = lambda *args, **kwargs: made.make(helper, args, kwargs)
+watchdogs = context.part(Watchdogs)
+{before}
+dist.set_debug_level(dist.DebugLevel.OFF)  # else torch would wait for the other rank
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=2)
+dist.set_debug_level_from_env()
+print(os.environ.get("TORCH_NCCL_DESYNC_DEBUG"), watchdogs.are_off)
+print(megatron_online_support.of_process_groups())
+watchdogs.warn_if_on()
+"""
 # In one write: print makes several, and a line of ours may come between them.
 SHOW = (
     f"import os\n{{start}}\n"
@@ -340,6 +362,34 @@ def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher, value: str) ->
     said = f"[ttp] {NAMES[0]} is {value}: set to 0: the watchdog would end"
     assert ended.log.count(said) == (value != "1"), "1 is what torch elastic itself sets"
     assert NAMES[2] not in ended.log
+
+
+@pytest.mark.parametrize(
+    ("before", "environment", "said"),
+    [
+        ("watchdogs.switch_off()", {"TORCH_NCCL_DESYNC_DEBUG": "1"}, "0 True\n\n"),
+        ("", {}, "None False\nthe watchdog of NCCL is on, and would end the survivors\n"),
+        (
+            "watchdogs.switch_off()",
+            DETAIL,
+            "0 False\nTORCH_DISTRIBUTED_DEBUG=DETAIL puts a group around each process group\n",
+        ),
+    ],
+)
+def test_over_nccl_only_without_its_watchdog_a_job_recovers_online(
+    before: str, environment: dict[str, str], said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ON.format(before=before)],
+        env={**os.environ, "RANK": "0", "TTP_HANG": "600", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said in done.stdout, done.stderr
+    assert ("[ttp] TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the watchdog" in done.stderr) == (
+        environment == DETAIL
+    )
 
 
 NEWCOMER = """
