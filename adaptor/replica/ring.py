@@ -102,11 +102,11 @@ class Ring:
         head[: len(start)] = _as_tensor(start)
         # Bytes as numbers are moved and never computed with, so they stay what they are.
         self.swap(chunks(chain([head.view(torch.float32).to(inbox.device)], out)), pieces(inbox))
-        theirs = inbox[: HEAD // _ELEMENT].cpu().view(torch.uint8).numpy().tobytes()
-        length = int.from_bytes(theirs[:_LENGTH], "little")
+        theirs = inbox[: HEAD // _ELEMENT].cpu().view(torch.uint8).numpy()  # no copy on a CPU
+        length = int.from_bytes(theirs[:_LENGTH].tobytes(), "little")
         rest = torch.empty(max(0, length - HEAD + _LENGTH), dtype=torch.uint8)
         self.swap(pieces(_as_tensor(given[HEAD - _LENGTH :])), pieces(rest))
-        return theirs[_LENGTH : _LENGTH + length] + rest.numpy().tobytes()
+        return theirs[_LENGTH : _LENGTH + length].tobytes() + rest.numpy().tobytes()
 
 
 def make_inbox(elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
