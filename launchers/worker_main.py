@@ -82,8 +82,8 @@ def run(arguments: list[str]) -> None:
         UnsupportedError,
     )
     from adaptor.worker import runtime
-    from adaptor.worker.imported_names import BeforeTheScript
     from adaptor.worker.processor import EXIT_ORPHAN
+    from adaptor.worker.script_imports import ScriptImports
 
     output.start()
     try:
@@ -100,7 +100,8 @@ def run(arguments: list[str]) -> None:
         multiprocessing.current_process()._config["tempdir"] = os.environ[environment.SCRATCH]  # type: ignore
     try:
         leave = arm(worker)
-        context.part(BeforeTheScript).note()
+        settings = context.get().settings
+        context.part(ScriptImports).begin(watched=bool(settings.online_s and settings.spares))
         _script.run(arguments)
     except (ConfigError, DriftError, UnsupportedError, ResumeError, StartError) as error:
         if worker.session.may_have_finished_a_step:  # what the job has trained so far is saved

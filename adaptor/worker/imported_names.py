@@ -8,39 +8,36 @@ the others.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import types
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import cast
 
 import wrapt
-
-from adaptor.context import Context
 
 # Wrappers of a function, one around the other.
 _MOST_LAYERS = 16
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools._lru_cache_wrapper, wrapt.ObjectProxy)
 # In the place of a mark: the object of this name was defined in another module.
 _FOREIGN = "*"
+# Objects, each with the name under which a module has it.
+Objects = Iterable[tuple[str, object]]
 
 
-class BeforeTheScript:
-    """The modules that were imported before the script: it has changed nothing of what they imported."""
+def of_modules(names: Iterable[str], lost: Mapping[str, Objects]) -> dict[str, bytes]:
+    """Return, by module, four bytes for each function that it has from another module, and for each class.
 
-    def __init__(self, _context: Context) -> None:
-        self.names: frozenset[str] = frozenset()
-
-    def note(self) -> None:
-        """The script begins now."""
-        self.names = frozenset(sys.modules)
-
-
-def of_modules(names: Iterable[str]) -> dict[str, bytes]:
-    """Return, by module, four bytes for each function that it has from another module, and for each class."""
-    return {name: b"".join(sorted(_codes(name))) for name in names}
+    Args:
+        names: of the modules.
+        lost: what modules had when their import had finished, and have no longer: a process that has imported
+            them alone has it.
+    """
+    return {
+        name: b"".join(sorted({*_codes(name, objects_of(name)), *_codes(name, lost.get(name, ()))}))
+        for name in names
+    }
 
 
 def first_that_differs(told: Mapping[str, bytes], names: Iterable[str]) -> str:
@@ -54,7 +51,7 @@ def first_that_differs(told: Mapping[str, bytes], names: Iterable[str]) -> str:
         if module not in told:
             continue
         codes = {told[module][at : at + 4] for at in range(0, len(told[module]), 4)}
-        for name, mark, is_foreign in _marks(module):
+        for name, mark, is_foreign in _marks(module, objects_of(module)):
             if _code(name, mark) in codes:
                 continue
             # A function or a class of its own that was replaced since is replaced here, too, by the script.
@@ -63,17 +60,26 @@ def first_that_differs(told: Mapping[str, bytes], names: Iterable[str]) -> str:
     return ""
 
 
-def names_of(module: str) -> Mapping[str, Any]:
+def names_of(module: str) -> Mapping[str, object]:
     """Return what a module has, by name, past whatever it has to load its parts late."""
     try:
-        found: Mapping[str, Any] = object.__getattribute__(sys.modules[module], "__dict__")
-    except (AttributeError, KeyError):
+        found: Mapping[str, object] = object.__getattribute__(sys.modules[module], "__dict__")
+    except Exception:  # a module may be any object
         return {}
     return found
 
 
-def _codes(module: str) -> Iterator[bytes]:
-    for name, mark, is_foreign in _marks(module):
+def objects_of(module: str) -> list[tuple[str, object]]:
+    """Return the classes and functions that a module has, by name, without looking into any."""
+    return [
+        (name, value)
+        for name, value in list(names_of(module).items())
+        if issubclass(type(value), type) or issubclass(type(value), _FUNCTIONS)
+    ]
+
+
+def _codes(module: str, objects: Objects) -> Iterator[bytes]:
+    for name, mark, is_foreign in _marks(module, objects):
         yield _code(name, mark)
         if is_foreign:
             yield _code(name, _FOREIGN)
@@ -83,17 +89,23 @@ def _code(name: str, mark: str) -> bytes:
     return zlib.crc32(f"{name} {mark}".encode(errors="replace")).to_bytes(4, "big")
 
 
-def _marks(module: str) -> Iterator[tuple[str, str, bool]]:
+def _marks(module: str, objects: Objects) -> Iterator[tuple[str, str, bool]]:
     """Yield name, mark and whether another module has defined it: equal marks are equal objects.
 
     Left out: functions of its own. Whoever calls them looks them up, or has them imported by name.
     """
-    for name, value in list(names_of(module).items()):
-        with contextlib.suppress(BaseException):  # whatever an object of somebody else's answers
+    for name, value in objects:
+        try:
+            is_foreign = value.__module__ != module
             if issubclass(type(value), type):
-                yield name, _classes(value), value.__module__ != module
-            elif issubclass(type(value), _FUNCTIONS) and value.__module__ != module:
-                yield name, _layers(value), True
+                mark = _classes(cast(type, value))  # what type(value) says, not the object
+            elif is_foreign:
+                mark = _layers(value)
+            else:
+                continue
+        except BaseException:  # whatever an object of somebody else's answers
+            continue
+        yield name, mark, is_foreign
 
 
 def _classes(value: type) -> str:

@@ -8,17 +8,17 @@ from adaptor import context
 from adaptor.protocol.messages import Modules
 from adaptor.text import encodable
 from adaptor.worker import imported_names
+from adaptor.worker.script_imports import ScriptImports
 
 
 def of_this_process(rank: int) -> Modules:
-    """Return the modules of the worker of `rank`, in the order in which they were imported."""
+    """Return the modules of the worker of `rank`, in the order in which they were imported; called once."""
     path = tuple(folder for folder in list(sys.path) if isinstance(folder, str))
     names = list(sys.modules)
-    before = context.part(imported_names.BeforeTheScript).names
-    since = [name for name in names if name not in before and name.isprintable()]
-    return Modules(
-        rank, path, {encodable(name): origin(name) for name in names}, imported_names.of_modules(since)
-    )
+    imports = context.part(ScriptImports)
+    since = [name for name in names if name not in imports.before and name.isprintable()]
+    codes = imported_names.of_modules(since, imports.end())
+    return Modules(rank, path, {encodable(name): origin(name) for name in names}, codes)
 
 
 def origin(name: str) -> str:

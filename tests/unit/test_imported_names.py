@@ -1,4 +1,4 @@
-"""What a script changes before it imports a module is found by what that module has imported by name."""
+"""What a script changes before it imports a module is found; what it changes afterwards is no difference."""
 
 from __future__ import annotations
 
@@ -26,35 +26,51 @@ def decorated(wrapped):
 @decorated
 def own(): pass
 """
-# As processes of a job: one that changes something between its imports, and one that only imports.
-COMPARE = """
-import importlib, json, sys
+# Modules that change what another one has.
+CHANGES = "import there; there.function = print"
+WRAPS = """
+import functools, there
+there.function = functools.wraps(there.function)(lambda: None)
+"""
+THIRD = "from there import function"
+FILES = {"here": HERE, "there": THERE, "changes": CHANGES, "wraps": WRAPS, "third": THIRD}
+# The processes of a job: a worker that runs a script and tells what it has imported, and a spare.
+WORKER = """
+import json, sys
+from adaptor import context
+from adaptor.worker import modules
+from adaptor.worker.script_imports import ScriptImports
 sys.path.insert(0, sys.argv[1])
+context.part(ScriptImports).begin(watched=True)
+exec(sys.argv[2], {})
+told = modules.of_this_process(0)
+print(json.dumps({name: code.hex() for name, code in told.names.items()}))
+"""
+SPARE = """
+import importlib, json, sys
 from adaptor.worker import imported_names
-change, imports = sys.argv[2], sys.argv[3:]
-for name in imports[:1]:
+sys.path.insert(0, sys.argv[1])
+told = {name: bytes.fromhex(code) for name, code in json.loads(sys.argv[2]).items()}
+for name in told:
     importlib.import_module(name)
-exec(change)
-for name in imports[1:]:
-    importlib.import_module(name)
-codes = imported_names.of_modules(imports)
-print(json.dumps({name: code.hex() for name, code in codes.items()}))
-told = {name: bytes.fromhex(code) for name, code in json.loads(sys.stdin.read() or "{}").items()}
-print(imported_names.first_that_differs(told, imports))
+print(imported_names.first_that_differs(told, told))
 """
 
 
-def compared(folder: Path, change: str) -> str:
-    """Return what differs in a process that has only imported, from one that has changed something before."""
-    (folder / "here.py").write_text(HERE)
-    (folder / "there.py").write_text(THERE)
-    command = [sys.executable, "-c", COMPARE, str(folder)]
-    modules = ["here", "there"]
-    told = subprocess.run([*command, change, *modules], input="", text=True, capture_output=True, check=True)
-    codes = told.stdout.splitlines()[0]
-    assert sum(map(len, json.loads(codes).values()))
-    done = subprocess.run([*command, "", *modules], input=codes, text=True, capture_output=True, check=True)
-    return done.stdout.splitlines()[1]
+def run(program: str, *arguments: object) -> str:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, text=True, capture_output=True, check=True)
+    assert not done.stderr
+    return done.stdout.strip()
+
+
+def compared(folder: Path, script: str) -> str:
+    """Return what differs in a process that imports what the script does, from one that runs the script."""
+    for name, source in FILES.items():
+        (folder / f"{name}.py").write_text(source)
+    told = run(WORKER, folder, script)
+    assert json.loads(told)["there"]
+    return run(SPARE, folder, told)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +95,72 @@ def compared(folder: Path, change: str) -> str:
     ids=["nothing", "function", "wraps", "wrapt", "class", "base", "not imported by name", "method"],
 )
 def test_a_change_before_an_import_by_name_is_found(change: str, differs: str, tmp_path: Path) -> None:
-    assert compared(tmp_path, change) == differs
+    assert compared(tmp_path, f"{change}\nimport there") == differs
+
+
+@pytest.mark.parametrize(
+    ("script", "differs"),
+    [
+        ("import there; there.function = lambda: None", ""),
+        ("import here, there; here.function = there.function = lambda: None", ""),
+        ("import there; there.Kept = type('Kept', (), {})", ""),
+        ("import there; there.Own = type('Own', (), {})", ""),
+        ("import there; del there.function", ""),
+        # A spare imports both, and only then runs the script.
+        ("import there; there.function = lambda: None; import third", "third.function"),
+        ("import there; there.function = lambda: None; import wraps", "there.function"),
+        ("import here; here.function = lambda: None; import there, wraps", "there.function"),
+        # A module makes the change, in a spare as well.
+        ("import there, changes", ""),
+        ("import here; here.function = lambda: None; import there, changes", ""),
+        ("import here; here.function = lambda: None; import there; there.Kept = None", "there.function"),
+    ],
+    ids=[
+        *("function", "everywhere", "class", "own class", "gone"),
+        *("imported from there", "wrapped there", "wrapped what was changed before"),
+        *("by a module", "by a module, and before", "before, and another one"),
+    ],
+)
+def test_a_change_after_an_import_is_made_in_a_spare_as_well(
+    script: str, differs: str, tmp_path: Path
+) -> None:
+    assert compared(tmp_path, script) == differs
+
+
+LAZY = """
+import importlib.util, sys
+spec = importlib.util.find_spec("late")
+spec.loader = importlib.util.LazyLoader(spec.loader)
+module = sys.modules["late"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+"""
+
+
+def test_looking_loads_no_module_that_loads_late(tmp_path: Path) -> None:
+    (tmp_path / "here.py").write_text(HERE)
+    (tmp_path / "late.py").write_text(THIRD.replace("there", "here"))
+    assert json.loads(run(WORKER, tmp_path, LAZY))["late"] == ""
+    assert json.loads(run(WORKER, tmp_path, f"{LAZY}\nmodule.function"))["late"]
+
+
+def test_the_traceback_of_an_import_is_that_of_python(tmp_path: Path) -> None:
+    """What watches the imports is in no call while a module is imported, and leaves nothing behind."""
+    (tmp_path / "inner.py").write_text("1 / 0\n")
+    (tmp_path / "outer.py").write_text("import inner\n")
+    script = (
+        "import traceback\n"
+        "try: import outer\n"
+        "except ZeroDivisionError as error:\n"
+        "    files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}\n"
+        "    assert not [file for file in files if 'script_imports' in file], files\n"
+        "    assert len(traceback.extract_tb(error.__traceback__)) == 3\n"
+        "import there; assert type(there.__spec__).__name__ == 'ModuleSpec'"
+    )
+    assert compared(tmp_path, script) == ""
 
 
 def test_objects_that_answer_nothing_are_left_out(tmp_path: Path) -> None:
     """A module may have anything: the rest of it is compared all the same."""
     odd = "class Odd(type):\n    __mro__ = property(lambda cls: 1 / 0)\n"
-    change = "import here; here.odd = Odd('odd', (), {}); here.function = lambda: None"
+    change = "import here; here.odd = Odd('odd', (), {}); here.function = lambda: None; import there"
     assert compared(tmp_path, odd + change) == "there.function"

@@ -567,6 +567,25 @@ def test_a_spare_makes_the_changes_that_an_import_makes(tmp_path: Path) -> None:
     runs(tmp_path, act, spares=1, more="import changes, there; assert there.function is print")
 
 
+def test_a_spare_makes_the_changes_that_the_script_makes_after_an_import(tmp_path: Path) -> None:
+    (tmp_path / "here.py").write_text(HERE)
+    (tmp_path / "there.py").write_text(THERE)
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        spare = await node.waits()
+        node.processes[0].kill()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        assert node.processes[0] is spare.process
+        assert await node.has_run(0) == "1"
+
+    change = "import there; assert there.function.__module__ == 'here'; there.function = print"
+    runs(tmp_path, act, spares=1, more=change)
+
+
 def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:
     async def act(node: Node) -> None:
         await node.begin(0)

@@ -82,7 +82,8 @@ class Modules(Message, frozen=True):
         path: `sys.path`
         origins: by the name of each module that has been imported, in that order: its file, or what else it
             is
-        names: what those that the script has imported have from each other (`imported_names.of_modules`)
+        names: what those that the script has imported have from each other, and had at the end of their
+            imports (`imported_names.of_modules`)
     """
 
     rank: Number

@@ -1,0 +1,101 @@
+"""Notes what each module has by name when its import has finished, in a worker that runs its script.
+
+What a module has from others later on is not enough to tell what a spare would have in its place. A function
+that the script replaces before the import comes from the import itself, and a spare that imports the module
+first has the original. One that the script replaces afterwards is replaced in a spare as well, when that runs
+the script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from adaptor import context
+from adaptor.context import Context
+from adaptor.worker import imported_names
+
+
+class ScriptImports:
+    """The imports of the script of this process.
+
+    Attributes:
+        before: the modules that were there before the script, which has changed nothing of what they imported
+    """
+
+    def __init__(self, _context: Context) -> None:
+        self.before: frozenset[str] = frozenset()
+        self.are_watched = False
+        self._had: dict[str, list[tuple[str, object]]] = {}
+
+    def begin(self, *, watched: bool) -> None:
+        """The script begins now.
+
+        Args:
+            watched: whether a spare may ask what is imported.
+        """
+        self.before = frozenset(sys.modules)
+        self.are_watched = watched
+        if watched:
+            sys.meta_path.insert(0, _Finder())
+
+    def note(self, module: str) -> None:
+        """Note what `module` has, whose import has finished."""
+        if self.are_watched:
+            self._had[module] = imported_names.objects_of(module)
+
+    def end(self) -> dict[str, list[tuple[str, object]]]:
+        """Watch no longer, and keep no object.
+
+        Returns:
+            By module, the objects that it had, and has lost since.
+        """
+        self.are_watched = False
+        had, self._had = self._had, {}
+        lost = {}
+        for module, objects in had.items():
+            now = imported_names.names_of(module)
+            gone = [(name, value) for name, value in objects if now.get(name) is not value]
+            if gone:
+                lost[module] = gone
+        return lost
+
+
+class _Finder:
+    """The first finder: it finds what the others find, and lets the end of the import be noted."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module, or None where this one has no part in it."""
+        if not context.part(ScriptImports).are_watched:
+            return None
+        finders = list(sys.meta_path)
+        if self not in finders:
+            return None
+        for finder in finders[finders.index(self) + 1 :]:
+            if not hasattr(finder, "find_spec"):
+                return None  # Python knows what to do with it
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if type(spec) is ModuleSpec:
+                    spec.__class__ = _Unfinished
+                return spec
+        return None
+
+
+class _Unfinished(ModuleSpec):
+    """The spec of a module, until its import has finished, which Python notes in it.
+
+    No loader is wrapped for that: it would be a call more in the traceback of each error in an import.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            with contextlib.suppress(Exception):  # an import does not fail for a spare
+                context.part(ScriptImports).note(self.name)
