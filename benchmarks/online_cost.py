@@ -6,7 +6,9 @@ Neighbouring blocks are a pair. The figure is the middle of the pairs' ratios (t
 the median of the means of any two of them), with the 95 % interval that belongs to Wilcoxon's signed ranks.
 
 With two processes for two cores it is the cost of a step; with four (`--ranks 4`) processes wait for cores,
-too. No spare process waits, of which the steps of a job have nothing: it sleeps.
+too. No spare process waits, of which the steps of a job have nothing: it sleeps. The C library keeps memory
+that was freed: else it gives the end of the heap back in some starts, and asks for it again in each step,
+armed or not, as the layout of small things in memory has it (`--trim` leaves that as it is).
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ TARGET = 1.002
 PAIRS = {2: 360, 4: 110}
 # Steps before the first block.
 WARM_UP = 60
+# Of glibc: more than these jobs free in a step.
+KEEPS_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 RATIOS = (("wall", "wall time"), ("cpu", "CPU time"), ("main", "CPU time of the main thread"))
 COUNTS = (("switches", "context switches"), ("faults", "page faults"))
 _LIMIT_S = 3600.0
@@ -47,7 +51,12 @@ def measure(
             *("--global-batch-size", str(given.global_batch)),
         ],
         arming=f"{given.block},{pairs},{given.seed},{WARM_UP}",
-        environment={"TTP_ONLINE": "60", "TTP_SPARES": "0", "TTP_HANG": "0"},
+        environment={
+            "TTP_ONLINE": "60",
+            "TTP_SPARES": "0",
+            "TTP_HANG": "0",
+            **({} if given.trim else KEEPS_FREED_MEMORY),
+        },
     )
     with job:
         code = job.wait(_LIMIT_S)
@@ -93,6 +102,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(PAIRS), default=list(PAIRS))
     parser.add_argument("--pairs", type=int, help=f"pairs of blocks in each job (default: {PAIRS}, by ranks)")
     parser.add_argument("--block", type=int, default=5, help="steps in a block; the first is not counted")
+    parser.add_argument("--trim", action="store_true", help="the C library gives freed memory back")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--sequence", type=int, default=64)

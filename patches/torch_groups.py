@@ -36,6 +36,7 @@ waits = patching.Unit("waits", framework="torch", tested=">=2.13,<2.14", group="
     why="a survivor leaves a collective that gloo has forgotten",
     accepts="(...)",  # a method of C++, which has no signature
     optional=True,
+    plain=True,
 )
 def waits_can_be_ended(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     of_this_process = context.part(Waits)

@@ -9,8 +9,8 @@ from adaptor import patching
 import fake.core as core
 seen = []
 methods = patching.Unit("methods", framework="fake", tested=">=1", version="fake.info:__version__")
-def declare(target, accepts="(x)"):
-    @methods.patch(target, why="seen", accepts=accepts)
+def declare(target, accepts="(x)", **how):
+    @methods.patch(target, why="seen", accepts=accepts, **how)
     def noted(wrapped, instance, args, kwargs):
         seen.append((instance, args))
         return wrapped(*args, **kwargs)
@@ -58,4 +58,32 @@ patching.arm("ttp")
 kept = core.Base().method
 patching.disarm("ttp")
 assert kept(1) == 1 and not seen
+""")
+
+
+def test_a_plain_wrapper_does_as_any(holds: Callable[..., None]) -> None:
+    """Whoever holds it, or wraps it, is reached by disarm; armed again it is there once."""
+    holds(f"""{DECLARE}
+before = dict(vars(core.Base))
+declare("fake.core:Base.method", plain=True)
+patching.arm("ttp")
+one = core.Base()
+kept = one.method
+assert one.method(1) == 1 and one.method(x=2) == 2 and core.Base.method(one, 3) == 3 and kept(4) == 4
+assert seen == [(one, (1,)), (one, ()), (one, (3,)), (one, (4,))], seen
+patching.disarm("ttp")
+assert dict(vars(core.Base)) == before
+assert kept(5) == 5 and len(seen) == 4
+
+import functools
+patching.arm("ttp")
+ours = core.Base.method
+@functools.wraps(ours)
+def theirs(self, x):
+    return ours(self, x)
+core.Base.method = theirs
+patching.arm("ttp")
+assert one.method(6) == 6 and len(seen) == 5
+patching.disarm("ttp")
+assert one.method(7) == 7 and len(seen) == 5 and core.Base.method is theirs
 """)
