@@ -14,7 +14,7 @@ from adaptor.controller.failover import TRY_CONNECT_TIMEOUT_S
 from adaptor.errors import StartError
 from adaptor.launchers.agent_listener import PAUSE_S
 from adaptor.launchers.tls import Tls
-from adaptor.protocol import authentication, wire
+from adaptor.protocol import authentication, silence
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.peer import is_same_user
 
@@ -84,7 +84,7 @@ async def _connect_once(
         reader, writer = await asyncio.open_connection(
             address, port, ssl=certificates and certificates.client
         )
-        wire.notice_silence(writer.get_extra_info("socket"))
+        silence.notice(writer.get_extra_info("socket"))
     try:
         await authentication.answer(reader, writer, secret)
     except BaseException:

@@ -23,7 +23,7 @@ import msgspec
 
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.launchers.tls import Tls
-from adaptor.protocol import authentication, wire
+from adaptor.protocol import authentication, silence, wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.peer import is_same_user
@@ -164,7 +164,7 @@ class AgentListener(Generic[T]):
         try:
             async with deadline(HANDSHAKE_S):
                 if connection.family != socket.AF_UNIX:
-                    wire.notice_silence(connection)
+                    silence.notice(connection)
                 certificates = await self._tls.newest() if self._tls is not None else None
                 reader, writer = await _streams(connection, certificates and certificates.server)
                 await authentication.challenge(reader, writer, self._secret)

@@ -56,10 +56,6 @@ from adaptor.protocol.messages import (
     Verdict,
 )
 
-# A rank that has stood still for long is in no update that will end soon: it answers at once, or never. And
-# who is told to end has no time to wait for one that does not answer.
-ANSWER_S = 5.0
-
 
 class Controller:
     """Decides for one generation of workers (from one start of all workers to the next).
@@ -292,7 +288,7 @@ class Controller:
             store=self._store,
             awaited=self._awaited_nodes.awaited,
             term=self.term,
-            answer_s=ANSWER_S if self._failures.is_urgent else 0.0,
+            is_urgent=self._failures.is_urgent,
             recoveries=self._recoveries,
         )
         self._number += 1

@@ -17,6 +17,9 @@ from adaptor.protocol.messages import BoardRecord, Phase
 
 # A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
 LAYOUT_WAIT_S = 2.0
+# How long a rank has for its answer where the others have no time, or it has stood still for long: it is in
+# no update that will end soon, and answers at once or never.
+ANSWER_S = 5.0
 
 
 class FreezeState:
@@ -25,7 +28,8 @@ class FreezeState:
     Args:
         awaited: nodes that may yet come to a controller that has taken the place of another.
         took_over: every agent that is there has told all that it knows.
-        answer_s: how long a rank has for its answer.
+        is_urgent: a rank has ANSWER_S for its answer, and not half of the time for the incident. Without one
+            it is no holder of a shard (`expire_unanswered`).
     """
 
     def __init__(
@@ -35,13 +39,14 @@ class FreezeState:
         *,
         awaited: Collection[int],
         took_over: bool,
-        answer_s: float,
+        is_urgent: bool,
     ) -> None:
         self._state = state
         self._membership = membership
         self._awaited = awaited
         self._took_over = took_over
-        self._answers_by = state.opened_at + answer_s
+        half = state.timeout_s / 2  # the other half is left for the dump
+        self._answers_by = state.opened_at + (min(half, ANSWER_S) if is_urgent else half)
         self._explained_by = 0.0  # layouts are waited for
         self._newest = -1
 

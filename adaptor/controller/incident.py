@@ -50,7 +50,7 @@ class Incident:
         store: host, port and secret of the store over which ranks form groups.
         awaited: nodes that may yet come to a controller that has taken the place of another.
         term: of the controller, 0 for the first.
-        answer_s: how long ranks have for an answer; half of the time where it is 0.
+        is_urgent: nobody has time to wait for a rank that does not answer (`FreezeState`).
         recoveries: the online recoveries before this incident.
     """
 
@@ -65,7 +65,7 @@ class Incident:
         store: tuple[str, int, bytes],
         awaited: Collection[int] = (),
         term: int = 0,
-        answer_s: float = 0.0,
+        is_urgent: bool = False,
         recoveries: Recoveries | None = None,
     ) -> None:
         self.number = number
@@ -73,15 +73,13 @@ class Incident:
         self._failures = failures
         recoveries = recoveries or Recoveries(0.0)
         self.state = IncidentState(opened_at, timeout_s, membership.alive)
-        # Time is left for the dump: a rank that has not closed its door by then is no holder.
-        half = timeout_s / 2
         took_over = term > 0
         self.freeze_state = FreezeState(
             self.state,
             membership,
             awaited=awaited,
             took_over=took_over,
-            answer_s=min(half, answer_s or half),
+            is_urgent=is_urgent,
         )
         self.writing = Writing(membership)
         self.target = PublishTarget(membership.agents, recoveries.folders)

@@ -24,15 +24,6 @@ from adaptor.protocol.messages import (
 # The largest messages are lists of files: some hundred bytes each, thousands of them.
 MAX_SIZE = 16 * 1024 * 1024
 _LENGTH_BYTES = 4
-# Between machines, the kernel asks the kernel of the other side after so long without data, and again after
-# as long. Processes say nothing: 12,500 nodes that said every half second that they are there would take most
-# of a core of the controller. TCP_KEEPIDLE and TCP_KEEPINTVL are whole seconds.
-ASK_S = 1
-# The time within which the kernel of the other side answers, however busy its processes are; so a slow node
-# is not taken for a lost one. By then two questions, or data sent at about 0, 0.2, 0.6 and 1.4 s, have had no
-# answer, so one lost packet is no silence. The kernel looks when it would ask again: a lost node is noticed 2
-# to 3 s after its loss.
-SILENT_S = 2.5
 # Between machines: once a message has been announced, it comes within this time. The largest would, at half a
 # megabyte a second; the kernel answers for a sender that has stopped, so silence alone does not tell.
 SLOW_S = 30.0
@@ -59,17 +50,6 @@ from_worker: Decoder[FromWorker] = Decoder(msgspec.msgpack.Decoder(FromWorker))
 to_worker: Decoder[ToWorker] = Decoder(msgspec.msgpack.Decoder(ToWorker))
 from_agent: Decoder[FromAgent] = Decoder(msgspec.msgpack.Decoder(FromAgent))
 to_agent: Decoder[ControllerToAgent] = Decoder(msgspec.msgpack.Decoder(ControllerToAgent))
-
-
-def notice_silence(connection: socket.socket) -> None:
-    """Let the kernel end a TCP connection whose other side has fallen silent: powered off, or cut off.
-
-    It sees that by what is sent and not acknowledged; where nothing is sent, it asks.
-    """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_S))
 
 
 def frame(message: Message) -> bytes:

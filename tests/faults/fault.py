@@ -290,6 +290,8 @@ class Injector:
                 sys.exit(fault.code)
             case "exception":
                 raise InjectedError(str(fault))
+            case _:
+                raise ValueError(f"nothing is done for {fault.kind}")
 
 
 def _until_it_is_known() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptor.controller import controller
+from adaptor.controller import freeze
 from adaptor.launchers import after_verdict, stack_collector
 from adaptor.launchers import worker_processes as workers_module
 from adaptor.launchers.stack_collector import StackCollector
@@ -33,7 +33,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     there are when the first of them is ended, and the ranks that live then."""
     # All of it is spent, for two ranks do not answer and do not go; a slow machine needs most of it.
     monkeypatch.setattr(stack_collector, "LOOK_S", 5.0)
-    monkeypatch.setattr(controller, "ANSWER_S", 8.0)
+    monkeypatch.setattr(freeze, "ANSWER_S", 8.0)
     monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", 3.0)
     stacks_then: dict[str, str] = {}
     alive_then: list[int] = []
