@@ -29,7 +29,9 @@ class ScriptImports:
     def __init__(self, _context: Context) -> None:
         self.before: frozenset[str] = frozenset()
         self.are_watched = False
-        self._had: dict[str, list[tuple[str, object]]] = {}
+        # Names, and their objects. One worker of a node is asked, and the others keep them: two tuples for
+        # each module are few objects, where pairs would be tens of thousands.
+        self._had: dict[str, tuple[tuple[str, ...], tuple[object, ...]]] = {}
 
     def begin(self, *, watched: bool) -> None:
         """The script begins now.
@@ -45,7 +47,8 @@ class ScriptImports:
     def note(self, module: str) -> None:
         """Note what `module` has, whose import has finished."""
         if self.are_watched:
-            self._had[module] = imported_names.objects_of(module)
+            objects = imported_names.objects_of(module)
+            self._had[module] = tuple(name for name, _ in objects), tuple(value for _, value in objects)
 
     def end(self) -> dict[str, list[tuple[str, object]]]:
         """Watch no longer, and keep no object.
@@ -56,9 +59,10 @@ class ScriptImports:
         self.are_watched = False
         had, self._had = self._had, {}
         lost = {}
-        for module, objects in had.items():
+        for module, (names, values) in had.items():
             now = imported_names.names_of(module)
-            gone = [(name, value) for name, value in objects if now.get(name) is not value]
+            pairs = zip(names, values, strict=True)
+            gone = [(name, value) for name, value in pairs if now.get(name) is not value]
             if gone:
                 lost[module] = gone
         return lost
