@@ -203,8 +203,8 @@ SETTINGS = (
         "auto",
         "auto, split, mirror or none",
         one_of("auto", "split", "mirror", "none"),
-        "where second copies of optimizer shards live; auto is split where the data-parallel size is even, "
-        "else mirror",
+        "where second copies of optimizer shards live; auto is split with an even data-parallel size, where "
+        "the framework has optimizer instances, else mirror",
     ),
     Setting(
         "local_copy",

@@ -104,6 +104,7 @@ def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
         problems = manifest.compare(folder, [replace(part, path=part.draft) for part in parts])
         if problems:
             raise CheckpointError(f"{problems[0]}: it was reported as written")
+        # What the ranks of this job have written a moment ago, by its checksum.
         parts.sort(key=lambda part: int(part.path.removeprefix(_PART)))
         _finish(folder, [_Known(*pickle.loads((folder / part.draft).read_bytes())) for part in parts])
     whole = FileEntry(METADATA, joined.stat().st_size, hashing.hash_file(joined))

@@ -33,7 +33,7 @@ def own_shards(optimizer: Any) -> list[tuple[int, torch.optim.Optimizer]]:
 
 
 class Given:
-    """The state of a step that a survivor gives (a `transfer.Source`).
+    """The state of a step that a survivor gives (a `transfer.StateSource`).
 
     Args:
         past: the step is before the last update, and so in the local copy.
