@@ -59,7 +59,8 @@ class Job:
         """Not where nobody is past its door, and somebody has not come there."""
         boards = self.alive.values()
         past = any(b.finished >= step or (b.phase is Phase.UPDATING and b.ahead == step) for b in boards)
-        return past or not any(b.phase is Phase.RUNNING and b.ahead < step for b in boards)
+        here = (Phase.RUNNING, Phase.UNREADABLE)
+        return past or not any(b.phase in here and b.ahead < step for b in boards)
 
     def best_step(self) -> int | None:
         steps = [step for step in range(LAST_STEP + 2) if self.shards and self.possible(step)]
