@@ -504,23 +504,32 @@ def test_a_spare_that_ends_is_made_again_a_few_times(
     runs(tmp_path, act, spares=1)
 
 
-def test_a_module_that_asks_for_the_rank_makes_spares_unfit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def a_cold_process_takes_the_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str, more: str
 ) -> None:
-    (tmp_path / "of_a_rank.py").write_text("import os\nDEVICE = int(os.environ.get('RANK', '0'))\n")
+    """What a script that does `more` has imported makes spares unfit, as is `said`; a killed rank gets a new
+    process all the same."""
 
     async def act(node: Node) -> None:
         await node.begin(0)
         await node.has_run(0)
         look(node)
         node.replacements.hear((await node.told(Modules))[0])
-        said = "of_a_rank reads RANK when it is imported"
         await node.until(lambda: said in capsys.readouterr().err, "it is said")
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 1, 0), always)
         assert await node.has_run(0) == "1"
 
-    runs(tmp_path, act, spares=1, more="import of_a_rank")
+    runs(tmp_path, act, spares=1, more=more)
+
+
+def test_a_module_that_asks_for_the_rank_makes_spares_unfit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "of_a_rank.py").write_text("import os\nDEVICE = int(os.environ.get('RANK', '0'))\n")
+
+    said = "of_a_rank reads RANK when it is imported"
+    a_cold_process_takes_the_place(tmp_path, capsys, said, more="import of_a_rank")
 
 
 HERE = "def function(): pass\n"
@@ -534,18 +543,9 @@ def test_a_script_that_changes_what_a_module_imports_has_no_spares(
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "there.py").write_text(THERE)
 
-    async def act(node: Node) -> None:
-        await node.begin(0)
-        await node.has_run(0)
-        look(node)
-        node.replacements.hear((await node.told(Modules))[0])
-        said = "there.function is another one in a worker, where the script changes what is imported"
-        await node.until(lambda: said in capsys.readouterr().err, "it is said")
-        node.processes[0].kill()
-        await node.replacements.replace(Replace(1, 1, 0), always)
-        assert await node.has_run(0) == "1"
-
-    runs(tmp_path, act, spares=1, more="import here; here.function = print; import there")
+    said = "there.function is another one in a worker, where the script changes what is imported"
+    more = "import here; here.function = print; import there"
+    a_cold_process_takes_the_place(tmp_path, capsys, said, more=more)
 
 
 def test_a_spare_makes_the_changes_that_an_import_makes(tmp_path: Path) -> None:
