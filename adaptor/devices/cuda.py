@@ -35,12 +35,20 @@ class Cuda(Accelerator):
         All at the same time: the end of one waits for the device, and with it for the kernels of all others
         (pytorch#119797). torch aborts each in a thread of its own, where NCCL's group calls do nothing.
         """
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-            return  # torch's watchdog stays on then, whatever was asked for, and would end this process
+        if is_detailed():
+            return  # the watchdog would end this process for it
         aborts = [Background(partial(_abort, backend), "ttp-device") for backend in _backends()]
         until = time.monotonic() + ABORT_S
         for abort in aborts:
             abort.within(max(0.0, until - time.monotonic()))
+
+
+def is_detailed() -> bool:
+    """Return whether TORCH_DISTRIBUTED_DEBUG is DETAIL.
+
+    torch puts a group around each process group then, and its watchdog for NCCL stays on, whatever was set.
+    """
+    return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)
 
 
 def _backends() -> list[Any]:

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 
 from adaptor import context
+from adaptor.devices.cuda import is_detailed
 from adaptor.online import groups
 from adaptor.online.groups import Groups
 from adaptor.worker.watchdogs import Watchdogs
@@ -50,7 +50,7 @@ def of_process_groups() -> str:
     made = context.part(Groups)
     if others := sorted(made.backends - EXCHANGED):
         return f"process groups of {', '.join(others)} have not gone on bitwise on a device yet"
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if is_detailed():
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL puts a group around each process group"
     if "nccl" in made.backends and not context.part(Watchdogs).are_off:
         return "the watchdog of NCCL is on, and would end the survivors"

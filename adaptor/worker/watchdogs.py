@@ -76,7 +76,9 @@ class Watchdogs:
     @property
     def are_off(self) -> bool:
         """Return whether they end nobody: not with TORCH_DISTRIBUTED_DEBUG=DETAIL, whatever was set."""
-        return self._off and not _is_detailed()
+        from adaptor.devices.cuda import is_detailed  # it imports torch
+
+        return self._off and not is_detailed()
 
     def warn_if_on(self) -> None:
         """Warn, when training begins, if watchdogs are on that would end the survivors of a fault."""
@@ -101,12 +103,6 @@ class Watchdogs:
             "the watchdog of NCCL or HCCL is on, and would end survivors before they are saved: call "
             "adaptor.enable() in the script before torch.distributed.init_process_group"
         )
-
-
-def _is_detailed() -> bool:
-    from torch import distributed
-
-    return distributed.get_debug_level() == distributed.DebugLevel.DETAIL
 
 
 def _groups_are_made() -> bool:
