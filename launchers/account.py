@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from functools import partial
 from pathlib import Path
 
-from adaptor import output, threads
-from adaptor.checkpoint.tracker import tracked_step
+from adaptor import output
+from adaptor.launchers.tracker_reading import TrackerReading
 from adaptor.protocol.messages import Recovered, Verdict
-
-# A save folder may be what hangs. The last line waits this long for what its tracker names, which is read
-# while the workers end; and ttprun waits so much longer, to tell it in a line of its own.
-PROMPT_S = 0.5
-TRACKER_S = 2.0
 
 
 class Account:
@@ -31,9 +25,10 @@ class Account:
         self._again = ""  # the start that has been begun last, in words
         self._last: Verdict | None = None  # since training has gone on
         self._newest = -1  # the newest step that was finished before the faults since then
+        self._origin = 0  # the step from which training has gone on last
         self._noticed = 0.0  # the first of these faults, on the monotonic clock
         self._reports = ""
-        self._tracker = _Tracker("")  # of the last incident's save folder
+        self._tracker = TrackerReading("")  # of the last incident's save folder
         self.incidents = 0
         self._recoveries = 0  # incidents that needed no restart
         self.lost = 0
@@ -46,7 +41,7 @@ class Account:
             report: the path of the report, or the node that has it.
         """
         self.incidents += 1
-        self._tracker = _Tracker(verdict.save)
+        self._tracker = TrackerReading(verdict.save)
         if self._last is None:
             self._newest, self._noticed = -1, time.monotonic() - max(0.0, time.time() - noticed)
         self._last = verdict
@@ -66,7 +61,7 @@ class Account:
 
     def look_again(self) -> None:
         """Read the tracker of the save folder again: there may be a newer checkpoint than in the incident."""
-        self._tracker = _Tracker(self._tracker.save)
+        self._tracker = TrackerReading(self._tracker.save)
 
     def _keep(self, report: str) -> None:
         if report:
@@ -99,6 +94,7 @@ class Account:
             origin: the step from which it goes on.
             at: when it began, on the monotonic clock.
         """
+        self._origin = origin
         last, self._last = self._last, None
         if last is None:
             return
@@ -123,10 +119,10 @@ class Account:
         for each in tell:
             each()
 
-    def _tell_all(self, tracker: _Tracker) -> None:
+    def _tell_all(self, tracker: TrackerReading) -> None:
         last = self._last
         if last is not None and last.outcome == "lost" and last.save:
-            self.lost += max(0, self._newest - (tracker.step or 0))
+            self.lost += max(0, self._newest - max(tracker.step or 0, self._origin))
         if self.incidents > 1:
             how = "was ended" if last is not None and last.is_requested else "has failed"
             say(f"{_utc(time.time())} the job {how}, {self._sum}")
@@ -139,52 +135,9 @@ class Account:
         return f"{self.incidents} incident{several}{without}, {_steps(self.lost)} lost{where}"
 
 
-class _Tracker:
-    """The tracker of a save folder, read at once, in another thread: its disk may hang.
-
-    Args:
-        save: the folder; '' where there is none.
-    """
-
-    def __init__(self, save: str) -> None:
-        self.save = save
-        self._read: threads.Background[tuple[int | None]] | None = None
-        if save:
-            with contextlib.suppress(RuntimeError):  # no thread: then without it
-                self._read = threads.Background(lambda: (tracked_step(Path(save)),), "ttp-tracker")
-
-    @property
-    def answers(self) -> bool:
-        """Return whether the disk answers at once, or need not."""
-        return self._read is None or self._read.within(PROMPT_S) is not None
-
-    @property
-    def step(self) -> int | None:
-        """Return the step that it names; None where there is none, or the disk hangs."""
-        found = self._found
-        return None if found is None else found[0]
-
-    @property
-    def words(self) -> str:
-        """Name the newest checkpoint; '' where the disk hangs, or there is no folder."""
-        found = self._found
-        if found is None:
-            return ""
-        step = found[0]
-        return (
-            f"no checkpoint is in {self.save}"
-            if step is None
-            else f"the newest checkpoint in {self.save} is step {step}"
-        )
-
-    @property
-    def _found(self) -> tuple[int | None] | None:
-        return None if self._read is None else self._read.within(TRACKER_S)
-
-
-def conclude(line: str, save: str = "", tracker: _Tracker | None = None) -> None:
+def conclude(line: str, save: str = "", tracker: TrackerReading | None = None) -> None:
     """Tell the last `line` of a job, with the newest checkpoint in `save`; after it, where its disk hangs."""
-    tracker = _Tracker(save) if tracker is None else tracker
+    tracker = TrackerReading(save) if tracker is None else tracker
     if tracker.answers:
         say("; ".join(filter(None, [line, tracker.words])))
         return

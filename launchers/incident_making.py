@@ -48,11 +48,8 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         action = f"training went on with step {end.step + 1}"
     else:
         verdict, stop, exit_code = end.outcome, end.stop, end.exit_code
-        newest = end.newest if end.newest >= 0 else None
-        if verdict == "saved":
-            lost = max(0, end.newest - end.step)
-        elif verdict == "nothing":  # no step has finished
-            lost = 0
+        newest = _newest(end, timeline)
+        lost = _lost(end, newest, timeline)
         action = f"the job ends: {stop}" if stop else _next(end, timeline)
     step = end.step if end.step >= 0 else None
     return Incident(
@@ -86,6 +83,24 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         ranks=sorted({one.rank for one in events if one.rank is not None}),
         events=[timeline.event(one, end.incident) for one in events],
     )
+
+
+def _newest(end: Verdict, timeline: Timeline) -> int | None:
+    """Return the newest finished step; a controller that has failed does not tell it, and boards may have."""
+    newest = end.newest
+    if end.outcome == "lost":
+        newest = max(newest, timeline.newest)
+    return newest if newest >= 0 else None
+
+
+def _lost(end: Verdict, newest: int | None, timeline: Timeline) -> int | None:
+    """Return how many finished steps are not saved; None where nobody can tell."""
+    if end.outcome == "nothing":  # no step has finished, unless nobody has counted them
+        return None if timeline.unprotected else 0
+    if newest is None:
+        return None
+    there = end.step if end.outcome == "saved" else timeline.again()
+    return None if there is None else max(0, newest - there)
 
 
 def _next(end: Verdict, timeline: Timeline) -> str:

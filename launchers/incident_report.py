@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 from adaptor.controller.outcome import Orders
 from adaptor.launchers.incident_file import GoneOn, IncidentFile
@@ -14,6 +14,7 @@ from adaptor.launchers.incident_making import incident_of
 from adaptor.launchers.incident_timeline import ORDERS, Happened, Seen, Timeline
 from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.notifier import Notifier
+from adaptor.launchers.tracker_reading import TrackerReading
 from adaptor.operations import notices, records
 from adaptor.protocol.messages import (
     Addressed,
@@ -94,6 +95,10 @@ class IncidentReport:
         self._last: IncidentFile | None = None
         self._started = self._trained = 0.0  # when the last rank had started, and had begun to train
         self._origin = -1  # the step from which it began
+        self._loaded = 0  # the step from which this generation began
+        self._finished = -1  # the newest step that a rank of this node has finished in it
+        self._save = ""  # the folder of checkpoints
+        self._unprotected = False
         self.next_incident = 1
         self.incidents = 0  # that have ended in this job
         self.path = ""  # the path of the last one
@@ -119,10 +124,12 @@ class IncidentReport:
         match message:
             case AgentHello(node=there, host=host):
                 self._hosts[there] = host
-            case Layout(rank=rank, origin=origin):
+            case Layout(rank=rank, origin=origin, save=save):
                 _log.debug("rank %d: begins to train after step %d", rank, origin)
                 self._trained, self._origin = now, origin
+                self._loaded, self._save = max(0, origin), save
             case Unprotected(rank=rank, why=why):
+                self._unprotected = True
                 _log.warning("rank %d: not protected: %s", rank, why)
             case Dying(rank=rank, at=at, board=board) if not self._ended:
                 self._noticed.add(rank)
@@ -241,6 +248,7 @@ class IncidentReport:
 
     def record_progress(self, finished: int) -> None:
         """Note the newest step that a rank has finished: after a fault the first one ends the recovery."""
+        self._finished = max(self._finished, finished)
         last = self._last
         if last is not None and last.is_over(self._generation) and self._trained and finished > self._origin:
             self._last = None
@@ -270,6 +278,7 @@ class IncidentReport:
         self._records = False
         self._generation = generation
         self._started = self._trained = 0.0
+        self._finished, self._unprotected = -1, False
         self._pids.clear()
 
     def close(self) -> None:
@@ -331,8 +340,22 @@ class IncidentReport:
             size=self._size if self._checkpoint is not None else None,
             nodes=dict(self._nodes),
             hosts=dict(self._hosts),
+            newest=self._finished,
+            again=cache(partial(_start_of, getattr(end, "save", "") or self._save, self._loaded)),
+            unprotected=self._unprotected,
         )
         make = partial(incident_of, end, timeline, self.last_id, now)
         self._last = IncidentFile(make, now, self._generation, online=isinstance(end, Recovered))
         self._files.write_incident(self._last.again)
         self._notifier.submit(partial(self._last.notice, now, None))
+
+
+def _start_of(save: str, loaded: int) -> int | None:
+    """Return the step from which another start would train; None where the disk does not tell it in time.
+
+    Args:
+        save: the folder of checkpoints.
+        loaded: the step from which the workers began: it may be in another folder.
+    """
+    named = TrackerReading(save).step
+    return None if named is None else max(named, loaded)

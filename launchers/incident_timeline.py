@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,6 +89,10 @@ class Timeline:
         silent_s: for a hang: how long nothing had moved
         checkpoint: the folder that was published, and `size` of its files in bytes; None where none was
         nodes: the node of each rank that has said hello; `hosts` of nodes
+        newest: the newest step that was seen finished in this generation; -1: none
+        again: returns the step from which another start would train; None where nobody can tell. Its disk may
+            take seconds for it
+        unprotected: whether a rank has trained what nobody could save
     """
 
     job: str
@@ -99,6 +103,9 @@ class Timeline:
     size: int | None = None
     nodes: Mapping[int, int] = field(default_factory=dict)
     hosts: Mapping[int, str] = field(default_factory=dict)
+    newest: int = -1
+    again: Callable[[], int | None] = lambda: None
+    unprotected: bool = False
 
     def event(self, one: Happened, incident: int | None, more: Mapping[str, str] | None = None) -> Event:
         """Return the record of a line of events.jsonl.

@@ -204,7 +204,7 @@ def _goodput_lines(spent: Goodput) -> list[str]:
     ]
     if spent.ratio is None:
         return ["no time is recorded yet"]
-    lost = f", {spent.lost} more were trained again" if spent.lost else ""
+    lost = f", {spent.lost} more were lost" if spent.lost else ""
     return [*rows, f"goodput {100 * spent.ratio:.1f} % of {duration(total)}; {spent.steps} steps{lost}"]
 
 

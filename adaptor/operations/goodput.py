@@ -50,8 +50,8 @@ class Goodput(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         seconds: in each state: productive, those of `USES`, wasted, startup, load, recovery, down
-        steps: that count: from the first one that was trained to the newest one that is finished
-        lost: steps that had to be trained again
+        steps: that count: from the first one that was trained to the newest one that is finished and not lost
+        lost: steps that had to be trained again, or would have to, where the job has ended
         ratio: productive seconds over all seconds; None if there are none
     """
 
@@ -130,6 +130,7 @@ class TimeSpent:
         known = [step for step in (newest, self._newest) if step is not None]
         lost = sum(incident.steps_lost or 0 for incident in incidents)
         steps = max(0, max(known) - max(self._first, 0)) if known and self._first is not None else 0
+        steps = max(0, steps - self._gone(incidents))
         other = {use: max(0.0, uses.get(use, 0.0)) for use in USES}
         # A phase that an incident has held up is counted with that, and in the recovery.
         share = min(1.0, seconds["training"] / sum(other.values())) if any(other.values()) else 1.0
@@ -149,6 +150,16 @@ class TimeSpent:
         return Goodput(
             seconds=spent, steps=steps, lost=lost, ratio=spent["productive"] / total if total else None
         )
+
+    def _gone(self, incidents: Sequence[Incident | IncidentSummary]) -> int:
+        """Return the steps that the last incident has lost, where the job has ended with it.
+
+        Else they have been trained again, and the newest step is one that counts.
+        """
+        if not incidents or self._state != "down":
+            return 0
+        last = incidents[-1]
+        return 0 if last.phases.first_step is not None else last.steps_lost or 0
 
 
 def _number(text: str) -> float:

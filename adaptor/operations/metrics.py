@@ -138,7 +138,7 @@ def _of_incidents(incidents: Sequence[IncidentSummary]) -> Iterator[Metric]:
     yield ended
     yield CounterMetricFamily(
         "ttp_steps_lost",
-        "finished steps that had to be trained again",
+        "finished steps that had to be trained again, or would have to",
         value=sum(one.steps_lost or 0 for one in incidents),
     )
     parts = HistogramMetricFamily(

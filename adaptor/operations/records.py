@@ -120,7 +120,9 @@ class Incident(msgspec.Struct, kw_only=True):
         verdict: saved: a checkpoint of `step` was written; recovered: training went on, no restart; nothing:
             no finished step to save; lost: the state could not be saved
         newest_step: the newest step that a rank had finished
-        steps_lost: how many of them must be trained again, as soon as that is known
+        steps_lost: how many of them must be trained again: since the step that is saved or, where the state
+            is lost, since the newest checkpoint, or all where there is none; since the step that the job has
+            gone on from, as soon as it has. None: nobody knows, as where the disk with the checkpoints hangs
         checkpoint: the folder that was written, and `bytes` in its files
         exit_code: that ttprun ends with, if the job ends
         next_action: what happens now, in words

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from adaptor import output
-from adaptor.launchers import account as account_module
+from adaptor.launchers import tracker_reading
 from adaptor.launchers.account import Account
 from adaptor.protocol.messages import Fault, Recovered, Verdict
 from tests.unit.threads import LONG_S
@@ -85,8 +85,8 @@ def test_where_the_reports_are(said: list[str]) -> None:
 def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A save folder that does not answer before this is set; then its tracker names step 20."""
     answers = threading.Event()
-    monkeypatch.setattr(account_module, "PROMPT_S", 0.05)
-    monkeypatch.setattr(account_module, "tracked_step", lambda root: 20 if answers.wait(LONG_S) else None)
+    monkeypatch.setattr(tracker_reading, "PROMPT_S", 0.05)
+    monkeypatch.setattr(tracker_reading, "tracked_step", lambda root: 20 if answers.wait(LONG_S) else None)
     yield answers
     answers.set()
 
@@ -94,7 +94,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_a_save_folder_that_hangs_costs_no_line(
     said: list[str], hung: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(account_module, "TRACKER_S", 0.05)
+    monkeypatch.setattr(tracker_reading, "TRACKER_S", 0.05)
     account = Account(3)
     account.fault(lost(30, "/save"), time.time(), "")
     account.fault(lost(30, "/save"), time.time(), "")
@@ -107,7 +107,7 @@ def test_the_last_line_does_not_wait_for_a_save_folder_that_hangs(
     said: list[str], hung: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the tracker names comes in a line after it, once it is known."""
-    monkeypatch.setattr(account_module, "TRACKER_S", LONG_S)
+    monkeypatch.setattr(tracker_reading, "TRACKER_S", LONG_S)
     account = Account(3)
     account.fault(lost(30, "/save"), time.time(), "")
     say = said.append
@@ -122,14 +122,23 @@ def test_the_last_line_does_not_wait_for_a_save_folder_that_hangs(
 
 
 def test_the_last_line_has_the_newest_checkpoint(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(account_module, "PROMPT_S", LONG_S)
-    monkeypatch.setattr(account_module, "tracked_step", lambda root: 20)
+    monkeypatch.setattr(tracker_reading, "PROMPT_S", LONG_S)
+    monkeypatch.setattr(tracker_reading, "tracked_step", lambda root: 20)
     account = Account(3)
     for _ in range(2):
         account.fault(lost(30, "/save"), time.time(), "")
     account.failed("as it was")
     assert "the job has failed, 2 incidents, 10 steps lost" in said[-2]
     assert said[-1] == "[ttp] as it was; the newest checkpoint in /save is step 20"
+
+
+def test_what_was_loaded_from_another_folder_is_not_lost(said: list[str]) -> None:
+    account = Account(3)
+    account.training_began(28, time.monotonic())
+    for _ in range(2):
+        account.fault(lost(30, "/no/checkpoint"), time.time(), "")
+    account.failed("as it was")
+    assert "the job has failed, 2 incidents, 2 steps lost" in said[-2]
 
 
 def test_a_job_that_is_told_to_end_has_not_failed(said: list[str]) -> None:

@@ -308,14 +308,14 @@ DISK_HANGS = """
 from pathlib import Path
 from tests import waiting
 from adaptor.checkpoint import left_overs
-from adaptor.launchers import account, save_folder_tasks
-account.TRACKER_S = save_folder_tasks.CLEAN_S = 600
+from adaptor.launchers import save_folder_tasks, tracker_reading
+tracker_reading.TRACKER_S = save_folder_tasks.CLEAN_S = 600
 def hangs(act):
     def waits(*args, **kwargs):
         waiting.exist(Path("answers").absolute())
         return act(*args, **kwargs)
     return waits
-account.tracked_step = hangs(account.tracked_step)
+tracker_reading.tracked_step = hangs(tracker_reading.tracked_step)
 left_overs.clean = hangs(left_overs.clean)
 """
 

@@ -20,6 +20,7 @@ from adaptor.checkpoint import hashing
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.controller.controller import Controller
 from adaptor.controller.failures import Failures
+from adaptor.launchers import tracker_reading
 from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.job_files import JobFiles
 from adaptor.launchers.job_status import JobStatus
@@ -67,6 +68,20 @@ SAVED = Verdict(
     fault=Fault("SIGKILL", 47, (1,), 71, "n1", "signal", -9),
     newest=47,
 )
+
+
+class Notices(Notifier):
+    """A notifier whose notices are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._makes: list[Any] = []
+
+    def submit(self, make: Any) -> None:
+        self._makes.append(make)
+
+    def made(self) -> list[records.Notice]:
+        return [make() for make in self._makes]
 
 
 class Recorded:
@@ -157,6 +172,68 @@ def test_the_file_of_an_incident(tmp_path: Path) -> None:
         "first_step": None,
     }
     assert (written["began"], written["events"][0]["host"]) == (records.utc(100.0), "n1")
+
+
+LOST = msgspec.structs.replace(
+    SAVED,
+    outcome="lost",
+    step=-1,
+    line="rank 1 was ended by SIGKILL; the state cannot be saved: shard 1 has no live holder",
+)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "newest", "steps"),
+    [("45", 47, 2), (None, 47, 7), ("45", -1, 3), ("50", 47, 0)],
+    ids=["since-the-checkpoint", "since-what-was-loaded", "told-by-boards-alone", "none"],
+)
+def test_the_steps_of_a_state_that_is_lost(
+    tracker: str | None, newest: int, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files, the command and the notice have the same number, though the job goes on no more."""
+    save = tmp_path / "save"
+    save.mkdir()
+    if tracker is not None:
+        (save / naming.TRACKER).write_text(tracker)
+    notices = Notices()
+    job = Recorded(tmp_path / "logs", notices)
+    job.report.record_progress(48 if newest < 0 else 46)
+    job.rank_1_is_killed(100.0, msgspec.structs.replace(LOST, save=str(save), newest=newest))
+    job.report.record_next_action("the job ends: no restart is left")
+    written = job.incident()
+    assert (written["verdict"], written["steps_lost"]) == ("lost", steps)
+    assert [made.incident.steps_lost for made in notices.made() if made.incident] == [steps]
+    (tmp_path / "logs/job_7/status.json").touch()
+    assert cli.main(["incidents", str(tmp_path / "logs")]) == 0
+    assert f"lost; steps lost: {steps}; the job ends" in capsys.readouterr().out
+
+
+def test_the_steps_of_a_state_that_is_lost_with_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is there all the same, and says later what the job has gone on from."""
+    answers = threading.Event()
+    monkeypatch.setattr(tracker_reading, "TRACKER_S", 0.05)
+    monkeypatch.setattr(tracker_reading, "tracked_step", lambda root: 45 if answers.wait(LONG_S) else None)
+    job = Recorded(tmp_path)
+    job.rank_1_is_killed(100.0, LOST)
+    assert job.incident()["steps_lost"] is None
+    answers.set()
+    job.report.begin(2)
+    job.report.record_start()
+    job.starts(110.0)
+    job.report.record_progress(41)
+    assert job.incident()["steps_lost"] == 7
+
+
+@pytest.mark.parametrize("unprotected", [False, True])
+def test_the_steps_of_a_job_that_had_nothing_to_save(unprotected: bool, tmp_path: Path) -> None:
+    """Nobody has counted those of a script that was not protected."""
+    job = Recorded(tmp_path)
+    if unprotected:
+        job.report.record_message(1, Unprotected(1, "SGD makes updates, and adaptor.protect was not called"))
+    job.rank_1_is_killed(100.0, msgspec.structs.replace(SAVED, outcome="nothing", step=-1, newest=-1))
+    assert job.incident()["steps_lost"] == (None if unprotected else 0)
 
 
 def test_the_file_is_written_again_when_the_job_has_gone_on(tmp_path: Path) -> None:

@@ -544,6 +544,19 @@ def test_goodput_of_a_job_that_was_started_again() -> None:
     }
 
 
+def test_goodput_of_a_job_that_has_ended_with_a_state_that_is_lost() -> None:
+    """4 s a step; of 10 steps 3 are in a checkpoint, and nobody has trained the others again."""
+    events = [
+        event(0, "generation"),
+        event(10, "training", 0),
+        event(50, "fault-noticed"),
+        event(55, "ended"),
+    ]
+    spent = goodput(events, [summary(lost=7)], newest=10, until=BEGAN + 55)
+    assert (spent.steps, spent.lost) == (3, 7)
+    assert (spent.seconds["productive"], spent.seconds["wasted"]) == (pytest.approx(12), pytest.approx(28))
+
+
 def test_goodput_of_clocks_that_disagree_is_never_negative() -> None:
     events = [event(100, "generation"), event(90, "training", 0), event(95, "ended")]
     spent = goodput(events, [], newest=None, until=None)
@@ -555,9 +568,7 @@ def test_goodput_in_words(job: Path, capsys: pytest.CaptureFixture[str]) -> None
         file.write(b'{"time": "20')  # it is being written
     (job / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(time=utc(BEGAN + 100))))
     assert cli.main(["goodput", str(job)]) == cli.OK
-    assert (
-        capsys.readouterr().out.splitlines()[-1]
-        == "goodput 73.8 % of 100.0 s; 18 steps, 2 more were trained again"
-    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "goodput 73.8 % of 100.0 s; 18 steps, 2 more were lost"
     assert cli.main(["goodput", str(job), "--json"]) == cli.OK
     assert json.loads(capsys.readouterr().out)["steps"] == 18
