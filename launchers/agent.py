@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import Any
@@ -20,12 +21,15 @@ from adaptor.launchers.elastic_events import ElasticEvents
 from adaptor.launchers.end_requests import EndRequests
 from adaptor.launchers.later_nodes import LaterNodes
 from adaptor.launchers.node import Node
+from adaptor.launchers.place_filling import StartCounts
 from adaptor.launchers.places import Places
 from adaptor.launchers.rendezvous import Rendezvous
 from adaptor.launchers.run_record import RunRecord
 from adaptor.launchers.starter import Starter
 from adaptor.launchers.store_resume import StoreResume
+from adaptor.protocol.environment import NEWCOMER
 from adaptor.protocol.messages import NODES_JOIN, Verdict
+from adaptor.protocol.spare_node_messages import TakePlace
 
 # torch's name for the file of a failure that has left none.
 _NO_FILE = "<N/A>"
@@ -98,10 +102,11 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         workers = worker_group.workers
+        place = self._joined_place
         store = self._store_of_this_generation(worker_group)
-        self._keep_place(worker_group)
+        self._keep_place(worker_group, joins=place is not None)
         self._share_restarts(worker_group.group_rank, store)
-        if self._resume is not None:
+        if self._resume is not None and place is None:  # else others give these workers their state
             self._resume.prepare(worker_group.group_rank, worker_group.group_world_size, store)
         self._control.begin(
             ranks=[worker.global_rank for worker in workers],
@@ -112,12 +117,17 @@ class SurvivorsAgent(LocalElasticAgent):
             host=worker_group.master_addr,
             may_restart=self._remaining_restarts > 0,
             has_met_before=self._handler.has_met_before,
+            counts=StartCounts(self._account.begun, self._generations),
+            owner=place.owner if place is not None else "",
         )
         if self._later_nodes is not None:
             self._later_nodes.begin()
         self._open_gate(worker_group)
         self._control.meet()
+        if place is not None:
+            os.environ[NEWCOMER] = str(place.incident)
         started: dict[int, Any] = super()._start_workers(worker_group)
+        os.environ.pop(NEWCOMER, None)
         self._record.has_started = True
         self._end_requests.install()  # torch has just set its own handlers
         assert isinstance(self._pcontext, SubprocessContext)
@@ -127,6 +137,12 @@ class SurvivorsAgent(LocalElasticAgent):
             Starter(self._pcontext, {worker.global_rank: worker.local_rank for worker in workers}),
         )
         return started
+
+    @property
+    def _joined_place(self) -> TakePlace | None:
+        """Return the place that this spare node takes while others train, before its first workers start."""
+        place = self._record.place
+        return place if place is not None and place.incident and not self._record.has_started else None
 
     def _store_of_this_generation(self, worker_group: Any) -> Any:
         """Return the store of this generation.
@@ -155,8 +171,11 @@ class SurvivorsAgent(LocalElasticAgent):
             self._account.begin_after(begun)
             self._remaining_restarts -= begun
 
-    def _keep_place(self, worker_group: Any) -> None:
+    def _keep_place(self, worker_group: Any, *, joins: bool) -> None:
         """Check that no spare node has the place of this node.
+
+        Args:
+            joins: this is a spare node that the controller expects, which checks that.
 
         Raises:
             StartError: one has: this node was taken for lost.
@@ -165,11 +184,15 @@ class SurvivorsAgent(LocalElasticAgent):
             return
         if self._places is None:
             self._places = Places(worker_group.store, worker_group.group_rank, self._record.place)
-        self._places.require_own()
+        if not joins:
+            self._places.require_own()
 
     def _open_gate(self, worker_group: Any) -> None:
-        """Let spare nodes wait at node 0, from the first start of workers on; other nodes connect to it."""
-        if self._places is None or self._generations != 1:
+        """Let spare nodes wait at node 0, from the first start of workers on; other nodes connect to it.
+
+        One that was a spare node has a connection there already.
+        """
+        if self._places is None or self._generations != 1 or self._record.place is not None:
             return
         if worker_group.group_rank == 0:
             assert self._record.common is not None
@@ -214,6 +237,7 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         self._end_requests.raise_again()
+        self._write_down_given_places()
         self._tell_of_recoveries()
         if self._control.training_began is not None:
             self._account.training_began(*self._control.training_began)
@@ -254,8 +278,8 @@ class SurvivorsAgent(LocalElasticAgent):
             return False  # the rendezvous store is on node 0
         generation = self._generations
         if worker_group.group_rank == 0:
-            restarts = self._account.begun + 1
-            self._places.settle(generation, self._control.fill(verdict.lost, restarts, generation))
+            counts = StartCounts(self._account.begun + 1, generation)
+            self._places.settle(generation, self._control.fill(verdict.lost, counts))
         return self._places.are_filled(generation)
 
     def _conclude(self, worker_group: Any, verdict: Verdict) -> RunResult:
@@ -300,6 +324,13 @@ class SurvivorsAgent(LocalElasticAgent):
         every, lost = self._config.host_copy, verdict.lost or verdict.leaves
         first = not self._control.only_writes_copies
         return bool(first and every and verdict.outcome == "lost" and verdict.newest >= every and not lost)
+
+    def _write_down_given_places(self) -> None:
+        """Let an agent that was taken for lost know before its next start that a spare node has its place."""
+        while not self._control.given.empty():
+            given = self._control.given.get()
+            assert self._places is not None
+            self._places.give(given)
 
     def _tell_of_recoveries(self) -> None:
         while not self._control.recovered.empty():

@@ -27,6 +27,7 @@ from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.launchers.job_lease import JobLease
 from adaptor.launchers.job_records import JobRecords
 from adaptor.launchers.job_uploads import JobUploads
+from adaptor.launchers.place_filling import StartCounts, fill_online
 from adaptor.launchers.replacements import Replacements, WorkerStarter
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
 from adaptor.launchers.spare_gate import SpareGate
@@ -41,6 +42,7 @@ from adaptor.protocol.messages import (
     Copied,
     Dismissed,
     Exit,
+    FillPlaces,
     Find,
     Freeze,
     FromAgent,
@@ -89,6 +91,7 @@ class AgentControl:
         verdict: on this generation; None: there is none yet.
         dismissed: every worker of the job has ended, or this node has left it.
         recovered: incidents after which training goes on, with the paths of their reports.
+        given: places of lost nodes that were given to spare nodes while others train, with their owners.
         reaped: after a verdict: every worker has gone, or was ended.
         settled: and nothing is at work in the save folder, as far as that is known.
     """
@@ -117,13 +120,18 @@ class AgentControl:
         self._may_restart = True
         self.news = WorkerNews()
         self.recovered: queue.SimpleQueue[tuple[Recovered, str]] = queue.SimpleQueue()
+        self.given: queue.SimpleQueue[dict[int, str]] = queue.SimpleQueue()
+        self._counts = StartCounts()
+        self._joins = False
         self.reaped = threading.Event()
         self.settled = threading.Event()
 
-    def begin(self, ranks: Sequence[int], node: int, *, may_restart: bool) -> None:
+    def begin(
+        self, ranks: Sequence[int], node: int, *, may_restart: bool, counts: StartCounts, joins: bool
+    ) -> None:
         """Open a generation; `connect` follows. The arguments are those of `Node.begin`."""
         self.node = node
-        self._may_restart = may_restart
+        self._may_restart, self._counts, self._joins = may_restart, counts, joins
         if node != 0:
             self.uploads.stop()
             self.lease.release()  # rank 0, which takes the lease, is on another node from now on
@@ -253,7 +261,8 @@ class AgentControl:
 
     async def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: WorkerStarter) -> None:
         """Watch the workers, `processes` by rank, and their boards; `starter` makes new ones."""
-        self._replacements.begin(starter, spares_alone=not self._may_restart)
+        newcomers = processes if self._joins else ()
+        self._replacements.begin(starter, spares_alone=not self._may_restart, newcomers=newcomers)
         folder = stack_files.folder(self._config.log_path, self.generation)
         self.workers.watch(processes, folder, self._scratch)
         self.thread.spawn(
@@ -295,6 +304,8 @@ class AgentControl:
                 self.thread.spawn(self._answer(self._folder_tasks.do(order, self.node, self.generation)))
             case Replace():
                 self.thread.spawn(self._replace(order))
+            case FillPlaces():
+                self.thread.spawn(self._fill_places(order))
             case Recovered():
                 self._end_incident(order)
             case Dismissed():
@@ -316,6 +327,21 @@ class AgentControl:
         failed = await self._replacements.replace(order, self._wants_replacements)
         if failed is not None:
             self._forward(failed)
+
+    async def _fill_places(self, order: FillPlaces) -> None:
+        """Give the places of lost nodes to spare nodes, whose agents come to the controller then."""
+        assert self.controller_host is not None
+        filled = await fill_online(
+            self.gate,
+            self.controller_host.controller.membership,
+            order,
+            self._counts,
+            self._wants_replacements,
+            host_copies=bool(self._config.host_copy),
+        )
+        if filled.owners:
+            self.given.put(filled.owners)
+        self._forward(filled)
 
     def _wants_replacements(self) -> bool:
         return self._forwarding is Forwarding.SENT and self.verdict is None

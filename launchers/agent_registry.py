@@ -6,7 +6,8 @@ left from an earlier start.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from adaptor.protocol.messages import AgentHello, FromAgent, Frozen
 
@@ -17,11 +18,20 @@ class AgentRegistry:
     """The registry of one generation of workers.
 
     Args:
-        lost: the nodes that the controller counts as lost; their places stay lost.
+        lost: the nodes that the controller counts as lost.
+        expected: those of them whose places were given to spare nodes, with their new owners; all other places
+            stay lost.
     """
 
-    def __init__(self, world_size: int, nodes: int, lost: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        nodes: int,
+        lost: Collection[int] = (),
+        expected: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         self._lost = lost
+        self._expected = expected
         self._world_size = world_size
         self._nodes = nodes
         self._homes: dict[int, int] = {}  # ranks, and their nodes
@@ -54,6 +64,9 @@ class AgentRegistry:
     def _enter(self, hello: AgentHello) -> str:
         if hello.node >= self._nodes:
             return "came as a node that the job does not have"
+        if hello.owner and hello.owner == self._expected.get(hello.node):
+            ranks = {rank for rank, node in self._homes.items() if node == hello.node}
+            return "" if ranks == set(hello.ranks) else "came with other ranks than the node that is lost"
         if hello.node in self._here:
             return "came as a node that was there already"
         if any(rank >= self._world_size or rank in self._homes for rank in hello.ranks):

@@ -136,13 +136,14 @@ class ControllerClient:
         endpoint = self.listener.listen(self._secret, self._address)
         return drawn._replace(port=endpoint.port, name=drawn.name if endpoint.port else endpoint.address)
 
-    async def join(self, host: str, said: bytes, ranks: tuple[int, ...]) -> Invitation:
+    async def join(self, host: str, said: bytes, ranks: tuple[int, ...], owner: str = "") -> Invitation:
         """Connect to the first controller, on node 0, and register there.
 
         Args:
             host: the address of node 0.
             said: the invitation, as node 0 has put it into the rendezvous store.
             ranks: the ranks of this node.
+            owner: as in `AgentHello`.
 
         Raises:
             StartError: the settings of the nodes differ, or there is no such controller.
@@ -157,7 +158,7 @@ class ControllerClient:
         if stands_by(self._node):
             endpoint = self.listener.listen(self._secret, self._address)
         self._link = RemoteLink(writer)
-        self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid()))
+        self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid(), owner))
         self._spawn(self._follow(reader, writer))
         return found
 

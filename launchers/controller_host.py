@@ -87,7 +87,8 @@ class ControllerHost:
         self.controller = Controller(
             world_size, timeout_s, store, report.next_incident, term, recurrence, online_s
         )
-        self._registry = AgentRegistry(world_size, nodes, self.controller.membership.lost)
+        members = self.controller.membership
+        self._registry = AgentRegistry(world_size, nodes, members.lost, members.expected)
         self._incident_report = report
         self._rejected = rejected
         self._replicator = StandbyReplicator() if term == 0 else None
@@ -122,7 +123,9 @@ class ControllerHost:
 
     def lose_absent(self, hello: AgentHello) -> None:
         """Take the node of `hello` for lost, unless its agent has come: then its connection tells that."""
-        if not self._registry.is_here(hello.node):
+        if hello.node in self.controller.membership.expected:
+            self.lose(hello.node)
+        elif not self._registry.is_here(hello.node):
             self.receive(hello.node, hello)
             self.lose(hello.node)
 

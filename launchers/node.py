@@ -29,6 +29,7 @@ from adaptor.launchers.copy_files import CopyFiles
 from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.launchers.invitation import Invitation
 from adaptor.launchers.log import Log
+from adaptor.launchers.place_filling import StartCounts, fill_for_restart
 from adaptor.launchers.replacements import WorkerStarter
 from adaptor.launchers.spare_gate import SpareGate
 from adaptor.launchers.waiting import wait_for
@@ -108,6 +109,8 @@ class Node:
         *,
         may_restart: bool = True,
         has_met_before: bool = False,
+        counts: StartCounts = StartCounts(),
+        owner: str = "",
     ) -> None:
         """Prepare a generation before its workers start.
 
@@ -121,11 +124,13 @@ class Node:
             host: the address of node rank 0.
             may_restart: whether all may be started again after this; if not, only a spare replaces a rank.
             has_met_before: whether the job had workers on other nodes before this one came.
+            counts: of the starts so far, with this one.
+            owner: of a spare node whose workers join others that train: as in `AgentHello`.
         """
         control = self.control
         # An error that the line quotes may have a NUL in it, which no environment variable can hold.
         os.environ[LAST_INCIDENT] = control.verdict.line.replace("\0", " ") if control.verdict else ""
-        control.begin(ranks, node, may_restart=may_restart)
+        control.begin(ranks, node, may_restart=may_restart, counts=counts, joins=bool(owner))
         self._set_environment(ranks)
         if self._nodes:
             os.environ[NODES], os.environ[NODES_BEFORE] = self._nodes, str(self._nodes_before)
@@ -159,7 +164,7 @@ class Node:
         else:
             there = f"the controller, on node 0 of {nodes} at {host}"
             told: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: there)
-            join = client.join(host, told, tuple(ranks))
+            join = client.join(host, told, tuple(ranks), owner)
             made = wait_for(lambda: wait(join), lambda: there)
             control.records.files.job = name_of(
                 made.job
@@ -226,18 +231,17 @@ class Node:
         me = MemberHello(node, ranks, socket.gethostname(), os.getpid())
         self._at_gate = self.control.thread.wait_for(spare_node.stay_at_gate(found, host, self._tls, me))
 
-    def fill(self, lost: Sequence[int], restarts: int, generations: int) -> dict[int, str]:
-        """Give the places of lost nodes to spare nodes.
-
-        Args:
-            lost: the nodes.
-            restarts, generations: as for `SpareGate.fill`, which this calls.
-        """
+    def fill(self, lost: Sequence[int], counts: StartCounts) -> dict[int, str]:
+        """Give the places of lost nodes to spare nodes, for a restart; the arguments: `fill_for_restart`."""
         assert self.control.gate is not None
         assert self.control.controller_host is not None
-        ranks = self.control.controller_host.controller.membership.ranks_of
-        places = {node: ranks(node) for node in lost}
-        return self.control.thread.wait_for(self.control.gate.fill(places, restarts, generations))
+        members = self.control.controller_host.controller.membership
+        return self.control.thread.wait_for(fill_for_restart(self.control.gate, members, lost, counts))
+
+    @property
+    def given(self) -> queue.SimpleQueue[dict[int, str]]:
+        """Return the places that were given to spare nodes while others train, with their owners."""
+        return self.control.given
 
     def meet(self) -> None:
         """Wait for the addresses of the nodes that stand by."""

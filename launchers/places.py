@@ -54,15 +54,20 @@ class Places:
         """Raises StartError if this place was given to another node."""
         key = f"owner/{self._node}"
         if self._place is not None:  # node 0 tells the spare first, and then writes down that it has
-            self._store.wait([f"filled/{self._place.generations}"])
+            self._store.wait([f"taken/{self._place.owner}"])
         owner = self._store.get(key).decode() if self._store.check([key]) else ""
         if owner != (self._place.owner if self._place is not None else ""):
             raise StartError(f"node {self._node} was taken for lost, and a spare node has its place")
 
-    def settle(self, generation: int, owners: Mapping[int, str]) -> None:
-        """Write down, on node 0, who has the places that were lost in `generation`; empty: nobody."""
+    def give(self, owners: Mapping[int, str]) -> None:
+        """Write down, on node 0, who has places of lost nodes from now on."""
         for node, owner in owners.items():
             self._store.set(f"owner/{node}", owner)
+            self._store.set(f"taken/{owner}", "")
+
+    def settle(self, generation: int, owners: Mapping[int, str]) -> None:
+        """Write down, on node 0, who has the places that were lost in `generation`; empty: nobody."""
+        self.give(owners)
         self._store.set(f"filled/{generation}", _FILLED if owners else _LEFT)
 
     def are_filled(self, generation: int) -> bool:

@@ -6,7 +6,7 @@ On the agent's control thread, generation after generation: `begin`, `end`.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from adaptor.launchers.spare_pool import Spare, Spares
@@ -54,14 +54,17 @@ class Replacements:
         self._starter: WorkerStarter | None = None
         self._newcomers: set[int] = set()  # ranks whose processes have not come to train yet
 
-    def begin(self, starter: WorkerStarter, *, spares_alone: bool = False) -> None:
-        """The workers of a generation have been started.
+    def begin(
+        self, starter: WorkerStarter, *, spares_alone: bool = False, newcomers: Collection[int] = ()
+    ) -> None:
+        """The workers of this node have been started.
 
         Args:
             spares_alone: no restart is left, so only a process that waits may take a place.
+            newcomers: those of them that join others that train: this is a spare node.
         """
         self._starter = starter
-        self._newcomers = set()
+        self._newcomers = set(newcomers)
         self._spares_alone, self._is_online = spares_alone, True
 
     def hear_layout(self, layout: Layout) -> None:

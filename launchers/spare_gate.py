@@ -82,13 +82,19 @@ class SpareGate:
         return drawn._replace(port=self._listener.listen(LOOPBACK if address == LOOPBACK else "", self._port))
 
     async def fill(
-        self, lost: Mapping[int, tuple[int, ...]], restarts: int, generations: int
+        self,
+        lost: Mapping[int, tuple[int, ...]],
+        restarts: int,
+        generations: int,
+        incident: int = 0,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
         """Give the places of `lost` to spares.
 
         Args:
             lost: the nodes, with their ranks.
-            restarts, generations: as in `TakePlace`.
+            restarts, generations, incident: as in `TakePlace`.
+            wanted: whether they still are, when spares have answered.
 
         Returns:
             The new owner of each place; empty if there is not a spare for each.
@@ -98,7 +104,7 @@ class SpareGate:
             if len(ready) < len(lost) and await spare.answers():
                 # Those that have answered before may have gone meanwhile.
                 ready = [one for one in (*ready, spare) if one in self._waiting]
-        if len(ready) < len(lost):
+        if len(ready) < len(lost) or not wanted():
             return {}
         owners = {}
         for (node, ranks), spare in zip(lost.items(), ready, strict=True):
@@ -107,7 +113,7 @@ class SpareGate:
             spare.agent = AgentHello(node, ranks, host=spare.host, pid=spare.pid)
             self._owners[node] = spare
             self.gone.pop(node, None)
-            spare.writer.write(wire.frame(TakePlace(node, restarts, generations, owners[node])))
+            spare.writer.write(wire.frame(TakePlace(node, restarts, generations, owners[node], incident)))
             output.tell(f"[ttp] {spare.where} takes the place of node {node}; {self._left}")
         return owners
 

@@ -46,6 +46,7 @@ from adaptor.protocol.messages import (
     NodeStalled,
     NodesWaiting,
     Phase,
+    PlacesFilled,
     Raised,
     Refused,
     ReplayComplete,
@@ -122,13 +123,18 @@ class Controller:
                 return self._route(incident.on_newcomer(message))
         match message:
             case AgentHello(node=node):
-                if node in self.membership.lost:
+                takes_place = node in self.membership.expected and self.verdict is None
+                if takes_place:
+                    self.membership.regain(message)
+                elif node in self.membership.lost:
                     self.membership.late.add(node)
                 else:
                     self.membership.agents.add(node)
                     self.membership.enter(message)
                 if self.verdict is not None:
                     return [(node, self.verdict)]
+                if takes_place and self.incident is not None:
+                    return self._route(self.incident.on_spare_node(node))
             case Hello(rank=rank, pid=pid):
                 if self.term and self.membership.pids.get(rank, pid) != pid:
                     self.membership.replace(rank, pid)  # the lost controller had ordered it
@@ -179,6 +185,9 @@ class Controller:
                 return self._on_replay_complete(node, verdict, now)
             case AgentLost(node=node):
                 return self._on_agent_lost(node, now)
+            case PlacesFilled(owners=owners):
+                self.membership.expected.update(owners)
+                return self._on_incident_message(message, now)
             case _:
                 return self._on_incident_message(message, now)
         return []
@@ -255,12 +264,11 @@ class Controller:
 
     def _on_agent_lost(self, node: int, now: float) -> Orders:
         if node in self.membership.lost:
-            return []
-        self.membership.agents.discard(node)
-        self.membership.lost.add(node)
+            had_spare = self.membership.expected.pop(node, None) is not None
+            return self._route(self.incident.on_spare_lost(node)) if had_spare and self.incident else []
+        ranks = self.membership.lose(node)
         self._awaited_nodes.lose(node)
-        ranks = self._failures.lost[node] = self.membership.left_on(node)
-        self.membership.vanished.update(ranks)
+        self._failures.lose(node, ranks, self.membership.hosts.get(node, ""))
         orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), now)
         if self.incident is None:  # its workers had come to their ends; the others may have hung by then
             return self._look_for_a_hang(now)

@@ -49,6 +49,7 @@ class Failures:
         unannounced: ranks that ended without announcing it: they have failed, whatever the status
         noticed: ranks that have ended, in the order in which that was noticed; statuses come later
         lost: nodes that were lost, with their ranks
+        lost_hosts: the machines of these nodes
         raised: the first exception of each rank
         asked: the cause, if the job was told to end, or to take nodes in, while nothing had failed
         told_to_end: the process that was told to end last, and the signal; also after a failure
@@ -62,6 +63,7 @@ class Failures:
     unannounced: set[int] = field(default_factory=set)
     noticed: dict[int, None] = field(default_factory=dict)
     lost: dict[int, list[int]] = field(default_factory=dict)
+    lost_hosts: dict[int, str] = field(default_factory=dict)
     raised: dict[int, Raised] = field(default_factory=dict)
     asked: Cause | None = None
     told_to_end: str = ""
@@ -77,6 +79,14 @@ class Failures:
     def end(self, rank: int, status: int) -> None:
         """Note the status of a process of `rank` that has ended; the first one counts."""
         self.dead.setdefault(rank, status)
+
+    def lose(self, node: int, ranks: list[int], host: str) -> None:
+        """Note that `node`, on the machine `host`, is lost with those of its `ranks` that were not dead.
+
+        Where a spare node in its place is lost, too, it stays the cause that it was.
+        """
+        self.lost.setdefault(node, []).extend(ranks)
+        self.lost_hosts.setdefault(node, host)
 
     def ask(self, rank: int, who: str, name: str, error: str = "", node: int = -1) -> None:
         """Note that `who` was told to end by the signal `name`, or has failed by an `error` of its own.

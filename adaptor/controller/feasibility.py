@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from adaptor.controller.dump import Writing
 from adaptor.controller.failures import Failures
 from adaptor.controller.incident_state import IncidentState
+from adaptor.controller.lost_places import LostPlaces
 from adaptor.controller.membership import Membership
 from adaptor.controller.plan import steps_of
 from adaptor.protocol.messages import Phase, Replacement, ShardSource
@@ -48,6 +49,7 @@ class Feasibility:
     """The conditions of the online recovery of one incident.
 
     Attributes:
+        places: of lost nodes, which spare nodes may take
         hanging: ranks that answer, and whose main threads will not come any more
     """
 
@@ -57,6 +59,7 @@ class Feasibility:
     failures: Failures
     recoveries: Recoveries
     term: int
+    places: LostPlaces = field(default_factory=LostPlaces)
     hanging: set[int] = field(default_factory=set)
 
     @property
@@ -75,8 +78,8 @@ class Feasibility:
             raise CannotRegroupError(failures.told_to_end or "a node leaves the job")
         if self.term:
             raise CannotRegroupError("the controller was lost")
-        if membership.lost:
-            raise CannotRegroupError(f"node {min(membership.lost)} is lost")
+        if reason := self.places.why_not(membership.lost):
+            raise CannotRegroupError(reason)
         if failures.ended:
             raise CannotRegroupError(f"the script of rank {min(failures.ended)} had come to its end")
         if self.recoveries.count >= MAX_RECOVERED:

@@ -37,7 +37,7 @@ from adaptor.controller.reassignment import STUCK_S, Reassignment
 from adaptor.controller.regrouping import Regrouping
 from adaptor.controller.saving import STAGES, Saving
 from adaptor.controller.step_choice import NEVER_BEGUN, choose
-from adaptor.protocol.messages import BoardRecord, Joined, Phase, RegroupFailed
+from adaptor.protocol.messages import BoardRecord, Joined, Phase, PlacesFilled, RegroupFailed
 
 
 class Incident:
@@ -191,9 +191,21 @@ class Incident:
 
     def on_agent_lost(self, node: int) -> Orders:
         """The agent of `node` is gone; the deaths of its ranks were told before."""
-        self.regrouping.cancel(f"node {node} is lost")
+        orders = self.regrouping.on_agent_lost(node) if self.regrouping.is_pending else []
         in_save = self.state.stage in STAGES
-        return self.go_on(self.saving.on_agent_lost(node) if in_save else [])
+        return self.go_on(orders + (self.saving.on_agent_lost(node) if in_save else []))
+
+    def on_spare_lost(self, node: int) -> Orders:
+        """The spare node that had got the place of `node` is gone before its agent has come."""
+        return self.go_on(self.regrouping.on_spare_lost(node) if self.regrouping.is_pending else [])
+
+    def on_places_filled(self, answer: PlacesFilled) -> Orders:
+        """Node 0 has asked spare nodes to take the places of lost ones."""
+        return self.go_on(self.regrouping.on_places_filled(answer) if self.regrouping.is_pending else [])
+
+    def on_spare_node(self, node: int) -> Orders:
+        """The agent of a spare node has come in the place of `node`."""
+        return self.go_on(self.regrouping.on_spare_node(node) if self.regrouping.is_pending else [])
 
     def on_published(self, step: int) -> Orders:
         """Note that `step` has its name on disk."""

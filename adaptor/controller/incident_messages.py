@@ -6,6 +6,7 @@ from adaptor.controller.incident import Incident
 from adaptor.controller.outcome import Orders
 from adaptor.protocol.messages import (
     Joined,
+    PlacesFilled,
     Prepared,
     Present,
     Progress,
@@ -40,6 +41,8 @@ def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
             return incident.go_on(incident.saving.on_write_failed(message))
         case Joined(incident=incident.number):
             return incident.on_joined(message)
+        case PlacesFilled(incident=incident.number):
+            return incident.on_places_filled(message)
         case RegroupFailed(incident=incident.number):
             return incident.on_regroup_failed(message)
         case Present(rank=rank, incident=incident.number):

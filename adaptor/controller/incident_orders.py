@@ -12,6 +12,7 @@ from adaptor.controller.publish_target import PublishTarget
 from adaptor.controller.reassignment import Reassignment
 from adaptor.protocol.messages import (
     Addressed,
+    FillPlaces,
     Find,
     Freeze,
     Prepare,
@@ -100,6 +101,10 @@ class IncidentOrders:
         """Their agents start a new process for each."""
         attempt = self.writing.attempt
         return [(self.node_of[rank], Replace(self.number, attempt, rank, cold)) for rank in ranks]
+
+    def fill(self, nodes: tuple[int, ...]) -> Orders:
+        """The agent of this controller gives the places of lost nodes to spare nodes, if there are any."""
+        return [(self.term, FillPlaces(self.number, nodes))] if nodes else []
 
     def regroup(self, ranks: Iterable[int], replaced: tuple[Replacement, ...], timeout_s: float) -> Orders:
         """Of the newest attempt."""

@@ -14,7 +14,8 @@ class Membership:
     Attributes:
         node_of: the node of each rank
         agents: nodes whose agents are there
-        lost: nodes whose agents are gone: nobody takes their place in this generation of workers
+        lost: nodes whose agents are gone, and whose places nobody has taken in this generation of workers
+        expected: of the lost, those whose places were given to spare nodes, with their new owners
         late: of the lost, those whose agents came after all: they are told the verdict, and nothing else
         connected: ranks that have said hello
         layouts: what ranks have told that they hold
@@ -34,6 +35,7 @@ class Membership:
         self.node_of: dict[int, int] = {}
         self.agents: set[int] = set()
         self.lost: set[int] = set()
+        self.expected: dict[int, str] = {}
         self.late: set[int] = set()
         self.connected: set[int] = set()
         self.layouts: dict[int, Layout] = {}
@@ -54,6 +56,21 @@ class Membership:
         self.node_of.update(dict.fromkeys(hello.ranks, hello.node))
         self.hosts[hello.node] = hello.host
         self.agent_pids[hello.node] = hello.pid
+
+    def lose(self, node: int) -> list[int]:
+        """Note that the agent of `node` is gone; return its ranks that are not dead."""
+        self.agents.discard(node)
+        self.lost.add(node)
+        ranks = [rank for rank, home in self.node_of.items() if home == node and rank not in self.dead]
+        self.vanished.update(ranks)
+        return ranks
+
+    def regain(self, hello: AgentHello) -> None:
+        """Note that a spare node has the place of a lost one; its ranks stay dead until they are replaced."""
+        self.lost.discard(hello.node)
+        del self.expected[hello.node]
+        self.agents.add(hello.node)
+        self.enter(hello)
 
     def add(self, layout: Layout) -> str:
         """Keep what a rank holds; if it does not fit what others do, the reason why, and it is not kept."""
@@ -102,10 +119,6 @@ class Membership:
         """Return the ranks of `node`, as its agent has told them."""
         return tuple(rank for rank, home in self.node_of.items() if home == node)
 
-    def left_on(self, node: int) -> list[int]:
-        """The ranks of `node` that are not dead."""
-        return [rank for rank, home in self.node_of.items() if home == node and rank not in self.dead]
-
     def ends(self, ranks: Set[int]) -> None:
         """They have ended, or are about to."""
         self.unbegun |= ranks - self.layouts.keys() - self.vanished
@@ -114,6 +127,7 @@ class Membership:
         """`rank` has a new process, which holds what the one before did."""
         self.dead.pop(rank, None)
         self.dying.discard(rank)
+        self.vanished.discard(rank)
         self.boards.pop(rank, None)
         self.connected.add(rank)
         self.pids[rank] = pid

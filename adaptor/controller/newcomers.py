@@ -24,6 +24,7 @@ from adaptor.protocol.messages import (
 class NewcomerStage(Enum):
     """The stages of a rank's new process."""
 
+    UNPLACED = auto()  # its node is lost, and no spare node has come in that place
     ENDING = auto()  # the process of before has not been seen to end
     STARTING = auto()  # it has said nothing yet
     READY = auto()  # it has said hello
@@ -49,7 +50,12 @@ class Newcomer:
     @property
     def is_reusable(self) -> bool:
         """Return whether another attempt can go on with it: it knows nothing of this one."""
-        untold = (NewcomerStage.ENDING, NewcomerStage.STARTING, NewcomerStage.READY)
+        untold = (
+            NewcomerStage.UNPLACED,
+            NewcomerStage.ENDING,
+            NewcomerStage.STARTING,
+            NewcomerStage.READY,
+        )
         return self.stage in untold and not self.has_failed
 
 
@@ -71,14 +77,19 @@ class Newcomers:
     ended: set[int] = field(default_factory=set)
 
     def begin_attempt(self, replaced: Iterable[Replacement], attempt: int) -> list[int]:
-        """Return the ranks that are to get a new process; one whose process of before has not been seen to
-        end has it ended. A process that was not told anything yet in the attempt before is as good as new.
+        """Return the ranks whose agents are to start a new process; one whose process of before has not been
+        seen to end has it ended. A process that was not told anything yet in the attempt before is as good as
+        new. Ranks of lost nodes are not among them: the agent of a spare node starts theirs when it comes.
         """
         before, self.by_rank = self.by_rank, {}
         started: list[int] = []
         for replacement in replaced:
             rank = replacement.rank
             newcomer = before.get(rank)
+            is_unplaced = self.membership.node_of[rank] in self.membership.lost
+            if is_unplaced and (newcomer is None or newcomer.stage is not NewcomerStage.UNPLACED):
+                self.by_rank[rank] = Newcomer(NewcomerStage.UNPLACED, replacement, attempt)
+                continue
             if newcomer is None:
                 ended = rank in self.membership.dead
                 if self.membership.lives(rank):
@@ -93,6 +104,33 @@ class Newcomers:
             self.by_rank[rank] = Newcomer(stage, replacement, attempt)
             started.append(rank)
         return started
+
+    @property
+    def unplaced(self) -> list[int]:
+        """Return the nodes that are lost, and whose ranks wait for spare nodes."""
+        return sorted(
+            {
+                self.membership.node_of[rank]
+                for rank, newcomer in self.by_rank.items()
+                if newcomer.stage is NewcomerStage.UNPLACED
+            }
+        )
+
+    def place(self, node: int) -> None:
+        """The agent of a spare node has come in the place of `node`; it starts the new processes."""
+        for newcomer in self._of(node):
+            if newcomer.stage is NewcomerStage.UNPLACED:
+                newcomer.stage = NewcomerStage.STARTING
+
+    def lose(self, node: int) -> bool:
+        """Note that `node` is lost; return whether new processes were to be started there, or were."""
+        lost = [one for one in self._of(node) if one.stage is not NewcomerStage.UNPLACED]
+        for newcomer in lost:
+            newcomer.has_failed = True
+        return bool(lost)
+
+    def _of(self, node: int) -> list[Newcomer]:
+        return [one for rank, one in self.by_rank.items() if self.membership.node_of[rank] == node]
 
     @property
     def are_ready(self) -> bool:

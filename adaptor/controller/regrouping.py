@@ -21,7 +21,7 @@ from adaptor.controller.newcomers import FromNewcomer, Newcomers
 from adaptor.controller.outcome import Orders
 from adaptor.controller.plan import Plan
 from adaptor.controller.presence_check import PresenceCheck
-from adaptor.protocol.messages import Joined, RegroupFailed, Replacement
+from adaptor.protocol.messages import Joined, PlacesFilled, RegroupFailed, Replacement
 
 # The second one is for a newcomer that fails, or for a rank that dies meanwhile. More would take longer than
 # a restart.
@@ -129,7 +129,8 @@ class Regrouping:
             self._state.leave(rank)
         replaced = [one for one in self._planned if one.rank not in self._state.nodes]
         started = self.newcomers.begin_attempt(replaced, self._writing.attempt)
-        return self._orders.replace(started, cold=cold)
+        unplaced = self._feasibility.places.ask(self.newcomers.unplaced)
+        return self._orders.fill(unplaced) + self._orders.replace(started, cold=cold)
 
     def _retry(self, reason: str, *, cold: bool) -> Orders:
         """Try once more if an attempt is left, else give it up; `cold`: as in `_replace`."""
@@ -165,6 +166,35 @@ class Regrouping:
             self.require_possible()  # its node may be lost
             return self._start_newcomers(self._writing.step, cold=False) if self.is_pending else []
         return self._retry(f"rank {rank} has died, too", cold=False)
+
+    def on_agent_lost(self, node: int) -> Orders:
+        """The agent of `node` is gone; the deaths of its ranks were told before."""
+        if self.newcomers.lose(node):
+            self._feasibility.places.lose(node)
+            return self._retry(f"node {node} is lost", cold=False)
+        self.require_possible()
+        return []
+
+    def on_spare_lost(self, node: int) -> Orders:
+        """The spare node that had got the place of `node` is gone before its agent has come."""
+        self._feasibility.places.lose(node)
+        return self._retry(f"the spare node in the place of node {node} is lost", cold=False)
+
+    def on_places_filled(self, answer: PlacesFilled) -> Orders:
+        """Node 0 has asked its spare nodes."""
+        reason = self._feasibility.places.answer(answer)
+        return self.cancel(reason) if reason else []
+
+    def on_spare_node(self, node: int) -> Orders:
+        """The agent of a spare node has come in the place of `node`, and starts the new processes."""
+        self._feasibility.places.come(node)
+        self.newcomers.place(node)
+        return []
+
+    @property
+    def spare_nodes(self) -> list[int]:
+        """Return the places that spare nodes have taken."""
+        return sorted(self._feasibility.places.taken)
 
     def on_newcomer(self, message: FromNewcomer) -> Orders:
         """The new process of a rank says something, or has ended."""

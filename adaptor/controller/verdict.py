@@ -55,7 +55,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
         exit_code=cause.exit_code,
         save=membership.save,
         leaves=tuple(sorted(failures.leaving | ({0} & failures.lost.keys()))),
-        lost=tuple(sorted(failures.lost)),
+        lost=tuple(sorted(failures.lost.keys() & membership.lost)),
         fault=_fault(cause, failures, membership, incident.state.boards),
         newest=newest,
         stop="another start would fail in the same way" if mistake else "",
@@ -66,11 +66,15 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
     """Return the message about `incident`, which was recovered online."""
     assert incident.state.outcome is not None
     cause, step = failures.first(incident.state.silent), incident.state.outcome.step
-    newcomers = incident.regrouping.newcomers.by_rank
-    pids = " and ".join(str(newcomer.pid) for newcomer in newcomers.values())
+    newcomers, spares = incident.regrouping.newcomers.by_rank, incident.regrouping.spare_nodes
+    away = {rank for node in spares for rank in membership.ranks_of(node)}
+    pids = " and ".join(str(newcomer.pid) for rank, newcomer in newcomers.items() if rank not in away)
+    hosts = [f"the spare node {membership.hosts[node]} has the place of node {node}" for node in spares]
     seconds = incident.state.now - incident.state.opened_at
     words = [
-        f"replaced by pid {pids}" if pids else "nobody is replaced",
+        *([f"replaced by pid {pids}"] if pids else []),
+        *hosts,
+        *([] if newcomers else ["nobody is replaced"]),
         f"training goes on with step {step + 1}",
         incident.freeze_state.further(step) or "0 steps lost",
         f"{seconds:.1f} s",
@@ -103,7 +107,8 @@ def _fault(
     finished = raised.origin.finished if raised is not None else None
     if board is not None and board.phase != Phase.STARTING:
         finished = board.finished
-    host = membership.hosts.get(membership.node_of.get(rank, -1), "")
+    node = membership.node_of.get(rank, -1)
+    host = failures.lost_hosts.get(node) or membership.hosts.get(node, "")
     return Fault(
         cause.key,
         finished,

@@ -64,15 +64,17 @@ class TakePlace(Message, frozen=True):
 
     Attributes:
         node: whose place it takes
-        restarts: how many the job has used, with the one that begins now
-        generations: how many times workers were started before
+        restarts: how many the job has used, with one that begins now
+        generations: how many times workers were started before those that this node has to do with first
         owner: a random name, by which the place is the spare's from now on
+        incident: the one in which its workers join those that train; 0: all workers are started again
     """
 
     node: int
     restarts: int
     generations: int
     owner: str
+    incident: int = 0
 
 
 class SpareReleased(Message, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,18 @@ def online(tmp_path: Path, layout: Layout, faults: Sequence[str], **given: Any) 
     )
 
 
-def trains_on(job: Job, baseline: Baseline, incidents: int = 1, log_interval: int = 1) -> Ended:
+def trains_on(
+    job: Job, baseline: Baseline, incidents: int = 1, log_interval: int = 1, lost_nodes: int = 0
+) -> Ended:
     """The job ends well, without a restart; what it trained is, bit for bit, what the baseline trained.
 
-    The framework's own log has a line for each `log_interval` steps, as that of the baseline.
+    The framework's own log has a line for each `log_interval` steps, as that of the baseline. So many
+    `lost_nodes` are killed.
     """
     assert job.save is not None
     ended = harness.run(job)
-    assert set(ended.codes) == {0}, ended.log[-5000:]
+    killed = 128 + signal.SIGKILL
+    assert [code for code in ended.codes if code] == [killed] * lost_nodes, ended.log[-5000:]
     outcome.assert_saved(job.save, ITERATIONS)
     # Each step that all went on from was saved first, and the framework would have saved the same.
     saved = {int(found) - 1 for found in re.findall(r"training goes on with step (\d+)", ended.log)}

@@ -69,11 +69,11 @@ def test_with_tls_and_a_spare_on_each_node(tmp_path: Path, baseline_of: Baseline
     assert f"replaced by pid {ended.stamps[0]['spare']}, " in ended.log
 
 
-def test_a_node_that_is_lost_is_not_recovered_online(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """No other node can take its place: the step is saved, and the line says why."""
+def test_without_a_spare_node_a_lost_node_is_not_recovered_online(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """No spare node waits: the step is saved, and the line says why."""
     job = online(tmp_path, DP4, ["rank=3,step=6,phase=backward,kind=agent-sigkill"], nodes=2)
     ended, _ = ends(job, baseline_of(DP4), code=137, saved={5})
-    assert "not recovered online: node 1 is lost" in ended.log
+    assert "not recovered online: node 1 is lost, and no spare node waits" in ended.log
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_node_that_is_lost_is_not_recovered_online(tmp_path: Path, baseline_of
     [
         (
             ["rank=1,step=6,phase=backward,kind=sigkill", "rank=3,phase=exchange,kind=agent-sigkill"],
-            r"step 5 is saved, .*; not recovered online: rank [23] has died, too; node 1 is lost",
+            r"step 5 is saved, .*; not recovered online: rank [23] has died, too; nobody else holds shard 1",
         ),
         (
             ["rank=3,step=6,phase=backward,kind=sigkill", "rank=0,phase=exchange,kind=agent-sigkill"],

@@ -32,6 +32,8 @@ what the controller then orders. The first line says what the job is like:
     > succeed 1                       the controller of term 1 takes the place of the one before
     > again 1                         the agent of node 1 says again who it is, and what its ranks hold
     > recalled 1                      that was all of it; with a word, it has been given this verdict
+    > filled 1 2                      spare nodes take the places of nodes 1 and 2; `spare 1`: the agent of
+                                      the first has come; `not-filled 1`: no spare node waits
     > agent-lost 1, progress 0, refused 2 reason..., layout 3 other copies=1, agent-hello 1, hello 2
     > at 60.5                         the time is now 60.5 seconds, and the controller is told
 
@@ -59,6 +61,7 @@ from adaptor.protocol.messages import (
     Dump,
     Dying,
     Exit,
+    FillPlaces,
     Find,
     Freeze,
     FromAgent,
@@ -71,6 +74,7 @@ from adaptor.protocol.messages import (
     NodeStalled,
     NodesWaiting,
     Phase,
+    PlacesFilled,
     Prepare,
     Prepared,
     PresenceProbe,
@@ -230,6 +234,14 @@ class Trace:
                 return RegroupFailed(rank, number, attempt, text, hangs="hangs" in text)
             case "agent-hello":
                 return AgentHello(rank, tuple(range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)))
+            case "spare":
+                ranks = range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)
+                return AgentHello(rank, tuple(ranks), host=f"spare{rank}", owner=f"owner{rank}")
+            case "filled" | "not-filled":
+                places = tuple(map(int, words))
+                owners = {node: f"owner{node}" for node in places} if name == "filled" else {}
+                reason = "" if owners else "no spare node waits"
+                return PlacesFilled(0, number, places, owners, reason)
             case "recalled":
                 verdict = (
                     Verdict(
@@ -304,6 +316,8 @@ def _words(order: Message) -> str:
             return f"dump step {step}, attempt {attempt}: {'; '.join(parts)}{as_is}"
         case Replace(rank=rank, attempt=attempt, cold=cold):
             return f"replace rank {rank}, attempt {attempt}" + (", not by a spare" if cold else "")
+        case FillPlaces(nodes=nodes):
+            return f"have spare nodes take the places of {', '.join(map(str, nodes))}"
         case PresenceProbe():
             return "are you there?"
         case Regroup(attempt=attempt, step=step, replaced=replaced):

@@ -13,6 +13,7 @@ class AgentHello(Message, frozen=True):
     Attributes:
         host: the name of its machine
         pid: its process there; 0 where it is not known
+        owner: of a spare node that takes the place of a lost one while others train: as in `PlacesFilled`
     """
 
     node: Number
@@ -20,6 +21,7 @@ class AgentHello(Message, frozen=True):
     endpoint: Endpoint | None = None
     host: str = ""
     pid: int = 0
+    owner: str = ""
 
 
 class Died(Message, frozen=True):
@@ -124,6 +126,22 @@ class PublishFailed(Message, frozen=True):
     number: int = 0
 
 
+class PlacesFilled(Message, frozen=True):
+    """The answer of node 0 to `FillPlaces`: the agents of spare nodes come next, or `reason` says why not.
+
+    Attributes:
+        nodes: as ordered
+        owners: a random name for each of them, which the agent that comes has in its hello; empty where there
+            is not a spare node for each
+    """
+
+    node: Number
+    incident: int
+    nodes: tuple[Number, ...]
+    owners: dict[Number, str]
+    reason: str = ""
+
+
 class ReplayComplete(Message, frozen=True):
     """The agent of `node` has told a new controller again all that it had told the one that is lost.
 
@@ -147,6 +165,7 @@ FromAgent = (
     | Prepared
     | Published
     | PublishFailed
+    | PlacesFilled
     | ReplayComplete
 )
 ToController = FromAgent | AgentLost

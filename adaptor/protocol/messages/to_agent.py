@@ -57,6 +57,17 @@ class Replace(Message, frozen=True):
     cold: bool = False
 
 
+class FillPlaces(Message, frozen=True):
+    """Have spare nodes take the places of lost `nodes` while the others train on; the answer: `PlacesFilled`.
+
+    Only the agent of node 0 is told: spare nodes wait there. Each agent that takes a place starts a new
+    process for each rank of it, as if `Replace` were ordered.
+    """
+
+    incident: int
+    nodes: tuple[int, ...]
+
+
 class Find(Message, frozen=True):
     """A controller that is lost may have had last words saved: let the tracker name the newest checkpoint.
 
@@ -80,7 +91,9 @@ class Welcome(Message, frozen=True):
 
 # The messages that the controller passes on to the nodes that stand by.
 StandbyState = AgentHello | Layout
-ToAgent = Prepare | Publish | Find | Replace | Recovered | Verdict | Dismissed | StandbyState | Welcome
+ToAgent = (
+    Prepare | Publish | Find | Replace | FillPlaces | Recovered | Verdict | Dismissed | StandbyState | Welcome
+)
 
 
 class Addressed(Message, frozen=True):

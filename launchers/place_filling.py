@@ -1,0 +1,79 @@
+"""Gives the places of lost nodes to spare nodes, on the control thread of node 0 (the gate: `spare_gate.py`).
+
+A place is given for a start of all workers, after a verdict, or while the others keep their processes. In the
+second case the spare node belongs to the workers that train; if the verdict comes before its agent does, it
+hears that, and starts again with all others: no second spare node gets its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from adaptor.controller.membership import Membership
+from adaptor.launchers.spare_gate import SpareGate
+from adaptor.protocol.messages import FillPlaces, PlacesFilled
+
+_NONE_WAITS = "no spare node waits"
+_NO_COPIES = "copies in host memory (TTP_HOST_COPY) are not kept on a node that comes later"
+
+
+class StartCounts(NamedTuple):
+    """The starts of the workers of a job so far.
+
+    Attributes:
+        restarts: how many of --max-restarts are used up
+        generations: how many times workers were started, with these
+    """
+
+    restarts: int = 0
+    generations: int = 0
+
+
+async def fill_for_restart(
+    gate: SpareGate, members: Membership, lost: Sequence[int], counts: StartCounts
+) -> dict[int, str]:
+    """Give the places of `lost` nodes for the restart that follows; return the owners, empty: not all filled.
+
+    Args:
+        gate: where spare nodes wait.
+        members: of the generation that has ended.
+        lost: the nodes that its verdict names.
+        counts: with the restart that follows, and without its start.
+    """
+    coming = {node: owner for node, owner in members.expected.items() if node in lost}
+    empty = {node: members.ranks_of(node) for node in lost if node not in coming}
+    owners = await gate.fill(empty, counts.restarts, counts.generations)
+    return {} if empty and not owners else {**coming, **owners}
+
+
+async def fill_online(
+    gate: SpareGate | None,
+    members: Membership,
+    order: FillPlaces,
+    counts: StartCounts,
+    wanted: Callable[[], bool],
+    *,
+    host_copies: bool,
+) -> PlacesFilled:
+    """Give the places of an order while the other nodes keep their workers.
+
+    Args:
+        gate: where spare nodes wait; None: the job has no gate.
+        members: of this generation.
+        order: of the controller.
+        counts: of this generation.
+        wanted: whether they still are, when spare nodes have answered.
+        host_copies: the nodes keep copies of each other's state in host memory.
+
+    Returns:
+        What the controller is to hear.
+    """
+    owners: dict[int, str] = {}
+    if gate is not None and not host_copies:
+        places = {node: members.ranks_of(node) for node in order.nodes}
+        owners = await gate.fill(
+            places, counts.restarts, counts.generations - 1, order.incident, wanted=wanted
+        )
+    reason = "" if owners else _NO_COPIES if host_copies and gate is not None else _NONE_WAITS
+    return PlacesFilled(0, order.incident, order.nodes, owners, reason)
