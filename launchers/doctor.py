@@ -7,6 +7,7 @@ FAIL: `ttprun` would refuse it, or a fault would lose steps. WARN: something is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ import msgspec
 
 from adaptor import config, engines, misspelt, text
 from adaptor.errors import AdaptorError, ConfigError
-from adaptor.launchers import doctor_disk, doctor_machine, doctor_nodes
+from adaptor.launchers import doctor_disk, doctor_machine, doctor_nodes, plan
+from adaptor.launchers.doctor_job import Job
 from adaptor.launchers.finding import Finding
 from adaptor.operations import cli
 from adaptor.operations.terminal import show
@@ -32,8 +34,10 @@ def add(add_command: cli.Add) -> None:
         "doctor", _answer, "whether a job could be protected on this node; nothing is trained"
     )
     parser.epilog = (
-        "Run it on each node, with the settings of the job, for example with srun. Exit codes: 0, nothing"
-        " fails; 1, something does; 2, bad usage."
+        "Run it on each node, with the settings of the job: with srun, or with the flags of the job by"
+        " `ttprun FLAGS -m adaptor.launchers.ttp doctor`, which starts no worker. With the script and its"
+        " arguments it compares what the job needs with what is there. Exit codes: 0, nothing fails; 1,"
+        " something does; 2, bad usage."
     )
     parser.add_argument("--save", type=Path, help="also try the folder of checkpoints (--save) of the job")
     parser.add_argument(
@@ -55,7 +59,44 @@ def add(add_command: cli.Add) -> None:
         default=256,
         help="how much to write there for its speed (default 256)",
     )
+    parser.add_argument(
+        "--nnodes",
+        type=plan.count,
+        help="nodes of the job (default: --nodes), of which each writes a part of a save",
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=plan.count,
+        help="ranks on each node (default: twice the fewest that the arguments allow, on one node)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
+
+
+def arguments_of_job(parsed: argparse.Namespace) -> list[str]:
+    """Return the arguments of `ttp` for a ttprun whose job is the doctor.
+
+    The nodes of the job, their ranks, and the port of its rendezvous are taken from the flags of ttprun; what
+    is given to the doctor itself wins.
+
+    Args:
+        parsed: torchrun's arguments.
+    """
+    from torch.distributed import run
+
+    given, taken = list(parsed.training_script_args), list[str]()
+    fewest, most = run.parse_min_max_nnodes(parsed.nnodes)
+    if fewest == most and not parsed.standalone:
+        taken += ["--nnodes", str(most)]
+        options = given[: given.index("--")] if "--" in given else given
+        if any(option.partition("=")[0] == "--save" for option in options):
+            taken += ["--nodes", str(most)]
+    with contextlib.suppress(ValueError):  # auto, on a machine that has no such device
+        taken += ["--nproc-per-node", str(run.determine_local_world_size(parsed.nproc_per_node))]
+    port = parsed.rdzv_endpoint.rpartition(":")[2] if parsed.rdzv_backend != "static" else parsed.master_port
+    if str(port).isdigit():
+        taken += ["--rdzv-port", str(port)]
+    return ["doctor", *taken, *given[1:]]
 
 
 def _mebibytes(text: str) -> int:
@@ -82,8 +123,13 @@ def _port(text: str) -> int:
 def _answer(parsed: argparse.Namespace) -> int:
     if parsed.nodes > 1 and parsed.save is None:
         raise ConfigError(f"--nodes is {parsed.nodes}: name the folder in which they meet: --save DIR")
+    nodes, script = parsed.nnodes or parsed.nodes, plan.script_of(parsed.script)
+    if script:
+        plan.require_ranks(nodes, parsed.nproc_per_node)
+        plan.require_file(script)
+    job = Job(script, nodes, parsed.nproc_per_node)
     found: list[Finding] = []
-    for finding in findings(parsed.save, parsed.write_mib << 20, parsed.nodes, parsed.rdzv_port):
+    for finding in findings(parsed.save, parsed.write_mib << 20, parsed.nodes, parsed.rdzv_port, job):
         found.append(finding)
         if not parsed.json:
             show([_line(finding)])
@@ -100,9 +146,7 @@ def _line(finding: Finding) -> str:
     return text.encodable(f"{finding.level:<4} {finding.name:<12} {finding.words}{more}")
 
 
-def findings(
-    save: Path | None, size: int, nodes: int = 1, rendezvous_port: int = RENDEZVOUS_PORT
-) -> Iterator[Finding]:
+def findings(save: Path | None, size: int, nodes: int, rendezvous_port: int, job: Job) -> Iterator[Finding]:
     """Make every check; an error in one is its finding.
 
     Args:
@@ -110,6 +154,7 @@ def findings(
         size: the bytes that are written there for its speed.
         nodes: that make these checks at the same time.
         rendezvous_port: at which node 0 of the job will await the others.
+        job: that is to run here.
     """
     try:
         settings = config.load()
@@ -123,11 +168,13 @@ def findings(
         (check.__name__, lambda check=check: check(settings))  # type: ignore[misc]
         for check in doctor_machine.CHECKS
     ]
+    if job.script:
+        checks.append(("job", lambda: job.fits(settings)))
     if save is not None:
         folder = save
         if nodes > 1:  # first: while one still writes for the speed, others would wait
             checks.append(("nodes", lambda: doctor_nodes.between(folder, nodes, settings, rendezvous_port)))
-        checks.append(("save", lambda: doctor_disk.save_folder(folder, size, settings.grace_s)))
+        checks.append(("save", lambda: doctor_disk.save_folder(folder, size, job, settings)))
     for name, check in checks:
         try:
             yield from check()

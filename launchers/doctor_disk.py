@@ -9,15 +9,20 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from adaptor.checkpoint import disk, folder_rights, linux_calls
+from adaptor.checkpoint.hashing import HashingFile
+from adaptor.config import Config
+from adaptor.launchers import doctor_job
+from adaptor.launchers.doctor_job import Job, Speed
 from adaptor.launchers.finding import Finding
 
 _BLOCK = 8 << 20
 
 
-def save_folder(folder: Path, size: int, grace_s: float) -> Iterator[Finding]:
+def save_folder(folder: Path, size: int, job: Job, settings: Config) -> Iterator[Finding]:
     """Try what a save needs: to write, to rename, to exchange two names, to lock, to reach the disk.
 
     Everything is made in a new folder in it, which is removed; so is the folder itself if it was not there.
@@ -25,12 +30,13 @@ def save_folder(folder: Path, size: int, grace_s: float) -> Iterator[Finding]:
     Args:
         folder: of the checkpoints.
         size: the bytes to write for its speed.
-        grace_s: TTP_GRACE.
+        job: that is to save there.
+        settings: with the times that a save may take.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        yield from _tried(folder, size, grace_s)
+        yield from _tried(folder, size, job, settings)
     except OSError as error:
         words = f"{folder}: a save would fail there ({error.strerror})"
         yield Finding("save", "FAIL", words, "give this user the right and room, or name another --save")
@@ -40,7 +46,7 @@ def save_folder(folder: Path, size: int, grace_s: float) -> Iterator[Finding]:
                 path.rmdir()
 
 
-def _tried(folder: Path, size: int, grace_s: float) -> Iterator[Finding]:
+def _tried(folder: Path, size: int, job: Job, settings: Config) -> Iterator[Finding]:
     status = folder_rights.probe(folder)
     room = shutil.disk_usage(folder).free
     owner = folder_rights.name_user(status.st_uid)
@@ -51,7 +57,9 @@ def _tried(folder: Path, size: int, grace_s: float) -> Iterator[Finding]:
         yield _rename(place)
         yield _exchange(place)
         yield _lock(place)
-        yield _speed(place, min(size, room // 2), grace_s)
+        speed, finding = _speed(place, min(size, room // 2))
+        yield finding
+        yield from doctor_job.times(speed, job.save(folder), room, settings)
     finally:
         disk.remove(place)
 
@@ -94,17 +102,16 @@ def _lock(place: Path) -> Finding:
     return Finding("lock", "FAIL", "two locks on one file are held at once", "mount it with working locks")
 
 
-def _speed(place: Path, size: int, grace_s: float) -> Finding:
+def _speed(place: Path, size: int) -> tuple[Speed, Finding]:
+    """Write as a save does, which syncs its files while it writes them, and see how fast that goes."""
     block = os.urandom(min(_BLOCK, max(size, 1)))
-    began = time.monotonic()
-    with (place / "data").open("wb", buffering=0) as file:
+    moved = [time.monotonic()]
+    with HashingFile(place / "data", lambda count: moved.append(time.monotonic())) as file:
         for _ in range(max(1, size // len(block))):
             file.write(block)
-        os.fsync(file)
-        written = file.tell()
-    rate = written / max(time.monotonic() - began, 1e-9)
-    words = (
-        f"{written / 2**20:.0f} MiB were written and synced at {rate / 1e6:.0f} MB/s:"
-        f" {rate * grace_s / 1e9:.1f} GB in TTP_GRACE ({grace_s:.0f} s)"
+    moved.append(time.monotonic())
+    speed = Speed(
+        file.bytes / max(moved[-1] - moved[0], 1e-9), max(after - before for before, after in pairwise(moved))
     )
-    return Finding("speed", "OK", words, "set TTP_GRACE to more than the last words of this node take")
+    words = f"{file.bytes / 2**20:.0f} MiB were written and synced at {speed.rate / 1e6:.0f} MB/s"
+    return speed, Finding("speed", "OK", words)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from adaptor import devices, distributions
+from adaptor import devices, distributions, host_memory
 from adaptor.config import Config
 from adaptor.errors import AdaptorError
 from adaptor.launchers import tls
@@ -147,8 +147,8 @@ def limits(settings: Config) -> Iterator[Finding]:
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     remedy = "data loaders need it: docker run --shm-size, or a memory volume there" if shm < _SHM else ""
     yield Finding("/dev/shm", "WARN" if remedy else "OK", f"{_bytes(shm)} free", remedy)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Finding("memory", "OK", f"{_bytes(available)} free; what a save needs: docs/costs.md")
+    words = f"{_bytes(host_memory.available())} free on the host, limits of control groups included"
+    yield Finding("memory", "OK", words)
 
 
 def folders(settings: Config) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from adaptor.operations.words import FINDING, OK, USAGE, duration
 BANDWIDTH = 1e9
 
 
-class _Replicas(msgspec.Struct):
+class ReplicaRow(msgspec.Struct):
     """The costs and gains of one kind of replicas: `adaptor.protection_plan.Replicas`."""
 
     kind: str
@@ -37,14 +37,14 @@ class _Replicas(msgspec.Struct):
     better: tuple[int, ...] | None = None
 
 
-class _Plan(msgspec.Struct):
+class JobPlan(msgspec.Struct):
     """The plan of the report, `adaptor.protection_plan.Plan`, and how long a save would take."""
 
     ranks: int
     nodes: int
     parameters: float | None
     training: float | None
-    replicas: list[_Replicas]
+    replicas: list[ReplicaRow]
     save: float | None
     writer: float | None
     bandwidth: float | None = None
@@ -55,22 +55,22 @@ class _Layout(msgspec.Struct):
     data_parallel: int
 
 
-class _Report(msgspec.Struct):
+class Report(msgspec.Struct):
     """The part of the report that is read."""
 
     verdict: str
     refusals: list[str]
     layout: _Layout | None
-    plan: _Plan | None
+    plan: JobPlan | None
 
 
 def add(add_command: cli.Add) -> None:
     """Add the command to those of `ttp`."""
     parser = add_command("plan", _answer, "what protection of a job would take and give; nothing is trained")
-    parser.add_argument("--nnodes", type=_count, default=1, help="nodes of the job (default 1)")
+    parser.add_argument("--nnodes", type=count, default=1, help="nodes of the job (default 1)")
     parser.add_argument(
         "--nproc-per-node",
-        type=_count,
+        type=count,
         help="ranks on each node (default: twice the fewest that the arguments allow, on one node)",
     )
     parser.add_argument(
@@ -90,7 +90,8 @@ def add(add_command: cli.Add) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Return the number of nodes or ranks in an argument. Raises argparse.ArgumentTypeError."""
     number = int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= number <= 1_000_000:
         raise argparse.ArgumentTypeError(f"{text!r}: it must be a number from 1 on")
@@ -108,14 +109,12 @@ def _bandwidth(text: str) -> float:
 
 
 def _answer(parsed: argparse.Namespace) -> int:
-    script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
+    script = script_of(parsed.script)
     if not script:
         raise ConfigError("name the script and its arguments: ttp plan -- pretrain_gpt.py ARGUMENTS")
-    if parsed.nproc_per_node is None and parsed.nnodes > 1:
-        raise ConfigError(f"--nnodes is {parsed.nnodes}: say --nproc-per-node, too")
+    require_ranks(parsed.nnodes, parsed.nproc_per_node)
     hosts = racks_of(parsed.hosts, parsed.nnodes) if parsed.hosts is not None else {}
-    if not Path(script[0]).is_file():
-        raise ConfigError(f"there is no script {script[0]}")
+    require_file(script)
     return show(
         script,
         parsed.nnodes,
@@ -124,6 +123,23 @@ def _answer(parsed: argparse.Namespace) -> int:
         racks=hosts,
         as_json=parsed.json,
     )
+
+
+def script_of(arguments: Sequence[str]) -> list[str]:
+    """Return the script and its arguments without the `--` before them."""
+    return list(arguments[1:] if arguments[:1] == ["--"] else arguments)
+
+
+def require_ranks(nodes: int, ranks_per_node: int | None) -> None:
+    """Refuse several nodes without the number of their ranks. Raises ConfigError."""
+    if ranks_per_node is None and nodes > 1:
+        raise ConfigError(f"--nnodes is {nodes}: say --nproc-per-node, too")
+
+
+def require_file(script: Sequence[str]) -> None:
+    """Refuse a script that is not there. Raises ConfigError."""
+    if not Path(script[0]).is_file():
+        raise ConfigError(f"there is no script {script[0]}")
 
 
 def racks_of(path: Path, nodes: int) -> dict[str, str]:
@@ -174,28 +190,48 @@ def show(
         racks: the rack of each host, in the order of the nodes; None or empty: not known.
         as_json: print one JSON object.
     """
-    sizes: list[str] = []
-    if ranks_per_node is not None:
-        sizes = ["--world-size", str(nodes * ranks_per_node), "--ranks-per-node", str(ranks_per_node)]
-    sizes += [f"--rack={rack}" for rack in (racks or {}).values()]
-    command = [sys.executable, "-m", "adaptor", "report", "--json", *sizes, "--", *script]
-    made = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    if made.returncode not in (OK, FINDING):
+    code, made = _ask(script, nodes, ranks_per_node, list((racks or {}).values()))
+    if code not in (OK, FINDING):
         return USAGE
-    report = msgspec.json.decode(made.stdout, type=_Report)
+    report = msgspec.json.decode(made, type=Report)
     plan = report.plan
     if plan is not None and plan.save is not None:
         plan.bandwidth, plan.save_seconds = bandwidth, plan.save / bandwidth
     if as_json:
-        whole = msgspec.json.decode(made.stdout, type=dict[str, msgspec.Raw])
+        whole = msgspec.json.decode(made, type=dict[str, msgspec.Raw])
         whole["plan"] = msgspec.Raw(msgspec.json.encode(plan))
         print(msgspec.json.encode(whole).decode())
     else:
         terminal.show(map(text.encodable, _lines(report, list(racks or {}))))
-    return int(made.returncode)
+    return code
 
 
-def _lines(report: _Report, hosts: Sequence[str]) -> list[str]:
+def report(script: Sequence[str], nodes: int, ranks_per_node: int | None) -> Report | None:
+    """Return what is found about a job; None where nothing is, and stderr has said why.
+
+    Args:
+        script: and its arguments.
+        nodes: of the job.
+        ranks_per_node: None: as many as the arguments need for a second copy, on one node.
+    """
+    code, made = _ask(script, nodes, ranks_per_node, [])
+    return msgspec.json.decode(made, type=Report) if code in (OK, FINDING) else None
+
+
+def _ask(
+    script: Sequence[str], nodes: int, ranks_per_node: int | None, racks: Sequence[str]
+) -> tuple[int, bytes]:
+    """Return the exit code and the JSON of the process that makes the report."""
+    sizes: list[str] = []
+    if ranks_per_node is not None:
+        sizes = ["--world-size", str(nodes * ranks_per_node), "--ranks-per-node", str(ranks_per_node)]
+    sizes += [f"--rack={rack}" for rack in racks]
+    command = [sys.executable, "-m", "adaptor", "report", "--json", *sizes, "--", *script]
+    made = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    return made.returncode, made.stdout
+
+
+def _lines(report: Report, hosts: Sequence[str]) -> list[str]:
     plan = report.plan
     lines = [f"REFUSED {line}" for line in report.refusals]
     if plan is None or report.layout is None:
@@ -229,7 +265,7 @@ def _lines(report: _Report, hosts: Sequence[str]) -> list[str]:
     return [*lines, f"verdict      {report.verdict}"]
 
 
-def _of_racks(row: _Replicas, hosts: Sequence[str]) -> list[str]:
+def _of_racks(row: ReplicaRow, hosts: Sequence[str]) -> list[str]:
     if row.any_rack is None:
         return []
     if row.any_rack:
@@ -251,7 +287,7 @@ def _billions(count: float) -> str:
 def _bytes(count: float | None) -> str:
     if count is None:
         return "not known"
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
+    for unit, of_unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= of_unit:
+            return f"{count / of_unit:.3g} {unit}"
     return f"{count / 1e3:.3g} kB"

@@ -158,6 +158,10 @@ def _run(
         settings: the user's.
         ends: is called with the exit code where this process ends without returning it.
     """
+    if _is_doctor(parsed):
+        from adaptor.launchers import doctor, ttp
+
+        return ttp.main(doctor.arguments_of_job(parsed))
     try:
         if settings.enabled or settings.device:
             start_checks.require_script(parsed, settings)
@@ -187,6 +191,13 @@ def _run(
     if engine is not None:
         return _run_with_survivors(parsed, engine, settings, load, ends)
     return _run_plain(parsed, settings.device)
+
+
+def _is_doctor(parsed: argparse.Namespace) -> bool:
+    """Return whether the job is `ttp doctor`: it runs in this process, which may be what cannot start one."""
+    script = parsed.training_script
+    is_ttp = script == "adaptor.launchers.ttp" if parsed.module else Path(script).name == "ttp"
+    return is_ttp and list(parsed.training_script_args[:1]) == ["doctor"]
 
 
 def _run_plain(parsed: argparse.Namespace, device: str) -> int:

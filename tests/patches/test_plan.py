@@ -62,7 +62,7 @@ def test_nodes_and_racks(warm_python: Run, tmp_path: Path) -> None:
 
 
 def test_words_about_racks() -> None:
-    row = plan._Replicas("split", True, None, None, None, None, "", any_rack=False, better=(0, 2, 1, 3))
+    row = plan.ReplicaRow("split", True, None, None, None, None, "", any_rack=False, better=(0, 2, 1, 3))
     _, line = plan._of_racks(row, ["a", "b", "c", "d"])
     assert line.endswith("any 1 rack may be lost with this order: a, c, b, d")
 
@@ -100,6 +100,37 @@ def test_experts_are_counted_once(warm_python: Run, tmp_path: Path) -> None:
     # In the format torch each set of experts has a file of its own, with the weights of all else.
     dense = whole["plan"]["parameters"] - 4 * each
     assert half["plan"]["save"] - whole["plan"]["save"] == pytest.approx(2 * dense)
+
+
+@pytest.mark.integration
+def test_the_doctor_knows_what_a_job_needs(warm_python: Run, tmp_path: Path) -> None:
+    """The same arguments and the same figures as the plan, compared with this machine."""
+    script = str(prepare.megatron_lm() / "pretrain_gpt.py")
+    words = (
+        "doctor",
+        "--json",
+        "--nproc-per-node",
+        "2",
+        "--save",
+        str(tmp_path / "save"),
+        "--write-mib",
+        "1",
+    )
+    arguments = tiny_gpt(save=tmp_path / "save")
+    env = {**environment(), "TTP_DEVICE": "cpu", "TTP_LOG_PATH": str(tmp_path / "logs")}
+    done = warm_python("-m", "adaptor.launchers.ttp", *words, "--", script, *arguments, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
+    assert found["job"]["words"].startswith(
+        "protected with 2 ranks: second copies of optimizer shards by split"
+    )
+    _, report = planned(warm_python, "--nproc-per-node", "2", save=tmp_path / "save")
+    (row,) = (row for row in report["plan"]["replicas"] if row["chosen"])
+    need = report["plan"]["training"] + row["memory"]
+    assert f"{need / 1e6:.1f} MB with weights" in found["replica"]["words"]
+    assert f"{report['plan']['save'] / 1e6:.1f} MB of a save" in found["TTP_GRACE"]["words"]
+    assert not (tmp_path / "save").exists()
+    assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.integration

@@ -24,6 +24,7 @@ LAYERS = (
             "adaptor.context",
             "adaptor.distributions",
             "adaptor.endpoints",
+            "adaptor.host_memory",
             "adaptor._script",
         ),
         *("adaptor.diagnostics.requests", "adaptor.patching"),

@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
-from adaptor.launchers import ttp
+from adaptor import config
+from adaptor.checkpoint.manifest import Manifest
+from adaptor.launchers import doctor_job, plan, ttp
+from adaptor.launchers.doctor_job import Save, Speed
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
 from tests import certificates
 
 
@@ -109,3 +114,125 @@ def test_an_amount_that_is_none(amount: str, capsys: pytest.CaptureFixture[str])
         ttp.main(["doctor", "--write-mib", amount])
     assert ended.value.code == 2
     assert "it must be a number of MiB" in capsys.readouterr().err
+
+
+def compared(rate: float, pause_s: float, save: Save | None, room: int = 1 << 50) -> dict[str, Any]:
+    """Return what is found of a save folder; TTP_GRACE is 25 s, TTP_OT 120 s."""
+    found = doctor_job.times(Speed(rate, pause_s), save, room, config.load({}))
+    return {one.name: one for one in found}
+
+
+@pytest.mark.parametrize(
+    ("rate", "level", "remedy"),
+    [
+        (4e9, "OK", ""),
+        (2.1e9, "WARN", "set TTP_GRACE to 30 or more, and what the scheduler gives to more than that"),
+        (1e9, "FAIL", "set TTP_GRACE to 63 or more, and what the scheduler gives to more than that"),
+        (1e6, "FAIL", "name a --save that is faster: TTP_GRACE is 3600 at most"),
+    ],
+)
+def test_the_time_of_a_save_when_the_job_is_told_to_end(rate: float, level: str, remedy: str) -> None:
+    """100 GB by two nodes are 50 GB here."""
+    found = compared(rate, 0.1, Save(100e9, 2, "by the arguments of the script"))["TTP_GRACE"]
+    assert (found.level, found.remedy.partition(" (")[0]) == (level, remedy)
+    assert "50.0 GB of a save in " in found.words
+    assert "(1 of 2 nodes, by the arguments of the script)" in found.words
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "level", "remedy"),
+    [
+        (1.0, "OK", ""),
+        (20.0, "WARN", "set TTP_OT to 200 or more"),
+        (130.0, "FAIL", "set TTP_OT to 1300 or more"),
+        (1000.0, "FAIL", "name a --save on a disk that does not stand still"),
+    ],
+)
+def test_the_time_of_a_save_without_progress(pause_s: float, level: str, remedy: str) -> None:
+    """A save that takes longer than TTP_OT is none the worse for it."""
+    found = compared(1e8, pause_s, Save(100e9, 1, ""))["TTP_OT"]
+    assert (found.level, found.remedy.partition(":")[0]) == (level, remedy)
+    assert "this node's part of a save takes 17 min" in found.words
+
+
+def test_how_much_can_be_written_where_nobody_knows_the_size_of_a_save() -> None:
+    found = compared(1e9, 0.1, None)
+    assert found["TTP_GRACE"].words == "25.0 GB can be written in it (25 s)"
+    assert "120.0 GB could be written in them" in found["TTP_OT"].words
+    assert {one.level for one in found.values()} == {"OK"}
+
+
+def test_a_folder_without_room_for_a_save() -> None:
+    found = compared(1e9, 0.1, Save(2e9, 4, "by the arguments of the script"), room=10**9)["room"]
+    assert (found.level, found.words) == (
+        "FAIL",
+        "a save has 2.0 GB (by the arguments of the script), and 1.0 GB are free there",
+    )
+
+
+def test_the_newest_checkpoint_tells_how_large_a_save_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / naming.final_name(40)
+    folder.mkdir()
+    manifest = Manifest.now(40, [FileEntry("a", 3 * 10**15, None), FileEntry("b", 10**15, None)], {}, 16)
+    (folder / naming.MANIFEST).write_bytes(manifest.encode())
+    (tmp_path / naming.TRACKER).write_text("40")
+    code, findings = found(capsys, "--save", str(tmp_path), "--write-mib", "1", "--nnodes", "8")
+    assert (code, findings["room"]["level"], findings["TTP_GRACE"]["level"]) == (1, "FAIL", "FAIL")
+    assert "500000.0 GB of a save" in findings["TTP_GRACE"]["words"]
+    assert "(1 of 8 nodes, as large as that of step 40)" in findings["TTP_GRACE"]["words"]
+
+
+def replica(kind: str, memory: float, *, chosen: bool = False) -> plan.ReplicaRow:
+    return plan.ReplicaRow(kind, chosen, memory, 1e3, memory, 0.0, f"what {kind} does")
+
+
+def needed(split: float, training: float = 1e6, **settings: str) -> dict[str, Any]:
+    """Return what is found of the memory for a rank that takes `split` bytes more."""
+    rows = [replica("split", split, chosen=True), replica("mirror", split / 1e9), replica("none", 0.0)]
+    of_job = plan.JobPlan(8, 2, 1e6, training, rows, 1e6, 1e6)
+    found = doctor_job.memory(of_job, config.load({"TTP_DEVICE": "cpu", **settings}))
+    return {one.name: one for one in found}
+
+
+def test_memory_for_the_replica() -> None:
+    found = needed(2e6)
+    assert set(found) == {"replica"}
+    assert (found["replica"].level, found["replica"].remedy) == ("OK", "")
+    assert "split takes 2.0 MB more on a rank, 3.0 MB with weights" in found["replica"].words
+    assert found["replica"].words.endswith("of 4 ranks; activations come on top")
+
+
+def test_too_little_memory_for_the_replica() -> None:
+    found = needed(1e15)["replica"]
+    assert (found.level, found.remedy) == (
+        "FAIL",
+        "TTP_REPLICA=mirror takes 1.0 MB more, and survives what mirror does",
+    )
+    found = needed(1e15, training=1e15)["replica"]
+    assert (found.level, found.remedy) == (
+        "FAIL",
+        "spread the job over more ranks: no kind of replica fits",
+    )
+
+
+def test_too_little_memory_for_host_copies() -> None:
+    found = needed(1e15, TTP_HOST_COPY="10")["host copies"]
+    assert (found.level, found.remedy) == ("FAIL", "leave TTP_HOST_COPY out, or give the node more memory")
+    assert found.words.startswith("the copies of this node take 8000000.0 GB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--nnodes", "2", "--", "train.py"), "--nnodes is 2: say --nproc-per-node, too"),
+        (("--", "nowhere.py"), "there is no script nowhere.py"),
+        (("--nodes", "2"), "--nodes is 2: name the folder in which they meet: --save DIR"),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ttp.main(["doctor", *arguments]) == 2
+    assert capsys.readouterr().err == f"ttp: error: {line}\n"

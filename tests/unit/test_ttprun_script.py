@@ -302,9 +302,18 @@ def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> Non
     assert seen["argv"] == ["script.py", "-x"]
 
 
+DOCTOR = ("-m", "adaptor.launchers.ttp", "doctor", "--write-mib", "1")
+
+
 def test_a_job_that_is_ttp_doctor(launcher: Launcher) -> None:
-    """So each node of a job is looked at by whatever starts ttprun there."""
-    doctor = ("-m", "adaptor.launchers.ttp", "doctor", "--save", "save", "--write-mib", "1")
-    ended = launcher.run(*ONE, *doctor, TTP_DEVICE="cpu")
+    """So each node of a job is looked at by whatever starts ttprun there: once, and nothing is left."""
+    ended = launcher.run(*TWO, *DOCTOR, "--save", "save", TTP_DEVICE="cpu")
     assert ended.code == 0, ended.log
-    assert " checks, 0 failed" in ended.log
+    assert ended.log.count(" checks, 0 failed") == 1
+    assert [path.name for path in launcher.folder.iterdir()] == ["log"], "no log folder, no save folder"
+
+
+def test_what_the_doctor_of_a_job_finds_is_the_exit_code(launcher: Launcher) -> None:
+    ended = launcher.run(*TWO, *DOCTOR, TTP_DEVICE="cpu", GLOO_SOCKET_IFNAME="eth77")
+    assert ended.code == 1, ended.log
+    assert ended.last_line.endswith(" checks, 1 failed")
