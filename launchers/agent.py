@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from typing import Any
@@ -27,7 +26,6 @@ from adaptor.launchers.rendezvous import Rendezvous
 from adaptor.launchers.run_record import RunRecord
 from adaptor.launchers.starter import Starter
 from adaptor.launchers.store_resume import StoreResume
-from adaptor.protocol.environment import NEWCOMER
 from adaptor.protocol.messages import NODES_JOIN, Verdict
 from adaptor.protocol.spare_node_messages import TakePlace
 
@@ -118,16 +116,17 @@ class SurvivorsAgent(LocalElasticAgent):
             may_restart=self._remaining_restarts > 0,
             has_met_before=self._handler.has_met_before,
             counts=StartCounts(self._account.begun, self._generations),
-            owner=place.owner if place is not None else "",
+            place=place,
         )
         if self._later_nodes is not None:
             self._later_nodes.begin()
         self._open_gate(worker_group)
         self._control.meet()
-        if place is not None:
-            os.environ[NEWCOMER] = str(place.incident)
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        os.environ.pop(NEWCOMER, None)
+        started: dict[int, Any] = (
+            self._start_newcomers(worker_group)
+            if place is not None
+            else super()._start_workers(worker_group)
+        )
         self._record.has_started = True
         self._end_requests.install()  # torch has just set its own handlers
         assert isinstance(self._pcontext, SubprocessContext)
@@ -136,6 +135,13 @@ class SurvivorsAgent(LocalElasticAgent):
             {worker.global_rank: handlers[worker.local_rank].proc for worker in workers},
             Starter(self._pcontext, {worker.global_rank: worker.local_rank for worker in workers}),
         )
+        return started
+
+    def _start_newcomers(self, worker_group: Any) -> dict[int, Any]:
+        """Start workers that join others which train."""
+        assert self._record.taken is not None
+        with self._record.taken.warm.become_workers():
+            started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     @property
@@ -180,6 +186,8 @@ class SurvivorsAgent(LocalElasticAgent):
         Raises:
             StartError: one has: this node was taken for lost.
         """
+        if self._record.taken is not None and not joins:
+            self._record.taken.warm.end()  # all start from the beginning
         if self._record.common is None:
             return
         if self._places is None:

@@ -236,7 +236,9 @@ class AgentControl:
                     self.keeper.copied()
                 return
             case Modules():
-                self._replacements.hear(message)
+                imports = self._replacements.hear(message)
+                if imports is not None and self.gate is not None:
+                    self.gate.tell_imports(imports)
                 return  # it stays here
         self._forward(message)
 

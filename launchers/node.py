@@ -42,6 +42,7 @@ from adaptor.protocol.environment import (
     GENERATION,
     IS_RESTART,
     LAST_INCIDENT,
+    NEWCOMER,
     NODES,
     NODES_BEFORE,
     ONLY_COPIES,
@@ -54,7 +55,7 @@ from adaptor.protocol.messages import (
     Recovered,
     Verdict,
 )
-from adaptor.protocol.spare_node_messages import MemberHello, SpareHello
+from adaptor.protocol.spare_node_messages import MemberHello, SpareHello, TakePlace
 
 # Where the keeper of host copies of a node is found in the rendezvous store.
 _KEEPER = "ttp/copies/{}"
@@ -110,7 +111,7 @@ class Node:
         may_restart: bool = True,
         has_met_before: bool = False,
         counts: StartCounts = StartCounts(),
-        owner: str = "",
+        place: TakePlace | None = None,
     ) -> None:
         """Prepare a generation before its workers start.
 
@@ -125,13 +126,15 @@ class Node:
             may_restart: whether all may be started again after this; if not, only a spare replaces a rank.
             has_met_before: whether the job had workers on other nodes before this one came.
             counts: of the starts so far, with this one.
-            owner: of a spare node whose workers join others that train: as in `AgentHello`.
+            place: of a spare node whose workers join others that train.
         """
         control = self.control
         # An error that the line quotes may have a NUL in it, which no environment variable can hold.
         os.environ[LAST_INCIDENT] = control.verdict.line.replace("\0", " ") if control.verdict else ""
-        control.begin(ranks, node, may_restart=may_restart, counts=counts, joins=bool(owner))
+        control.begin(ranks, node, may_restart=may_restart, counts=counts, joins=place is not None)
         self._set_environment(ranks)
+        if place is not None:
+            os.environ[NEWCOMER] = str(place.incident)
         if self._nodes:
             os.environ[NODES], os.environ[NODES_BEFORE] = self._nodes, str(self._nodes_before)
             self._nodes_before = nodes
@@ -164,7 +167,7 @@ class Node:
         else:
             there = f"the controller, on node 0 of {nodes} at {host}"
             told: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: there)
-            join = client.join(host, told, tuple(ranks), owner)
+            join = client.join(host, told, tuple(ranks), place.owner if place is not None else "")
             made = wait_for(lambda: wait(join), lambda: there)
             control.records.files.job = name_of(
                 made.job
@@ -250,6 +253,7 @@ class Node:
 
     def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: WorkerStarter) -> None:
         """Watch the workers, which have been started; `processes` by rank; `starter` starts more of them."""
+        os.environ.pop(NEWCOMER, None)  # of those that have been started
         self.control.thread.wait_for(self.control.watch(processes, starter))
 
     @property

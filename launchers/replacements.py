@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from adaptor.launchers.spare_pool import Spare, Spares
 from adaptor.launchers.worker_processes import Workers
 from adaptor.protocol.environment import NEWCOMER
@@ -16,10 +18,15 @@ from adaptor.protocol.messages import BoardRecord, Layout, Modules, ModulesProbe
 from adaptor.protocol.spare_messages import Import
 
 
+# What torch elastic makes another one for each node.
+OF_A_NODE = frozenset({"GROUP_RANK"})
+
+
 class WorkerStarter(Protocol):
     """Starts processes as the workers of a generation were started (`starter.Starter`)."""
 
     of_a_rank: tuple[str, ...]
+    of_all_ranks: dict[str, str]
 
     @property
     def may_spare(self) -> bool: ...
@@ -136,8 +143,20 @@ class Replacements:
                 self._workers.order(board.rank, ModulesProbe())
                 return
 
-    def hear(self, told: Modules) -> None:
-        """A worker has told what it has imported."""
-        if self._starter is not None and self._spares.wanted:
-            imports = Import(told.path, told.origins, told.names, self._starter.of_a_rank)
-            self._spares.begin(self._starter.spare, imports)
+    def hear(self, told: Modules) -> Import | None:
+        """A worker has told what it has imported; return what processes of spare nodes are to import.
+
+        None: nobody needs to know.
+        """
+        if self._starter is None or not self._spares.wanted:
+            return None
+        imports = Import(told.path, told.origins, told.names, self._starter.of_a_rank)
+        self._spares.begin(self._starter.spare, imports)
+        return msgspec.structs.replace(
+            imports,
+            of_a_rank=tuple({*imports.of_a_rank, *OF_A_NODE}),
+            environment={
+                name: value for name, value in self._starter.of_all_ranks.items() if name not in OF_A_NODE
+            },
+            is_alone=True,
+        )

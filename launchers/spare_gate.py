@@ -24,11 +24,13 @@ from adaptor.launchers.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import AgentHello
+from adaptor.protocol.spare_messages import Import
 from adaptor.protocol.spare_node_messages import (
     MemberHello,
     SpareAccepted,
     SpareAsked,
     SpareHello,
+    SpareImports,
     SpareRefused,
     SpareReleased,
     TakePlace,
@@ -71,6 +73,7 @@ class SpareGate:
         self._waiting: list[_Waiting] = []
         self._owners: dict[int, _Waiting] = {}  # of places that were given away
         self._on_gone = on_gone
+        self._imports: Import | None = None
         self.gone: dict[int, AgentHello] = {}
 
     async def open(self, address: str) -> Invitation:
@@ -117,6 +120,12 @@ class SpareGate:
             output.tell(f"[ttp] {spare.where} takes the place of node {node}; {self._left}")
         return owners
 
+    def tell_imports(self, what: Import) -> None:
+        """Let the processes of all spares, of later ones too, import what a worker of this node has."""
+        self._imports = what
+        for spare in self._waiting:
+            spare.writer.write(wire.frame(SpareImports(what)))
+
     async def close(self) -> None:
         """Send the spares home: the job is over."""
         for spare in self._waiting:
@@ -154,6 +163,8 @@ class SpareGate:
         spare = _Waiting(hello, writer)
         self._waiting.append(spare)
         writer.write(wire.frame(SpareAccepted()))
+        if self._imports is not None:
+            writer.write(wire.frame(SpareImports(self._imports)))
         output.tell(f"[ttp] {spare.where} waits; {self._left}")
         try:
             while True:

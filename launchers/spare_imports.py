@@ -1,6 +1,6 @@
 """Imports in a spare what the workers have imported, before it becomes a worker.
 
-It does so with the lowest priority on the machine.
+Where workers train on its machine, it does so with the lowest priority.
 
 A spare has no rank yet, so a module that reads the rank from the environment while it is imported would get
 a wrong value. If one does, the spare is unfit to become a worker, and the agent starts cold processes
@@ -66,8 +66,9 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
 def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
     """Return why this process cannot become a worker; empty: it can."""
     path = list(sys.path)
+    os.environ.update(order.environment)
     context.part(GarbageCollection).put_off()
-    with _standing_back(), _reads_of(frozenset(order.of_a_rank)) as reads:
+    with contextlib.nullcontext() if order.is_alone else _standing_back(), _reads_of(frozenset(order.of_a_rank)) as reads:
         try:
             worker_main.arm(None)
         except Exception as error:  # a worker would say it, and be refused

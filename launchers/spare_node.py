@@ -20,16 +20,18 @@ import msgspec
 from adaptor import engines, output
 from adaptor.config import Config
 from adaptor.errors import ConfigError, StartError
-from adaptor.launchers import flags, invitation, tls
+from adaptor.launchers import flags, invitation, tls, warm_start
 from adaptor.launchers.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
 from adaptor.launchers.invitation import UNIX, Invitation
 from adaptor.launchers.tls import Tls
+from adaptor.launchers.warm_start import WarmProcesses
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.spare_node_messages import (
     MemberHello,
     SpareAsked,
     SpareHello,
+    SpareImports,
     SpareReady,
     SpareRefused,
     SpareReleased,
@@ -50,10 +52,12 @@ class Taken(NamedTuple):
         place: it
         connection: to the gate; nothing is said there any more. Node 0 learns by its end that this process
             has ended, also before its agent has connected to the controller.
+        warm: the processes that may be its first workers
     """
 
     place: TakePlace
     connection: socket.socket
+    warm: WarmProcesses
 
 
 def require(parsed: argparse.Namespace, given: Iterable[str], settings: Config) -> None:
@@ -133,13 +137,14 @@ def wait(parsed: argparse.Namespace, settings: Config, mine: SpareHello) -> Take
 
     from adaptor.launchers.waiting import wait_for
 
+    warm = warm_start.of_spare_node(parsed, wanted=settings.spares > 0 and settings.online_s > 0)
     endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
     host, port = utils.parse_rendezvous_endpoint(endpoint, -1)
     there = f"node 0 at {host}:{port}, as a spare node"
     said = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id)), lambda: there)
     found = Invitation.decode(said, invitation.kind_of(settings))
     return wait_for(
-        lambda: asyncio.run(wait_at_gate(found, host, settings, mine)),
+        lambda: asyncio.run(wait_at_gate(found, host, settings, mine, warm)),
         lambda: "a place in the job, as a spare node",
         quiet=True,
     )
@@ -194,8 +199,11 @@ async def stay_at_gate(
     return connection
 
 
-async def wait_at_gate(found: Invitation, host: str, settings: Config, mine: SpareHello) -> Taken | None:
-    """Wait at the gate to which `found` invites; the rest is as for `wait`."""
+async def wait_at_gate(
+    found: Invitation, host: str, settings: Config, mine: SpareHello, warm: WarmProcesses
+) -> Taken | None:
+    """Wait at the gate to which `found` invites, and let `warm` processes import; the rest is as for `wait`."""
+    imports: list[asyncio.Task[None]] = []
     where = (found.name, 0) if found.kind == UNIX else (host, found.port)
     reader, writer = await connect(*where, found.secret, tls.load(settings))
     try:
@@ -204,12 +212,14 @@ async def wait_at_gate(found: Invitation, host: str, settings: Config, mine: Spa
             match await wire.read(reader, to_spare_node, wire.SLOW_S):
                 case SpareRefused(reason=reason):
                     raise ConfigError(f"{FLAG}: node 0 refuses this spare node: {reason}")
+                case SpareImports(what=what):
+                    imports.append(asyncio.ensure_future(warm.have_import(what)))
                 case SpareAsked():
                     writer.write(wire.frame(SpareReady()))
                 case TakePlace() as place:
                     output.tell(f"[ttp] this spare node takes the place of node {place.node}")
                     # Behind its streams, which end with the event loop: not even TLS says goodbye.
-                    taken = Taken(place, writer.get_extra_info("socket").dup())
+                    taken = Taken(place, writer.get_extra_info("socket").dup(), warm)
                     writer.transport.abort()
                     return taken
                 case SpareReleased():

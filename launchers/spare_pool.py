@@ -38,6 +38,10 @@ class Spare:
     Args:
         command: starts `spare_main.py`, with the arguments of the workers.
         environment: that of the workers, without what is another one's for each rank.
+
+    Attributes:
+        told: it has been told what to import
+        ready: it has imported everything
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
@@ -55,6 +59,7 @@ class Spare:
             except BaseException:
                 self._ours.close()
                 raise
+        self.told = False
         self.ready = False
 
     async def imports(self, what: Import) -> str:
@@ -63,6 +68,7 @@ class Spare:
         Raises:
             EOFError, OSError: it has ended.
         """
+        self.told = True
         reader, writer = await asyncio.open_unix_connection(sock=self._ours.dup())
         try:
             writer.write(wire.frame(what))
@@ -101,10 +107,14 @@ class Spare:
             loop.remove_reader(descriptor)
             os.close(descriptor)
 
-    async def end(self) -> None:
-        """End it, and what it has started."""
+    def kill(self) -> None:
+        """End it, and what it has started, and do not wait for that."""
         self._ours.close()
         procfs.end_group(self.process.pid)
+
+    async def end(self) -> None:
+        """End it, and what it has started."""
+        self.kill()
         with contextlib.suppress(asyncio.TimeoutError, OSError):
             async with deadline(END_S):
                 await self.ended()

@@ -26,6 +26,8 @@ class Starter:
 
     Attributes:
         of_a_rank: the environment variables that are another one's for each rank
+        of_all_ranks: those that torch elastic makes for its workers, and that are the same for all of this
+            node
     """
 
     def __init__(self, context: SubprocessContext, local_ranks: Mapping[int, int]) -> None:
@@ -35,6 +37,7 @@ class Starter:
         first, *others = context.envs.values()
         differ = {name for name in first if any(other.get(name) != first[name] for other in others)}
         self.of_a_rank = tuple(sorted(differ | _OF_A_RANK))
+        self.of_all_ranks = {name: value for name, value in first.items() if name not in self.of_a_rank}
 
     def start(
         self, rank: int, added: Mapping[str, str], spare: Spare | None, *, or_cold: bool
@@ -83,6 +86,6 @@ class Starter:
 
 
 def _words(handler: SubprocessHandler) -> list[str]:
-    """Return the command that started the process, as torch has made it."""
+    """Return the command of the worker, as torch has made it, also of one that was a spare process before."""
     command: Any = handler.proc.args
-    return [str(word) for word in command]
+    return [str(WORKER) if str(word) == str(SPARE) else str(word) for word in command]

@@ -26,6 +26,9 @@ from adaptor.protocol.messages import Joined, PlacesFilled, RegroupFailed, Repla
 # The second one is for a newcomer that fails, or for a rank that dies meanwhile. More would take longer than
 # a restart.
 MAX_ATTEMPTS = 2
+# A survivor that cannot join may only be the first to notice that another node is lost: its connections end at
+# once, and a node that is silent counts as lost after 2 to 3 s.
+ECHO_S = 3.5
 
 
 class Regrouping:
@@ -64,6 +67,9 @@ class Regrouping:
         self._begun_at = 0.0
         self._joined: dict[int, str] = {}  # the digest of each rank that has joined in this attempt
         self._is_told = False  # survivors are, in this attempt
+        self._unexplained: tuple[str, float] | None = (
+            None  # why one cannot join, and how long a loss may explain it
+        )
         self.presence = PresenceCheck(state.now, self.timeout_s)
 
     @property
@@ -226,6 +232,7 @@ class Regrouping:
     def _begin_attempt(self) -> None:
         self._joined = {}
         self._is_told = False
+        self._unexplained = None
         self._writing.attempt += 1
         self.presence = PresenceCheck(self._state.now, self.timeout_s)
 
@@ -264,9 +271,17 @@ class Regrouping:
             return []
         reason = f"rank {message.rank}: {message.reason}"
         if not message.hangs:
-            return self.cancel(reason)
+            return self._await_loss(reason) if message.may_be_echo else self.cancel(reason)
         self._feasibility.hanging.add(message.rank)
         return self._retry(reason, cold=False)
+
+    def _await_loss(self, reason: str) -> Orders:
+        """End the recovery for `reason`, unless a loss explains it that is told in time."""
+        if self._attempts == MAX_ATTEMPTS:
+            return self.cancel(reason)
+        if self._unexplained is None:
+            self._unexplained = reason, self._state.now + ECHO_S
+        return []
 
     def _awaits(self, message: Joined | RegroupFailed) -> bool:
         """Return whether it is of this attempt, and of a process that takes part."""
@@ -276,6 +291,8 @@ class Regrouping:
 
     def on_tick(self, now: float) -> Orders:
         """End a recovery that takes longer than it may; ask again who is there."""
+        if self._unexplained is not None and now >= self._unexplained[1]:
+            return self.cancel(self._unexplained[0])
         if now >= self._begun_at + self.timeout_s:
             return self.cancel(f"not done after {self.timeout_s:g} s (TTP_ONLINE)")
         return self._check_presence(now) if self.presence.is_due(now) else []

@@ -273,7 +273,8 @@ class Rejoin:
         except Exception as error:
             self._has_settled(order)  # `regroup` waits for it, and would shut connections in vain
             if not self._is_old(order):
-                self._worker.processor.say(RegroupFailed(*where, why_not(error)))
+                is_own = isinstance(error, AdaptorError)
+                self._worker.processor.say(RegroupFailed(*where, why_not(error), may_be_echo=not is_own))
         else:
             self._worker.processor.say(Joined(*where, order.step, digest))
 

@@ -16,12 +16,16 @@ class Import(Message, frozen=True):
         origins: what they have imported, in that order: names, and the files
         names: what these have from each other (`imported_names.of_modules`)
         of_a_rank: environment variables that are another one's for each rank: none may be read meanwhile
+        environment: variables of all workers that this process does not have yet
+        is_alone: nobody trains on this machine, so there is nobody to leave the processors to
     """
 
     path: tuple[str, ...]
     origins: dict[str, str]
     names: dict[str, bytes]
     of_a_rank: tuple[str, ...]
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
+    is_alone: bool = False
 
 
 class Ready(Message, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from adaptor.protocol.messages import Message
+from adaptor.protocol.spare_messages import Import
 from adaptor.protocol.wire import Decoder
 
 
@@ -77,12 +78,18 @@ class TakePlace(Message, frozen=True):
     incident: int = 0
 
 
+class SpareImports(Message, frozen=True):
+    """node 0 -> spare: what the processes are to import that may be workers in the place of lost ones."""
+
+    what: Import
+
+
 class SpareReleased(Message, frozen=True):
     """node 0 -> spare: the job is over."""
 
 
 FromSpareNode = SpareHello | SpareReady | MemberHello
-ToSpareNode = SpareAccepted | SpareRefused | SpareAsked | TakePlace | SpareReleased
+ToSpareNode = SpareAccepted | SpareRefused | SpareAsked | SpareImports | TakePlace | SpareReleased
 
 from_spare_node: Decoder[FromSpareNode] = Decoder(msgspec.msgpack.Decoder(FromSpareNode))
 to_spare_node: Decoder[ToSpareNode] = Decoder(msgspec.msgpack.Decoder(ToSpareNode))

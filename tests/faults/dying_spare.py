@@ -18,10 +18,19 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from adaptor.launchers import spare_node, ttprun
 
 
+def _is_first() -> bool:
+    """Return whether no other spare node of the job has taken a place before."""
+    try:
+        (Path(os.environ["TTP_LOG_PATH"]) / "first_place").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def main() -> int:
     def dies(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         taken = wrapped(*args, **kwargs)
-        if taken is not None and taken.place.generations == 1:
+        if taken is not None and _is_first():
             os.kill(os.getpid(), signal.SIGKILL)
         return taken
 

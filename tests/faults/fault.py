@@ -74,6 +74,8 @@ KINDS += ("sigkill-beside-a-spare",)
 KINDS += ("sigkill-behind-all",)
 # What is done to the agent of the rank.
 KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint", "agent-sigint-twice")
+# The same, once the processes of a spare node could be the workers of this one.
+KINDS += ("agent-sigkill-beside-a-spare-node",)
 # SIGTERM to the agent and to every process below it, the children of workers included.
 KINDS += ("tree-sigterm",)
 # Hangs: a lock that nobody gives back, a process that is stopped, an interpreter lock that is never let go.
@@ -188,6 +190,9 @@ class Injector:
     def _strike(self, fault: Fault) -> None:
         if fault.after is not None:
             _until_it_is_stopped(fault.after)
+        if fault.kind == "agent-sigkill-beside-a-spare-node":
+            assert self._stamp is not None
+            _until_a_spare_node_is_ready(self._stamp)  # before it takes the time
         if self._stamp is not None:
             spare = (
                 _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else 0
@@ -218,7 +223,7 @@ class Injector:
                 _until_it_is_known()
             case "sigsegv":
                 ctypes.string_at(0)
-            case "agent-sigkill":
+            case "agent-sigkill" | "agent-sigkill-beside-a-spare-node":
                 os.kill(os.getppid(), signal.SIGKILL)
                 # The workers learn of it when the kernel has freed its memory; no step may finish until then.
                 threading.Event().wait()
@@ -339,6 +344,28 @@ def _waiting_spare() -> int:
 
     waiting.until(is_there, "a spare waits")
     return found[0]
+
+
+def _until_a_spare_node_is_ready(stamp: Path) -> None:
+    """Wait for as many processes as this node has workers, which another agent of this job has started.
+
+    Args:
+        stamp: stands in the commands of this job alone.
+    """
+    needed = int(os.environ["LOCAL_WORLD_SIZE"])
+
+    def are_there() -> bool:
+        found = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                is_spare = (folder / "comm").read_text() == "ttp-spare\n"
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                if is_spare and parent != os.getppid() and bytes(stamp) in words:
+                    found += 1
+        return found >= needed
+
+    waiting.until(are_there, "a spare node is ready", pause_s=0.1)  # it looks at every process
 
 
 def hold_the_interpreter_lock() -> None:

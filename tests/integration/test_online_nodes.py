@@ -69,7 +69,9 @@ def test_with_tls_and_a_spare_on_each_node(tmp_path: Path, baseline_of: Baseline
     assert f"replaced by pid {ended.stamps[0]['spare']}, " in ended.log
 
 
-def test_without_a_spare_node_a_lost_node_is_not_recovered_online(tmp_path: Path, baseline_of: BaselineOf) -> None:
+def test_without_a_spare_node_a_lost_node_is_not_recovered_online(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
     """No spare node waits: the step is saved, and the line says why."""
     job = online(tmp_path, DP4, ["rank=3,step=6,phase=backward,kind=agent-sigkill"], nodes=2)
     ended, _ = ends(job, baseline_of(DP4), code=137, saved={5})

@@ -2,27 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults import namespaces
 from tests.faults.harness import DP4
+from tests.faults.namespaces import Namespaces
 from tests.faults.scenario import BaselineOf
 from tests.integration.test_online import online, trains_on
 
+PLAIN = {"TTP_TLS": "plain"}
+COLD, WARM = ("--ttp-spares", "0"), ("--ttp-spares", "1")
 
-@pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
-def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    with namespaces.two() as network:
-        job = online(
-            tmp_path,
-            DP4,
-            ["rank=3,step=6,phase=backward,kind=agent-sigkill"],
-            nodes=2,
-            spares=1,
-            network=network,
-            environment={"TTP_TLS": "plain"},
-        )
-        ended = trains_on(job, baseline_of(DP4), lost_nodes=1)
-    assert ended.logs[0].count(" has the place of node 1, training goes on with step 6, 0 steps lost, ") == 1
+
+@pytest.fixture
+def network() -> Iterator[Namespaces]:
+    if not namespaces.permitted():
+        pytest.skip("this user may make no network namespace")
+    with namespaces.two() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("kind", "spares"),
+    [("agent-sigkill", COLD), ("agent-sigkill-beside-a-spare-node", WARM)],
+    ids=["cold", "warm"],
+)
+def test_a_spare_node_takes_the_place_of_a_lost_one(
+    kind: str, spares: tuple[str, ...], network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """It uses up no restart: none is left. Later one of its ranks is replaced on that node."""
+    job = online(
+        tmp_path,
+        DP4,
+        [f"rank=3,step=4,phase=backward,kind={kind}", "rank=2,step=7,phase=update,kind=sigkill,restart=-1"],
+        nodes=2,
+        spares=1,
+        network=network,
+        environment=PLAIN,
+        options=spares,
+        restarts=1,
+    )
+    ended = trains_on(job, baseline_of(DP4), incidents=2, lost_nodes=1)
+    assert ended.logs[0].count(" has the place of node 1, training goes on with step 4, 0 steps lost, ") == 1
+
+
+def test_a_spare_node_is_lost_when_it_has_taken_the_place(
+    network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """The next one comes in its place, in the second attempt of the same recovery."""
+    job = online(
+        tmp_path,
+        DP4,
+        ["rank=3,step=4,phase=backward,kind=agent-sigkill"],
+        nodes=2,
+        spares=2,
+        spares_die=True,
+        network=network,
+        environment=PLAIN,
+    )
+    ended = trains_on(job, baseline_of(DP4), lost_nodes=2)
+    assert ended.logs[0].count(" takes the place of node 1; ") == 2
+
+
+def test_the_agent_of_a_spare_node_is_lost_in_the_recovery(
+    network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """The other spare node comes in the second attempt."""
+    job = online(
+        tmp_path,
+        DP4,
+        ["rank=2,step=4,phase=backward,kind=agent-sigkill", "rank=3,phase=get,kind=agent-sigkill,restart=-1"],
+        nodes=2,
+        spares=2,
+        network=network,
+        environment=PLAIN,
+    )
+    ended = trains_on(job, baseline_of(DP4), lost_nodes=2)
+    assert ended.logs[0].count(" takes the place of node 1; ") == 2

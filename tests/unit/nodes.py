@@ -132,6 +132,7 @@ class Starter:
     """Starts workers in the place of those of a job, as `starter.Starter` does for torch's."""
 
     of_a_rank = ("RANK",)
+    of_all_ranks: dict[str, str] = {}  # noqa: RUF012
     may_spare = True
 
     def __init__(self, job: Job) -> None:

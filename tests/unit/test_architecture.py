@@ -83,6 +83,7 @@ READS_ENVIRONMENT = {
     "adaptor.launchers.spare_imports": "what modules ask of it while a spare imports them",
     "adaptor.launchers.starter": "that of a worker, for the worker that takes its place",
     "adaptor.launchers.ttprun": "misspelt settings, torch's GLOO_SOCKET_IFNAME, variables of platforms",
+    "adaptor.launchers.warm_start": "that of this process, for processes that may be workers",
     "adaptor.launchers.worker_main": "RANK, for the line of a worker that cannot start; the scratch folder",
     "adaptor.mindio.client.engine": "the SDK's own variable",
     "adaptor.mindio.client.runtime": "the SDK's own variable; MASTER_ADDR",

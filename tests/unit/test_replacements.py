@@ -73,6 +73,7 @@ class Node:
         self.workers = Workers(asyncio.get_running_loop(), self.hear)
         self.replacements = Replacements(self.workers, spares)
         self.of_a_rank: tuple[str, ...] = ("RANK",)
+        self.of_all_ranks: dict[str, str] = {}
         self.may_spare = True
         self.broken = False
         self.room = 100  # for so many spares

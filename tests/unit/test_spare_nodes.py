@@ -20,6 +20,7 @@ from adaptor.launchers.agent_connection import connect
 from adaptor.launchers.places import Places
 from adaptor.launchers.spare_gate import SpareGate
 from adaptor.launchers.spare_node import stay_at_gate, wait_at_gate
+from adaptor.launchers.warm_start import WarmProcesses
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_node_messages import (
@@ -68,7 +69,10 @@ def test_the_places_of_lost_nodes_go_to_spares_that_are_there(settings: config.C
     async def work() -> None:
         gate = _gate(settings)
         found = await gate.open("127.0.0.1")
-        spares = [asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE)) for _ in range(3)]
+        spares = [
+            asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
+            for _ in range(3)
+        ]
         await _waits(gate, 3)
         spares[0].cancel()
         await _waits(gate, 2)
@@ -136,7 +140,7 @@ def test_the_end_of_an_agent_of_the_job_is_noticed_between_two_starts(settings: 
             return connection
 
         first, second = await stays(1), await stays(2)
-        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE))
+        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
         await _waits(gate, 1)
         assert gate.gone == {}
         first.close()
@@ -169,7 +173,7 @@ def test_a_spare_goes_home_when_the_job_is_over(settings: config.Config) -> None
     async def work() -> None:
         gate = _gate(settings)
         found = await gate.open("127.0.0.1")
-        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE))
+        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
         await _waits(gate, 1)
         await gate.close()
         assert await spare is None
@@ -200,7 +204,7 @@ def test_a_spare_that_differs_is_refused(
         gate = _gate(settings)
         found = await gate.open("127.0.0.1")
         with pytest.raises(ConfigError, match=re.escape(words)):
-            await wait_at_gate(found, "127.0.0.1", settings, theirs)
+            await wait_at_gate(found, "127.0.0.1", settings, theirs, WarmProcesses([], 0))
         assert gate.waiting == 0
         await gate.close()
 

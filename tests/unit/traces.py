@@ -10,7 +10,8 @@ what the controller then orders. The first line says what the job is like:
     > hello 3 pid=7                   the process of rank 3 says hello; 1003 is its first one
     > joined 3                        rank 3 has joined; step=4, attempt=1 or digest=b to say something else;
                                       regroup-failed 3 reason... it cannot; with `hangs`
-                                      in the reason, its main thread will not come any more
+                                      in the reason, its main thread will not come any more; with
+                                      `connection`, another rank may be lost
     > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again;
                                       inside=6, the step that one there is in, between=6, what one that is
                                       between two steps has finished; -1: there is none
@@ -231,7 +232,9 @@ class Trace:
                 step = int(settings.get("step", incident.step if incident else -1))
                 return Joined(rank, number, attempt, step, settings.get("digest", "a"))
             case "regroup-failed":
-                return RegroupFailed(rank, number, attempt, text, hangs="hangs" in text)
+                return RegroupFailed(
+                    rank, number, attempt, text, hangs="hangs" in text, may_be_echo="connection" in text
+                )
             case "agent-hello":
                 return AgentHello(rank, tuple(range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)))
             case "spare":

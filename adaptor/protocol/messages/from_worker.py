@@ -156,6 +156,7 @@ class RegroupFailed(Message, frozen=True):
     """The failure of `Regroup` on this rank; its state is as it was when it answered `Frozen`.
 
     `hangs`: its main thread waits for what will not come any more, so another process may take its place.
+    `may_be_echo`: a call to another rank has failed, which may be lost; else the reason is its own.
     """
 
     rank: Number
@@ -163,6 +164,7 @@ class RegroupFailed(Message, frozen=True):
     attempt: int
     reason: str
     hangs: bool = False
+    may_be_echo: bool = False
 
 
 class Present(Message, frozen=True):
