@@ -26,8 +26,8 @@ from adaptor.protocol.messages import Joined, PlacesFilled, RegroupFailed, Repla
 # The second one is for a newcomer that fails, or for a rank that dies meanwhile. More would take longer than
 # a restart.
 MAX_ATTEMPTS = 2
-# A survivor that cannot join may only be the first to notice that another node is lost: its connections end at
-# once, and a node that is silent counts as lost after 2 to 3 s.
+# A survivor that cannot join may only be the first to notice that another node is lost: its connections end
+# at once, and a node that is silent counts as lost after 2 to 3 s.
 ECHO_S = 3.5
 
 
