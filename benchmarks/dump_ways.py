@@ -2,14 +2,16 @@
 `python benchmarks/dump_ways.py`.
 
 Two processes, each with half of the state of an optimizer, from the order to write until all is on disk, in
-turn with `dd conv=fsync` of as many bytes by two processes. Seconds, and seconds of CPU time of all processes
-together, which depend less on what else the machine does.
+turn with `dd conv=fsync` of as many bytes by two processes: once of zeros, a file each, which is the least
+that a disk is asked for; once of what they have in memory, into one file, which is what a dump does. Seconds,
+and seconds of CPU time of all processes together, which depend less on what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import shutil
 import statistics
@@ -17,7 +19,6 @@ import struct
 import subprocess
 import time
 import traceback
-import types
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -28,25 +29,14 @@ import torch.distributed as dist
 from _bench import Benchmark, spread, table
 from _job import JobError, new_folder, run
 
-from adaptor.checkpoint import shards, state_writer
+from adaptor.checkpoint import state_writer
 from adaptor.checkpoint.shards import Exchange
 from tests.unit.test_checkpoint_dump import RECORD, Rank
-from tests.unit.test_in_place import DTYPES, one_param
+from tests.unit.test_in_place import half
 
 RANKS = 2
 TIMEOUT = timedelta(minutes=5)
 _REPORT = struct.Struct("<dd")  # the time of its end, its CPU seconds
-
-
-def half(index: int, numel: int) -> Rank:
-    """A rank with half of the shards of a model with one param."""
-    rank, own = one_param(numel), numel // RANKS
-    param = rank.model.a
-    place = {"gbuf_local": types.SimpleNamespace(start=0, end=own)}
-    rank.optimizer.gbuf_ranges = [{DTYPES: [{"param_map": {param: place}}]}]
-    rank.optimizer.data_parallel_group = types.SimpleNamespace(rank=lambda: index, size=lambda: RANKS)
-    rank.states[param] = {key: torch.rand(own) for key in shards.KEYS}
-    return rank
 
 
 def dump(ranks: list[Rank], in_place: bool, folder: Path, number: int) -> None:
@@ -63,6 +53,22 @@ def dump(ranks: list[Rank], in_place: bool, folder: Path, number: int) -> None:
 def dd(size: int, folder: Path, number: int) -> None:
     options = ["if=/dev/zero", "bs=1M", f"count={size // RANKS >> 20}", "conv=fsync", "status=none"]
     subprocess.run(["dd", f"of={folder}/{number}", *options], check=True)
+
+
+def write_from_memory(ranks: list[Rank], size: int, folder: Path, number: int) -> None:
+    """Do what `dd bs=1M conv=fsync,notrunc` does, from the tensors of the rank into its part of one file."""
+    own = size // RANKS >> 20 << 20
+    (state,) = ranks[number].states.values()
+    views = [memoryview(tensor.view(torch.uint8).numpy()) for tensor in state.values()]
+    descriptor = os.open(folder / "file", os.O_WRONLY | os.O_CREAT, 0o600)
+    place, end = number * own, (number + 1) * own
+    for view in itertools.cycle(views):  # the weights, which are made of them, are a sixth more
+        for begin in range(0, len(view), 1 << 20):
+            place += os.pwrite(descriptor, view[begin : min(begin + (1 << 20), begin + end - place)], place)
+        if place == end:
+            break
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def measured(work: Callable[[int], None]) -> tuple[float, float]:
@@ -110,11 +116,12 @@ def main() -> None:
     numel = given.params * 1_000_000 // 256 * 256
     benchmark = Benchmark("dump_ways", {"repeats": given.repeats, "bytes": 14 * numel})
     root = new_folder("dump_ways")
-    ranks = [half(number, numel) for number in range(RANKS)]
+    ranks = [half(number, RANKS, numel) for number in range(RANKS)]
     ways: dict[str, Callable[[Path, int], None]] = {
         "in place": functools.partial(dump, ranks, True),
         "gathered": functools.partial(dump, ranks, False),
         "dd": functools.partial(dd, 14 * numel),
+        "one file": functools.partial(write_from_memory, ranks, 14 * numel),
     }
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number in range(given.repeats + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore
@@ -13,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from adaptor.checkpoint import read_ahead
 from adaptor.config import Config
 from adaptor.controller.recurrence import EXIT_NO_PROGRESS
 from adaptor.launchers.account import Account, say
@@ -26,6 +28,8 @@ from adaptor.launchers.rendezvous import Rendezvous
 from adaptor.launchers.run_record import RunRecord
 from adaptor.launchers.starter import Starter
 from adaptor.launchers.store_resume import StoreResume
+from adaptor.protocol import naming
+from adaptor.protocol.environment import NEWCOMER
 from adaptor.protocol.messages import NODES_JOIN, Verdict
 from adaptor.protocol.spare_node_messages import TakePlace
 
@@ -312,6 +316,8 @@ class SurvivorsAgent(LocalElasticAgent):
             elif self._remaining_restarts > 0:
                 say(verdict.line)
                 action = self._account.restart()
+                if verdict.save and verdict.step >= 0:
+                    read_ahead.begin(Path(verdict.save) / naming.final_name(verdict.step))
             elif self._may_have_copies(verdict):
                 # torch's own count: workers start once more, and end before they train.
                 self._remaining_restarts = 1

@@ -1,15 +1,18 @@
-"""Writes parts of a file in place, hashed on the way: block by block, with no more memory than two blocks.
+"""Writes parts of a file in place, hashed on the way: block by block, with the memory of a few blocks.
 
 A part is a stretch of the file of which this process has the content. Of each part the CRC-32 is told, for
 the header of its entry in the archive, and the digest of each block of the file (`hashing.BLOCK`) that lies
-in it as a whole; blocks that have bytes of several parts are hashed when the file is complete.
+in it as a whole; blocks that have bytes of several parts are hashed when the file is complete. So those go
+through the page cache, where they are found again, and whole blocks past it (`direct_writes`).
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -18,6 +21,7 @@ import xxhash
 
 from adaptor.checkpoint import finite, shards
 from adaptor.checkpoint.crc32 import crc32
+from adaptor.checkpoint.direct_writes import DirectWriter
 from adaptor.checkpoint.hashing import BLOCK
 from adaptor.checkpoint.paced_sync import PacedSync
 from adaptor.checkpoint.shards import Exchange, Part
@@ -74,7 +78,7 @@ class _Stretch:
 
 
 class PartWriter:
-    """Writes the parts of one process.
+    """Writes the parts of one process; used as a context, at whose end it writes nothing any more.
 
     Args:
         files: descriptors, by the number of the file.
@@ -92,8 +96,18 @@ class PartWriter:
         self._stretches: list[_Stretch] = []
         # From a block on: a sync waits for what others have written to the file meanwhile, too.
         self._sync = PacedSync(BLOCK)
+        self._direct = DirectWriter(files, BLOCK)
+        self._steps: Iterator[None] | None = None
         self.parts: list[WrittenPart] = []
         self.not_finite: list[NotFinite] = []
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._direct.__exit__(kind, error, trace)
 
     def add_content(self, file: int, at: int, content: torch.Tensor) -> None:
         """Add a part of the file with this number.
@@ -132,11 +146,31 @@ class PartWriter:
                         at = region.at + (begin - region.begin) * shard.itemsize
                         self._stretches.append(_Stretch(region.file, at, size, shard.read))
 
-    def run(self) -> Iterator[None]:
-        """Write all, and let it come to the disk; yields after each block. Raises OSError."""
+    def write_for(self, seconds: float) -> bool:
+        """Write for a while what was added before the first call; nothing is being written afterwards.
+
+        Args:
+            seconds: after which it returns, within the time that a block takes.
+
+        Returns:
+            Whether all is on the disk.
+
+        Raises:
+            OSError: the disk refuses.
+            DumpCancelled: the dump was abandoned.
+        """
+        until = time.monotonic() + seconds
+        self._steps = self._steps or self._run()
+        is_done = all(time.monotonic() < until for _ in self._steps)
+        self._direct.settle()
+        return is_done
+
+    def _run(self) -> Iterator[None]:
+        """Write all, and let it come to the disk; yields after each block."""
         for stretch in self._stretches:
             yield from self._write(stretch)
         self._stretches = []
+        self._direct.settle()
         for descriptor in self._files:
             os.fsync(descriptor)
             yield
@@ -148,11 +182,13 @@ class PartWriter:
             count = min(BLOCK - at % BLOCK, stretch.size - done)
             data = stretch.read(done, done + count)
             crc = crc32(data, crc)
-            if count == BLOCK:
+            is_whole = count == BLOCK
+            if is_whole:
                 digests += xxhash.xxh3_128_digest(data)
-            write_all(descriptor, data, at)
+            if not (is_whole and self._direct.take(stretch.file, data, at)):
+                write_all(descriptor, data, at)
+                self._sync.wrote(descriptor, count)
             done += count
-            self._sync.wrote(descriptor, count)
             self._exchange.advanced(count)
             yield
         self.parts.append(WrittenPart(stretch.file, stretch.at, stretch.size, crc, bytes(digests)))

@@ -40,7 +40,7 @@ from adaptor.checkpoint.file_parts import (
     write_all,
 )
 from adaptor.checkpoint.hashing import BLOCK, DIGEST_BYTES, BlockDigest
-from adaptor.checkpoint.in_place_holder import go_on, own_readers
+from adaptor.checkpoint.in_place_holder import ROUND_S, own_readers
 from adaptor.checkpoint.in_place_messages import TOKEN_BYTES, Answer, Offer, Order, Report, receive, send
 from adaptor.checkpoint.planned_tensors import Source
 from adaptor.checkpoint.shards import DumpCancelled, Exchange
@@ -88,6 +88,8 @@ class InPlace:
             for draft, layout in zip(self._drafts, self._layouts.values(), strict=True):
                 self._files.append(disk.create(self._root, draft))
                 linux_calls.reserve(self._files[-1], layout.size)
+                # At once, for else whoever writes past the end keeps all others from the file meanwhile.
+                os.ftruncate(self._files[-1], layout.size)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -112,16 +114,16 @@ class InPlace:
             RuntimeError: from the process group, when a peer is gone.
         """
         regions = list(self._regions())
-        writer = PartWriter(self._files, self._exchange)
-        for number, layout in enumerate(self._layouts.values()):
-            for entry in layout.entries:
-                if isinstance(entry.content, torch.Tensor):
-                    writer.add_content(number, entry.begin, entry.content)
-        writer.add_shards(regions, self._optimizers, self._own)
-        if not self._is_shared(regions):
-            self._order(Order.SEND)
-            return False
-        self._in_rounds(writer)
+        with PartWriter(self._files, self._exchange) as writer:
+            for number, layout in enumerate(self._layouts.values()):
+                for entry in layout.entries:
+                    if isinstance(entry.content, torch.Tensor):
+                        writer.add_content(number, entry.begin, entry.content)
+            writer.add_shards(regions, self._optimizers, self._own)
+            if not self._is_shared(regions):
+                self._order(Order.SEND)
+                return False
+            self._in_rounds(writer)
         same = all(self._is_there(part) for rank, part in self._parts if rank in self._foreign)
         self._order(Order.END if same else Order.SEND)
         return same
@@ -191,13 +193,13 @@ class InPlace:
 
     def _in_rounds(self, writer: PartWriter) -> None:
         """Write the own parts while the others write theirs, until all are on disk."""
-        steps, failure, done = writer.run(), "", False
+        failure, done = "", False
         error: Exception | None = None
         waiting = set(self._others)
         while waiting or not done:
             self._order(Order.WRITE, waiting)
             try:
-                done = go_on(steps)
+                done = writer.write_for(ROUND_S)
             except DumpCancelled:
                 raise
             except Exception as raised:  # the others, who are at work, are told behind this round

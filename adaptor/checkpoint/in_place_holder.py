@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from adaptor.checkpoint.in_place_messages import TOKEN_BYTES, Answer, Offer, Ord
 from adaptor.checkpoint.shards import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
 
-_ROUND_S = 1.0  # far below the time-out of a message, which is that of the group
+ROUND_S = 1.0  # far below the time-out of a message, which is that of the group
 
 
 def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> bool:
@@ -40,29 +40,9 @@ def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> boo
         except OSError as error:
             answer = Answer(problem=f"{error.filename or exchange.folder}: {error.strerror or error}")
         send(answer, writer, exchange)
-        parts = PartWriter(files, exchange)
-        steps: Iterator[None] | None = None
-        failed: Exception | None = None
-        while True:
-            order = receive(Order, writer, exchange)
-            if order is Order.WRITE:
-                report = Report()
-                try:
-                    if steps is None:
-                        parts.add_shards(offer.regions, optimizers, own)
-                        steps = parts.run()
-                    if go_on(steps):
-                        report = Report(done=True, parts=parts.parts, not_finite=parts.not_finite)
-                except DumpCancelled:
-                    raise
-                except Exception as error:
-                    failed = _in_one_line(error, exchange.folder)
-                    report = Report(failure=str(failed))
-                send(report, writer, exchange)
-                continue
-            if failed is not None:
-                raise failed
-            return order is Order.SEND
+        with PartWriter(files, exchange) as parts:
+            add = functools.partial(parts.add_shards, offer.regions, optimizers, own)
+            return _in_rounds(parts, add, writer, exchange) is Order.SEND
     finally:
         for descriptor in files:
             os.close(descriptor)
@@ -93,6 +73,43 @@ def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[i
     return found
 
 
+def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange: Exchange) -> Order:
+    """Write a while at each order of the writer, until it orders something else.
+
+    Args:
+        parts: of this rank.
+        add: adds them to it, before the first round.
+        writer: the rank, in the exchange.
+        exchange: with the folder.
+
+    Returns:
+        The other order.
+
+    Raises:
+        CheckpointError: they cannot be written, of which the writer has been told; DumpCancelled.
+    """
+    assert exchange.folder is not None
+    failed: Exception | None = None
+    is_added = False
+    while (order := receive(Order, writer, exchange)) is Order.WRITE:
+        report = Report()
+        try:
+            if not is_added:
+                add()
+                is_added = True
+            if parts.write_for(ROUND_S):
+                report = Report(done=True, parts=parts.parts, not_finite=parts.not_finite)
+        except DumpCancelled:
+            raise
+        except Exception as error:
+            failed = _in_one_line(error, exchange.folder)
+            report = Report(failure=str(failed))
+        send(report, writer, exchange)
+    if failed is not None:
+        raise failed
+    return order
+
+
 def _proof(offer: Offer, folder: Path, files: list[int]) -> Answer:
     """Open the files, which are appended to `files`, and leave a token. Raises OSError."""
     here = disk.open_below(folder, offer.drafts[0], os.O_RDONLY)
@@ -108,12 +125,6 @@ def _proof(offer: Offer, folder: Path, files: list[int]) -> Answer:
     write_all(files[0], answer.token, offer.slot)
     os.fsync(files[0])
     return answer
-
-
-def go_on(steps: Iterator[None]) -> bool:
-    """Write for a round; return True when all is on disk."""
-    until = time.monotonic() + _ROUND_S
-    return all(time.monotonic() < until for _ in steps)
 
 
 def _in_one_line(error: Exception, folder: Path) -> Exception:

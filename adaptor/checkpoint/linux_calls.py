@@ -1,6 +1,6 @@
 """Calls of Linux for files that Python does not offer.
 
-Two are hints, which a file system may ignore; the third returns whether the file system can do it.
+Two are hints, which a file system may ignore; `exchange` returns whether the file system can do it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _FALLOC_KEEP_SIZE = 1  # linux/falloc.h
 _AT_FDCWD = -100
+_STATFS_BYTES = 256  # more than the structure has; the number of the file system stands first, in a long
+_OWN_DISK = frozenset((0xEF53, 0x58465342))  # linux/magic.h: ext4 and xfs
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -57,3 +59,15 @@ def reserve(descriptor: int, count: int) -> None:
         count: the number of bytes.
     """
     _libc.fallocate(descriptor, _FALLOC_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(count))
+
+
+def is_on_own_disk(descriptor: int) -> bool:
+    """Return whether a file is on a file system (ext4, xfs) that only this kernel writes to.
+
+    Args:
+        descriptor: of the file.
+    """
+    found = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc.fstatfs(descriptor, found) != 0:
+        return False
+    return ctypes.c_long.from_buffer(found).value in _OWN_DISK

@@ -341,6 +341,30 @@ def one_param(numel: int) -> Rank:
     return rank
 
 
+def half(index: int, count: int, numel: int) -> Rank:
+    """Return one of `count` ranks, each with its shard of a model with one param."""
+    rank, own = one_param(numel), numel // count
+    param = rank.model.a
+    place = {"gbuf_local": types.SimpleNamespace(start=0, end=own)}
+    rank.optimizer.gbuf_ranges = [{DTYPES: [{"param_map": {param: place}}]}]
+    rank.optimizer.data_parallel_group = types.SimpleNamespace(rank=lambda: index, size=lambda: count)
+    rank.states[param] = {key: torch.rand(own) for key in shards.KEYS}
+    return rank
+
+
+def test_shards_of_many_blocks_are_those_of_the_ranks(tmp_path: Path) -> None:
+    """Whole blocks go past the page cache where the disk lets them, and what is between them does not."""
+    numel = 3 << 20
+    ranks = [half(index, 2, numel) for index in range(2)]
+    written, sent = _together(tmp_path, ranks=lambda index: ranks[index])
+    assert sent is None
+    publish.publish(tmp_path, 12, written.files, {}, 2)
+    assert manifest.defects(tmp_path / "iter_0000012") == []
+    saved = load(tmp_path / "iter_0000012" / FILES[0])[0][DTYPES]
+    for key in shards.KEYS:
+        assert torch.equal(saved[key], torch.cat([rank.states[rank.model.a][key] for rank in ranks]))
+
+
 def test_archives_of_more_than_four_gigabytes(tmp_path: Path) -> None:
     """Sparse: sizes and places of more than 32 bits, as Python's and torch's own readers find them."""
     make: Any = torch.UntypedStorage

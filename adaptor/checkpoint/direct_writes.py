@@ -1,0 +1,151 @@
+"""Writes whole blocks of a file past the page cache, while the next ones are made.
+
+The way through the page cache costs a fresh page for each page of the file, a copy, and the kernel's own
+thread that brings it to the disk; past it the disk reads from memory that is used again and again. Only on
+file systems of this machine's own disks: on those that are shared a cache gathers small requests, and other
+machines have to be told. There, and where threads or memory cannot be had, nothing is taken here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+from adaptor.checkpoint import linux_calls
+
+# Two requests are at the disk, and two blocks wait for it or are made.
+_THREADS = 2
+_SLOTS = 4
+# Of memory, and of the place and the size in the file; disks ask for 512 or 4,096 bytes.
+_ALIGNMENT = 4096
+
+
+class DirectWriter:
+    """Writes blocks of some files; used as a context, at whose end nothing is written any more.
+
+    Args:
+        files: descriptors, by the number of the file.
+        block: bytes of each block.
+    """
+
+    def __init__(self, files: Sequence[int], block: int) -> None:
+        self._files = files
+        self._block = block
+        self._direct: dict[int, int | None] = {}  # by the number of the file, None where it takes none
+        self._jobs: queue.SimpleQueue[tuple[int, int, memoryview, int] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[memoryview, OSError | None]] = queue.SimpleQueue()
+        self._slots: list[memoryview] = []
+        self._at_work = 0
+        self._threads: list[threading.Thread] = []
+        self._is_able = block % _ALIGNMENT == 0
+
+    def __enter__(self) -> DirectWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._at_work:
+            with contextlib.suppress(OSError):
+                self._wait()
+        for _ in self._threads:
+            self._jobs.put(None)
+        self._threads, self._is_able = [], False
+        for descriptor in self._direct.values():
+            if descriptor is not None:
+                os.close(descriptor)
+        self._direct = {}
+
+    def take(self, file: int, data: memoryview, at: int) -> bool:
+        """Write a block soon, from a copy of it; return False where that is left to the caller.
+
+        Args:
+            file: the number.
+            data: of the size of a block.
+            at: its place in bytes, a multiple of the size.
+
+        Raises:
+            OSError: the disk has refused this block or one before.
+        """
+        if not self._is_able or (direct := self._opened(file)) is None or not self._prepare():
+            return False
+        if not self._slots:
+            self._wait()
+        slot = self._slots.pop()
+        slot[:] = data
+        self._at_work += 1
+        self._jobs.put((direct, self._files[file], slot, at))
+        return True
+
+    def settle(self) -> None:
+        """Wait until all blocks that were taken are in their files. Raises OSError."""
+        while self._at_work:
+            self._wait()
+
+    def _wait(self) -> None:
+        slot, error = self._done.get()
+        self._at_work -= 1
+        self._slots.append(slot)
+        if error is not None:
+            raise error
+
+    def _opened(self, file: int) -> int | None:
+        if file not in self._direct:
+            self._direct[file] = _past_the_cache(self._files[file])
+        return self._direct[file]
+
+    def _prepare(self) -> bool:
+        """Get threads and memory for the first block; return whether there are some."""
+        if self._threads:
+            return True
+        try:
+            memory = memoryview(mmap.mmap(-1, _SLOTS * self._block))
+            for _ in range(_THREADS):
+                thread = threading.Thread(target=self._serve, name="ttp-write", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except (OSError, RuntimeError):  # no thread can be had
+            self._is_able = bool(self._threads)
+        if self._is_able:
+            self._slots = [
+                memory[number * self._block : (number + 1) * self._block] for number in range(_SLOTS)
+            ]
+        return self._is_able
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            direct, through_cache, slot, at = job
+            error = None
+            try:
+                _write(direct, through_cache, slot, at)
+            except OSError as raised:
+                error = raised
+            self._done.put((slot, error))
+
+
+def _past_the_cache(descriptor: int) -> int | None:
+    """Return a descriptor of the same file that writes to the disk itself; None where there is none."""
+    if not linux_calls.is_on_own_disk(descriptor):
+        return None
+    try:
+        # By the descriptor: it is the file that is open, whatever its name means by now.
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _write(direct: int, through_cache: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        try:
+            done += os.pwrite(direct, data[done:], at + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # the disk asks for larger units, or has taken a part of one
+                raise
+            direct = through_cache

@@ -1,0 +1,75 @@
+"""Lets the system read a checkpoint while processes that will load it are still starting.
+
+Last words go to a disk past the page cache (`direct_writes`). A restart reads them; its imports take seconds
+in which the disk has nothing to do. All this is a hint: who loads reads what is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+from adaptor.checkpoint import disk, linux_calls, manifest
+
+_MEMORY = Path("/proc/meminfo")
+# The system takes few requests at a time; it leaves out what is asked for beyond a few of these.
+_PIECE = 1 << 20
+
+
+def begin(folder: Path) -> None:
+    """Read a checkpoint in a thread that nobody waits for.
+
+    Args:
+        folder: of the checkpoint.
+    """
+
+    def work() -> None:
+        with contextlib.suppress(Exception):  # it only saves time
+            read_ahead(folder, _available() // 2)
+
+    with contextlib.suppress(RuntimeError):  # no thread can be had
+        threading.Thread(target=work, name="ttp-read-ahead", daemon=True).start()
+
+
+def read_ahead(folder: Path, most: int) -> int:
+    """Ask the system for the files of a checkpoint that is on a disk of this machine's own.
+
+    On a file system that many machines share each of them would read what others load.
+
+    Args:
+        folder: of the checkpoint.
+        most: bytes; nothing of a larger one is read.
+
+    Returns:
+        The bytes that were asked for.
+
+    Raises:
+        CheckpointError: it has no manifest.
+        OSError: a file cannot be opened.
+    """
+    known = manifest.read(folder)
+    if sum(file.bytes for file in known.files) > most:
+        return 0
+    asked = 0
+    for file in known.files:
+        descriptor = disk.open_regular(folder / file.path)
+        try:
+            if not linux_calls.is_on_own_disk(descriptor):
+                return asked
+            for begin in range(0, file.bytes, _PIECE):
+                os.posix_fadvise(descriptor, begin, _PIECE, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+        asked += file.bytes
+    return asked
+
+
+def _available() -> int:
+    """Return the bytes of memory that can be had without taking any from processes."""
+    for line in _MEMORY.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return 0

@@ -1,0 +1,68 @@
+"""A checkpoint is read from a real disk before it is loaded."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from adaptor.checkpoint import disk, hashing, linux_calls, publish, read_ahead
+from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+
+SIZE = 24 << 20  # more than the system reads for one request
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Make one whose files are not in memory."""
+    folder = publish.prepare(tmp_path, 5)
+    path = folder / "data.pt"
+    path.write_bytes(random.Random(0).randbytes(SIZE))
+    disk.sync(path)
+    publish.publish(tmp_path, 5, [hashing.entry_of(path, path.name)], {}, 1)
+    descriptor = os.open(tmp_path / naming.final_name(5) / "data.pt", os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    return tmp_path / naming.final_name(5)
+
+
+def _read_from_disk() -> int:
+    """Return the bytes that this thread has had read; the system counts them when it asks the disk."""
+    lines = Path(f"/proc/self/task/{threading.get_native_id()}/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def test_all_of_it_is_read_once_where_the_disk_is_the_machines_own(checkpoint: Path) -> None:
+    descriptor = os.open(checkpoint, os.O_RDONLY)
+    expected = SIZE if linux_calls.is_on_own_disk(descriptor) else 0
+    os.close(descriptor)
+    before = _read_from_disk()
+    assert read_ahead.read_ahead(checkpoint, SIZE) == expected
+    assert _read_from_disk() - before >= expected
+    before = _read_from_disk()
+    (checkpoint / "data.pt").read_bytes()
+    assert not expected or _read_from_disk() - before < SIZE // 10
+
+
+def test_nothing_is_read_of_one_that_is_too_large(checkpoint: Path) -> None:
+    before = _read_from_disk()
+    assert read_ahead.read_ahead(checkpoint, SIZE - 1) == 0
+    assert _read_from_disk() - before < SIZE // 10
+
+
+def test_a_folder_that_is_none_is_told_to_the_caller_and_stops_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointError):
+        read_ahead.read_ahead(tmp_path / "missing", SIZE)
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    read_ahead.begin(tmp_path / "missing")
+    for thread in threading.enumerate():
+        if thread.name == "ttp-read-ahead":
+            thread.join()
+    assert raised == []
