@@ -29,7 +29,6 @@ from adaptor.launchers.run_record import RunRecord
 from adaptor.launchers.starter import Starter
 from adaptor.launchers.store_resume import StoreResume
 from adaptor.protocol import naming
-from adaptor.protocol.environment import NEWCOMER
 from adaptor.protocol.messages import NODES_JOIN, Verdict
 from adaptor.protocol.spare_node_messages import TakePlace
 
