@@ -41,8 +41,7 @@ class Work(Protocol):
 class Wait:
     """One wait of the main thread."""
 
-    def __init__(self) -> None:
-        self._ended = False
+    _ended = False  # of the class: most are made and never asked
 
     def end(self) -> None:
         """Let it raise; from any thread."""
@@ -62,13 +61,12 @@ class Waits:
     """The waits of this process.
 
     Attributes:
-        acts: whether those of the framework go through here: all its groups are gloo's
         current: the wait that the main thread is in, if it is one of these
     """
 
     def __init__(self, context: Context) -> None:
-        self.acts = False
         self.current: Wait | None = None
+        self._thread = threading.main_thread().ident
 
     def wait(self, work: Work, native: Callable[..., bool], *, message: bool = False) -> bool:
         """Wait for gloo work.
@@ -85,7 +83,7 @@ class Waits:
             WaitEndedError: it was ended by another thread.
             RuntimeError: the work has failed.
         """
-        if threading.get_ident() != threading.main_thread().ident:
+        if threading.get_ident() != self._thread:
             return native()
         wait = self.current = Wait()
         try:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from _blocks import Blocks, Measured
+from _calls import Calls
 
 
 class Arming:
@@ -21,14 +22,17 @@ class Arming:
     Args:
         add: writes a line down.
         hook: wraps a function once its module is imported.
-        given: steps in a block, pairs of blocks, the seed of their order, and steps before them.
+        given: steps in a block, pairs of blocks, the seed of their order, steps before them, and what is
+            measured: "times", or "calls" of functions.
     """
 
     def __init__(self, add: Callable[..., None], hook: Callable[[str, str, Any], None], given: str) -> None:
         self._data: Any = None  # the iterator of the training data, where this rank reads any
         self._taken: list[tuple[Any, str, Any]] = []  # an object, its attribute, and what it was
         self._began: Measured = {}
-        block, pairs, seed, warm_up = map(int, given.split(","))
+        *numbers, what = given.split(",")
+        block, pairs, seed, warm_up = map(int, numbers)
+        self._calls = Calls() if what == "calls" else None
         self._blocks = Blocks(
             add, block, pairs, seed, turn=self._turn, begin=self._begin, end=self._end, warm_up=warm_up
         )
@@ -39,10 +43,9 @@ class Arming:
         return self._blocks.step(wrapped, instance, args, kwargs)
 
     def _turn(self, on: bool) -> None:
-        from adaptor import context
+        from adaptor import context, patching
         from adaptor.frameworks.loop_recovery import Recovery
         from adaptor.online.rejoin import OnlineRecovery
-        from adaptor.waits import Waits
 
         if on == (not self._taken):
             return
@@ -53,10 +56,9 @@ class Arming:
             self._taken = []
             return
         recovery = context.part(Recovery)
-        if recovery.loop is None or not context.part(Waits).acts:
+        if recovery.loop is None or not all(unit.acts for unit in patching.units("waits")):
             raise RuntimeError("the job is not armed: there is nothing to be measured")
         _let_act(False)
-        self._take(context.part(Waits), "acts", False)
         if self._data is not None:
             self._take(self._data, "iterable", self._data.iterable._source)
         self._take(recovery, "loop", None)
@@ -68,8 +70,12 @@ class Arming:
 
     def _begin(self) -> None:
         self._began = _now()
+        if self._calls is not None:
+            self._calls.begin()
 
     def _end(self, steps: int) -> Measured:
+        if self._calls is not None:
+            return {"calls": {name: count / steps for name, count in self._calls.end().items()}}
         return {name: (value - self._began[name]) / steps for name, value in _now().items()}
 
 
@@ -81,7 +87,7 @@ def _let_act(act: bool) -> None:
     """
     from adaptor import patching
 
-    for unit in patching.units("online"):
+    for unit in (*patching.units("online"), *patching.units("waits")):
         for patch in unit.patches:
             if patch.applied and patch._place is not None:
                 if act:

@@ -7,7 +7,8 @@
 --holds   writes down, after each INTERVAL-th step (from AT on), what the process holds
 --parts   turns the adaptor off and on every few steps, and writes down what each part of a step takes:
           times, or counts (of bytes, allocations and so on)
---arming  disarms and arms online recovery every few steps, and writes down what a step takes
+--arming  disarms and arms online recovery every few steps, and writes down what a step takes, or which
+          functions it calls
 --cost    writes down, at the third gate, the memory and parameters of the process, and what it sends
 
 Lines of JSON go to OUT/rank<R>.jsonl: what, time (when it ended), seconds, restart. It hooks from outside,
@@ -259,7 +260,7 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--holds", metavar="INTERVAL,AT")
     parser.add_argument("--parts", metavar="times|counts,BLOCK,PAIRS,SEED")
-    parser.add_argument("--arming", metavar="BLOCK,PAIRS,SEED,WARM_UP")
+    parser.add_argument("--arming", metavar="BLOCK,PAIRS,SEED,WARM_UP,times|calls")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parsed = parser.parse_args()

@@ -9,6 +9,9 @@ With two processes for two cores it is the cost of a step; with four (`--ranks 4
 too. No spare process waits, of which the steps of a job have nothing: it sleeps. The C library keeps memory
 that was freed: else it gives the end of the heap back in some starts, and asks for it again in each step,
 armed or not, as the layout of small things in memory has it (`--trim` leaves that as it is).
+
+`--calls` measures no time: it counts the calls of functions that an armed step makes more, by function, which
+a busy machine does not change.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ import argparse
 import math
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from _bench import Benchmark, table
-from _blocks import Measured, paired
+from _blocks import ARMS, Measured, paired
 from _job import Job, JobError, model, new_folder, run
 
 TARGET = 1.002
@@ -34,13 +37,14 @@ WARM_UP = 60
 KEEPS_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 RATIOS = (("wall", "wall time"), ("cpu", "CPU time"), ("main", "CPU time of the main thread"))
 COUNTS = (("switches", "context switches"), ("faults", "page faults"))
+# Pairs of blocks in which calls are counted, and how often a function has to be called more to be shown.
+CALL_PAIRS = 4
+SHOWN_CALLS = 0.5
 _LIMIT_S = 3600.0
 
 
-def measure(
-    ranks: int, pairs: int, folder: Path, given: argparse.Namespace
-) -> list[tuple[Measured, Measured]]:
-    """Run a job of so many ranks; return what a step took in each pair of blocks, off and on."""
+def measure(ranks: int, pairs: int, folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run a job of so many ranks; return what its ranks have written down of each block."""
     job = Job(
         folder,
         adaptor=True,
@@ -50,7 +54,7 @@ def measure(
             *model(given.layers, given.hidden, given.sequence),
             *("--global-batch-size", str(given.global_batch)),
         ],
-        arming=f"{given.block},{pairs},{given.seed},{WARM_UP}",
+        arming=f"{given.block},{pairs},{given.seed},{WARM_UP},{'calls' if given.calls else 'times'}",
         environment={
             "TTP_ONLINE": "60",
             "TTP_SPARES": "0",
@@ -62,10 +66,40 @@ def measure(
         code = job.wait(_LIMIT_S)
     if code != 0:
         raise JobError(f"{ranks} ranks: exit code {code}: see {job.log}")
-    found = paired(job.watched())
-    if len(found) != pairs:
-        raise JobError(f"{ranks} ranks: {len(found)} of {pairs} pairs were written down: see {job.log}")
+    found = job.watched()
+    if len(found) != 2 * pairs * ranks:
+        raise JobError(
+            f"{ranks} ranks: {len(found)} of {2 * pairs * ranks} blocks were written down: see {job.log}"
+        )
     return found
+
+
+def more_calls(blocks: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Return of each function how often a step calls it disarmed, and how often more armed: the means."""
+    arms = {arm: [block["calls"] for block in blocks if block["arm"] == arm] for arm in ARMS}
+    means = {
+        arm: {
+            name: sum(block.get(name, 0.0) for block in of_arm) / len(of_arm) for name in set().union(*of_arm)
+        }
+        for arm, of_arm in arms.items()
+    }
+    off, on = means["off"], means["on"]
+    found = {name: (off.get(name, 0.0), on.get(name, 0.0) - off.get(name, 0.0)) for name in {*off, *on}}
+    return {name: found[name] for name in sorted(found, key=lambda one: -abs(found[one][1]))}
+
+
+def report_calls(found: dict[int, dict[str, tuple[float, float]]]) -> str:
+    """The table of calls: the sum, and each function that armed steps call more or less often."""
+    rows = []
+    for ranks, functions in found.items():
+        off, more = (sum(numbers) for numbers in zip(*functions.values(), strict=True))
+        rows.append([ranks, "all", f"{off:,.1f}", f"{more:+,.1f}"])
+        rows += [
+            ["", name, f"{off:,.1f}", f"{more:+,.1f}"]
+            for name, (off, more) in functions.items()
+            if abs(more) >= SHOWN_CALLS
+        ]
+    return table(["processes", "calls in a step", "not armed", "added"], rows)
 
 
 def middle(values: Sequence[float]) -> tuple[float, float, float]:
@@ -102,6 +136,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(PAIRS), default=list(PAIRS))
     parser.add_argument("--pairs", type=int, help=f"pairs of blocks in each job (default: {PAIRS}, by ranks)")
     parser.add_argument("--block", type=int, default=5, help="steps in a block; the first is not counted")
+    parser.add_argument(
+        "--calls", action="store_true", help=f"count calls of functions, in {CALL_PAIRS} pairs"
+    )
     parser.add_argument("--trim", action="store_true", help="the C library gives freed memory back")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
@@ -111,12 +148,18 @@ def main() -> None:
     given = parser.parse_args()
     benchmark = Benchmark("online_cost", vars(given))
     folder = new_folder("online_cost")
-    found = {}
+    blocks = {}
     for ranks in given.ranks:
         print(f"{ranks} processes", flush=True)
-        pairs = measure(ranks, given.pairs or PAIRS[ranks], folder / str(ranks), given)
-        found[ranks] = {"summary": summary(pairs), "pairs": pairs}
+        count = given.pairs or (CALL_PAIRS if given.calls else PAIRS[ranks])
+        blocks[ranks] = measure(ranks, count, folder / str(ranks), given)
     shutil.rmtree(folder)
+    if given.calls:
+        calls = {ranks: more_calls(written) for ranks, written in blocks.items()}
+        benchmark.finish(report_calls(calls), {"jobs": calls})
+        return
+    pairs = {ranks: paired(written) for ranks, written in blocks.items()}
+    found = {ranks: {"summary": summary(of_job), "pairs": of_job} for ranks, of_job in pairs.items()}
     made = {ranks: one["summary"] for ranks, one in found.items()}
     benchmark.finish(f"{report(made)}\n\n{verdict(made)}", {"target": TARGET, "jobs": found})
 

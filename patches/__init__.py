@@ -49,5 +49,7 @@ def of_plug_ins() -> tuple[Unit, ...]:
     return tuple(
         unit
         for unit in units("ttp")
-        if any(not patch.effect.__module__.startswith(f"{__name__}.") for patch in unit.patches)
+        if any(
+            not (patch.effect or patch.make).__module__.startswith(f"{__name__}.") for patch in unit.patches
+        )
     )

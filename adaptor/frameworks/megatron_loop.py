@@ -68,6 +68,7 @@ class MegatronLoop:
     def __init__(self, given: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
         from megatron.training import get_args
 
+        self._get_args = get_args  # asked for in each step
         self._model: Sequence[Any] = given["model"]
         self._optimizer = given["optimizer"]
         self._scheduler = given["opt_param_scheduler"]
@@ -108,10 +109,9 @@ class MegatronLoop:
 
     def begin_step(self, step: int) -> None:
         """`step` begins: the loop has read what was set for it alone."""
-        from megatron.training.global_vars import get_args
-
+        args = self._get_args()
         self.log.begin_step(step)
-        self._tail.begin_step(step, {name: getattr(get_args(), name) for name in _CONSUMED})
+        self._tail.begin_step(step, {name: getattr(args, name) for name in _CONSUMED})
         for one in self._replays:
             one.begin_step(step)
         if self._is_set:

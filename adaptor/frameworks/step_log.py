@@ -22,9 +22,13 @@ import torch
 import torch.distributed as dist
 
 from adaptor import output
-from adaptor.online import packing
+from adaptor.frameworks import kept_losses
+from adaptor.frameworks.kept_losses import Kept
 from adaptor.online.replay import STEPS
 
+# What is known of so many steps is kept before the older ones are looked for.
+_MOST_STEPS = 8
+_ENCODER = msgspec.msgpack.Encoder()
 # A number that no rank knows.
 _UNKNOWN = -1.0
 # What it counts the steps of an interval by, and sets to 0 right before it writes the line.
@@ -60,16 +64,17 @@ class StepLog(ABC):
         self._uncounted = uncounted
         self._start = start
         self._step = 0  # the newest that has begun
-        self._losses: dict[int, dict[str, torch.Tensor]] = {}  # of this rank, by step
+        self._losses: dict[int, Kept] = {}  # of this rank, by step
         self._outcomes: dict[int, tuple[bool, float | None, float | None]] = {}  # updated, norm, zeros
         self._sums: dict[int, dict[str, Any]] = {0: {}}  # of the interval, by the step that was added last
         self._since = time.time()  # when the interval began
+        self._device = device
         self._first: dict[str, Any] | None = None  # what a loop that is called again begins with
-        self._packed: tuple[int, bytes] | None = None  # the newest of the sums, and its step
+        self._kept_sums: tuple[int, Any] | None = None  # the newest, and its step, as they are kept
         if kept:
-            newest, losses, written, self._since, sums = packing.unpack(kept)
-            self._losses = {} if losses is None else {newest: _on(device, losses)}
-            self._sums = {written: _on(device, sums)}
+            newest, losses, written, self._since, sums = msgspec.msgpack.decode(kept)
+            self._losses = {} if losses is None else {newest: losses}
+            self._sums = {written: kept_losses.read_sums(sums, device)}
 
     # of a framework
 
@@ -108,13 +113,20 @@ class StepLog(ABC):
     def add_losses(self, losses: Sequence[Mapping[str, Any]]) -> None:
         """The losses of each micro-batch of this rank are known; the update may follow."""
         step = self._step
-        oldest = min(step - STEPS, max(self._sums))
+        if len(self._losses) > _MOST_STEPS:
+            self._forget_before(min(step - STEPS, max(self._sums)))
+        try:
+            kept = kept_losses.of(losses if kept_losses.are_few(losses) else [self.joined(losses)])
+        except Exception:  # a script's own losses may have any form; no line stops a step
+            self._losses.pop(step, None)
+        else:
+            self._losses[step] = kept
+        self._keep_all(step)
+
+    def _forget_before(self, oldest: int) -> None:
         self._losses = {one: told for one, told in self._losses.items() if one >= oldest}
         self._outcomes = {one: told for one, told in self._outcomes.items() if one >= oldest}
         self._sums = {one: sums for one, sums in self._sums.items() if one >= oldest}
-        with contextlib.suppress(Exception):  # a script's own losses may have any form; no line stops a step
-            self._losses[step] = {key: one.detach() for key, one in self.joined(losses).items()}
-        self._keep_all(step)
 
     def add_norm(self, norm: float | None = None, zeros: float | None = None) -> None:
         """The norm of the gradients is known, or how many of them are zero: there will be an update."""
@@ -157,7 +169,7 @@ class StepLog(ABC):
         self._sums[step] = dict(sums)
         if has_line:
             self._since = time.time()
-        self._packed = None
+        self._kept_sums = None
         self._keep_all(step)
 
     def _is_first(self, step: int) -> bool:
@@ -166,12 +178,12 @@ class StepLog(ABC):
     def _keep_all(self, step: int) -> None:
         written = max(self._sums)
         try:
-            if self._packed is None or self._packed[0] != written:
-                self._packed = written, packing.pack_numbers(self._sums[written])
-            # Of each step this is needed twice, behind its line and before the next update.
-            sums = msgspec.Raw(self._packed[1])
-            data = packing.pack_numbers((step, self._losses.get(step), written, self._since, sums))
-        except TypeError:  # of a version that adds up something else
+            if self._kept_sums is None or self._kept_sums[0] != written:
+                self._kept_sums = written, kept_losses.of_sums(self._sums[written])
+            # Of each step these are needed twice, behind its line and before the next update.
+            told = (step, self._losses.get(step), written, self._since, self._kept_sums[1])
+            data = _ENCODER.encode(told)
+        except (TypeError, AttributeError):  # of a version that adds up something else
             data = b""
         self._keep(data)
 
@@ -189,12 +201,13 @@ class StepLog(ABC):
         The framework's counters are those behind the step; the timer of the interval does not run.
         """
         is_last = dist.get_rank() == dist.get_world_size() - 1
+        losses = self._losses_of(step)
         updated, norm, zeros = self._outcomes.get(step, (None, None, None))
         skipped = _UNKNOWN if updated is None else float(not updated)
         told = torch.tensor(
             [
                 float(is_last and step in self._sums),
-                float(step not in self._losses),
+                float(losses is None),
                 skipped,
                 _UNKNOWN if norm is None else norm,
                 _UNKNOWN if zeros is None else zeros,
@@ -207,7 +220,7 @@ class StepLog(ABC):
         is_written, lacks, skipped, norm, zeros = told.tolist()
         if is_written:
             return
-        if lacks or skipped == _UNKNOWN:
+        if lacks or losses is None or skipped == _UNKNOWN:
             if is_last:
                 output.tell(
                     f"[ttp] the framework's line of iteration {step} cannot be written again:"
@@ -219,7 +232,7 @@ class StepLog(ABC):
         uncounted = None if skipped else self._uncounted
         values = {
             **self.of_optimizer(optimizer),
-            "loss_dict": self.over_all_ranks(self._losses[step]),
+            "loss_dict": self.over_all_ranks(losses),
             "total_loss_dict": dict(self._sums.get(step - 1, {})),
             "iteration": step,
             "report_memory_flag": False,
@@ -241,18 +254,19 @@ class StepLog(ABC):
         timer.reset()
         self._first = self._sums[step]
 
+    def _losses_of(self, step: int) -> dict[str, torch.Tensor] | None:
+        """Return what the micro-batches of this rank give in `step`; None: it is not known."""
+        if step not in self._losses:
+            return None
+        with contextlib.suppress(Exception):  # the losses of a script have any form
+            return self.joined(kept_losses.read(self._losses[step], self._device))
+        return None
+
 
 @functools.cache
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the parameters of a function."""
     return tuple(inspect.signature(function).parameters)
-
-
-def _on(device: torch.device | str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with their tensors on `device`: messages bring them on the host."""
-    return {
-        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()
-    }
 
 
 def _let_begin(timer: Any, moment: float) -> None:

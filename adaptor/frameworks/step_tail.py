@@ -12,6 +12,9 @@ from typing import NamedTuple
 from adaptor.online.replay import STEPS, Replay
 from adaptor.worker.processor import CannotRejoinError
 
+# The counts of so many steps are kept before the older ones are looked for.
+_MOST_STEPS = 8
+
 
 class TailState(NamedTuple):
     """The state of the tail of `step`, for a newcomer.
@@ -56,8 +59,10 @@ class StepTail:
     def begin_step(self, step: int, consumed: Mapping[str, int]) -> None:
         """Note that `step` begins, with the counts of samples `consumed` before it."""
         self._begun = step
-        kept = {one: counts for one, counts in self._consumed_before.items() if one > step - STEPS}
-        self._consumed_before = {**kept, step: dict(consumed)}
+        before = self._consumed_before
+        before[step] = dict(consumed)
+        if len(before) > _MOST_STEPS:
+            self._consumed_before = {one: counts for one, counts in before.items() if one > step - STEPS}
         for replay in self._validation:
             replay.begin_step(step)
 

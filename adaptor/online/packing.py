@@ -14,7 +14,7 @@ import msgspec
 import numpy
 import torch
 
-_TENSOR, _ARRAY, _TUPLE, _BIG, _GENERATOR, _ENUM, _NUMBERS = 1, 2, 3, 4, 5, 6, 7
+_TENSOR, _ARRAY, _TUPLE, _BIG, _GENERATOR, _ENUM = 1, 2, 3, 4, 5, 6
 # What fits into a number of msgpack.
 _SMALL = range(-(1 << 63), 1 << 64)
 
@@ -28,21 +28,8 @@ def pack(value: Any) -> bytes:
     return msgspec.msgpack.encode(_plain(value))
 
 
-def pack_numbers(value: Any) -> bytes:
-    """Return a value of few numbers as bytes, in a small part of the time that `pack` takes.
-
-    Args:
-        value: numbers, text, tensors with few numbers, `msgspec.Raw` of what this has packed, dicts, and
-            lists of these; a tuple becomes a list.
-
-    Raises:
-        TypeError: names the type of something in it that cannot be passed on.
-    """
-    return _NUMBERS_ENCODER.encode(value)
-
-
 def unpack(data: bytes | memoryview) -> Any:
-    """Return what `pack` or `pack_numbers` was given."""
+    """Return what `pack` was given."""
     return msgspec.msgpack.decode(data, ext_hook=_read)
 
 
@@ -73,15 +60,6 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be passed on to a new process")
 
 
-def _numbers(value: Any) -> msgspec.msgpack.Ext:
-    if isinstance(value, torch.Tensor):
-        return _ext(_NUMBERS, (str(value.dtype).removeprefix("torch."), value.tolist()))
-    raise TypeError(f"{type(value).__name__} cannot be passed on to a new process")
-
-
-_NUMBERS_ENCODER = msgspec.msgpack.Encoder(enc_hook=_numbers)
-
-
 def _ext(code: int, value: Any) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(value))
 
@@ -96,9 +74,6 @@ def _read(code: int, data: memoryview) -> Any:
         return torch.Generator(device).set_state(state)
     if code == _ENUM:
         return _member(*unpack(data))
-    if code == _NUMBERS:
-        kind, numbers = unpack(data)
-        return torch.tensor(numbers, dtype=getattr(torch, kind))
     kind, shape, content = unpack(data)
     if code == _ARRAY:
         return numpy.frombuffer(bytearray(content), dtype=numpy.dtype(kind)).reshape(shape)

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from adaptor import context
+from adaptor import context, patching
 from adaptor.checkpoint.step_record import inner
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.context import Context
@@ -31,7 +31,6 @@ from adaptor.online.newcomer import Told
 from adaptor.online.transfer import TransferChannel
 from adaptor.online.unwinding import until_it_comes
 from adaptor.protocol.messages import Joined, Proceed, Regroup, RegroupFailed, Replacement
-from adaptor.waits import Waits
 from adaptor.worker import runtime
 from adaptor.worker.door import Unwind
 from adaptor.worker.garbage import GarbageCollection
@@ -79,7 +78,11 @@ class Rejoin:
     def set_online_support(self, why_not: str) -> None:
         """On the main thread, before training begins: why this rank is not recovered online; empty: it is."""
         self._worker.online = why_not
-        context.part(Waits).acts = not why_not and self._groups.are_gloo
+        # The framework's waits: torch's own cost it nothing.
+        if not why_not and self._groups.are_gloo:
+            patching.arm("waits")
+        else:
+            patching.disarm("waits")
 
     # processor's threads
 

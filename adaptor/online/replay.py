@@ -20,18 +20,22 @@ class Replay(Iterator[Any]):
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
         self._again: deque[Any] = deque()
-        self._given: dict[int, list[Any]] = {}
         self._step = 0
+        self._now: list[
+            Any
+        ] = []  # what was given in the step, in its place in `_given`: this is asked for often
+        self._given: dict[int, list[Any]] = {self._step: self._now}
 
     def __next__(self) -> Any:
         item = self._again.popleft() if self._again else next(self._source)
-        self._given.setdefault(self._step, []).append(item)
+        self._now.append(item)
         return item
 
     def begin_step(self, step: int) -> None:
         """Count the data that is read from now on as that of `step`."""
         self._step = step
         self._given = {one: items for one, items in self._given.items() if one > step - STEPS}
+        self._now = self._given.setdefault(step, [])
 
     def given_in(self, step: int) -> int:
         """Return how often it was read since `step` began, and before the next one."""
@@ -42,3 +46,4 @@ class Replay(Iterator[Any]):
         later = [item for one in sorted(self._given) if one > step for item in self._given[one]]
         self._again.extendleft(reversed(later))
         self._given = {one: items for one, items in self._given.items() if one <= step}
+        self._now = self._given.setdefault(self._step, [])

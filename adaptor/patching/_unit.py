@@ -16,6 +16,8 @@ from adaptor.patching._target import NotFitting, PatchTarget, is_gone, locate
 from adaptor.patching._wrapper import Wrapper
 
 Effect = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+# Returns the function that takes the place of a method (`Unit.patch_plainly`).
+Make = Callable[[Callable[..., Any], "Unit"], Callable[..., Any]]
 
 # Megatron often runs from a checkout: its version is in its source, not in installed metadata.
 _VERSION_OF = {
@@ -70,8 +72,8 @@ class Patch:
         accepts: tuple[str, ...],
         optional: bool | str,
         unless_imported: bool,
-        plain: bool,
-        effect: Effect,
+        effect: Effect | None,
+        make: Make | None = None,
     ) -> None:
         module_name, colon, self.qualname = target.partition(":")
         if not (module_name and colon and self.qualname):
@@ -83,8 +85,8 @@ class Patch:
         self.accepts = tuple(Expected.parse(text) for text in accepts)
         self.optional = optional
         self.unless_imported = unless_imported
-        self.plain = plain
         self.effect = effect
+        self.make = make
         self.status = Status.OFF
         self.found: str | None = None
         self._file = ""  # in which it was found
@@ -141,26 +143,18 @@ class Patch:
         if self._place is None or self._place.module is not module or not self._place.holds(self._wrapper):
             place = locate(module, self.qualname)
             if self._place is None or self._place.raw is not place.raw:
-                self._wrapper = (
-                    self._function(place.raw)
-                    if self.plain
-                    else Wrapper(place.raw, self.effect, self._acts_inside, place.owner, place.name)
-                )
+                self._wrapper = self._wrapped(place)
             self._place = place
             place.put(self._wrapper)
         self.status = Status.APPLIED
 
-    def _function(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that wraps a method, in half the time of a `Wrapper`."""
-        effect, acts = self.effect, self._acts_inside
-
-        def is_wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            if not acts():
-                return method(instance, *args, **kwargs)
-            return effect(method.__get__(instance), instance, args, kwargs)
-
-        is_wrapped.__wrapped__ = method  # type: ignore[attr-defined]
-        return is_wrapped
+    def _wrapped(self, place: PatchTarget) -> Wrapper | Callable[..., Any]:
+        if self.make is None:
+            assert self.effect is not None
+            return Wrapper(place.raw, self.effect, self._acts_inside, place.owner, place.name)
+        made = self.make(place.raw, self.unit)
+        made.__wrapped__ = place.raw  # type: ignore[attr-defined]
+        return made
 
     def around(
         self, function: Callable[..., Any], replacement: Callable[..., Any] | None
@@ -175,7 +169,7 @@ class Patch:
         Raises:
             DriftError: the replacement does not have the signature.
         """
-        if self._place is None or isinstance(replacement, Wrapper):
+        if self._place is None or self.effect is None or isinstance(replacement, Wrapper):
             return function
         if replacement is not None:
             parameters = parameters_of(replacement, self._place.bound)
@@ -189,6 +183,7 @@ class Patch:
 
     def _act(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         assert self._outside is not None
+        assert self.effect is not None
         self._outside.acts = True
         try:
             return self.effect(wrapped, instance, args, kwargs)
@@ -256,7 +251,6 @@ class Unit:
         accepts: str | tuple[str, ...],
         optional: bool | str = False,
         unless_imported: bool = False,
-        plain: bool = False,
     ) -> Callable[[Effect], Effect]:
         """Declare a wrapper `(wrapped, instance, args, kwargs)` on `target`: "module:name" or
         "module:Class.method". `why` is for the report.
@@ -264,17 +258,35 @@ class Unit:
         `accepts` is one signature or several, for a framework that changed it; see `_signature` for the
         language. `optional`: a version of the framework may have no such name; where it has, the signature
         decides as ever. If it names a module, only a version without that module may. `unless_imported`: in a
-        version whose module imports the function from another one, nothing is wrapped here. `plain`: for a
-        method of C++ that is called tens of times in a step, and that nobody copies or pickles; the wrapper
-        is a function. Raises ValueError for a target or signature that cannot be read.
+        version whose module imports the function from another one, nothing is wrapped here. Raises ValueError
+        for a target or signature that cannot be read.
         """
 
         def declare(effect: Effect) -> Effect:
             alternatives = (accepts,) if isinstance(accepts, str) else accepts
-            self.patches.append(
-                Patch(self, target, why, alternatives, optional, unless_imported, plain, effect)
-            )
+            self.patches.append(Patch(self, target, why, alternatives, optional, unless_imported, effect))
             return effect
+
+        return declare
+
+    def patch_plainly(self, target: str, *, why: str) -> Callable[[Make], Make]:
+        """Declare a function in the place of a method of C++ that is called tens of times in a step.
+
+        A wrapper takes ten times as long as such a method. What is declared here is called once, with the
+        method and this unit, and returns the function; that asks `acts` of the unit itself at each call, and
+        calls the method where the unit does not act. A version of the framework may have no such method.
+
+        Args:
+            target: "module:Class.method".
+            why: for the report.
+
+        Raises:
+            ValueError: `target` cannot be read.
+        """
+
+        def declare(make: Make) -> Make:
+            self.patches.append(Patch(self, target, why, ("(...)",), True, False, None, make))
+            return make
 
         return declare
 

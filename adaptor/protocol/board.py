@@ -172,6 +172,7 @@ class Board:
         self._sequence_there = whole[:_SEQUENCE_BYTES].cast("Q")
         self._kept_there = whole[_KEPT : _KEPT + _SEQUENCE_BYTES].cast("Q")
         self._spent_there = whole[_SPENT:_SPENT_END].cast("d")
+        self._kept_sequence = self._kept_there[0]
         self.kept = self._read_kept()
         self.write()
 
@@ -209,15 +210,16 @@ class Board:
         """
         if len(data) > _KEPT_SIZE - _LENGTH.size:
             data = b""
-        sequence = self._kept_there[0] + 1
+        sequence = self._kept_sequence = self._kept_sequence + 1
         place = _kept_place(sequence)
         _LENGTH.pack_into(self._memory, place, len(data))
-        self._memory[place + _LENGTH.size : place + _LENGTH.size + len(data)] = data
+        place += _LENGTH.size
+        self._memory[place : place + len(data)] = data
         self._kept_there[0] = sequence
 
     def _read_kept(self) -> bytes:
         """Return what the process before this one has kept; empty where there was none."""
-        place = _kept_place(self._kept_there[0])
+        place = _kept_place(self._kept_sequence)
         (length,) = _LENGTH.unpack_from(self._memory, place)
         return bytes(self._memory[place + _LENGTH.size : place + _LENGTH.size + length])
 

@@ -61,16 +61,22 @@ assert kept(1) == 1 and not seen
 """)
 
 
-def test_a_plain_wrapper_does_as_any(holds: Callable[..., None]) -> None:
+def test_a_plain_function_does_as_any_wrapper(holds: Callable[..., None]) -> None:
     """Whoever holds it, or wraps it, is reached by disarm; armed again it is there once."""
     holds(f"""{DECLARE}
 before = dict(vars(core.Base))
-declare("fake.core:Base.method", plain=True)
+@methods.patch_plainly("fake.core:Base.method", why="seen")
+def plainly(method, unit):
+    def noted(self, x):
+        if unit.acts:
+            seen.append((self, x))
+        return method(self, x)
+    return noted
 patching.arm("ttp")
 one = core.Base()
 kept = one.method
 assert one.method(1) == 1 and one.method(x=2) == 2 and core.Base.method(one, 3) == 3 and kept(4) == 4
-assert seen == [(one, (1,)), (one, ()), (one, (3,)), (one, (4,))], seen
+assert seen == [(one, 1), (one, 2), (one, 3), (one, 4)], seen
 patching.disarm("ttp")
 assert dict(vars(core.Base)) == before
 assert kept(5) == 5 and len(seen) == 4
@@ -86,4 +92,17 @@ patching.arm("ttp")
 assert one.method(6) == 6 and len(seen) == 5
 patching.disarm("ttp")
 assert one.method(7) == 7 and len(seen) == 5 and core.Base.method is theirs
+""")
+
+
+def test_a_plain_function_is_left_out_where_there_is_no_such_method(holds: Callable[..., None]) -> None:
+    holds(f"""{DECLARE}
+@methods.patch_plainly("fake.core:Base.gone", why="seen")
+def plainly(method, unit):
+    raise AssertionError("there is no such method")
+declare("fake.core:Base.method")
+patching.arm("ttp")
+core.Base().method(1)
+patching.check("ttp")
+assert len(seen) == 1 and [one.status.value for one in patching.outcomes()] == ["missing", "applied"]
 """)

@@ -131,7 +131,7 @@ import os, threading
 from datetime import timedelta
 import torch
 from torch.distributed import HashStore, ProcessGroupGloo
-from adaptor import context
+from adaptor import context, patches, patching
 from adaptor.waits import Waits
 from adaptor.worker import abort_gloo
 
@@ -145,6 +145,8 @@ other.start()
 make(0)
 other.join()
 waits, left = context.part(Waits), threading.Event()
+patches.load("online")
+patching.arm("waits")
 
 def break_it():
     while waits.current is None:
@@ -159,7 +161,7 @@ breaks = threading.Thread(target=break_it, daemon=True)
 breaks.start()
 work = groups[0]._reduce_scatter_base(torch.ones(4), torch.ones(8))
 try:
-    waits.wait(work, work.wait)
+    work.wait()
 except RuntimeError as error:
     print(type(error).__name__, flush=True)
 left.set()

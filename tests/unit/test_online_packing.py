@@ -49,18 +49,6 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert torch.equal(back, tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool])
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_few_numbers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
-    packed = msgspec.Raw(packing.pack_numbers({"a": tensor, "b": 0.1}))
-    step, values = packing.unpack(packing.pack_numbers((7, packed)))
-    assert (step, values["b"], values["a"].dtype, values["a"].shape) == (7, 0.1, dtype, shape)
-    assert torch.equal(values["a"], tensor)
-    with pytest.raises(TypeError, match="Random"):
-        packing.pack_numbers({"a": random.Random()})
-
-
 def test_random_states_go_on_where_they_were() -> None:
     numpy.random.seed(5)
     numpy.random.standard_normal()

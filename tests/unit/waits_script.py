@@ -15,10 +15,9 @@ import threading
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
 
-from adaptor import context
-from adaptor.waits import Waits
+from adaptor import patches, patching
 from adaptor.worker import abort_gloo
 from tests import waiting
 
@@ -27,7 +26,7 @@ WORK = sys.argv[1]
 SIZE = 64 << 20
 
 
-def begin(group: ProcessGroupGloo, rank: int, data: torch.Tensor) -> object:
+def begin(group: ProcessGroupGloo, rank: int, data: torch.Tensor) -> Work:
     """Begin work in which rank 0 sends, or receives; it takes no part of it back."""
     if WORK in ("broadcast", "gather"):
         options = torch.distributed.BroadcastOptions()
@@ -70,11 +69,11 @@ def main() -> None:
 
     breaks = threading.Thread(target=break_it, daemon=True)
     breaks.start()
-    waits = context.part(Waits)
+    patches.load("online")
+    patching.arm("waits")
     try:
         while True:
-            work = begin(group, 0, data)
-            waits.wait(work, work.wait, message=WORK in ("send", "recv"))
+            begin(group, 0, data).wait()
     except RuntimeError as error:
         told.append(type(error).__name__)
     left.set()

@@ -1,0 +1,81 @@
+"""What a rank keeps of the losses of a step is, read again, bit for bit what the framework would add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from adaptor.frameworks import kept_losses
+from adaptor.frameworks.kept_losses import MOST_LOSSES
+from adaptor.protocol import board
+
+
+def told(value: Any) -> Any:
+    """Return `value` as a new process reads it."""
+    packed = msgspec.msgpack.encode(value)
+    assert len(packed) < board._KEPT_SIZE / 2
+    return msgspec.msgpack.decode(packed)
+
+
+def numbers(count: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
+    source = torch.Generator().manual_seed(1)
+    return [{"lm loss": (torch.rand(shape, generator=source) * 30).to(dtype)} for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+@pytest.mark.parametrize("count", [1, MOST_LOSSES])
+def test_losses_of_micro_batches(count: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    losses = numbers(count, dtype, shape)
+    losses[0]["lm loss"].view(-1)[0] = float("nan") if dtype.is_floating_point else 2**62 + 1
+    assert kept_losses.are_few(losses)
+    back = kept_losses.read(told(kept_losses.of(losses)), "cpu")
+    assert len(back) == count
+    for one, given in zip(back, losses, strict=True):
+        assert (one["lm loss"].dtype, one["lm loss"].shape) == (dtype, torch.Size(shape))
+        assert torch.equal(
+            one["lm loss"].view(-1).view(torch.uint8), given["lm loss"].view(-1).view(torch.uint8)
+        )
+
+
+def test_a_rank_without_losses() -> None:
+    """It has no part of the last stage of a pipeline."""
+    assert kept_losses.are_few([])
+    assert kept_losses.read(told(kept_losses.of([])), "cpu") == []
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        numbers(MOST_LOSSES + 1, torch.float32, (2,)),
+        [{"a": torch.ones(1), "b": torch.ones(1)}] * (MOST_LOSSES // 2 + 1),
+        numbers(1, torch.float32, (64,)),
+        [{"a": torch.ones(1, device="meta")}],
+        [{"a": (torch.ones(1), torch.ones(1))}],  # Megatron-LM to 0.12
+        [{"a": 1.0}],
+    ],
+)
+def test_what_is_added_up_first(losses: list[dict[str, Any]]) -> None:
+    """There is no room for it, it is not on the host, or it is no tensor."""
+    assert not kept_losses.are_few(losses)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_sums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    (loss,) = numbers(1, dtype, shape)
+    sums = {**loss, "advanced iterations": 3, "nan iterations": False, "got": 0.1}
+    back = kept_losses.read_sums(told(kept_losses.of_sums(sums)), "cpu")
+    assert list(back) == list(sums)
+    assert (back["lm loss"].dtype, back["lm loss"].shape) == (dtype, torch.Size(shape))
+    assert torch.equal(back["lm loss"], loss["lm loss"])
+    assert {name: back[name] for name in back if name != "lm loss"} == {
+        "advanced iterations": 3,
+        "nan iterations": False,
+        "got": 0.1,
+    }
+    with pytest.raises(AttributeError):
+        kept_losses.of_sums({"lm loss": "none"})
