@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from adaptor import patches, patching
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError
 from adaptor.online import newcomer, transfer
@@ -109,6 +110,27 @@ def test_a_thread_that_is_late_shuts_no_connection_of_the_next_attempt(memory: B
     with Thread(worker.rejoin.regroup, order(1, timeout_s=2.0), wake) as late:
         late.result()
     assert shut == [1]
+
+
+def test_the_framework_waits_by_torchs_own_function_where_no_wait_has_to_be_ended(
+    memory: BoardMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is not recovered online, or whose groups are not gloo's: nothing is put before the wait."""
+    patches.load("online")
+    native, rejoin = dist.Work.wait, Worker(memory).rejoin
+    try:
+        for why_not, are_gloo, can_end in (
+            ("", True, True),
+            ("why", True, False),
+            ("", True, True),
+            ("", False, False),
+        ):
+            monkeypatch.setattr(Groups, "are_gloo", are_gloo)
+            rejoin.set_online_support(why_not)
+            assert (dist.Work.wait is not native) == can_end
+    finally:
+        patching.disarm("waits")
+    assert dist.Work.wait is native
 
 
 def test_an_order_that_is_late_is_not_obeyed(memory: BoardMemory) -> None:
