@@ -129,14 +129,15 @@ def chunks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     parts: list[torch.Tensor] = []
     room = CHUNK
     for tensor in tensors:
-        flat = tensor.reshape(-1)
-        while flat.numel():
-            part, flat = flat[:room], flat[room:]
-            parts.append(part)
-            room -= part.numel()
-            if not room:
-                yield _joined(parts)
-                parts, room = [], CHUNK
+        flat, left = tensor if tensor.dim() == 1 else tensor.reshape(-1), tensor.numel()
+        while left >= room:
+            parts.append(flat[:room])
+            yield _joined(parts)
+            flat, left = flat[room:], left - room
+            parts, room = [], CHUNK
+        if left:  # nearly all tensors come here whole: to cut some tens takes longer than to copy them
+            parts.append(flat)
+            room -= left
     if parts:
         yield _joined(parts)
 
