@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 from adaptor import text
 from adaptor.checkpoint import disk, left_overs, publish, tracker
 from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import Find, FromAgent, Prepare, Prepared, Publish, Published, PublishFailed
 from adaptor.threads import Reserve
@@ -72,9 +73,9 @@ class SaveFolderTasks:
             case Find():
                 act = functools.partial(publish.find, root, order.step, generation)
         try:
-            return Published(
-                node, order.incident, await self._in_thread(self._below, root, act), order.save, order.number
-            )
+            step = await self._in_thread(self._below, root, act)
+            folder = str(root / naming.final_name(step))
+            return Published(node, order.incident, step, folder, order.number)
         except Exception as error:
             return PublishFailed(node, order.incident, _line(error), order.number)
 

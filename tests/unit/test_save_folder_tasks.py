@@ -13,6 +13,7 @@ from adaptor.checkpoint import left_overs, publish
 from adaptor.errors import CheckpointError
 from adaptor.launchers import save_folder_tasks
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
+from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import Find, Prepare, Prepared, Publish, Published, PublishFailed
 from tests.unit.threads import LONG_S
@@ -77,7 +78,7 @@ def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:
         works = SaveFolderTasks()
         works.saves.add(str(tmp_path))
         answer = await works.do(Publish(1, str(tmp_path), 5, entries, {}, 2), 3, "mine")
-        assert answer == Published(3, 1, 5, str(tmp_path))
+        assert answer == Published(3, 1, 5, str(tmp_path / naming.final_name(5)))
         assert works.moved == len(entries)
 
     asyncio.run(work())
