@@ -37,7 +37,9 @@ def of_incident(incident: Incident, time: str, kind: str = "incident") -> Notice
     """
     lost = incident.steps_lost
     steps = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
-    words = f"training goes on{steps}" if kind == "resumed" else incident.reason
+    # A reason says it where a step is saved or nothing is lost.
+    reason = incident.reason + (steps if incident.verdict == "lost" else "")
+    words = f"training goes on{steps}" if kind == "resumed" else reason
     # The line of an online recovery has said it.
     then = "" if incident.verdict == "recovered" else f"; {incident.next_action}"
     return Notice(

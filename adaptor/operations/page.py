@@ -19,7 +19,7 @@ _USED = {
     "regroup": ("evaluation", "evaluation"),
     "publish": ("save", "regular saves"),
     "stop": ("other", "logs and other phases"),
-    "gone": ("wasted", "trained again"),
+    "gone": ("wasted", "for steps that were lost"),
     "load": ("startup", "startup"),
     "start": ("load", "loading a checkpoint"),
     "write": ("recovery", "recovery"),

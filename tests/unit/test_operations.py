@@ -202,7 +202,10 @@ def test_the_steps_of_a_state_that_is_lost(
     job.report.record_next_action("the job ends: no restart is left")
     written = job.incident()
     assert (written["verdict"], written["steps_lost"]) == ("lost", steps)
-    assert [made.incident.steps_lost for made in notices.made() if made.incident] == [steps]
+    (notice,) = notices.made()
+    assert notice.incident is not None
+    assert notice.incident.steps_lost == steps
+    assert f"no live holder, {steps} step{'' if steps == 1 else 's'} lost; " in notice.text
     (tmp_path / "logs/job_7/status.json").touch()
     assert cli.main(["incidents", str(tmp_path / "logs")]) == 0
     assert f"lost; steps lost: {steps}; the job ends" in capsys.readouterr().out
