@@ -6,6 +6,7 @@ It runs in the thread that writes the file, behind the decision.
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
 import signal
 from collections.abc import Sequence
@@ -41,7 +42,10 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
     events = [one for one in events if one.what != "collectives"]
     fault = end.fault
     blamed = next(iter(fault.ranks), -1) if isinstance(end, Recovered) else end.cause_rank
-    noticed = _noticed(blamed, events)
+    is_hang = fault.kind == "hang"
+    # Of a hang the notice of a rank is that of its end, when others have waited for it in vain.
+    noticed = _noticed(-1 if is_hang else blamed, events)
+    silent = _silent(events, is_hang=is_hang)
     exit_code, stop, newest, lost = None, "", None, None
     if isinstance(end, Recovered):
         verdict, newest, lost = "recovered", end.step, 0
@@ -66,19 +70,19 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         host=fault.host or None,
         pid=fault.pid or None,
         failed=list(fault.ranks),
-        silent=_silent(events),
+        silent=silent,
         verdict=verdict,  # type: ignore[arg-type]  # `refused` has no file
         step=step,
         newest_step=newest,
         steps_lost=lost,
-        phases=_phases(events, noticed, timeline.silent_s if fault.kind == "hang" else 0.0),
+        phases=_phases(events, noticed, timeline.silent_s if is_hang else 0.0),
         checkpoint=timeline.checkpoint,
         bytes=timeline.size,
         exit_code=exit_code,
         next_action=action,
         not_started_again=stop,
         runbook=f"{_RUNBOOK}#{_kind(fault)}",
-        collectives=_missing(begun, _silent(events)),
+        collectives=_missing(begun, silent),
         versions=_versions(),
         ranks=sorted({one.rank for one in events if one.rank is not None}),
         events=[timeline.event(one, end.incident) for one in events],
@@ -175,11 +179,16 @@ def _node(blamed: int, noticed: Happened | None, timeline: Timeline) -> int | No
     return noticed.node if noticed is not None else None
 
 
-def _silent(happened: Sequence[Happened]) -> list[int]:
-    """Return the ranks that were told to stop and neither answered nor ended, in order."""
+def _silent(happened: Sequence[Happened], *, is_hang: bool) -> list[int]:
+    """Return the ranks that were told to stop and neither answered nor ended, in order.
+
+    In a hang a process that ends once new ones are ordered was ended for its silence.
+    """
+    ordered = min((one.at for one in happened if one.what == "replace"), default=math.inf)
+    given_up = ordered if is_hang else math.inf
     told = {one.rank for one in happened if one.what == "freeze" and one.rank is not None}
-    answered = {one.rank for one in happened if one.what in ("frozen", "died", NOTICED)}
-    return sorted(told - answered)
+    ended = {one.rank for one in happened if one.what in ("died", NOTICED) and one.at < given_up}
+    return sorted(told - ended - {one.rank for one in happened if one.what == "frozen"})
 
 
 def _phases(happened: Sequence[Happened], noticed: Happened | None, silent_s: float) -> Phases:

@@ -147,7 +147,7 @@ class IncidentReport:
                 self._add("fault-noticed", now, rank, node, f"told to end by {name}")
             case AgentTerminationRequested(signal=name, error=error) if not self._ended:
                 self._add("fault-noticed", now, None, node, error or f"told to end by {name}")
-            case NodeStalled(seconds=seconds):
+            case NodeStalled(seconds=seconds) if not self._happened:  # it is told again while it is handled
                 self._still_s = seconds
             case AgentLost():
                 self._add("fault-noticed", now, None, node, "the connection to the agent is gone")

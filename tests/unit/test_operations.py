@@ -43,12 +43,14 @@ from adaptor.protocol.messages import (
     Frozen,
     Hello,
     Layout,
+    NodeStalled,
     Origin,
     Phase,
     Publish,
     Published,
     Raised,
     Recovered,
+    Replace,
     Share,
     TimelineEvent,
     Unprotected,
@@ -328,6 +330,27 @@ def test_a_rank_that_does_not_answer_is_silent(tmp_path: Path) -> None:
     job.report.record_order(0, None, msgspec.structs.replace(SAVED, fault=fault), 7.0)
     written = job.incident()
     assert (written["silent"], written["cause"]["kind"]) == ([1], "hang")
+
+
+def test_a_rank_that_hangs_and_is_replaced(tmp_path: Path) -> None:
+    """It is ended for its silence: the hang began before that, and it has never answered."""
+    job = Recorded(tmp_path)
+    say, order = job.report.record_message, job.report.record_order
+    say(0, NodeStalled(0, 6.0, 48, -1), 100.0)
+    for rank in (0, 1):
+        order(rank, rank, Freeze(1, stacks=True), 100.1)
+    say(0, Frozen(0, 1, BoardRecord(0, 70, Phase.RUNNING, 47, 47)), 100.2)
+    say(0, NodeStalled(0, 12.0, 48, -1), 106.0)
+    order(1, None, Replace(1, 1, 1), 106.5)
+    board = BoardRecord(1, 71, Phase.RUNNING, 47, 47)
+    say(1, Dying(1, 107.0, board), 107.0)
+    say(1, Died(1, -9, 107.1, board), 107.1)
+    say(1, Hello(1, 171), 108.0)
+    fault = Fault("a hang", 47, (1,), 71, "n1", "hang")
+    order(0, None, Recovered(1, 47, "nothing has moved for 6 s", fault, (1,)), 109.0)
+    written = job.incident()
+    assert (written["silent"], written["blamed"], written["began"]) == ([1], 1, records.utc(100.1))
+    assert (written["phases"]["detect"], round(written["phases"]["freeze"], 3)) == (6.0, 0.1)
 
 
 def test_a_node_without_the_controller_writes_nothing(tmp_path: Path) -> None:
