@@ -30,11 +30,11 @@ from adaptor.online.meeting import Meeting
 from adaptor.online.newcomer import Told
 from adaptor.online.transfer import TransferChannel
 from adaptor.online.unwinding import until_it_comes
-from adaptor.protocol.messages import Joined, Proceed, Regroup, RegroupFailed, Replacement
+from adaptor.protocol.messages import Joined, Proceed, Regroup, Replacement
 from adaptor.worker import runtime
 from adaptor.worker.door import Unwind
 from adaptor.worker.garbage import GarbageCollection
-from adaptor.worker.processor import CannotRejoinError, why_not
+from adaptor.worker.processor import CannotRejoinError, failed
 from adaptor.worker.runtime import Runtime
 
 T = TypeVar("T")
@@ -270,15 +270,14 @@ class Rejoin:
         return None
 
     def _take_part(self, order: Regroup) -> None:
-        where = (self._worker.rank, order.incident, order.attempt)
         try:
             digest = self._restore_and_regroup(order)
         except Exception as error:
             self._has_settled(order)  # `regroup` waits for it, and would shut connections in vain
             if not self._is_old(order):
-                is_own = isinstance(error, AdaptorError)
-                self._worker.processor.say(RegroupFailed(*where, why_not(error), may_be_echo=not is_own))
+                self._worker.processor.say(failed(self._worker.rank, order, error))
         else:
+            where = (self._worker.rank, order.incident, order.attempt)
             self._worker.processor.say(Joined(*where, order.step, digest))
 
     def _restore_and_regroup(self, order: Regroup) -> str:

@@ -318,8 +318,7 @@ class Processor:
             self._rejoin.regroup(order, abort_gloo.Waker(keep))
         except Exception as error:
             if self._current == (order.incident, order.attempt):
-                hangs = isinstance(error, MainThreadHangsError)
-                self.say(RegroupFailed(self._rank, order.incident, order.attempt, why_not(error), hangs))
+                self.say(failed(self._rank, order, error))
 
     def _rename(self, order: Rename) -> None:
         reason = ""
@@ -331,9 +330,18 @@ class Processor:
         self.say(Renamed(self._rank, order.incident, reason))
 
 
-def why_not(error: Exception) -> str:
-    """Return why a rank cannot take part in an online recovery, in one line."""
-    return text.say(error) if isinstance(error, CannotRejoinError) else text.describe(error)
+def failed(rank: int, order: Regroup, error: Exception) -> RegroupFailed:
+    """Return what is said where `rank` cannot do what is ordered, because of `error`."""
+    is_own = isinstance(error, CannotRejoinError)
+    return RegroupFailed(
+        rank,
+        order.incident,
+        order.attempt,
+        text.say(error) if is_own else text.describe(error),
+        hangs=isinstance(error, MainThreadHangsError),
+        # What torch, gloo and NCCL raise where a connection ends.
+        may_be_echo=isinstance(error, RuntimeError | OSError | EOFError),
+    )
 
 
 def _leave(code: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import namespaces
-from tests.faults.harness import DP4
+from tests.faults.harness import DP2_MIRROR, DP4, MOE_EP2, TP2_DP2, Layout
 from tests.faults.namespaces import Namespaces
 from tests.faults.scenario import BaselineOf
 from tests.integration.test_online import online, trains_on
@@ -26,17 +26,22 @@ def network() -> Iterator[Namespaces]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "spares"),
-    [("agent-sigkill", COLD), ("agent-sigkill-beside-a-spare-node", WARM)],
+    ("layout", "kind", "spares"),
+    [(TP2_DP2, "agent-sigkill", COLD), (DP4, "agent-sigkill-beside-a-spare-node", WARM)],
     ids=["cold", "warm"],
 )
 def test_a_spare_node_takes_the_place_of_a_lost_one(
-    kind: str, spares: tuple[str, ...], network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+    layout: Layout,
+    kind: str,
+    spares: tuple[str, ...],
+    network: Namespaces,
+    tmp_path: Path,
+    baseline_of: BaselineOf,
 ) -> None:
-    """It uses up no restart: none is left. Later one of its ranks is replaced on that node."""
+    """It uses up no restart. Later one of its ranks is replaced on that node."""
     job = online(
         tmp_path,
-        DP4,
+        layout,
         [f"rank=3,step=4,phase=backward,kind={kind}", "rank=2,step=7,phase=update,kind=sigkill,restart=-1"],
         nodes=2,
         spares=1,
@@ -45,7 +50,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
         options=spares,
         restarts=1,
     )
-    ended = trains_on(job, baseline_of(DP4), incidents=2, lost_nodes=1)
+    ended = trains_on(job, baseline_of(layout), incidents=2, lost_nodes=1)
     assert ended.logs[0].count(" has the place of node 1, training goes on with step 4, 0 steps lost, ") == 1
 
 
@@ -55,7 +60,7 @@ def test_a_spare_node_is_lost_when_it_has_taken_the_place(
     """The next one comes in its place, in the second attempt of the same recovery."""
     job = online(
         tmp_path,
-        DP4,
+        MOE_EP2,
         ["rank=3,step=4,phase=backward,kind=agent-sigkill"],
         nodes=2,
         spares=2,
@@ -63,7 +68,7 @@ def test_a_spare_node_is_lost_when_it_has_taken_the_place(
         network=network,
         environment=PLAIN,
     )
-    ended = trains_on(job, baseline_of(DP4), lost_nodes=2)
+    ended = trains_on(job, baseline_of(MOE_EP2), lost_nodes=2)
     assert ended.logs[0].count(" takes the place of node 1; ") == 2
 
 
@@ -73,12 +78,12 @@ def test_the_agent_of_a_spare_node_is_lost_in_the_recovery(
     """The other spare node comes in the second attempt."""
     job = online(
         tmp_path,
-        DP4,
-        ["rank=2,step=4,phase=backward,kind=agent-sigkill", "rank=3,phase=get,kind=agent-sigkill,restart=-1"],
+        DP2_MIRROR,
+        ["rank=1,step=4,phase=backward,kind=agent-sigkill", "rank=1,phase=get,kind=agent-sigkill,restart=-1"],
         nodes=2,
         spares=2,
         network=network,
         environment=PLAIN,
     )
-    ended = trains_on(job, baseline_of(DP4), lost_nodes=2)
+    ended = trains_on(job, baseline_of(DP2_MIRROR), lost_nodes=2)
     assert ended.logs[0].count(" takes the place of node 1; ") == 2
