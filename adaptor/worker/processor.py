@@ -331,7 +331,7 @@ class Processor:
 
 
 def failed(rank: int, order: Regroup, error: Exception) -> RegroupFailed:
-    """Return what is said where `rank` cannot do what is ordered, because of `error`."""
+    """Return what `rank` says where it cannot do what `order` asks for, because of `error`."""
     is_own = isinstance(error, CannotRejoinError)
     return RegroupFailed(
         rank,
