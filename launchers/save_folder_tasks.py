@@ -74,8 +74,8 @@ class SaveFolderTasks:
                 act = functools.partial(publish.find, root, order.step, generation)
         try:
             step = await self._in_thread(self._below, root, act)
-            folder = str(root / naming.final_name(step))
-            return Published(node, order.incident, step, folder, order.number)
+            path = str(root / naming.final_name(step))
+            return Published(node, order.incident, step, path, order.number)
         except Exception as error:
             return PublishFailed(node, order.incident, _line(error), order.number)
 
