@@ -3,7 +3,8 @@
 One process, which may use all cores, as in a job whose other ranks wait. Both formats, each as the framework
 loads it: with `torch.load` or with `torch.distributed.checkpoint`, into tensors that are there. Large files
 have a checksum of blocks. With the check and without it are timed in turn, once from memory, once from the
-disk (the pages of the files are given up before each load). Alone, nothing of the adaptor acts.
+disk (the pages of the files are given up before each load). Alone, nothing of the adaptor acts. What is read
+from the disk, in sizes of the checkpoint, and the CPU time depend less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -68,6 +70,10 @@ def make(
     return root / naming.final_name(_STEP)
 
 
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
 def forget(folder: Path) -> None:
     """Let the system give up the pages of the files in a folder."""
     for path in folder.iterdir():
@@ -77,10 +83,31 @@ def forget(folder: Path) -> None:
         os.close(descriptor)
 
 
-def timed(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
+@dataclass(frozen=True)
+class Took:
+    """What a load has taken.
+
+    Attributes:
+        seconds: of time
+        cpu: seconds of CPU time
+        read: bytes that came from the disk
+    """
+
+    seconds: float
+    cpu: float
+    read: int
+
+
+def measured(act: Callable[[], object]) -> Took:
+    read, cpu, began = _read_from_disk(), time.process_time(), time.perf_counter()
     act()
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    return Took(seconds, time.process_time() - cpu, _read_from_disk() - read)
+
+
+def _read_from_disk() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def main() -> None:
@@ -110,35 +137,34 @@ def main() -> None:
                 load(checkpoint, state)
 
         for where in ("memory", "disk"):
-            times: dict[Callable[[], None], list[float]] = {alone: [], checked: []}
+            took: dict[Callable[[], None], list[Took]] = {alone: [], checked: []}
             for number in range(given.repeats + 1):
                 for act in (alone, checked)[:: 1 if number % 2 else -1]:
                     if where == "disk":
                         forget(checkpoint)
-                    seconds = timed(act)
+                    one = measured(act)
                     if number:  # the first pair warms up
-                        times[act].append(seconds)
-            ratio = statistics.median(b / a for a, b in zip(times[alone], times[checked], strict=True))
-            rows.append(
-                [
-                    name,
-                    where,
-                    *(
-                        f"{statistics.median(one):.3f} ({min(one):.3f} to {max(one):.3f})"
-                        for one in times.values()
-                    ),
-                    f"{ratio:.2f}",
-                    "reached" if ratio <= TARGET else "MISSED",
-                ]
+                        took[act].append(one)
+            ratio = statistics.median(
+                ours.seconds / theirs.seconds for theirs, ours in zip(*took.values(), strict=True)
             )
+            seconds = [[one.seconds for one in some] for some in took.values()]
+            cpu = [statistics.median(one.cpu for one in some) for some in took.values()]
+            read = max(one.read for one in took[checked]) / bytes_of(checkpoint)
+            cells = [f"{statistics.median(one):.3f} ({min(one):.3f} to {max(one):.3f})" for one in seconds]
+            reached = "reached" if ratio <= TARGET else "MISSED"
+            rows.append([name, where, *cells, f"{ratio:.2f}", reached, *map("{:.2f}".format, (*cpu, read))])
             findings[f"{name}, {where}"] = {
-                "load": spread(times[alone]),
-                "check_and_load": spread(times[checked]),
+                "load": spread(seconds[0]),
+                "check_and_load": spread(seconds[1]),
                 "ratio": ratio,
+                "cpu": cpu,
+                "read": read,
             }
         shutil.rmtree(root)
     shutil.rmtree(folder)
     head = ["format", "from", "the load, s", "check and load, s", "median of ratios", f"≤ {TARGET:g}"]
+    head += ["the load, CPU s", "check and load, CPU s", "read from the disk at most, in sizes of it"]
     benchmark.finish(table(head, rows), findings)
 
 
