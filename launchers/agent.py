@@ -126,9 +126,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._open_gate(worker_group)
         self._control.meet()
         started: dict[int, Any] = (
-            self._start_newcomers(worker_group)
-            if place is not None
-            else super()._start_workers(worker_group)
+            self._start_newcomers(worker_group) if place is not None else super()._start_workers(worker_group)
         )
         self._record.has_started = True
         self._end_requests.install()  # torch has just set its own handlers
@@ -248,11 +246,11 @@ class SurvivorsAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         self._end_requests.raise_again()
-        self._write_down_given_places()
+        verdict = self._control.verdict
+        self._write_down_given_places()  # behind a verdict no more are given
         self._tell_of_recoveries()
         if self._control.training_began is not None:
             self._account.training_began(*self._control.training_began)
-        verdict = self._control.verdict
         if verdict is not None:
             # Not HEALTHY meanwhile: torch would take agents that are ahead of this one for new nodes.
             self._control.wait_until_reaped()

@@ -123,6 +123,7 @@ class AgentControl:
         self.given: queue.SimpleQueue[dict[int, str]] = queue.SimpleQueue()
         self._counts = StartCounts()
         self._joins = False
+        self._has_workers = False  # those of this generation have been started
         self.reaped = threading.Event()
         self.settled = threading.Event()
 
@@ -139,6 +140,7 @@ class AgentControl:
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)
         self._folder_tasks.saves.clear()
+        self._has_workers = False
         self.verdict = None
         self.dismissed = False
         self.news = WorkerNews(ranks)
@@ -267,6 +269,7 @@ class AgentControl:
         self._replacements.begin(starter, spares_alone=not self._may_restart, newcomers=newcomers)
         folder = stack_files.folder(self._config.log_path, self.generation)
         self.workers.watch(processes, folder, self._scratch)
+        self._has_workers = True
         self.thread.spawn(
             board_watch.watch(
                 self.node,
@@ -282,9 +285,10 @@ class AgentControl:
     def lose_absent(self) -> None:
         """Tell the controller which spare nodes have taken a place, and ended before their agents came to it.
 
-        Not before the workers of this node have been started: until then they cannot be ended.
+        Not before the workers of this node have been started: until then they cannot be ended. They may have
+        died since.
         """
-        if self.gate is not None and self.controller_host is not None and self.workers.running:
+        if self.gate is not None and self.controller_host is not None and self._has_workers:
             for hello in self.gate.gone.values():
                 self.controller_host.lose_absent(hello)
 

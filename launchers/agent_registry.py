@@ -6,10 +6,10 @@ left from an earlier start.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from adaptor.protocol.messages import AgentHello, FromAgent, Frozen
+from adaptor.protocol.messages import AgentHello, FromAgent, Frozen, StandbyState
 
 _FOREIGN_RANK = "spoke for a rank of another node"
 
@@ -19,8 +19,8 @@ class AgentRegistry:
 
     Args:
         lost: the nodes that the controller counts as lost.
-        expected: those of them whose places were given to spare nodes, with their new owners; all other places
-            stay lost.
+        expected: those of them whose places were given to spare nodes, with their new owners; all other
+            places stay lost.
     """
 
     def __init__(
@@ -34,8 +34,18 @@ class AgentRegistry:
         self._expected = expected
         self._world_size = world_size
         self._nodes = nodes
+        self._owners: dict[int, str] = {}  # of places, as the controller before this one knew them
         self._homes: dict[int, int] = {}  # ranks, and their nodes
         self._here: set[int] = set()
+
+    def succeed(self, standby_state: Iterable[StandbyState]) -> None:
+        """Know from the controller before this one which places spare nodes have taken.
+
+        An agent that was taken for lost may live on, and come before the one that has its place.
+        """
+        for message in standby_state:
+            if isinstance(message, AgentHello):
+                self._owners[message.node] = message.owner
 
     def rejection_reason(self, node: int, message: FromAgent) -> str:
         """Return why `message` is rejected from the agent of `node`; empty if it is accepted.
@@ -67,6 +77,8 @@ class AgentRegistry:
         if hello.owner and hello.owner == self._expected.get(hello.node):
             ranks = {rank for rank, node in self._homes.items() if node == hello.node}
             return "" if ranks == set(hello.ranks) else "came with other ranks than the node that is lost"
+        if hello.owner != self._owners.get(hello.node, hello.owner):
+            return "came as a node whose place another one has"
         if hello.node in self._here:
             return "came as a node that was there already"
         if any(rank >= self._world_size or rank in self._homes for rank in hello.ranks):

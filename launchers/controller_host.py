@@ -113,7 +113,9 @@ class ControllerHost:
 
     def take_over(self, standby_state: Iterable[StandbyState]) -> None:
         """Take over from the controllers of earlier terms; `standby_state`: what they have passed on."""
-        self.controller.succeed(standby_state, range(self.term, self.nodes), time.monotonic())
+        known = list(standby_state)
+        self._registry.succeed(known)
+        self.controller.succeed(known, range(self.term, self.nodes), time.monotonic())
         self._record(functools.partial(self._incident_report.record_takeover, self.term))
 
     def lose(self, node: int) -> None:

@@ -167,6 +167,8 @@ class Node:
         else:
             there = f"the controller, on node 0 of {nodes} at {host}"
             told: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: there)
+            # Before an order can come, which to a spare node may be the first thing that the controller says.
+            control.generation = Invitation.decode(told, invitation.kind_of(self._config)).generation
             join = client.join(host, told, tuple(ranks), place.owner if place is not None else "")
             made = wait_for(lambda: wait(join), lambda: there)
             control.records.files.job = name_of(

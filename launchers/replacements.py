@@ -17,7 +17,6 @@ from adaptor.protocol.environment import NEWCOMER
 from adaptor.protocol.messages import BoardRecord, Layout, Modules, ModulesProbe, RegroupFailed, Replace
 from adaptor.protocol.spare_messages import Import
 
-
 # What torch elastic makes another one for each node.
 OF_A_NODE = frozenset({"GROUP_RANK"})
 
@@ -92,8 +91,10 @@ class Replacements:
         Returns:
             What the controller must hear where none can be started.
         """
-        assert self._starter is not None
         starter = self._starter
+        if starter is None:  # a spare node, whose first workers are being started
+            reason = "the workers of its node have not been started yet"
+            return RegroupFailed(order.rank, order.incident, order.attempt, reason)
         if self._spares_alone and not self._spares.are_ready:
             # Now, not when the process of before has ended: nobody waits for what cannot be.
             return self._without_a_spare(order)

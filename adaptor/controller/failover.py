@@ -84,7 +84,9 @@ class StandbyReplicator:
 
     def _known_to(self, newcomer: int) -> list[StandbyState]:
         if stands_by(newcomer):
-            return [*self._hellos.values(), *self._layouts.values()]
+            # Not of the agent that had this place before it.
+            others = [hello for node, hello in self._hellos.items() if node != newcomer]
+            return [*others, *self._layouts.values()]
         return [self._hellos[node] for node in range(1, STANDBYS + 1) if node in self._hellos]
 
 

@@ -50,12 +50,7 @@ class Newcomer:
     @property
     def is_reusable(self) -> bool:
         """Return whether another attempt can go on with it: it knows nothing of this one."""
-        untold = (
-            NewcomerStage.UNPLACED,
-            NewcomerStage.ENDING,
-            NewcomerStage.STARTING,
-            NewcomerStage.READY,
-        )
+        untold = (NewcomerStage.ENDING, NewcomerStage.STARTING, NewcomerStage.READY)
         return self.stage in untold and not self.has_failed
 
 
@@ -86,8 +81,7 @@ class Newcomers:
         for replacement in replaced:
             rank = replacement.rank
             newcomer = before.get(rank)
-            is_unplaced = self.membership.node_of[rank] in self.membership.lost
-            if is_unplaced and (newcomer is None or newcomer.stage is not NewcomerStage.UNPLACED):
+            if self.membership.node_of[rank] in self.membership.lost:
                 self.by_rank[rank] = Newcomer(NewcomerStage.UNPLACED, replacement, attempt)
                 continue
             if newcomer is None:
@@ -136,6 +130,11 @@ class Newcomers:
     def are_ready(self) -> bool:
         """Return whether all have said hello."""
         return all(one.stage is NewcomerStage.READY for one in self.by_rank.values())
+
+    @property
+    def placed(self) -> list[int]:
+        """Return the ranks that have a node: their new processes have to come."""
+        return [rank for rank, one in self.by_rank.items() if one.stage is not NewcomerStage.UNPLACED]
 
     @property
     def listening(self) -> list[int]:

@@ -300,7 +300,7 @@ class Regrouping:
     def _check_presence(self, now: float) -> Orders:
         """Replace those that were asked in vain, or end without them; ask all others."""
         nodes, newcomers = self._state.nodes, self.newcomers
-        missing = self.presence.missing(nodes, newcomers.by_rank)
+        missing = self.presence.missing(nodes, newcomers.placed)
         survivors = [rank for rank in missing if rank in nodes]
         starting = [rank for rank in missing if rank in newcomers.by_rank]
         newcomers.fail(starting)
@@ -309,5 +309,5 @@ class Regrouping:
             return self._retry(f"rank {survivors[0]} does not answer any more", cold=False)
         if starting:
             return self._retry(f"the new process of rank {starting[0]} does not answer", cold=True)
-        self.presence.begin_round({*nodes, *newcomers.by_rank}, now)
+        self.presence.begin_round({*nodes, *newcomers.placed}, now)
         return self._orders.ask_for(sorted({*nodes, *newcomers.listening}))

@@ -12,6 +12,7 @@ from adaptor.controller.hang_detector import HangDetector
 from adaptor.launchers.after_verdict import EXIT_GRACE_S, SHUTDOWN_GRACE_S
 from adaptor.launchers.agent_connection import CONNECT_TIMEOUT_S
 from adaptor.launchers.board_watch import PROGRESS_S
+from adaptor.launchers.place_filling import StartCounts, fill_online
 from adaptor.launchers.save_folder_tasks import CLEAN_S
 from adaptor.protocol.board import BoardMemory
 from adaptor.protocol.messages import (
@@ -24,6 +25,7 @@ from adaptor.protocol.messages import (
     Dying,
     Endpoint,
     Exit,
+    FillPlaces,
     Find,
     FromAgent,
     FromWorker,
@@ -40,6 +42,7 @@ from adaptor.protocol.messages import (
     TerminationRequested,
     Verdict,
 )
+from adaptor.protocol.spare_node_messages import TakePlace
 from tests.simulation.clock import Body
 from tests.simulation.controller_client import Follower
 from tests.simulation.save_folder_tasks import SaveFolderTasks
@@ -50,20 +53,27 @@ if TYPE_CHECKING:
 
 
 class Agent(Follower):
-    """One node's; its ranks' boards outlive them."""
+    """One node's; its ranks' boards outlive them.
 
-    def __init__(self, world: World, node: int) -> None:
-        super().__init__(world, node)
+    place      that it takes while others train, as a spare node; None: it is there from the start
+    workers    its processes, by rank, the newest ones
+    has_begun  it has started its workers
+    """
+
+    def __init__(self, world: World, node: int, machine: int, place: TakePlace | None = None) -> None:
+        super().__init__(world, node, machine)
+        self.place = place
+        self.workers: dict[int, Worker] = {}
+        self.has_begun = False
         self.ranks = tuple(rank for rank in world.job.ranks if world.job.nodes[rank] == node)
         self.boards = BoardMemory(self.ranks)
-        self.living = set(self.ranks)
+        self.living = set(self.ranks) if place is None else set()
         self.verdict: Verdict | None = None
         self.settled = False
         self.left = False  # torch has ended the workers, after somebody wanted this agent to end
-        before = world.before.agents[node].folder_tasks if world.before is not None else None
-        self.folder_tasks = SaveFolderTasks(
-            world, node, before if before is not None and before.alive else None
-        )
+        before = world.before.machines.get(machine) if world.before is not None and place is None else None
+        tasks = before.folder_tasks if before is not None and before.folder_tasks.alive else None
+        self.folder_tasks = SaveFolderTasks(world, node, machine, tasks)
         self.controlled = True  # it has not been left to itself
         self._met = False
         self._early: list[Worker] = []  # they wait to be started
@@ -73,22 +83,50 @@ class Agent(Follower):
 
     def begin(self) -> None:
         if self.node:
-            self.connection = self.world.network.join(self, 0)
-        endpoint = Endpoint("here", 1) if stands_by(self.node) else None
-        self.say_first(AgentHello(self.node, self.ranks, endpoint))
-        for rank in self.ranks:
-            worker = self.world.workers[rank]
-            worker.later(self.world.random.uniform(0.05, 0.5), self._start, worker)
+            self.connection = self.world.network.join(self, self.world.agents[0].machine)
+        endpoint = Endpoint("here", self.machine) if stands_by(self.node) else None
+        owner = self.place.owner if self.place is not None else ""
+        self.say_first(AgentHello(self.node, self.ranks, endpoint, owner=owner))
+        if self.place is None:
+            self.has_begun = True
+            for rank in self.ranks:
+                worker = self.world.workers[rank]
+                worker.later(self.world.random.uniform(0.05, 0.5), self._start, worker)
         if self.controller_host is not None:
+            self.lose_absent()
             self.meet()
         self.later(CONNECT_TIMEOUT_S, self.meet)
         self.thread(self._watch_boards())
 
     def meet(self) -> None:
+        if not self._met and self.place is not None:
+            self.later(self.world.random.uniform(0.0, 0.2), self._begin_newcomers)
         self._met = True
         early, self._early = self._early, []
         for worker in early:
             worker.do(worker.start)
+
+    def _begin_newcomers(self) -> None:
+        """Start the workers of a spare node; nobody has ordered it."""
+        self.has_begun = True
+        if self.verdict is not None or self._silent:
+            return  # real ones are started and ended again
+        for rank in self.ranks:
+            worker = self._start_newcomer(rank)
+            worker.later(self.world.random.uniform(0.05, 0.5), worker.start)
+        self.world.faults.on_spare(self.world.spares[self.machine], "started")
+
+    def _start_newcomer(self, rank: int) -> Worker:
+        self._started += 1
+        worker = self.world.replace(self, rank, 1000 * self._started + 100_000 * self.machine + rank)
+        self.living.add(rank)
+        return worker
+
+    def lose_absent(self) -> None:
+        """Tell the controller which spare nodes with a place have ended before their agents came to it."""
+        if self.world.gate is not None and self.controller_host is not None and self.has_begun:
+            for hello in list(self.world.gate.gone.values()):
+                self.controller_host.lose_absent(hello)
 
     def _start(self, worker: Worker) -> None:
         if self._met:
@@ -107,7 +145,7 @@ class Agent(Follower):
     # workers
 
     def hear(self, worker: Worker, message: FromWorker) -> None:
-        if not self.alive or self.world.workers[worker.rank] is not worker:
+        if not self.alive or self.workers[worker.rank] is not worker:
             return
         if isinstance(message, Hello):
             worker.hellos = message.rank in self.living
@@ -144,11 +182,13 @@ class Agent(Follower):
     def obey(self, order: ControllerToAgent) -> None:
         match order:
             case Addressed(rank=rank, message=message):
-                worker = self.world.workers[rank]
-                if worker.hellos:
+                worker = self.workers.get(rank)
+                if worker is not None and worker.hellos:
                     worker.hears.send(message)
             case Replace():
                 self.thread(self._replace(order))
+            case FillPlaces():
+                self.thread(self._fill_places(order))
             case Recovered():
                 self.world.invariants.recovered(self, order)
             case Prepare():
@@ -162,8 +202,24 @@ class Agent(Follower):
                 self.verdict = order
                 self.thread(self._reap_workers())
 
+    def _fill_places(self, order: FillPlaces) -> Body[None]:
+        assert self.controller_host is not None
+        filled = yield from fill_online(
+            self.world.gate,  # type: ignore[arg-type]
+            self.controller_host.controller.membership,
+            order,
+            StartCounts(0, self.world.number),
+            lambda: self.verdict is None and not self._silent,
+            host_copies=False,
+        ).__await__()
+        self._up(filled)
+
     def _replace(self, order: Replace) -> Body[None]:
-        self.world.end(self.world.workers[order.rank], -9)
+        if not self.has_begun:
+            reason = "its workers have not been started yet"
+            self._up(RegroupFailed(order.rank, order.incident, order.attempt, reason))
+            return
+        self.world.end(self.workers[order.rank], -9)
         while order.rank in self.living:
             yield 0.01
         if self.verdict is not None or self._silent:
@@ -173,9 +229,7 @@ class Agent(Follower):
             reason = "no process can be started in its place"
             self._up(RegroupFailed(order.rank, order.incident, order.attempt, reason))
             return
-        self._started += 1
-        worker = self.world.replace(order.rank, 1000 * self._started + order.rank)
-        self.living.add(order.rank)
+        worker = self._start_newcomer(order.rank)
         yield draw.uniform(1.0, 3.0) if order.cold else draw.uniform(0.01, 0.2)
         worker.do(worker.start)
 
@@ -209,7 +263,7 @@ class Agent(Follower):
     def _reap_workers(self) -> Body[None]:
         yield from self._until_gone(EXIT_GRACE_S)
         for rank in sorted(self.living):
-            self.world.end(self.world.workers[rank], -9)
+            self.world.end(self.workers[rank], -9)
         over = self.clock.now + SHUTDOWN_GRACE_S
         while self.clock.now < over and (
             self.living
@@ -255,13 +309,13 @@ class Agent(Follower):
         for rank in sorted(self.living):
             self.world.faults.hurt[rank] = "its time is over"
             self.world.faults.by.setdefault(rank, "told")  # its node leaves, saved or not
-            self.world.workers[rank].sigterm()
+            self.workers[rank].sigterm()
         yield from self._until_gone(30.0)
         for rank in sorted(self.living):
-            self.world.end(self.world.workers[rank], -9)
+            self.world.end(self.workers[rank], -9)
         yield from self._until_gone(30.0)
         self.left = self.settled = True
         self.folder_tasks.end()
         if self.controller_host is not None:
             self.controller_host.leave()
-        self.world.network.close(self.node)
+        self.world.network.close(self.machine)

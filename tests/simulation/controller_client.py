@@ -23,10 +23,11 @@ class Follower(Process):
     resting     nobody minds any longer if the controller is lost
     """
 
-    def __init__(self, world: World, node: int) -> None:
+    def __init__(self, world: World, node: int, machine: int) -> None:
         super().__init__(world.clock)
         self.world = world
         self.node = node
+        self.machine = machine
         self.controller_host: ControllerHost | None = None
         self.connection: Connection | None = None
         self.succession = Succession(node, len(set(world.job.nodes)))
@@ -67,7 +68,7 @@ class Follower(Process):
 
     def have_the_controller(self) -> ControllerHost:
         self._my_turn = True
-        self.controller_host = self.world.hubs[self.node] = ControllerHost(self)
+        self.controller_host = self.world.hubs[self.node, self.machine] = ControllerHost(self)
         return self.controller_host
 
     def at_the_gate(self, connection: Connection, message: FromAgent | Lost) -> None:
@@ -105,7 +106,8 @@ class Follower(Process):
             if self.succession.is_mine:
                 self._take_the_place()
                 return
-            found = yield from self.world.network.reach(self, self.succession.term)
+            assert self.succession.endpoint is not None
+            found = yield from self.world.network.reach(self, self.succession.endpoint.port)
             if found is not None and not self.resting:
                 self.connection = found
                 self._silent_since = self.clock.now

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator
 from adaptor.controller.outcome import Orders
+from adaptor.launchers.agent_registry import AgentRegistry
 from adaptor.launchers.controller_host import TICK_S
 from adaptor.protocol.messages import (
     AgentHello,
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class ControllerHost:
-    """In `agent`; `here` are the nodes that have come, and how they are told things."""
+    """In `agent`; `here` are the nodes that have come, and how they are told things.
+
+    Who may say what is decided by the real `AgentRegistry`.
+    """
 
     def __init__(self, agent: Follower) -> None:
         self.world = world = agent.world
@@ -39,7 +43,10 @@ class ControllerHost:
             online_s=world.online_s,
         )
         self.replicator = StandbyReplicator() if self.term == 0 else None
+        members = self.controller.membership
+        self.registry = AgentRegistry(len(world.job.nodes), len(world.agents), members.lost, members.expected)
         self.here: dict[int, Connection | None] = {}
+        self._served: set[Connection | None] = set()  # whose hello was accepted, and which have not ended
         self.left = False
         self.watch = Watch(world, self)
         self._ticking = False
@@ -49,6 +56,7 @@ class ControllerHost:
         world, agent = self.world, self.agent
         world.tell(f"-- node {self.term} takes over")
         nodes = range(self.term, len(world.agents))
+        self.registry.succeed(agent.succession.standby_state)
         self.controller.succeed(agent.succession.standby_state, nodes, world.clock.now)
         agent.say_again()
         for node in range(self.term):
@@ -65,16 +73,42 @@ class ControllerHost:
 
     def hear(self, node: int, message: FromAgent, connection: Connection | None = None) -> None:
         """`connection` is by which it came, None from this node's own agent."""
+        if self.left or not (isinstance(message, AgentHello) or connection in self._served):
+            return
+        if reason := self.registry.rejection_reason(node, message):
+            self.world.tell(f"term {self.term} rejects node {node}, which {reason}: {message}")
+            if isinstance(message, AgentHello):
+                assert connection is not None
+                self.world.network.hang_up(connection)
+            return
         if isinstance(message, AgentHello):
+            self._served.add(connection)
             self.here[node] = connection
             self.say(node, Welcome())
-        if node in self.here and self.here[node] is connection:
-            self._heard(message)
+            if connection is not None:
+                self.world.moves_in(self.world.machines[connection.machine])
+        self._heard(message)
 
     def lose(self, node: int, connection: Connection) -> None:
-        if self.here.get(node) is connection:
-            del self.here[node]
-            self._heard(AgentLost(node))
+        """A connection has ended."""
+        if connection in self._served:
+            self._served.discard(connection)
+            self._lose(node)
+
+    def _lose(self, node: int) -> None:
+        self.here.pop(node, None)
+        self._heard(AgentLost(node))
+
+    def lose_absent(self, hello: AgentHello) -> None:
+        """As the real one."""
+        if self.left:
+            return
+        if hello.node in self.controller.membership.expected:
+            self._lose(hello.node)
+        elif not self.registry.is_here(hello.node):
+            assert not self.registry.rejection_reason(hello.node, hello)
+            self._heard(hello)
+            self._lose(hello.node)
 
     def _heard(self, message: ToController) -> None:
         if self.left:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tests.simulation.agent import Agent
+    from tests.simulation.spare_nodes import SpareNode
     from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
@@ -15,6 +17,8 @@ _STATES = (
     *("FREEZING", "PREPARING", "DUMPING", "DUMPING", "PUBLISHING", "PUBLISHING"),
     *("FINDING", "TAKING OVER", "ENDED"),
 )
+# What becomes of a spare node: it has got a place, its agent has begun, was let in, has started its workers.
+_OF_SPARES = ("given", "began", "came", "started")
 _POINTS = ("frozen", "let through", "let through", "written", "unwound", "joined")
 
 
@@ -23,8 +27,8 @@ class Faults:
 
     hurt  ranks of which it cannot be asked that they give their state, and why
     by    what each rank did that a verdict may name as its cause; -1: somebody wanted the job to end
-    cut   nodes that no packet reaches
-    disk_hangs_on  nodes on which nothing that is asked of the disk returns, from the start
+    cut   machines that no packet reaches
+    disk_hangs_on  machines on which nothing that is asked of the disk returns, from the start
     stalls  a connection is silent for some seconds
     unexplained  an exception may be known long before what has caused it
     """
@@ -43,14 +47,17 @@ class Faults:
         # (phase of a worker, state of the controller, or a point that a worker passes; how many are let by)
         self._at_phase: dict[str, list[int]] = {}
         self._at_state: dict[str, int] = {}
+        self._at_spare: dict[str, int] = {}
         self._after: list[int] = []  # so many messages of an online recovery are let by before a second fault
         for number in range(self.count):
             self._plan(first=number == 0)
+        if world.spares and draw.random() < 0.4:
+            self._at_spare[draw.choice(_OF_SPARES)] = draw.choice([1, 1, 2])
         if draw.random() < 0.15:
             self._trouble_the_disk()
         if draw.random() < 0.2 and len(world.agents) > 1:
-            node = draw.randrange(len(world.agents))
-            world.clock.after(draw.uniform(0.0, 3.0), self._stall, node)
+            machine = draw.choice(world.all_machines)
+            world.clock.after(draw.uniform(0.0, 3.0), self._stall, machine)
         if draw.random() < 0.1:
             world.clock.after(draw.uniform(0.0, 3.0), self._nodes_wait)
 
@@ -80,6 +87,63 @@ class Faults:
             waiting.remove(min(waiting))
             self._world.clock.after(self._soon(), self._strike, worker)
 
+    def on_spare(self, spare: SpareNode, moment: str) -> None:
+        """A spare node on its way to a place."""
+        if self._at_spare.get(moment):
+            self._at_spare[moment] -= 1
+            self._world.clock.after(self._soon(), self._strike_spare, spare)
+
+    def never_comes(self, agent: Agent) -> None:
+        """The spare node with this place has ended before a generation; nobody knows it yet."""
+        agent.alive = False
+        for worker in agent.workers.values():
+            worker.alive = False
+        self._lose(agent, "it never came")
+
+    def _strike_spare(self, spare: SpareNode) -> None:
+        if self._world.over() or not spare.alive:
+            return
+        self._tell(f"the spare node on machine {spare.machine} is struck")
+        self._draw.choice([self._end_spare, self._end_spare, self._cut_spare, self._stop_spare])(spare)
+
+    def _end_spare(self, spare: SpareNode) -> None:
+        if spare.agent is not None:
+            self._draw.choice([self._lose_loudly, self._lose_silently])(spare.agent)
+            return
+        told = self._draw.random() < 0.5
+        self._tell(f"machine {spare.machine} {'ends' if told else 'loses its power'}")
+        self._blame_for(spare)
+        if not told:
+            self._world.network.silence(spare.machine)
+        spare.end(told=told)
+
+    def _cut_spare(self, spare: SpareNode) -> None:
+        """From all others, or from node 0 alone."""
+        self._blame_for(spare)
+        if self._draw.random() < 0.5:
+            self._part({spare.machine}, {self._world.agents[0].machine})
+        elif spare.agent is not None:
+            self._cut_off(spare.agent)
+        else:
+            self._tell(f"machine {spare.machine} is cut off")
+            self._world.network.silence(spare.machine)
+            self.unexplained = True
+
+    def _stop_spare(self, spare: SpareNode) -> None:
+        self._blame_for(spare)
+        if spare.agent is not None:
+            self._stop_agent(spare.agent)
+            return
+        self._tell(f"machine {spare.machine} is stopped")
+        spare.stopped = self.unexplained = True
+        self._world.clock.after(self._draw.choice([300.0, self._draw.uniform(0.0, 20.0)]), spare.go_on)
+
+    def _blame_for(self, spare: SpareNode) -> None:
+        if spare.place is not None:
+            for rank, node in enumerate(self._world.job.nodes):
+                if node == spare.place.node:
+                    self.by.setdefault(rank, "node")
+
     def on_regrouping(self) -> None:
         """A message of an online recovery was heard: a second fault may come after any."""
         while self._after and self._after[0] <= 0:
@@ -102,7 +166,11 @@ class Faults:
 
     def _strike_any(self) -> None:
         alive = [worker for worker in self._world.workers.values() if worker.alive]
-        if alive:
+        if alive and self._world.spares and self._draw.random() < 0.5:
+            # Not node 0: then nobody takes a place.
+            far = [worker for worker in alive if worker.node] or alive
+            self._strike_agent(self._draw.choice(far).agent)
+        elif alive:
             # Often one of the first ranks: they write and publish.
             self._strike(self._draw.choice(alive if self._draw.random() < 0.7 else alive[:2]))
 
@@ -114,28 +182,33 @@ class Faults:
             return
         how = self._draw.random()
         if self._world.agents[publisher].controller_host is None and how < 0.4:
-            self._stop_agent(publisher)
+            self._stop_agent(self._world.agents[publisher])
         elif how < 0.6 and not self._world.disk.troubled:
             self._tell(f"the disk is stuck on node {publisher}")
-            self._world.disk.hang(self._world.clock.now, {publisher}, float("inf"))
-            self.disk_hangs_on = {publisher}
+            machine = self._world.agents[publisher].machine
+            self._world.disk.hang(self._world.clock.now, {machine}, float("inf"))
+            self.disk_hangs_on = {machine}
             self.disk_fails = self.disk_fails or self._world.disk.has_turn(
                 self._world.agents[publisher].folder_tasks
             )
         else:
-            self._strike_node(publisher)
+            self._strike_agent(self._world.agents[publisher])
 
-    def _strike_node(self, node: int) -> None:
-        worker = self._world.workers[self._world.agents[node].ranks[0]]
-        self._draw.choice([self._lose_loudly, self._lose_silently, self._cut_off])(worker)
+    def _strike_agent(self, agent: Agent) -> None:
+        if not self._world.over():
+            self._draw.choice([self._lose_loudly, self._lose_silently, self._cut_off])(agent)
 
     def _strike_controller(self) -> None:
         if self._world.newest.agent.alive and len(self._world.agents) > 1:
-            self._strike_node(self._world.newest.term)
+            agent = self._world.agents[self._world.newest.term]
+            self._draw.choice([self._lose_loudly, self._lose_silently, self._cut_off])(agent)
 
     def _strike(self, worker: Worker) -> None:
         """One fault, which begins with `worker`, or its node."""
         if self._world.over():
+            return
+        if self._world.spares and worker.node and self._draw.random() < 0.4:
+            self._strike_agent(worker.agent)
             return
         kinds: list[tuple[int, Callable[[Worker], None]]] = [
             (40, self._kill),
@@ -146,9 +219,9 @@ class Faults:
             (5, self._sigterm),
             (4, self._leave),
             (3, self._preempt),
-            (6, self._lose_loudly),
-            (6, self._lose_silently),
-            (5, self._cut_off),
+            (6, lambda struck: self._lose_loudly(struck.agent)),
+            (6, lambda struck: self._lose_silently(struck.agent)),
+            (5, lambda struck: self._cut_off(struck.agent)),
             (4, self._cut_in_two),
             (2, self._cut_from_the_controller),
         ]
@@ -243,20 +316,18 @@ class Faults:
         for other in self._world.workers.values():
             self._sigterm(other)
 
-    def _lose(self, node: int, what: str) -> None:
+    def _lose(self, agent: Agent, what: str) -> None:
         # Its silence is known late; where it was never heard of, nobody misses it but the framework.
-        if node in self.cut or node not in self._world.network.heard:
+        if agent.machine in self.cut or agent.node not in self._world.network.heard:
             self.unexplained = True
-        for worker in self._world.workers.values():
-            if worker.node == node:
-                self.hurt[worker.rank] = what
-        for rank in self._world.agents[node].ranks:
+        for rank in agent.ranks:
+            if self._world.workers[rank].agent is agent:
+                self.hurt[rank] = what
             self._blame(rank, "node")
 
-    def _stop_agent(self, node: int) -> None:
+    def _stop_agent(self, agent: Agent) -> None:
         """SIGSTOP to `ttprun`; somebody sees to it at last."""
-        agent = self._world.agents[node]
-        self._tell(f"ttprun of node {node} is stopped")
+        self._tell(f"ttprun of node {agent.node} on machine {agent.machine} is stopped")
         self.unexplained = True
         # All others wait for one that is stopped while it gives the checkpoint its name.
         self.disk_fails = self.disk_fails or self._world.disk.has_turn(agent.folder_tasks)
@@ -267,64 +338,61 @@ class Faults:
         for process in (agent, agent.folder_tasks):
             self._world.clock.after(seconds, process.go_on)
 
-    def _lose_loudly(self, worker: Worker) -> None:
+    def _lose_loudly(self, agent: Agent) -> None:
         """`ttprun` is killed, and its workers with it."""
-        node = worker.node
-        if not self._world.agents[node].alive:
+        if not agent.alive:
             return
-        self._tell(f"ttprun of node {node} is killed")
-        self._lose(node, "its agent was killed")
-        self._world.end_node(node, told=True)
+        self._tell(f"ttprun of node {agent.node} on machine {agent.machine} is killed")
+        self._lose(agent, "its agent was killed")
+        self._world.end_agent(agent, told=True)
 
-    def _lose_silently(self, worker: Worker) -> None:
+    def _lose_silently(self, agent: Agent) -> None:
         """No power."""
-        node = worker.node
-        if not self._world.agents[node].alive:
+        if not agent.alive:
             return
-        self._tell(f"node {node} loses its power")
-        self.cut.add(node)
-        self._lose(node, "no power")
-        self._world.network.silence(node)
-        self._world.end_node(node, told=False)
+        self._tell(f"node {agent.node} on machine {agent.machine} loses its power")
+        self.cut.add(agent.machine)
+        self._lose(agent, "no power")
+        self._world.network.silence(agent.machine)
+        self._world.end_agent(agent, told=False)
 
-    def _cut_off(self, worker: Worker) -> None:
+    def _cut_off(self, agent: Agent) -> None:
         """The node lives, and nothing reaches it."""
-        node = worker.node
         if len(self._world.agents) == 1:
             return
-        self._tell(f"node {node} is cut off")
-        self.cut.add(node)
-        self._lose(node, "cut off")
-        self._world.network.islands.add(node)
-        self._world.network.silence(node)
+        self._tell(f"node {agent.node} on machine {agent.machine} is cut off")
+        self.cut.add(agent.machine)
+        self._lose(agent, "cut off")
+        self._world.network.islands.add(agent.machine)
+        self._world.network.silence(agent.machine)
 
     def _cut_in_two(self, worker: Worker) -> None:
         """Nothing passes between some nodes and the others; often the network heals."""
-        nodes = set(self._world.agents)
-        side = {node for node in nodes if self._draw.random() < 0.5}
-        self._part(side, nodes - side)
+        machines = self._world.all_machines
+        side = {machine for machine in machines if self._draw.random() < 0.5}
+        self._part(side, set(machines) - side)
 
     def _cut_from_the_controller(self, worker: Worker) -> None:
         """Others reach both."""
-        self._part({worker.node}, {self._world.newest.term} - {worker.node})
+        self._part({worker.machine}, {self._world.newest.agent.machine} - {worker.machine})
 
     def _part(self, side: set[int], others: set[int]) -> None:
         if not side or not others:
             return
-        self._tell(f"nothing passes between nodes {sorted(side)} and {sorted(others)}")
+        self._tell(f"nothing passes between machines {sorted(side)} and {sorted(others)}")
         self.unexplained = True
-        for rank, node in enumerate(self._world.job.nodes):
-            if node in side | others:
+        for rank, worker in self._world.workers.items():
+            if worker.machine in side | others:
                 self._blame(rank, "cut")
         self._world.network.part(side, others)
         if self._draw.random() < 0.5:
             self._world.clock.after(self._draw.uniform(0.5, 10.0), self._world.network.heal)
 
-    def _stall(self, node: int) -> None:
+    def _stall(self, machine: int) -> None:
         """No fault: packets are lost and sent again, for less time than a silence that counts."""
-        self._tell(f"nothing passes to and from node {node} for a while")
+        self._tell(f"nothing passes to and from machine {machine} for a while")
         self.unexplained = self.stalls = True
-        self._world.network.stall(node, self._draw.uniform(0.2, 0.9))
+        self._world.network.stall(machine, self._draw.uniform(0.2, 0.9))
 
     def _trouble_the_disk(self) -> None:
         disk, draw = self._world.disk, self._draw
@@ -338,7 +406,7 @@ class Faults:
         if kind == "stuck on one node":
             disk.hang(
                 now + draw.choice([0.0, 0.0, 3.0]) * draw.random(),
-                {draw.choice(list(self._world.agents))},
+                {draw.choice(list(self._world.machines))},
                 float("inf"),
             )
             self.disk_hangs_on = disk.stuck_on
@@ -347,6 +415,6 @@ class Faults:
         if kind == "fails":
             disk.trouble = draw.choice([0.1, 0.5, 1.0])
         elif kind == "full":
-            disk.full_for = {draw.choice(list(self._world.agents))}
+            disk.full_for = {draw.choice(list(self._world.machines))}
         else:
-            disk.hang(now + draw.uniform(0.5, 4.0), set(self._world.agents), float("inf"))
+            disk.hang(now + draw.uniform(0.5, 4.0), set(self._world.all_machines), float("inf"))

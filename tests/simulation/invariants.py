@@ -8,6 +8,7 @@ from adaptor.controller.incident import Incident
 from adaptor.controller.incident_state import Stage
 from adaptor.protocol.messages import (
     Addressed,
+    AgentHello,
     AgentLost,
     BoardRecord,
     ControllerToAgent,
@@ -54,12 +55,35 @@ class Invariants:
         self._saved_before = 0  # so many of them before the last online recovery
         self._tracker = -1 if world.disk.tracker is None else world.disk.tracker
         self.latest_fault = world.clock.now
-        self._verdicts: dict[int, Verdict] = {}
+        self._verdicts: dict[Agent, Verdict] = {}
+        self._terms: dict[Agent, int] = {}  # of the controllers that gave them
         self.recoveries: set[int] = set()  # incidents that were recovered online
+        self._let_in: set[Agent] = set()  # agents of spare nodes whose hellos the controller has accepted
+        self._taking_part: dict[tuple[int, int, int], Worker] = {}  # by incident, attempt and rank
 
     # boards and faults
 
+    def moves_in(self, agent: Agent) -> None:
+        """The controller has accepted the hello of a spare node."""
+        assert agent.place is not None, "a node that nobody awaits has the place of another"
+        assert self._world.gate is not None
+        owner = self._world.gate.owners[agent.node]
+        assert owner.machine == agent.machine, "another spare node has got this place"
+        self._let_in.add(agent)
+        for rank in agent.ranks:
+            self._world.faults.hurt.setdefault(rank, "new")
+
+    def takes_part(self, worker: Worker, number: int, attempt: int) -> None:
+        """A process does what an attempt of an online recovery orders; attempt -1: it goes on after that."""
+        assert worker.agent.place is None or worker.agent in self._let_in, (
+            "a node takes part that was not let in"
+        )
+        other = self._taking_part.setdefault((number, attempt, worker.rank), worker)
+        assert other is worker, "two processes of one rank take part"
+
     def board(self, worker: Worker) -> None:
+        if self._world.workers[worker.rank] is not worker:
+            return  # another node has the place of its node
         board, has_local_copy = worker.session.board, self._world.job.has_local_copy
         if board.phase == Phase.READY and has_local_copy and not worker.session.door.closed:
             self._come[worker.rank] = board.ahead
@@ -108,16 +132,20 @@ class Invariants:
             assert order.step >= self.begun, f"step {self.begun} is lost by going on from step {order.step}"
         self.begun = order.step
         self._saved_before = len(self.saved)
+        agents = self._world.agents
+        self._world.recovered_with += sum(agents[agent.node] is agent for agent in self._world.came)
+        self._world.came.clear()
         self._come = dict.fromkeys(self._come, order.step)
         for worker in self._world.workers.values():
             if worker.alive:
                 self._holds(worker, order.step)
                 assert worker.trainee.updates == self._world.job.updates(order.step)
-                if not (worker.stopped or worker.main_hangs or worker.agent.stopped):
+                away = worker.stopped or worker.agent.stopped or worker.machine in self._world.network.cut
+                if not (away or worker.main_hangs):
                     self._world.faults.hurt.pop(worker.rank, None)  # it holds the step, as was just seen
 
     def recovered(self, agent: Agent, order: Recovered) -> None:
-        assert agent.node not in self._verdicts, "an incident is recovered after the verdict"
+        assert agent not in self._verdicts, "an incident is recovered after the verdict"
         is_there = order.step in self.saved or self.regular(order.step)
         said = f"step {order.step} could not be saved meanwhile" in order.line
         assert is_there or said, "the step that all go on from is not on disk, and nobody says so"
@@ -132,7 +160,7 @@ class Invariants:
         world = self._world
         if world.job.nodes[rank] not in world.network.heard:
             return  # by design, a node that never came is waited for as long as the framework does
-        if not any(agent.alive for agent in world.agents.values()):
+        if not any(agent.alive for agent in world.machines.values()):
             return
         hubs = world.hubs.values()
         known = any(h.left or h.controller.incident or h.controller.verdict for h in hubs)
@@ -140,8 +168,9 @@ class Invariants:
         assert known, f"the loss of rank {rank} has not been noticed"
 
     def verdict(self, agent: Agent, verdict: Verdict) -> None:
-        assert agent.node not in self._verdicts, "an agent is given two verdicts"
-        self._verdicts[agent.node] = verdict
+        assert agent not in self._verdicts, "an agent is given two verdicts"
+        self._verdicts[agent] = verdict
+        self._terms[agent] = agent.succession.term
 
     def has_sound_holders(self, node: int) -> bool:
         """Whether ranks to which nothing has happened have every shard, and can write every group.
@@ -149,10 +178,12 @@ class Invariants:
         Those that the controller on `node` can reach.
         """
         job, faults, parted = self._world.job, self._world.faults, self._world.network.parted
+        machines = {rank: worker.machine for rank, worker in self._world.workers.items()}
+        here = self._world.agents[node].machine
         sound = [
-            r for r in job.ranks if r not in faults.hurt and frozenset((node, job.nodes[r])) not in parted
+            r for r in job.ranks if r not in faults.hurt and frozenset((here, machines[r])) not in parted
         ]
-        able = {rank for rank in sound if job.nodes[rank] not in faults.disk_hangs_on}
+        able = {rank for rank in sound if machines[rank] not in faults.disk_hangs_on}
         held = {(s.group, s.index) for rank in sound for s in job.shares[rank]}
         return all(
             able.intersection(ranks) and all((group, index) in held for index in range(job.size(group)))
@@ -196,16 +227,15 @@ class Invariants:
     def at_the_end(self) -> None:
         world = self._world
         told: dict[int, dict[int, str | None]] = {}  # by the controller that they have obeyed
-        for agent in world.agents.values():
+        for agent in world.machines.values():
             if not agent.alive:
                 continue
-            assert not any(w.alive for w in world.workers.values() if w.node == agent.node), (
-                "a process is left"
-            )
-            verdict = self._verdicts.get(agent.node)
-            if agent.node not in world.network.cut and not agent.left and agent.controlled:
-                whose = agent.succession.term if world.network.parted or world.network.mended else 0
-                told.setdefault(whose, {})[agent.node] = verdict.line if verdict is not None else None
+            assert not any(worker.alive for worker in agent.workers.values()), "a process is left"
+            verdict = self._verdicts.get(agent)
+            if agent.machine not in world.network.cut and not agent.left and agent.controlled:
+                whose = self._terms.get(agent, agent.succession.term)
+                whose = whose if world.network.parted or world.network.mended else 0
+                told.setdefault(whose, {})[agent.machine] = verdict.line if verdict is not None else None
         for lines in told.values():
             assert len(set(lines.values())) <= 1, f"nodes have been told different verdicts: {told}"
         if not world.faults.by:
@@ -220,7 +250,7 @@ class Invariants:
             able = [
                 controller_host
                 for controller_host in hubs
-                if controller_host.term not in world.faults.disk_hangs_on
+                if controller_host.agent.machine not in world.faults.disk_hangs_on
             ]
             ends = [controller_host.controller.verdict for controller_host in able]
             newest = max(a.boards.read(rank).finished for a in world.agents.values() for rank in a.ranks)
@@ -252,6 +282,9 @@ class Watch:
     def heard(self, message: ToController) -> None:
         incident = self._controller_host.controller.incident
         match message:
+            case AgentHello(node=node, owner=owner):
+                if owner and self._verdict is None and not self._controller_host.term:
+                    self._lost.discard(node)  # a spare node has its place
             case Died(rank=rank):
                 self._dead.add(rank)
             case AgentLost(node=node):
@@ -283,6 +316,7 @@ class Watch:
             assert isinstance(order.message, Exit) or self._verdict is None, "an order after the verdict"
             if isinstance(order.message, Proceed) and order.message.incident != self._recovered:
                 self._recovered = order.message.incident
+                assert not self._controller_host.controller.membership.lost, "all go on without a lost node"
                 self._world.invariants.proceed(order.message)
             if isinstance(order.message, Dump):
                 self._dump(order.rank, order.message)
@@ -331,12 +365,16 @@ class Watch:
 
     def _judge(self, verdict: Verdict) -> None:
         world, job, known = self._world, self._world.job, self._world.invariants
+        told = self._controller_host.controller.membership
+        if not self._controller_host.term:
+            assert set(verdict.lost) == self._lost, f"nodes {self._lost} are lost"
+            assert told.agents.isdisjoint(verdict.lost), "a node counts as lost whose agent is there"
         if verdict.outcome == "saved":
             assert verdict.step in known.saved or known.regular(verdict.step), "saved, and not on disk"
             assert world.disk.tracker is not None
             assert world.disk.tracker >= verdict.step, "saved, and the tracker names an earlier step"
             assert verdict.step > job.origin
-        if self._controller_host.term in world.network.cut:
+        if self._controller_host.agent.machine in world.network.cut:
             return  # it knows of nothing but its own node, and others may save better
         if self._controller_host.term and world.network.mended:
             return  # not all whom it could reach may have come to it
@@ -347,7 +385,8 @@ class Watch:
         if world.faults.disk_fails or not known.has_sound_holders(self._controller_host.term):
             return
         if "held is not known" in verdict.line:
-            assert self._lost, "what was told is not known"
+            stopped = any(agent.stopped for agent in world.machines.values())
+            assert self._lost or stopped, "what was told is not known"
             return  # by design: training does not wait until word of it has come to those who stand by
         if world.disk.is_ahead(max(known.begun, job.origin + 1), world.generation):
             return  # what hung in the generation before has ended, and the next one starts from that

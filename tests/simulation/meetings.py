@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from adaptor.protocol.file_entry import FileEntry
@@ -22,16 +23,32 @@ class Meetings:
     Who is connected to a dead one learns of it soon, or never: so it is with gloo.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, workers: Mapping[int, Worker] | None = None) -> None:
         self._world = world
+        self._left_behind = workers
         self._arrived: defaultdict[Any, set[int]] = defaultdict(set)
         self._waiting: defaultdict[Any, set[int]] = defaultdict(set)
         self._gone: set[int] = set()  # their ends of all connections are closed
         self.given: dict[Any, Any] = {}  # what newcomers get, by the name under which they meet who gives it
 
+    @property
+    def _workers(self) -> Mapping[int, Worker]:
+        return self._left_behind or self._world.workers
+
+    def leave_behind(self, strays: Mapping[int, Worker]) -> None:
+        """Others are these ranks from now on; these may live on, and meet among themselves."""
+        apart = Meetings(self._world, ChainMap(dict(strays), self._world.workers))
+        apart._arrived.update({name: set(ranks) for name, ranks in self._arrived.items()})
+        apart._gone.update(self._gone)
+        for name, ranks in self._waiting.items():
+            apart._waiting[name] = ranks & strays.keys()
+            ranks.difference_update(strays)
+        for worker in strays.values():
+            worker.meetings = apart
+
     def arrive(self, worker: Worker, name: Any, *, waits: bool = True) -> None:
         """`waits`: for whom it needs; else others may need it."""
-        arrived, workers = self._arrived[name], self._world.workers
+        arrived, workers = self._arrived[name], self._workers
         arrived.add(worker.rank)
         if waits:
             self._waiting[name].add(worker.rank)
@@ -73,12 +90,12 @@ class Meetings:
     def fail(self, worker: Worker, name: Any) -> None:
         """`worker` drops out of a meeting."""
         for rank in sorted(self._waiting[name]):
-            self._may_break(self._world.workers[rank], name)
+            self._may_break(self._workers[rank], name)
 
     def _break_for(self, worker: Worker, *, collectives: bool = False) -> None:
         for name, ranks in list(self._waiting.items()):
             for rank in sorted(ranks):
-                other = self._world.workers[rank]
+                other = self._workers[rank]
                 needed = worker.rank in other.waits_for[name] and self._breaks(worker, name)
                 if needed and not (collectives and is_apart(name)):
                     self._may_break(other, name)
@@ -124,7 +141,7 @@ class Dumping:
             return (yield from self._take_part(worker, order, group, tensors, record, *names))
         except Exception:
             for name in names:
-                self._world.meetings.fail(worker, name)
+                worker.meetings.fail(worker, name)
             raise
 
     def _take_part(
@@ -144,7 +161,7 @@ class Dumping:
         self._check(worker, order)
         if order.in_place:  # a holder writes its shards itself, block by block
             worker.session.board.advance(1)
-            yield from world.disk.wait(worker.node, world.disk.slow_s)
+            yield from world.disk.wait(worker.machine, world.disk.slow_s)
             self._check(worker, order)
         given = self._given.setdefault((order.incident, order.attempt, group.group), {})
         for index, holder in enumerate(group.holders):
@@ -152,11 +169,11 @@ class Dumping:
                 given[index] = tensors[group.group, index]
         worker.session.board.advance(1)
         if group.writer != worker.rank:
-            world.meetings.arrive(worker, shards, waits=False)
+            worker.meetings.arrive(worker, shards, waits=False)
             yield from worker.through(lambda: worker.meet(thanks, frozenset({group.writer, worker.rank})))
             return ()
         yield from worker.through(lambda: worker.meet(shards, everyone))
-        world.meetings.arrive(worker, thanks, waits=False)
+        worker.meetings.arrive(worker, thanks, waits=False)
         return (yield from self._write(worker, order, group, record, given))
 
     def _check(self, worker: Worker, order: Dump) -> None:
@@ -168,13 +185,13 @@ class Dumping:
     ) -> Body[tuple[FileEntry, ...]]:
         disk, draw = self._world.disk, self._world.random
         entry = FileEntry(f"{group.group}/model.pt", 1, "00", order.attempt)
-        yield from disk.wait(worker.node)
+        yield from disk.wait(worker.machine)
         self._check(worker, order)
         disk.write(order.folder.rpartition("/")[2], entry.draft, (group.group, dict(given), record))
         for _ in range(disk.slices):
-            yield from disk.wait(worker.node, disk.slow_s)
+            yield from disk.wait(worker.machine, disk.slow_s)
             self._check(worker, order)
             worker.session.board.advance(1)
-        if draw.random() < disk.trouble or worker.node in disk.full_for:
+        if draw.random() < disk.trouble or worker.machine in disk.full_for:
             raise OSError("no space left on device")
         return (entry,)

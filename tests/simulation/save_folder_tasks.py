@@ -18,8 +18,9 @@ class SaveFolderTasks(Process):
     before  of the same agent, in the generation before
     """
 
-    def __init__(self, world: World, node: int, before: SaveFolderTasks | None) -> None:
+    def __init__(self, world: World, node: int, machine: int, before: SaveFolderTasks | None) -> None:
         super().__init__(world.clock)
+        self._machine = machine
         self.world = world
         self.before = before
         self._node = node
@@ -39,7 +40,7 @@ class SaveFolderTasks(Process):
     def prepare(self, order: Prepare, answer: Callable[[FromAgent], None]) -> None:
         def work() -> Body[None]:
             try:
-                folder = yield from self.world.disk.prepare(order, self._node, self.world.generation)
+                folder = yield from self.world.disk.prepare(order, self._machine, self.world.generation)
                 said = Prepared(self._node, order.incident, f"{order.save}/{folder}", "", order.number)
             except Exception as error:
                 said = Prepared(self._node, order.incident, "", str(error), order.number)
@@ -53,9 +54,9 @@ class SaveFolderTasks(Process):
             said: Published | PublishFailed
             try:
                 if isinstance(order, Find):
-                    step = yield from disk.find(order, self._node, self.world.generation)
+                    step = yield from disk.find(order, self._machine, self.world.generation)
                 else:
-                    step = yield from disk.publish(order, self, self._node)
+                    step = yield from disk.publish(order, self, self._machine)
                 said = Published(self._node, order.incident, step, order.save, order.number)
             except Exception as error:
                 said = PublishFailed(self._node, order.incident, str(error), order.number)
@@ -64,7 +65,7 @@ class SaveFolderTasks(Process):
         self._run(work())
 
     def clean(self, term: int) -> None:
-        self._run(self.world.disk.clean(self._node, term, self.world.generation))
+        self._run(self.world.disk.clean(self._machine, term, self.world.generation))
 
     def _run(self, work: Body[None]) -> None:
         def run() -> Body[None]:

@@ -44,10 +44,12 @@ def test_no_order_of_events_breaks_an_invariant(chunk: int) -> None:
         verdict = world.newest.controller.verdict
         ends["taken over"] += world.newest.term > 0
         ends["started again"] += world.number > 1
+        ends["spare nodes that train"] += world.recovered_with
         ends["no incident" if verdict is None else verdict.outcome] += 1
     # Without all of these there would be little to check.
     for end in ("saved", "lost", "nothing", "no incident", "taken over", "started again"):
         assert ends[end] > SEEDS / CHUNKS / 20, ends
+    assert ends["spare nodes that train"] > SEEDS / CHUNKS / 100, ends
 
 
 def test_a_node_whose_workers_have_ended_stands_still() -> None:

@@ -38,7 +38,7 @@ from tests.simulation import meetings
 from tests.simulation.clock import Body, Link, Parked, Process
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.agent import Agent
 
 
 # The framework's own time-out for what ranks do together.
@@ -121,15 +121,18 @@ class Worker(Process):
     newcomer  it takes the place of another, and has not joined the others yet
     """
 
-    def __init__(self, world: World, rank: int, pid: int = 0, *, newcomer: bool = False) -> None:
-        super().__init__(world.clock)
+    def __init__(self, agent: Agent, rank: int, pid: int = 0, *, newcomer: bool = False) -> None:
+        super().__init__(agent.clock)
+        world = agent.world
         self.world = world
         self.rank = rank
         self.pid = pid or rank
         self.newcomer = newcomer
         self.epoch = 0
-        self.node = world.job.nodes[rank]
-        self.agent = world.agents[self.node]
+        self.node = agent.node
+        self.machine = agent.machine
+        self.agent = agent
+        self.meetings = world.meetings
         self.says = Link(
             self.clock, world.local_delay, lambda said: self.agent.do(self.agent.hear, self, said)
         )
@@ -287,7 +290,7 @@ class Worker(Process):
             if name not in self.waits_for:
                 self.waits_for[name] = others
                 self.later(FRAMEWORK_S, self.met, name, False)
-                self.world.meetings.arrive(self, name)
+                self.meetings.arrive(self, name)
             raise Parked
         if not self._outcomes[name]:
             raise RuntimeError(f"{name if isinstance(name, str) else name[0]}: connection closed by peer")
@@ -298,7 +301,7 @@ class Worker(Process):
             return
         if name not in self._outcomes and name in self.waits_for:
             self._outcomes[name] = done
-            self.world.meetings.left(self, name)
+            self.meetings.left(self, name)
             self.changed()
 
     def hangs_in(self, name: Any) -> None:
@@ -338,12 +341,14 @@ class Worker(Process):
                 self.session.door.let_through(order.step)
                 self.thread(self._dump(order))
             case Regroup():
+                self.world.invariants.takes_part(self, order.incident, order.attempt)
                 self._current = (order.incident, order.attempt)
                 self._order = order
                 self.session.door.let_through(order.step)
                 self.thread(self._regroup(order))
                 self.changed()
             case Proceed():
+                self.world.invariants.takes_part(self, order.incident, -1)
                 self.epoch = order.incident
                 self.session.door.open()
                 self.changed()
@@ -412,7 +417,7 @@ class Worker(Process):
 
     def _give(self, order: Regroup, one: Replacement) -> None:
         """What a newcomer needs of this rank: shards, and the record of the step."""
-        session, trainee, meetings = self.session, self.trainee, self.world.meetings
+        session, trainee, meetings = self.session, self.trainee, self.meetings
         tensors = trainee.before if session.from_local_copy(order.step) else trainee.tensors
         if one.twin == self.rank:
             name = _line(order, one.rank, "record")
@@ -438,7 +443,7 @@ class Worker(Process):
             try:
                 yield from self._join(done)
             except Exception as error:
-                self._cannot(done, error)
+                self._cannot(done, error, may_be_echo=True)
         self._left, self._ready, self.newcomer = False, None, False
 
     def _join(self, order: Regroup) -> Body[None]:
@@ -471,21 +476,22 @@ class Worker(Process):
 
     def _ask(self, order: Regroup, giver: int, name: Any) -> Body[Any]:
         yield from self.through(lambda: self._unless_new(order, name, {giver}))
-        return self.world.meetings.given[name]
+        return self.meetings.given[name]
 
     def _unless_new(self, order: Regroup, name: Any, others: set[int]) -> None:
         if self.cancelled(order):
             raise ReplacedError("a newer order has replaced this one")
         self.meet(name, frozenset({*others, self.rank}))
 
-    def _cannot(self, order: Regroup, error: Exception) -> None:
+    def _cannot(self, order: Regroup, error: Exception, *, may_be_echo: bool = False) -> None:
         if not self.cancelled(order):
             reason = f"{type(error).__name__}: {error}"
-            self.say(RegroupFailed(self.rank, order.incident, order.attempt, reason))
+            where = (self.rank, order.incident, order.attempt)
+            self.say(RegroupFailed(*where, reason, may_be_echo=may_be_echo))
 
     def cancelled(self, order: Dump | Regroup) -> bool:
         return self._current != (order.incident, order.attempt)
 
     def _wake(self) -> int:
-        self.world.meetings.shut(self)
+        self.meetings.shut(self)
         return 0

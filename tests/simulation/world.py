@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 
+from adaptor.launchers.place_filling import StartCounts, fill_for_restart
 from adaptor.worker import freezer, pace, update_window
 from tests.simulation import jobs
 from tests.simulation.agent import Agent
@@ -16,6 +17,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.invariants import Invariants
 from tests.simulation.meetings import Dumping, Meetings
 from tests.simulation.network import Network
+from tests.simulation.spare_nodes import FIRST_MACHINE, SpareGate, SpareNode
 from tests.simulation.step_invariants import StepInvariants
 from tests.simulation.worker import Worker
 
@@ -39,8 +41,12 @@ def live(seed: int, *, log: list[str] | None = None) -> World:
 
 
 class World:
-    """One generation. `hubs` by their terms.
+    """One generation. `hubs` by their terms and machines.
 
+    agents  of each node, the one that has its place
+    machines  all agents, by their machines, also those whose places others have
+    spares  the processes of spare nodes, by their machines
+    gate    where they wait; None: the job has none
     log     tells a person what happened, in order; None where nobody will read it
     before  the generation before this one: time, the disk and what the agents do to it go on
     """
@@ -54,7 +60,15 @@ class World:
             self.number = 1
             self.job = jobs.draw(draw)
             self.disk = Disk(self.clock, draw)
+            where = {node: node for node in sorted(set(self.job.nodes))}
+            count = draw.choice([0, 1, 2]) if len(where) > 1 else 0
+            self.spares = {
+                machine: SpareNode(self, machine) for machine in range(FIRST_MACHINE, FIRST_MACHINE + count)
+            }
+            self.gate = SpareGate(self, list(self.spares.values())) if count else None
         else:
+            self.spares, self.gate = before.spares, before.gate
+            where = {node: agent.machine for node, agent in before.agents.items()} | before.filled
             self.clock, self.disk = before.clock, before.disk
             self.number = before.number + 1
             tracker = self.disk.tracker
@@ -68,18 +82,31 @@ class World:
         self.update_s = draw.choice([0.001, 0.05])
         self._save_interval = draw.choice([0, 0, 0, 2])
         self._pause_before = draw.choice(self.job.steps) if draw.random() < 0.1 else -1
-        self.hubs: dict[int, ControllerHost] = {}
+        self.hubs: dict[tuple[int, int], ControllerHost] = {}
+        self.filled: dict[int, int] = {}  # places that spare nodes have got for the next generation
+        self.came: list[Agent] = []  # of spare nodes that were let in while others waited for them
+        self.recovered_with = before.recovered_with if before is not None else 0  # so many train since
         self.invariants = Invariants(self)
         self.step_invariants = StepInvariants(self)
         self.meetings = Meetings(self)
         self.dumping = Dumping(self)
-        self.agents = {node: Agent(self, node) for node in sorted(set(self.job.nodes))}
+        self.agents = {node: Agent(self, node, machine) for node, machine in where.items()}
+        self.machines = {agent.machine: agent for agent in self.agents.values()}
         self.network = Network(self)
-        self.workers = {rank: Worker(self, rank) for rank in self.job.ranks}
+        self.workers: dict[int, Worker] = {}
+        for rank, node in enumerate(self.job.nodes):
+            self.workers[rank] = self.agents[node].workers[rank] = Worker(self.agents[node], rank)
         self.faults = Faults(self)
         self.agents[0].have_the_controller()
         for agent in self.agents.values():
             agent.later(draw.uniform(0.0, 0.2) if agent.node else 0.0, agent.begin)
+        if self.gate is not None:
+            self.gate.begin(self, lambda: self.agents[0].do(self.agents[0].lose_absent))
+            for machine, spare in self.spares.items():
+                if machine in self.machines:
+                    spare.agent = self.machines[machine]
+                    if not spare.alive:  # it has ended between the generations
+                        self.faults.never_comes(spare.agent)
         self.tell(str(self.job))
 
     def tell(self, what: str) -> None:
@@ -101,12 +128,18 @@ class World:
 
     def apart(self, one: Worker, other: Worker) -> bool:
         """Whether no packet passes between two workers."""
-        return self.network.apart(one.node, other.node)
+        return self.network.apart(one.machine, other.machine)
+
+    @property
+    def all_machines(self) -> list[int]:
+        """Also those of spare nodes that wait."""
+        return sorted({*self.machines, *(m for m, spare in self.spares.items() if spare.alive)})
 
     @property
     def newest(self) -> ControllerHost:
-        """With the controller of the latest term."""
-        return self.hubs[max(self.hubs)]
+        """With the controller of the latest term, but for those on machines whose places others have."""
+        there = [key for key, hub in self.hubs.items() if self.agents[hub.term] is hub.agent]
+        return self.hubs[max(there)]
 
     def on_board(self, worker: Worker) -> None:
         self.invariants.board(worker)
@@ -116,12 +149,35 @@ class World:
     def at_point(self, worker: Worker, point: str) -> None:
         self.faults.on_phase(worker, point)
 
-    def replace(self, rank: int, pid: int) -> Worker:
-        """Another process is `rank` now; the one before has ended."""
-        assert not self.workers[rank].alive, "two processes of one rank"
-        self.meetings.comes_new(rank)
-        self.workers[rank] = Worker(self, rank, pid, newcomer=True)
-        return self.workers[rank]
+    def replace(self, agent: Agent, rank: int, pid: int) -> Worker:
+        """Another process is `rank` now; the one before has ended, or its node has lost its place."""
+        worker = Worker(agent, rank, pid, newcomer=True)
+        assert rank not in agent.workers or not agent.workers[rank].alive, "two processes of one rank"
+        agent.workers[rank] = worker
+        if self.agents[agent.node] is agent:  # else it has its workers for nothing
+            self.meetings.comes_new(rank)
+            self.workers[rank] = worker
+        return worker
+
+    def begin_spare(self, spare: SpareNode) -> Agent:
+        """The agent of a spare node begins, which has got a place while others train."""
+        assert spare.place is not None
+        agent = self.machines[spare.machine] = Agent(self, spare.place.node, spare.machine, spare.place)
+        self.faults.on_spare(spare, "began")
+        agent.begin()
+        return agent
+
+    def moves_in(self, agent: Agent) -> None:
+        """The controller has accepted the hello of `agent`, and with it that it has the place of its node."""
+        before = self.agents[agent.node]
+        if before is agent:
+            return
+        self.tell(f"-- machine {agent.machine} has the place of node {agent.node}")
+        self.agents[agent.node] = agent
+        self.meetings.leave_behind(before.workers)
+        self.came.append(agent)
+        self.invariants.moves_in(agent)
+        self.faults.on_spare(self.spares[agent.machine], "came")
 
     # ends
 
@@ -131,7 +187,7 @@ class World:
             return
         worker.alive = False
         self.tell(f"-- rank {worker.rank} ends with {status}")
-        self.meetings.died(worker, told=told)
+        worker.meetings.died(worker, told=told)
         if not told:
             return
         agent = worker.agent
@@ -143,17 +199,19 @@ class World:
             max(0.0, self.random.uniform(-0.0005, 0.002) + dying + freed), agent.see_dead, worker, status
         )
 
-    def end_node(self, node: int, *, told: bool) -> None:
-        for worker in self.workers.values():
-            if worker.node == node:
-                self.end(worker, -9, told=told)
-        self.agents[node].alive = False
-        self.agents[node].folder_tasks.end()
-        self.network.close(node)
+    def end_agent(self, agent: Agent, *, told: bool) -> None:
+        """The process of an agent ends, and its workers."""
+        for worker in agent.workers.values():
+            self.end(worker, -9, told=told)
+        agent.alive = False
+        agent.folder_tasks.end()
+        if agent.machine in self.spares:
+            self.spares[agent.machine].alive = False
+        self.network.close(agent.machine)
 
     def over(self) -> bool:
         """Every agent has seen its workers off, or the script has come to its end on every rank."""
-        going_on = [agent for agent in self.agents.values() if agent.alive and not agent.settled]
+        going_on = [agent for agent in self.machines.values() if agent.alive and not agent.settled]
         if not going_on:
             return True
         if any(agent.verdict is not None or agent.living for agent in going_on):
@@ -177,10 +235,10 @@ class World:
 
     def close(self) -> None:
         """Nothing runs any more, and the boards are gone."""
-        for worker in self.workers.values():
-            worker.alive = False
-            worker.__dict__.pop("session", None)
-        for agent in self.agents.values():
+        for agent in self.machines.values():
+            for worker in agent.workers.values():
+                worker.alive = False
+                worker.__dict__.pop("session", None)
             agent.boards.close()
 
     def starts_again(self) -> bool:
@@ -188,9 +246,34 @@ class World:
         told = any(agent.verdict is not None for agent in self.agents.values() if agent.alive)
         if not told or self.number == GENERATIONS or self.random.random() > RESTARTS:
             return False
-        for agent in self.agents.values():
+        is_there = self.agents[0].alive
+        for agent in self.machines.values():
             agent.alive = False  # but for its threads that work on the disk
+        if self.gate is not None and is_there and not self._fill_places(self.gate):
+            return False
         self.disk.heal()
+        return True
+
+    def _fill_places(self, gate: SpareGate) -> bool:
+        """Give the places of lost nodes to spare nodes, as `launchers.agent` does; False: the job ends.
+
+        Where no spare node waits for any of them the lost nodes themselves come back, as in jobs without.
+        """
+        agent = self.agents[0]
+        if agent.verdict is None or agent.controller_host is None:
+            return True
+        lost, members = agent.verdict.lost, agent.controller_host.controller.membership
+        work = fill_for_restart(gate, members, lost, StartCounts(0, self.number)).__await__()  # type: ignore[arg-type]
+        try:
+            while True:
+                until = self.clock.now + next(work)
+                while self.clock.now < until and self.clock.step():
+                    pass
+        except StopIteration as end:
+            owners: dict[int, str] = end.value
+        if not owners:
+            return gate.owners.keys().isdisjoint(lost)
+        self.filled = {node: gate.owners[node].machine for node in owners}
         return True
 
     @contextmanager

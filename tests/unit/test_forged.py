@@ -108,6 +108,21 @@ def test_answers_count_only_from_the_node_that_was_asked() -> None:
     assert (job.verdict.outcome, job.verdict.step) == ("saved", STEP)
 
 
+@pytest.mark.robustness("C1", "an agent comes in a place that a spare node has taken", "it is rejected")
+def test_the_place_that_a_spare_node_has_taken() -> None:
+    """The next controller knows it from the one before, and whoever comes first has no advantage."""
+    job = Job()
+    before, spare = AgentHello(2, (4, 5)), AgentHello(2, (4, 5), owner="a")
+    job.registry = AgentRegistry(6, 3)
+    job.registry.succeed([AgentHello(0, (0, 1)), spare])
+    taken = "came as a node whose place another one has"
+    assert job.registry.rejection_reason(2, before) == taken
+    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5), owner="b")) == taken
+    assert job.registry.rejection_reason(2, spare) == ""
+    assert job.registry.rejection_reason(1, AgentHello(1, (2, 3))) == "", "nothing is known of it"
+    assert job.registry.rejection_reason(0, AgentHello(0, (0, 1))) == ""
+
+
 @pytest.mark.robustness("C1", "an agent comes in the place of a lost node", "it is told the verdict only")
 def test_the_place_of_a_lost_node_stays_lost() -> None:
     """After a take-over, too, where the new controller has never seen the agent that was lost."""

@@ -398,6 +398,17 @@ def test_without_a_spare_where_no_restart_is_left_it_is_said_at_once(tmp_path: P
     runs(tmp_path, act)
 
 
+def test_a_node_that_has_not_started_its_workers_yet_says_so(tmp_path: Path) -> None:
+    """A spare node, whose agent the controller knows before its first workers are there."""
+
+    async def act(node: Node) -> None:
+        failed = await node.replacements.replace(Replace(1, 2, 0, cold=True), always)
+        assert failed == RegroupFailed(0, 1, 2, "the workers of its node have not been started yet")
+        assert node.started == 0
+
+    runs(tmp_path, act)
+
+
 def test_nothing_is_started_where_it_is_not_wanted_any_more(tmp_path: Path) -> None:
     async def act(node: Node) -> None:
         await node.begin(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from adaptor.controller.failover import StandbyReplicator
 from adaptor.protocol.messages import AgentHello, AgentLost, Endpoint, Layout, Share
 
@@ -34,3 +36,14 @@ def test_who_stands_by_knows_everyone_and_everyone_knows_who_stands_by() -> None
     ]
     assert replicator.replicate(AgentLost(2)) == []
     assert replicator.replicate(layout(5)) == [(1, layout(5))]
+
+
+def test_a_spare_node_is_not_told_of_the_agent_that_had_its_place() -> None:
+    """Else it would not know itself, where it runs the controller later."""
+    replicator = StandbyReplicator()
+    replicator.replicate(hello(0))
+    replicator.replicate(hello(2))
+    replicator.replicate(hello(1))
+    replicator.replicate(AgentLost(1))
+    spare = msgspec.structs.replace(hello(1), owner="a")
+    assert replicator.replicate(spare) == [(1, hello(0)), (1, hello(2)), (2, spare)]

@@ -12,6 +12,7 @@ what the controller then orders. The first line says what the job is like:
                                       regroup-failed 3 reason... it cannot; with `hangs`
                                       in the reason, its main thread will not come any more; with
                                       `connection`, another rank may be lost
+    > present 3                       rank 3 answers that it is there
     > still 1 60                      nothing moves on node 1, for so many seconds; `moving 1`: it does again;
                                       inside=6, the step that one there is in, between=6, what one that is
                                       between two steps has finished; -1: there is none
@@ -79,6 +80,7 @@ from adaptor.protocol.messages import (
     Prepare,
     Prepared,
     PresenceProbe,
+    Present,
     Proceed,
     Progress,
     Publish,
@@ -231,6 +233,8 @@ class Trace:
             case "joined":
                 step = int(settings.get("step", incident.step if incident else -1))
                 return Joined(rank, number, attempt, step, settings.get("digest", "a"))
+            case "present":
+                return Present(rank, number)
             case "regroup-failed":
                 return RegroupFailed(
                     rank, number, attempt, text, hangs="hangs" in text, may_be_echo="connection" in text

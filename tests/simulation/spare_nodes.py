@@ -1,0 +1,154 @@
+"""Spare nodes, and the gate at which they wait: `launchers.spare_gate` and `spare_node` without sockets.
+
+Who gets a place, and what the controller hears of it, is decided by the real `launchers.place_filling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import TYPE_CHECKING
+
+from adaptor.launchers.spare_gate import ANSWER_S
+from adaptor.protocol.messages import AgentHello
+from adaptor.protocol.spare_node_messages import TakePlace
+from tests.simulation.clock import Process
+from tests.simulation.network import Connection, Lost
+
+if TYPE_CHECKING:
+    from tests.simulation.agent import Agent
+    from tests.simulation.world import World
+
+# The first of them; those of nodes that are there from the beginning are smaller.
+FIRST_MACHINE = 10
+
+
+class Pause:
+    """What a coroutine awaits in the simulation: so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __await__(self) -> Generator[float, None, None]:
+        yield self._seconds
+
+
+class SpareNode(Process):
+    """One process of `ttprun --ttp-spare`; it outlives generations.
+
+    place  that it was told to take
+    agent  of this generation, once it has begun as a node
+    """
+
+    def __init__(self, world: World, machine: int) -> None:
+        super().__init__(world.clock)
+        self.world = world
+        self.machine = machine
+        self.place: TakePlace | None = None
+        self.agent: Agent | None = None
+
+    def told(self, connection: Connection, order: TakePlace | Lost) -> None:
+        if isinstance(order, Lost):
+            if self.place is None:  # it ends: node 0 is lost, or cannot be reached
+                self.end()
+            return
+        self.place = order
+        self.world.tell(f"-- machine {self.machine} takes the place of node {order.node}")
+        self.world.faults.on_spare(self, "given")
+        if order.incident:
+            draw = self.world.random
+            self.later(draw.uniform(0.05, 8.0 if draw.random() < 0.1 else 1.0), self._begin, order)
+
+    def _begin(self, place: TakePlace) -> None:
+        """Connect to the controller; it has imported torch."""
+        world = self.world
+        if place.generations + 1 != world.number:
+            return  # all have started again meanwhile, and this node with them
+        self.agent = world.begin_spare(self)
+
+    def end(self, *, told: bool = True) -> None:
+        if not self.alive:
+            return
+        self.alive = False
+        if self.agent is not None:
+            self.world.end_agent(self.agent, told=told)
+        else:
+            self.world.network.close(self.machine)
+
+
+class SpareGate:
+    """In the agent of node 0, with which it lives through all generations.
+
+    given    so many places were given
+    waiting  who waits
+    owners   who has a place that was given
+    gone     what the agents would say first whose processes have ended in such a place
+    """
+
+    def __init__(self, world: World, spares: list[SpareNode]) -> None:
+        self._world = world
+        self.given = 0
+        self.waiting = spares
+        self.owners: dict[int, SpareNode] = {}
+        self.gone: dict[int, AgentHello] = {}
+        self._connections: dict[int, Connection] = {}
+        self._on_gone: Callable[[], None] = lambda: None
+
+    def begin(self, world: World, on_gone: Callable[[], None]) -> None:
+        """A generation begins; the network is a new one, and who lives has its connection again."""
+        self._world, self._on_gone = world, on_gone
+        self.gone = {node: hello for node, hello in self.gone.items() if not self.owners[node].alive}
+        self.waiting = [spare for spare in self.waiting if spare.alive]
+        for spare in (*self.waiting, *self.owners.values()):
+            spare.world, spare.agent = world, None
+            if not spare.alive:
+                world.network.closed.add(spare.machine)
+            self._connections[spare.machine] = world.network.wait_at(self, spare)
+
+    def hear(self, connection: Connection, message: Lost) -> None:
+        """A connection has ended."""
+        for spare in self.waiting:
+            if spare.machine == connection.machine:
+                self.waiting.remove(spare)
+                return
+        for node, spare in self.owners.items():
+            if spare.machine == connection.machine:
+                self.gone[node] = AgentHello(node, self._world.agents[node].ranks)
+                self._on_gone()
+
+    async def fill(
+        self,
+        lost: Mapping[int, tuple[int, ...]],
+        restarts: int,
+        generations: int,
+        incident: int = 0,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> dict[int, str]:
+        """Give each place to a spare that has just answered, or none."""
+        ready: list[SpareNode] = []
+        for spare in list(self.waiting):
+            if len(ready) < len(lost) and await self._answers(spare):
+                ready = [one for one in (*ready, spare) if one in self.waiting]
+        if len(ready) < len(lost) or not wanted():
+            return {}
+        owners = {}
+        for node, spare in zip(lost, ready, strict=True):
+            self.given += 1
+            owners[node] = f"owner {self.given}"
+            self.waiting.remove(spare)
+            self.owners[node] = spare
+            self.gone.pop(node, None)
+            place = TakePlace(node, restarts, generations, owners[node], incident)
+            self._connections[spare.machine].down.send(place)
+        return owners
+
+    async def _answers(self, spare: SpareNode) -> bool:
+        network, here = self._world.network, self._world.agents[0].machine
+        if not self._can_answer(spare):
+            await Pause(ANSWER_S)
+            return False
+        await Pause(network.delay() + network.delay())
+        return self._can_answer(spare) and not network.apart(spare.machine, here)
+
+    def _can_answer(self, spare: SpareNode) -> bool:
+        here = self._world.agents[0].machine
+        return spare.alive and not spare.stopped and not self._world.network.apart(spare.machine, here)
