@@ -171,7 +171,7 @@ class Job:
     fewest     with how many of `nodes` the job goes on when others are lost (`--nnodes MIN:MAX`); 0: not
     later      how many of `nodes`, the last ones, are started when a fault has struck
     addresses  of the nodes, as each says its own (`--local-addr`): c10d numbers nodes in their order
-    spares     how many more wait to take the place of a node that is lost; with `network`, beside node 1
+    spares     how many more wait to take the place of a node that is lost, in the last namespace
     spares_die the one that takes the first place is killed when it has it (`dying_spare.py`)
     dies       the node that is killed when it is about to start its workers again (`dying_node.py`)
     network    the namespaces that the nodes are in; None: they share the machine's
@@ -336,7 +336,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         *("--master-addr", job.network.address if job.network else "127.0.0.1", "--master-port", str(port)),
     ]
     if job.network is not None:
-        command = [*job.network.command(min(node, 1)), *command]
+        command = [*job.network.command(min(node, len(job.network.names) - 1)), *command]
     if job.fewest:
         command += ["--nnodes", f"{job.fewest}:{job.nodes}", "--rdzv-backend", "c10d"]
         # All are on the machine of the store, and whichever was fastest would have it, and be node 0.

@@ -1,4 +1,4 @@
-"""Two nodes with a network between them: network namespaces on this machine, joined by a pair of links."""
+"""Two nodes, or three, with a network between them: network namespaces on this machine, joined by links."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# For the fault `cut`: the namespaces whose links are to fall silent.
-VARIABLE = "TTP_TEST_NAMESPACES"
+# For the fault `cut`: namespaces and devices that are to fall silent, both ends of the link of node 1.
+VARIABLE = "TTP_TEST_LINKS"
 LINK = "ttp0"
+# The ports of the bridge on node 0, where there are three nodes.
+_PORTS = ("ttp1", "ttp2")
 # Every packet is dropped as if on its way: nobody is told, no link is down, the sender's queue is not full.
 _SILENCE = ("root", "blackhole")
 # A step of the tiny models takes a second, where it took a tenth of one.
@@ -20,14 +22,15 @@ _SLOW = ("root", "tbf", "rate", "30mbit", "burst", "256kb", "latency", "500ms")
 
 @dataclass(frozen=True)
 class Namespaces:
-    """Their names, and the address of the first."""
+    """Their names, the address of the first, and the ends of the link of the second: names, devices."""
 
-    names: tuple[str, str]
+    names: tuple[str, ...]
     address: str
+    ends: tuple[tuple[str, str], ...]
 
     @property
     def environment(self) -> dict[str, str]:
-        return {VARIABLE: " ".join(self.names), "GLOO_SOCKET_IFNAME": LINK}
+        return {VARIABLE: " ".join("/".join(end) for end in self.ends), "GLOO_SOCKET_IFNAME": LINK}
 
     def command(self, node: int) -> list[str]:
         """What goes before a command that is to run on `node`: `ip netns exec` would hide control groups."""
@@ -48,26 +51,62 @@ def permitted() -> bool:
 @contextmanager
 def two() -> Iterator[Namespaces]:
     """Two namespaces, each with an address that the other reaches; gone afterwards."""
+    with _made(2) as names:
+        _join(names[0], LINK, names[1])
+        yield Namespaces(names, _address(0), tuple((name, LINK) for name in names))
+
+
+@contextmanager
+def three() -> Iterator[Namespaces]:
+    """Three namespaces around a bridge in the first; the link of the second can be cut by itself."""
+    with _made(3) as names:
+        _run("ip", "-n", names[0], "link", "add", LINK, "type", "bridge")
+        for port, name in zip(_PORTS, names[1:], strict=True):
+            _join(names[0], port, name)
+            _run("ip", "-n", names[0], "link", "set", port, "master", LINK, "up")
+        _bring_up(names[0], 0)
+        yield Namespaces(names, _address(0), ((names[0], _PORTS[0]), (names[1], LINK)))
+
+
+@contextmanager
+def _made(count: int) -> Iterator[tuple[str, ...]]:
     mark = uuid.uuid4().hex[:8]
-    names = (f"ttp-{mark}-0", f"ttp-{mark}-1")
-    addresses = ("10.231.77.1", "10.231.77.2")
     made: list[str] = []
     try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-            made.append(name)
-        _run(
-            *("ip", "link", "add", LINK, "netns", names[0], "type", "veth"),
-            *("peer", "name", LINK, "netns", names[1]),
-        )
-        for name, address in zip(names, addresses, strict=True):
-            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", LINK)
-            for device in ("lo", LINK):
-                _run("ip", "-n", name, "link", "set", device, "up")
-        yield Namespaces(names, addresses[0])
+        for number in range(count):
+            _run("ip", "netns", "add", f"ttp-{mark}-{number}")
+            made.append(f"ttp-{mark}-{number}")
+        yield tuple(made)
     finally:
         for name in made:
             _run("ip", "netns", "del", name)
+
+
+def _join(one: str, device: str, other: str) -> None:
+    """Lay a link from `device` of one namespace to the link of another, and give both their addresses."""
+    _run(
+        *("ip", "link", "add", device, "netns", one, "type", "veth"),
+        *("peer", "name", LINK, "netns", other),
+    )
+    for name in (one, other) if device == LINK else (other,):
+        _bring_up(name, int(name.rpartition("-")[2]))
+
+
+def _bring_up(name: str, number: int) -> None:
+    _run("ip", "-n", name, "addr", "add", f"{_address(number)}/24", "dev", LINK)
+    for device in ("lo", LINK):
+        _run("ip", "-n", name, "link", "set", device, "up")
+
+
+def _address(number: int) -> str:
+    return f"10.231.77.{number + 1}"
+
+
+def _ends() -> list[tuple[str, str]]:
+    """From inside: the ends of the link that can be cut."""
+    return [
+        (name, device) for name, _, device in (end.partition("/") for end in os.environ[VARIABLE].split())
+    ]
 
 
 def cut() -> None:
@@ -77,14 +116,16 @@ def cut() -> None:
 
 def unplug() -> None:
     """From inside: both ends of the link are down, and each kernel knows it."""
-    for name in os.environ[VARIABLE].split():
-        _run("ip", "-n", name, "link", "set", LINK, "down")
+    for name, device in _ends():
+        _run("ip", "-n", name, "link", "set", device, "down")
 
 
 def heal_after(seconds: float) -> None:
     """From inside: the links carry everything again, even if this process has ended by then."""
-    names = os.environ[VARIABLE].split()
-    rules = [f"tc -n {name} qdisc del dev {LINK} root; ip -n {name} link set {LINK} up" for name in names]
+    rules = [
+        f"tc -n {name} qdisc del dev {device} root; ip -n {name} link set {device} up"
+        for name, device in _ends()
+    ]
     subprocess.Popen(
         ["sh", "-c", "; ".join([f"sleep {seconds:g}", *rules])],
         start_new_session=True,
@@ -99,9 +140,8 @@ def cut_for(seconds: float) -> None:
 
     By a process that goes before all others, where it may: on a busy machine the silence would become longer.
     """
-    names = os.environ[VARIABLE].split()
     cut, mended = (
-        [" ".join(["tc", "-n", name, "qdisc", "replace", "dev", LINK, *rule]) for name in names]
+        [" ".join(["tc", "-n", name, "qdisc", "replace", "dev", device, *rule]) for name, device in _ends()]
         for rule in (_SILENCE, _SLOW)
     )
     script = "; ".join(["chrt -f -p 1 $$ 2>/dev/null", *cut, f"sleep {seconds:g}", *mended])
@@ -114,8 +154,8 @@ def slow_down() -> None:
 
 
 def _let_both(*rule: str) -> None:
-    for name in os.environ[VARIABLE].split():
-        _run("tc", "-n", name, "qdisc", "replace", "dev", LINK, *rule)
+    for name, device in _ends():
+        _run("tc", "-n", name, "qdisc", "replace", "dev", device, *rule)
 
 
 def _run(*command: str) -> None:

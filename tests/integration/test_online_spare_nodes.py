@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import namespaces
+from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP2_MIRROR, DP4, MOE_EP2, TP2_DP2, Layout
 from tests.faults.namespaces import Namespaces
 from tests.faults.scenario import BaselineOf
@@ -87,3 +87,25 @@ def test_the_agent_of_a_spare_node_is_lost_in_the_recovery(
     )
     ended = trains_on(job, baseline_of(DP2_MIRROR), lost_nodes=2)
     assert ended.logs[0].count(" takes the place of node 1; ") == 2
+
+
+def test_a_node_is_cut_off_and_lives_on(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """It has a whole copy, and saves that; it harms nothing of those that go on with the spare node."""
+    if not namespaces.permitted():
+        pytest.skip("this user may make no network namespace")
+    with namespaces.three() as network:
+        job = online(
+            tmp_path,
+            DP4,
+            ["rank=0,step=4,phase=backward,kind=cut"],
+            nodes=2,
+            spares=1,
+            network=network,
+            environment=PLAIN,
+        )
+        ended = harness.run(job)
+    assert (ended.codes[0], ended.codes[2]) == (0, 0), ended.log[-5000:]
+    assert ended.codes[1] != 0, ended.logs[1][-3000:]
+    assert ended.logs[0].count(" has the place of node 1, training goes on with step 4, 0 steps lost, ") == 1
+    assert "1 incident (1 without a restart), 0 steps lost" in ended.logs[0]
+    outcome.assert_same_training(ended, baseline_of(DP4).records)
