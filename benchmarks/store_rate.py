@@ -3,9 +3,10 @@
 
 Each run is a process of its own, as the uploader is; push, bare put, pull and bare get take turns, so all see
 the same machine. `bare` hands each file to the client with the same size and number of parts, and writes what
-it gets to a file, without a checksum, a list or a manifest. The memory is the peak of the process. Stores: a
-folder on this disk, and moto, an S3 server in Python on this machine, which is itself the limit there: it
-reads a whole object for each range that is asked for.
+it gets to a file, without a checksum, a list or a manifest. The memory is the peak of the process; its CPU
+time is what a training beside it can lose, and depends least on what else the machine does. Stores: a folder
+on this disk, and moto, an S3 server in Python on this machine, which is itself the limit there: it reads a
+whole object for each range that is asked for.
 """
 
 from __future__ import annotations
@@ -82,13 +83,13 @@ def run(what: str, url: str, endpoint: str, root: Path) -> dict[str, float]:
 def do(what: str, url: str, endpoint: str, root: str) -> None:
     """Do one thing in this process, and print what it took."""
     store = open_store(url, endpoint, make=True)
-    began = time.perf_counter()
+    began, before = time.perf_counter(), time.process_time()
     WHAT[what](store, Path(root))
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - before
     # Not of getrusage, which begins with the memory of the process that this one was forked from.
     (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in one)
     memory = int(line.split()[1]) << 10
-    print(json.dumps({"seconds": seconds, "memory": memory}))
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "memory": memory}))
 
 
 def measure(url: str, endpoint: str, scratch: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
@@ -153,6 +154,10 @@ def main() -> None:
                     [b["seconds"] / o["seconds"] for o, b in zip(found[ours], found[bare], strict=True)]
                 )
                 memory = max(one["memory"] for one in found[ours])
+                cpu = [
+                    spread([one["cpu"] * 1e9 / (parsed.mib << 20) for one in found[name]])["median"]
+                    for name in (ours, bare)
+                ]
                 rows.append(
                     (
                         f"{ours}, {kind}",
@@ -160,18 +165,24 @@ def main() -> None:
                         f"{rates[bare]['median'] / 1e6:.0f} MB/s",
                         f"{ratio['median']:.2f} (≥ {TARGETS['rate']})",
                         f"{memory / (1 << 20):.0f} MiB (≤ {TARGETS['memory'] >> 20})",
+                        f"{cpu[0]:.2f} ({cpu[1]:.2f})",
                     )
                 )
-                findings[f"{ours} {kind}"] = {"rates": rates, "ratio": ratio, "memory": memory}
+                findings[f"{ours} {kind}"] = {
+                    "rates": rates,
+                    "ratio": ratio,
+                    "memory": memory,
+                    "cpu_per_gb": cpu,
+                }
             store = open_store(url, endpoint)
             store.delete(list(store.objects("")))
             seconds = spread(choice(f"{url}/choice", endpoint, scratch, parsed.checkpoints, parsed.repeats))
             rows.append(
-                (f"choose, {kind}", f"{seconds['median']:.2f} s (≤ {TARGETS['choose']:g})", "", "", "")
+                (f"choose, {kind}", f"{seconds['median']:.2f} s (≤ {TARGETS['choose']:g})", *[""] * 4)
             )
             findings[f"choose {kind}"] = seconds
             shutil.rmtree(scratch / "one")
-    head = ("", "adaptor", "bare client", "ratio", "peak memory")
+    head = ("", "adaptor", "bare client", "ratio", "peak memory", "CPU s per GB (bare client)")
     bench.finish(table(head, rows), findings)
 
 
