@@ -343,7 +343,6 @@ class AgentControl:
             order,
             self._counts,
             self._wants_replacements,
-            host_copies=bool(self._config.host_copy),
         )
         if filled.owners:
             self.given.put(filled.owners)

@@ -82,8 +82,13 @@ class CopyKeeper:
 
         return msgspec.json.encode(self._thread.wait_for(serve())).decode()
 
-    def give(self, endpoint: str) -> None:
+    def give(self, endpoint: str, find: Callable[[], str]) -> None:
         """Give copies of this node's ranks from now on to the keeper at `endpoint`, as `listen` returned it.
+
+        Args:
+            endpoint: of the next node.
+            find: returns it once more, of a spare node that has taken the place of that one meanwhile. It is
+                called in a thread.
 
         Raises:
             StartError: it is none.
@@ -96,7 +101,7 @@ class CopyKeeper:
             ) from None
 
         async def begin() -> None:
-            self._thread.spawn(self._give(found))
+            self._thread.spawn(self._give(found, find))
 
         self._thread.wait_for(begin())
 
@@ -129,34 +134,48 @@ class CopyKeeper:
 
     # giving
 
-    async def _give(self, endpoint: Endpoint) -> None:
+    async def _give(self, endpoint: Endpoint, find: Callable[[], str]) -> None:
         own = self._files.own()
         with contextlib.ExitStack() as opened:
             for file in (file for files in own.values() for file in files):
                 opened.callback(file.close)
-            await self._give_again_and_again(endpoint, own)
+            while True:
+                await self._give_until_it_is_lost(endpoint, own)
+                await asyncio.sleep(AGAIN_S)
+                other = await self._find_again(find)
+                if other is not None and other != endpoint:
+                    endpoint = other
+                    for file in (file for files in own.values() for file in files):
+                        file.forget_kept()  # that node is lost
 
-    async def _give_again_and_again(self, endpoint: Endpoint, own: dict[int, list[CopyFile]]) -> None:
-        while True:
-            writer = None
-            try:
-                where = (endpoint.address, endpoint.port)
-                reader, writer = await connect(*where, self._secret, self._tls)
-                writer.write(wire.frame(CopyHello(self._node)))
-                while True:
-                    self._changed.clear()
-                    for rank, files in own.items():
-                        await self._give_newest(rank, files, reader, writer)
-                    await self._changed.wait()
-            except StartError:
-                at = f"{endpoint.address} port {endpoint.port}" if endpoint.port else "its socket"
-                self._tell(f"it cannot be reached at {at}")
-            except _GONE:
-                pass  # a connection that was lost is made anew
-            finally:
-                if writer is not None:
-                    writer.close()
-            await asyncio.sleep(AGAIN_S)
+    @staticmethod
+    async def _find_again(find: Callable[[], str]) -> Endpoint | None:
+        """Return where the next node keeps copies now; None where the store does not tell."""
+        try:
+            return msgspec.json.decode(await asyncio.to_thread(find), type=Endpoint)
+        except (RuntimeError, msgspec.DecodeError):  # torch's, of a store that is gone
+            return None
+
+    async def _give_until_it_is_lost(self, endpoint: Endpoint, own: dict[int, list[CopyFile]]) -> None:
+        """Give the newest copies to the keeper at `endpoint` until the connection ends, or is not made."""
+        writer = None
+        try:
+            where = (endpoint.address, endpoint.port)
+            reader, writer = await connect(*where, self._secret, self._tls)
+            writer.write(wire.frame(CopyHello(self._node)))
+            while True:
+                self._changed.clear()
+                for rank, files in own.items():
+                    await self._give_newest(rank, files, reader, writer)
+                await self._changed.wait()
+        except StartError:
+            at = f"{endpoint.address} port {endpoint.port}" if endpoint.port else "its socket"
+            self._tell(f"it cannot be reached at {at}")
+        except _GONE:
+            pass  # a connection that was lost is made anew
+        finally:
+            if writer is not None:
+                writer.close()
 
     async def _give_newest(
         self, rank: int, files: list[CopyFile], reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -184,10 +184,11 @@ class Node:
         keeper = self.control.keeper = CopyKeeper(node, self._copies, self._config, self._tls)
         store.set(_KEEPER.format(node), keeper.listen(client.secret, client.address).encode())
         other = (node + 1) % nodes
-        said = wait_for(
-            lambda: store.get(_KEEPER.format(other)), lambda: f"node {other}, which keeps copies of this one"
-        )
-        keeper.give(said.decode("utf-8", "replace"))
+
+        def find() -> str:
+            return store.get(_KEEPER.format(other)).decode("utf-8", "replace")
+
+        keeper.give(wait_for(find, lambda: f"node {other}, which keeps copies of this one"), find)
 
     def _set_environment(self, ranks: Sequence[int]) -> None:
         """Make the boards of `ranks`, and tell their workers where all is."""

@@ -15,7 +15,6 @@ from adaptor.launchers.spare_gate import SpareGate
 from adaptor.protocol.messages import FillPlaces, PlacesFilled
 
 _NONE_WAITS = "no spare node waits"
-_NO_COPIES = "copies in host memory (TTP_HOST_COPY) are not kept on a node that comes later"
 
 
 class StartCounts(NamedTuple):
@@ -53,8 +52,6 @@ async def fill_online(
     order: FillPlaces,
     counts: StartCounts,
     wanted: Callable[[], bool],
-    *,
-    host_copies: bool,
 ) -> PlacesFilled:
     """Give the places of an order while the other nodes keep their workers.
 
@@ -64,16 +61,14 @@ async def fill_online(
         order: of the controller.
         counts: of this generation.
         wanted: whether they still are, when spare nodes have answered.
-        host_copies: the nodes keep copies of each other's state in host memory.
 
     Returns:
         What the controller is to hear.
     """
     owners: dict[int, str] = {}
-    if gate is not None and not host_copies:
+    if gate is not None:
         places = {node: members.ranks_of(node) for node in order.nodes}
         owners = await gate.fill(
             places, counts.restarts, counts.generations - 1, order.incident, wanted=wanted
         )
-    reason = "" if owners else _NO_COPIES if host_copies and gate is not None else _NONE_WAITS
-    return PlacesFilled(0, order.incident, order.nodes, owners, reason)
+    return PlacesFilled(0, order.incident, order.nodes, owners, "" if owners else _NONE_WAITS)

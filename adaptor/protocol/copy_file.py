@@ -107,6 +107,10 @@ class CopyFile:
         if os.fstat(self._fd).st_size >= HEADER_BYTES:
             os.pwrite(self._fd, _KEPT.pack(step + 1), _KEPT_AT)
 
+    def forget_kept(self) -> None:
+        """Note that no other node has this copy any more; by the agent alone."""
+        self.note_kept(-1)
+
     def reserve(self, size: int) -> None:
         """Have room for `size` bytes of content, so that writing it needs no memory any more.
 

@@ -15,6 +15,7 @@ from tests.integration.test_online import online, trains_on
 
 PLAIN = {"TTP_TLS": "plain"}
 COLD, WARM = ("--ttp-spares", "0"), ("--ttp-spares", "1")
+COPIES = ("--ttp-host-copy", "2")
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def network() -> Iterator[Namespaces]:
 
 @pytest.mark.parametrize(
     ("layout", "kind", "spares"),
-    [(TP2_DP2, "agent-sigkill", COLD), (DP4, "agent-sigkill-beside-a-spare-node", WARM)],
+    [(TP2_DP2, "agent-sigkill", COLD), (DP4, "agent-sigkill-beside-a-spare-node", (*WARM, *COPIES))],
     ids=["cold", "warm"],
 )
 def test_a_spare_node_takes_the_place_of_a_lost_one(

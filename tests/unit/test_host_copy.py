@@ -251,16 +251,16 @@ def test_an_agent_keeps_the_files_of_the_start_before(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def keepers() -> Iterator[list[tuple[CopyFiles, CopyKeeper]]]:
-    """Two nodes with a rank each; the first gives its copies to the second."""
+    """Nodes with a rank each: the first gives its copies to the second, whose place the third may take."""
     settings = config.load({})
     nodes = []
-    for node in (0, 1):
+    for node in (0, 1, 1):
         files = CopyFiles()
         files.begin([node])
         nodes.append((files, CopyKeeper(node, files, settings, None)))
     secret = b"of this start of the workers, 32 bytes"
     endpoints = [keeper.listen(secret, "127.0.0.1") for _, keeper in nodes]
-    nodes[0][1].give(endpoints[1])
+    nodes[0][1].give(endpoints[1], lambda: endpoints[2])
     yield nodes
     for files, keeper in nodes:
         keeper.close()
@@ -276,8 +276,28 @@ def _fill(file: CopyFile, step: int, body: bytes, digest: int | None = None) -> 
     return header
 
 
+def test_a_spare_node_keeps_what_the_lost_one_had(keepers: list[tuple[CopyFiles, CopyKeeper]]) -> None:
+    """Also copies that the lost one had: no worker makes a new one that would be the only one."""
+    (files, giver), _, (others, _) = keepers
+    first, second = files.own()[0]
+    body = os.urandom(300_001)
+    _fill(first, 2, body)
+    giver.copied()
+    waiting.until(lambda: first.kept == 2, "the next node has it")
+    of_lost, lost = keepers.pop(1)
+    lost.close()
+    of_lost.close()
+    waiting.until(lambda: first.kept == -1, "its loss is known")
+    waiting.until(lambda: first.kept == 2, "the spare node has it")
+    assert others.other(0, 0).content[: len(body)] == body
+    header = _fill(second, 4, body)
+    giver.copied()
+    waiting.until(lambda: second.kept == 4, "the spare node has it")
+    assert others.other(0, 1).header == header
+
+
 def test_the_next_node_keeps_a_copy(keepers: list[tuple[CopyFiles, CopyKeeper]]) -> None:
-    (files, giver), (others, _) = keepers
+    (files, giver), (others, _), _ = keepers
     own = files.own()[0]
     body = os.urandom(3_000_001)
     for number, step in enumerate((2, 4)):
@@ -293,7 +313,7 @@ def test_the_next_node_keeps_a_copy(keepers: list[tuple[CopyFiles, CopyKeeper]])
 def test_a_copy_that_was_damaged_on_its_way_does_not_count(
     keepers: list[tuple[CopyFiles, CopyKeeper]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (files, giver), (others, _) = keepers
+    (files, giver), (others, _), _ = keepers
     first, second = files.own()[0]
     _fill(first, 2, b"whole")
     giver.copied()
