@@ -287,8 +287,8 @@ def test_a_spare_node_keeps_what_the_lost_one_had(keepers: list[tuple[CopyFiles,
     of_lost, lost = keepers.pop(1)
     lost.close()
     of_lost.close()
-    waiting.until(lambda: first.kept == -1, "its loss is known")
-    waiting.until(lambda: first.kept == 2, "the spare node has it")
+    waiting.until(lambda: others.other(0, 0).header is not None, "the spare node has it")
+    waiting.until(lambda: first.kept == 2, "which is known")
     assert others.other(0, 0).content[: len(body)] == body
     header = _fill(second, 4, body)
     giver.copied()
