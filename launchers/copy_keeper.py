@@ -167,7 +167,7 @@ class CopyKeeper:
                 self._changed.clear()
                 for rank, files in own.items():
                     await self._give_newest(rank, files, reader, writer)
-                await self._changed.wait()
+                await self._wait_for_a_copy(reader)
         except StartError:
             at = f"{endpoint.address} port {endpoint.port}" if endpoint.port else "its socket"
             self._tell(f"it cannot be reached at {at}")
@@ -176,6 +176,25 @@ class CopyKeeper:
         finally:
             if writer is not None:
                 writer.close()
+
+    async def _wait_for_a_copy(self, reader: asyncio.StreamReader) -> None:
+        """Return when a worker has a new copy.
+
+        Raises:
+            EOFError: the connection has ended: the node that has the copies may be lost.
+            OSError: it has broken.
+        """
+        change = asyncio.ensure_future(self._changed.wait())
+        word = asyncio.ensure_future(reader.read(1))  # none is due: every copy was answered
+        try:
+            await asyncio.wait({change, word}, return_when=asyncio.FIRST_COMPLETED)
+            if word.done():
+                word.result()
+                raise EOFError("the connection has ended")
+        finally:
+            change.cancel()
+            word.cancel()
+            await asyncio.gather(change, word, return_exceptions=True)
 
     async def _give_newest(
         self, rank: int, files: list[CopyFile], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
