@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from adaptor.checkpoint import read_ahead
 from adaptor.config import Config
 from adaptor.controller.recurrence import EXIT_NO_PROGRESS
+from adaptor.launchers import invitation
 from adaptor.launchers.account import Account, say
 from adaptor.launchers.elastic_events import ElasticEvents
 from adaptor.launchers.end_requests import EndRequests
@@ -28,6 +29,7 @@ from adaptor.launchers.rendezvous import Rendezvous
 from adaptor.launchers.run_record import RunRecord
 from adaptor.launchers.starter import Starter
 from adaptor.launchers.store_resume import StoreResume
+from adaptor.launchers.waiting import wait_for
 from adaptor.protocol import naming
 from adaptor.protocol.messages import NODES_JOIN, Verdict
 from adaptor.protocol.spare_node_messages import TakePlace
@@ -109,6 +111,8 @@ class SurvivorsAgent(LocalElasticAgent):
         self._share_restarts(worker_group.group_rank, store)
         if self._resume is not None and place is None:  # else others give these workers their state
             self._resume.prepare(worker_group.group_rank, worker_group.group_world_size, store)
+        if place is None:
+            self._keep_place_until_invited(worker_group.group_rank, store)
         self._control.begin(
             ranks=[worker.global_rank for worker in workers],
             node=worker_group.group_rank,
@@ -194,6 +198,22 @@ class SurvivorsAgent(LocalElasticAgent):
         if self._places is None:
             self._places = Places(worker_group.store, worker_group.group_rank, self._record.place)
         if not joins:
+            self._places.require_own()
+
+    def _keep_place_until_invited(self, node: int, store: Any) -> None:
+        """Check once more: an agent that was taken for lost may wait here while its place is given away.
+
+        Node 0 invites all only when it has written down who has which place.
+
+        Args:
+            node: the rank of this node.
+            store: with keys of this generation alone.
+
+        Raises:
+            StartError: a spare node has this place.
+        """
+        if self._places is not None and node:
+            wait_for(lambda: store.get(invitation.KEY), lambda: "the controller, on node 0")
             self._places.require_own()
 
     def _open_gate(self, worker_group: Any) -> None:

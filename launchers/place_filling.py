@@ -1,19 +1,24 @@
 """Gives the places of lost nodes to spare nodes, on the control thread of node 0 (the gate: `spare_gate.py`).
 
 A place is given for a start of all workers, after a verdict, or while the others keep their processes. In the
-second case the spare node belongs to the workers that train; if the verdict comes before its agent does, it
-hears that, and starts again with all others: no second spare node gets its place.
+second case the spare node belongs to the workers that train; if the verdict comes before its agent does, node
+0 waits for it: it hears the verdict, and starts again with all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from adaptor.controller.membership import Membership
 from adaptor.launchers.spare_gate import SpareGate
 from adaptor.protocol.messages import FillPlaces, PlacesFilled
 
+# How long an agent may take that was told to take a place, until the controller hears of it: it starts torch
+# elastic, which is a matter of seconds. The other nodes wait for longer (`places.DECIDED_S`).
+COMES_S = 20.0
+_LOOK_S = 0.05
 _NONE_WAITS = "no spare node waits"
 
 
@@ -30,7 +35,11 @@ class StartCounts(NamedTuple):
 
 
 async def fill_for_restart(
-    gate: SpareGate, members: Membership, lost: Sequence[int], counts: StartCounts
+    gate: SpareGate,
+    members: Membership,
+    lost: Sequence[int],
+    counts: StartCounts,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> dict[int, str]:
     """Give the places of `lost` nodes for the restart that follows; return the owners, empty: not all filled.
 
@@ -39,7 +48,15 @@ async def fill_for_restart(
         members: of the generation that has ended.
         lost: the nodes that its verdict names.
         counts: with the restart that follows, and without its start.
+        sleep: waits for so many seconds.
     """
+    for _ in range(int(COMES_S / _LOOK_S)):
+        # The controller ends with this generation: who comes later finds nobody, and is of no use.
+        if members.expected.keys() <= members.late:
+            break
+        await sleep(_LOOK_S)
+    for node in members.expected.keys() - members.late:
+        del members.expected[node]
     coming = {node: owner for node, owner in members.expected.items() if node in lost}
     empty = {node: members.ranks_of(node) for node in lost if node not in coming}
     owners = await gate.fill(empty, counts.restarts, counts.generations)

@@ -185,8 +185,10 @@ class Controller:
                 return self._on_replay_complete(node, verdict, now)
             case AgentLost(node=node):
                 return self._on_agent_lost(node, now)
-            case PlacesFilled(owners=owners):
-                self.membership.expected.update(owners)
+            case PlacesFilled(node=node, owners=owners):
+                if node != self.term:  # spare nodes wait at the node of this controller alone
+                    return []
+                self.membership.expect(owners)
                 return self._on_incident_message(message, now)
             case _:
                 return self._on_incident_message(message, now)

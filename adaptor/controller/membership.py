@@ -65,6 +65,10 @@ class Membership:
         self.vanished.update(ranks)
         return ranks
 
+    def expect(self, owners: Mapping[int, str]) -> None:
+        """Note that the places of lost nodes were given to spare nodes, and who has them."""
+        self.expected.update({node: owner for node, owner in owners.items() if node in self.lost})
+
     def regain(self, hello: AgentHello) -> None:
         """Note that a spare node has the place of a lost one; its ranks stay dead until they are replaced."""
         self.lost.discard(hello.node)

@@ -62,7 +62,8 @@ class SpareNode(Process):
         """Connect to the controller; it has imported torch."""
         world = self.world
         if place.generations + 1 != world.number:
-            return  # all have started again meanwhile, and this node with them
+            self.end()  # all have started again without it
+            return
         self.agent = world.begin_spare(self)
 
     def end(self, *, told: bool = True) -> None:

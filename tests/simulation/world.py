@@ -17,7 +17,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.invariants import Invariants
 from tests.simulation.meetings import Dumping, Meetings
 from tests.simulation.network import Network
-from tests.simulation.spare_nodes import FIRST_MACHINE, SpareGate, SpareNode
+from tests.simulation.spare_nodes import FIRST_MACHINE, Pause, SpareGate, SpareNode
 from tests.simulation.step_invariants import StepInvariants
 from tests.simulation.worker import Worker
 
@@ -230,8 +230,9 @@ class World:
                     self.step_invariants.always()
                     self.invariants.always()
                 self.invariants.at_the_end()
-            finally:
+            except BaseException:
                 self.close()
+                raise
 
     def close(self) -> None:
         """Nothing runs any more, and the boards are gone."""
@@ -243,14 +244,20 @@ class World:
 
     def starts_again(self) -> bool:
         """Whether torch starts the workers again; what is wrong with the disk has been seen to."""
+        try:
+            with self.by_its_clock():
+                return self._starts_again()
+        finally:
+            self.close()
+
+    def _starts_again(self) -> bool:
         told = any(agent.verdict is not None for agent in self.agents.values() if agent.alive)
         if not told or self.number == GENERATIONS or self.random.random() > RESTARTS:
             return False
-        is_there = self.agents[0].alive
+        if self.gate is not None and not self._fill_places(self.gate):
+            return False
         for agent in self.machines.values():
             agent.alive = False  # but for its threads that work on the disk
-        if self.gate is not None and is_there and not self._fill_places(self.gate):
-            return False
         self.disk.heal()
         return True
 
@@ -260,10 +267,11 @@ class World:
         Where no spare node waits for any of them the lost nodes themselves come back, as in jobs without.
         """
         agent = self.agents[0]
-        if agent.verdict is None or agent.controller_host is None:
-            return True
+        if not agent.alive or agent.verdict is None or agent.controller_host is None:
+            return not gate.owners  # the store is lost in which it is written down who has them
         lost, members = agent.verdict.lost, agent.controller_host.controller.membership
-        work = fill_for_restart(gate, members, lost, StartCounts(0, self.number)).__await__()  # type: ignore[arg-type]
+        counts = StartCounts(0, self.number)
+        work = fill_for_restart(gate, members, lost, counts, Pause).__await__()  # type: ignore[arg-type]
         try:
             while True:
                 until = self.clock.now + next(work)

@@ -21,6 +21,7 @@ from adaptor.protocol.messages import (
     Hello,
     Layout,
     Phase,
+    PlacesFilled,
     Prepare,
     Prepared,
     Publish,
@@ -106,6 +107,24 @@ def test_answers_count_only_from_the_node_that_was_asked() -> None:
     assert job.say(0, Published(0, 1, STEP - 1, "/save"), Published(0, 1, STEP, "/save", 7)) == []
     job.say(0, Published(0, 1, STEP, "/save"))
     assert (job.verdict.outcome, job.verdict.step) == ("saved", STEP)
+
+
+@pytest.mark.robustness("C1", "an agent gives away the place of a node that is there", "nobody gets it")
+def test_a_place_is_given_by_node_0_and_only_that_of_a_lost_node() -> None:
+    job = Job()
+    members = job.controller.membership
+    job.registry = AgentRegistry(6, 3, members.lost, members.expected)
+    for node in range(3):
+        assert job.registry.rejection_reason(node, AgentHello(node, (2 * node, 2 * node + 1))) == ""
+    assert job.say(0, PlacesFilled(0, 1, (2,), {2: "a"})) == []
+    there = "came as a node that was there already"
+    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5), owner="a")) == there
+    job.controller.handle(AgentLost(2), 1.0)
+    job.say(1, PlacesFilled(1, 1, (2,), {2: "a"}), PlacesFilled(0, 1, (2,), {2: "a"}))
+    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5), owner="a")) == there
+    job.say(0, PlacesFilled(0, 1, (2,), {2: "a"}))
+    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5))) == there
+    assert job.registry.rejection_reason(2, AgentHello(2, (4, 5), owner="a")) == ""
 
 
 @pytest.mark.robustness("C1", "an agent comes in a place that a spare node has taken", "it is rejected")

@@ -14,9 +14,11 @@ import pytest
 from torch.distributed import HashStore
 
 from adaptor import config
+from adaptor.controller.membership import Membership
 from adaptor.errors import ConfigError, StartError
 from adaptor.launchers import flags, invitation, last_line, spare_node, tls, ttprun
 from adaptor.launchers.agent_connection import connect
+from adaptor.launchers.place_filling import COMES_S, StartCounts, fill_for_restart
 from adaptor.launchers.places import Places
 from adaptor.launchers.spare_gate import SpareGate
 from adaptor.launchers.spare_node import stay_at_gate, wait_at_gate
@@ -259,3 +261,32 @@ def test_what_node_0_compares() -> None:
     assert mine.facts["--save"] == "/t"
     assert mine.facts["the script"] == "x.py"
     assert mine.facts["--nproc-per-node"] == "4"
+
+
+def test_a_restart_waits_for_a_spare_that_was_told_to_take_a_place(settings: config.Config) -> None:
+    """The controller that it is to find ends with the generation; who does not come in time has no place."""
+    members = Membership(4)
+    members.enter(AgentHello(1, (2, 3)))
+    members.lose(1)
+    members.expect({1: "a"})
+    waited: list[float] = []
+
+    async def until_it_comes(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            members.late.add(1)
+
+    async def in_vain(seconds: float) -> None:
+        waited.append(seconds)
+
+    async def work() -> None:
+        gate, counts = _gate(settings), StartCounts(1, 1)
+        assert await fill_for_restart(gate, members, (1,), counts, until_it_comes) == {1: "a"}
+        assert len(waited) == 3
+        waited.clear()
+        members.late.clear()
+        assert await fill_for_restart(gate, members, (1,), counts, in_vain) == {}
+        assert sum(waited) == pytest.approx(COMES_S)
+        assert members.expected == {}
+
+    _run(work())
