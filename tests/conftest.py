@@ -32,7 +32,13 @@ os.environ["TTP_ONLINE"] = "0"
 
 
 def pytest_collection_finish() -> None:
-    """Keep collections away from what all imports have made, which stays to the end."""
+    """Keep collections away from what all imports have made, which stays to the end.
+
+    torch calculates with one thread: more tests run at the same time than there are cores, and threads that
+    wait for each other spin.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
 

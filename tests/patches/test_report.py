@@ -210,16 +210,21 @@ OWN_LOOP = "not known: a training loop of its own is checked when it calls adapt
     "A5", "a report on a script with a training loop of its own", "it does not train; not known, exit code 0"
 )
 @pytest.mark.parametrize(
-    "begins",
+    ("begins", "runs"),
     [
-        "torch.distributed.init_process_group('gloo')",
-        "torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)",
+        ("torch.distributed.init_process_group('gloo')", "python"),
+        ("torch.distributed.init_process_group('gloo')", "warm_python"),
+        ("torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)", "warm_python"),
     ],
 )
-def test_a_script_that_would_train_is_stopped(begins: str, folder: Path, python: Run) -> None:
+def test_a_script_that_would_train_is_stopped(
+    begins: str, runs: str, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """Whether torch is imported by the script, or was before."""
     text = f"import adaptor\nadaptor.enable()\nimport torch\n{begins}\nopen('trained', 'w')\n"
     (folder / "own.py").write_text(text)
-    done = python("-c", REPORT, "--", "own.py", "--lr", "1")
+    run: Run = request.getfixturevalue(runs)
+    done = run("-c", REPORT, "--", "own.py", "--lr", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"verdict: {OWN_LOOP}"
     assert not (folder / "trained").exists()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import waiting
+from tests.faults import warm
 from tests.faults.warm import Warm
 from tests.unit.launching import ONE, ROOT, TWO, Launcher, launcher, zygote
 
@@ -379,12 +380,9 @@ def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher, value: str) ->
 def test_over_nccl_only_without_its_watchdog_a_job_recovers_online(
     before: str, environment: dict[str, str], said: str
 ) -> None:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", ON.format(before=before)],
         env={**os.environ, "RANK": "0", "TTP_HANG": "600", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert said in done.stdout, done.stderr
     assert ("[ttp] TORCH_DISTRIBUTED_DEBUG=DETAIL keeps the watchdog" in done.stderr) == (
