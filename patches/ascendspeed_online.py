@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import context, patching
+from adaptor.patches._step_log import norms_are_kept, overflows_are_kept
 from adaptor.patches._versions import MODELLINK
 
 newcomer = patching.Unit("ascendspeed-newcomer", framework="ascendspeed", tested=MODELLINK, group="online")
@@ -31,7 +32,7 @@ def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
         return wrapped(*args, **kwargs)
     with loop_recovery.loads_nothing(get_args()):
         made = wrapped(*args, **kwargs)
-    ascendspeed_online.take_place()
+    ascendspeed_online.take_place(get_args())
     return made
 
 
@@ -87,37 +88,23 @@ def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return run
 
 
-@newcomer.patch(
+newcomer.patch(
     f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm",
     why="the norm is in the log line of the step; an exception from behind the update would lose it",
     accepts="(...)",
     optional=True,
-)
-def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import loop_recovery
-
-    norm = wrapped(*args, **kwargs)
-    if (log := loop_recovery.log_of_this_process()) is not None:
-        log.add_norm(norm=float(norm))
-    return norm
+)(norms_are_kept)
 
 
-@newcomer.patch(
-    f"{_OPTIMIZER}:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+newcomer.patch(
+    f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._unscale_main_grads_and_check_for_nan",
     why="a step that is left out for an overflow is one in the log, too",
     accepts="(...)",
     optional=True,
-)
-@newcomer.patch(
-    f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._unscale_main_grads_and_check_for_nan",
-    why="without the distributed optimizer the same",
+)(overflows_are_kept)
+newcomer.patch(
+    f"{_OPTIMIZER}:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+    why="with the distributed optimizer the same",
     accepts="(...)",
     optional=True,
-)
-def overflows_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import loop_recovery
-
-    overflows = wrapped(*args, **kwargs)
-    if overflows and (log := loop_recovery.log_of_this_process()) is not None:
-        log.skip()
-    return overflows
+)(overflows_are_kept)

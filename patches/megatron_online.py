@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import patching
+from adaptor.patches._step_log import norms_are_kept, overflows_are_kept
 from adaptor.patches._versions import MEGATRON
 
 newcomer = patching.Unit("newcomer", framework="megatron-lm", tested=MEGATRON, group="online")
@@ -71,19 +72,12 @@ def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return run
 
 
-@newcomer.patch(
+newcomer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
     why="the log line of a step has the gradient norm, which an exception after the update would lose",
     accepts="()",
     optional=True,
-)
-def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import loop_recovery
-
-    norm = wrapped(*args, **kwargs)
-    if (log := loop_recovery.log_of_this_process()) is not None:
-        log.add_norm(norm=float(norm or 0.0))
-    return norm
+)(norms_are_kept)
 
 
 @newcomer.patch(
@@ -116,16 +110,9 @@ def zeros_of_each_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     return zeros
 
 
-@newcomer.patch(
+newcomer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
     why="the log counts steps that are skipped for an overflow; an exception after the step would lose one",
     accepts="()",
     optional=True,
-)
-def overflows_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import loop_recovery
-
-    overflows = wrapped(*args, **kwargs)
-    if overflows and (log := loop_recovery.log_of_this_process()) is not None:
-        log.skip()
-    return overflows
+)(overflows_are_kept)

@@ -10,8 +10,7 @@ import copy
 import importlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,86 +20,44 @@ from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.frameworks import ascendspeed
 from adaptor.frameworks.ascendspeed_log import AscendLog
-from adaptor.frameworks.step_tail import StepTail, TailState
+from adaptor.frameworks.training_loop import TrainingLoop
 from adaptor.online.replay import Replay
-from adaptor.worker import runtime
 
-_MODULE = "ascendspeed.training"
 # What the framework finds out by asking other ranks before its loop, and keeps in its arguments.
 _ASKED = ("do_train", "do_valid", "do_test")
-# What a step, and the evaluation behind it, count on.
-_CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
 NAMES = (
     *("forward_step_func", "model", "optimizer", "lr_scheduler"),
     *("train_data_iterator", "valid_data_iterator", "config"),
 )
 
 
-class AscendLoop:
+class AscendLoop(TrainingLoop):
     """ModelLink's training loop, as it was called (`rejoin.Loop`).
 
     Args:
         given: the arguments of the call of `train`, by their names; its iterators are replaced.
         told: in a newcomer, what the framework would have asked other ranks at its start.
-
-    Attributes:
-        everyone: the adaptor's group of all ranks
-        log: its log
     """
 
-    def __init__(self, given: dict[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
-        from ascendspeed import get_args
+    framework = "ascendspeed"
+    module = "ascendspeed.training"
 
-        self._model: Sequence[Any] = given["model"]
-        self._optimizer = given["optimizer"]
-        self._scheduler = given["lr_scheduler"]
-        self._given = given
-        self._start: int = told["start"]["iteration"] if "start" in told else get_args().iteration
+    def __init__(self, given: dict[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
         train = given["train_data_iterator"] = _replayed(given["train_data_iterator"])
-        self._train = [] if train is None else [train]
         # In the caller's own list: behind the loop it evaluates once more.
         iterators = given["valid_data_iterator"]
         iterators[:] = map(_replayed, iterators)
-        self._valid: list[Replay] = [one for one in iterators if one is not None]
-        self._tail = StepTail(self._valid, TailState(**told["tail"]) if "tail" in told else None)
-        self._record: StepRecord | None = None
-        self.everyone: dist.ProcessGroup | None = None
-        board = runtime.get().session.board
-        device = next((one.device for chunk in self._model for one in chunk.parameters()), "cpu")
-        self.log = AscendLog(board.keep, board.kept, self._start, _MODULE, device=device)
-
-    def group(self) -> str:
-        from ascendspeed.checkpointing import get_checkpoint_name
-
-        return Path(get_checkpoint_name("", 0)).parent.name
-
-    def optimizer(self) -> Any:
-        return self._optimizer
-
-    def model(self) -> Any:
-        return self._model
+        valid: list[Replay] = [one for one in iterators if one is not None]
+        super().__init__(given, given["lr_scheduler"], [] if train is None else [train], valid, told)
+        self._start: int = told["start"]["iteration"] if "start" in told else self.args().iteration
+        keep, kept = self._board.keep, self._board.kept
+        self.log = AscendLog(keep, kept, self._start, self.module, device=self._device)
 
     def answers(self, step: int) -> Mapping[str, Any]:
-        from ascendspeed import get_args
-
-        asked = {name: getattr(get_args(), name) for name in _ASKED if hasattr(get_args(), name)}
+        args = self.args()
+        asked = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
         start = {"iteration": self._start}
         return {"asked": asked, "start": start, "tail": self._tail.state(step)._asdict()}
-
-    def begin_step(self, step: int) -> None:
-        """`step` begins, for the first time or once more."""
-        from ascendspeed import get_args
-
-        self.log.begin_step(step)
-        self._tail.begin_step(step, {name: getattr(get_args(), name) for name in _CONSUMED})
-        for one in self._train:
-            one.begin_step(step)
-
-    def end_step(self) -> None:
-        """A step has ended; the loop counts it, and writes its line."""
-
-    def end(self) -> None:
-        """The loop is over, and nothing was set for it alone."""
 
     def settle(self, step: int) -> None:
         from ascendspeed import get_timers
@@ -116,24 +73,12 @@ class AscendLoop:
     def trainee(self, record: StepRecord) -> MegatronTrainee:
         return ascendspeed.trainee(self._model, self._optimizer, self._scheduler, self.everyone)
 
-    def agree(self, step: int) -> None:
-        def all_have(is_done: bool) -> bool:
-            told = torch.tensor([int(is_done)], device="cpu")
-            dist.all_reduce(told, dist.ReduceOp.MIN, self.everyone)
-            return bool(told.item())
-
-        self._tail.agree(step, all_have)
-
     def put_back(self, record: StepRecord) -> None:
-        from ascendspeed import get_args, get_timers, update_num_microbatches
+        from ascendspeed import get_timers, update_num_microbatches
 
         self._record = record
-        set_args({**record.counters, "iteration": record.step})
-        consumed = get_args().consumed_train_samples
-        if self._tail.is_pending:  # the line of the step, and its evaluation, have batches of its size
-            before = self._tail.consumed_before(record.step)
-            consumed = before["consumed_train_samples"]
-            set_args({"consumed_valid_samples": before["consumed_valid_samples"]})
+        self.set_args({**record.counters, "iteration": record.step})
+        consumed = self.put_back_consumed(record.step)
         self.log.go_back(record.step)
         update_num_microbatches(consumed, consistency_check=False)
         config = self._given["config"]
@@ -153,9 +98,7 @@ class AscendLoop:
 
     def _make_tail(self, step: int) -> None:
         """Evaluate, save and end the job behind `step` as the loop does (1224 to 1264)."""
-        from ascendspeed import get_args
-
-        training, args, given = importlib.import_module(_MODULE), get_args(), self._given
+        training, args, given = importlib.import_module(self.module), self.args(), self._given
         for one in self._valid:
             one.begin_step(step)
         if args.eval_interval and step % args.eval_interval == 0 and args.do_valid:
@@ -180,20 +123,11 @@ class AscendLoop:
             sys.exit()
 
     def gather_weights(self) -> None:
-        from ascendspeed import get_args, get_timers
+        from ascendspeed import get_timers
 
         with torch.no_grad():
             self._optimizer._copy_main_params_to_model_params()
-            self._optimizer.gather_model_params(get_args(), get_timers())
-
-
-def set_args(values: Mapping[str, Any]) -> None:
-    """Set arguments of the framework."""
-    from ascendspeed import get_args
-
-    args = get_args()
-    for name, value in values.items():
-        setattr(args, name, value)
+            self._optimizer.gather_model_params(self.args(), get_timers())
 
 
 def _replayed(iterator: Any) -> Replay | None:

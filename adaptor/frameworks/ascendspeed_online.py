@@ -12,9 +12,10 @@ from typing import Any
 from adaptor import context
 from adaptor.context import Context
 from adaptor.frameworks import loop_recovery
-from adaptor.frameworks.ascendspeed_loop import NAMES, AscendLoop, set_args
+from adaptor.frameworks.ascendspeed_loop import NAMES, AscendLoop
 from adaptor.frameworks.loop_recovery import Recovery
 from adaptor.frameworks.megatron_online_support import of_process_groups, of_torch
+from adaptor.frameworks.training_loop import set_args
 from adaptor.online import rejoin
 from adaptor.online.groups import Groups
 
@@ -103,15 +104,15 @@ def train(wrapped: Callable[..., Any], args: Any, kwargs: Any, begin: Callable[[
     )
 
 
-def take_place() -> None:
+def take_place(args: Any) -> None:
     """Set a newcomer to the step of the job; model and optimizer are built, and no data is read yet."""
     worker = rejoin.of_this_process()
     assert worker is not None
     record, answers, _ = worker.ask_record()
     context.part(Recovery).answers.update(answers)
-    set_args({**record.counters, "iteration": record.step})
+    set_args(args, {**record.counters, "iteration": record.step})
     if before := answers["tail"]["consumed_before"]:  # an evaluation behind the step may come again
-        set_args({"consumed_valid_samples": before["consumed_valid_samples"]})
+        set_args(args, {"consumed_valid_samples": before["consumed_valid_samples"]})
 
 
 def build_data(build: Callable[[], tuple[Any, Any, Any]]) -> tuple[Any, Any, Any]:
@@ -127,7 +128,7 @@ def build_data(build: Callable[[], tuple[Any, Any, Any]]) -> tuple[Any, Any, Any
     finally:
         args.iteration, place.is_built = step, False
     asked = context.part(Recovery).answers["asked"]
-    set_args(asked)
+    set_args(args, asked)
     if train is None:  # another rank of this part of the model reads the data
         valid, test = [None] * int(asked["do_valid"]), [None] * int(asked["do_test"])
     return train, valid, test

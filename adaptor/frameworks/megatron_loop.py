@@ -10,20 +10,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import FLOPS
 from adaptor.frameworks import megatron_lm, megatron_settle
 from adaptor.frameworks.megatron_log import MegatronLog
-from adaptor.frameworks.step_tail import StepTail, TailState
+from adaptor.frameworks.training_loop import TrainingLoop
 from adaptor.online.replay import Replay
-from adaptor.worker import runtime
 
 # What the loop sets in the config of the model when it is called, and asserts that nobody has (2036 to 2060).
 _CONFIG = (
@@ -43,11 +39,9 @@ _NAMES = (
     *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
     *("config", "checkpointing_context", "non_loss_data_func"),
 )
-# What a step, and the evaluation behind it, count on.
-_CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
 
 
-class MegatronLoop:
+class MegatronLoop(TrainingLoop):
     """Megatron-LM's training loop, as it was called (`rejoin.Loop`).
 
     Args:
@@ -55,82 +49,46 @@ class MegatronLoop:
         told: in a newcomer, what the framework would have asked other ranks at its start.
 
     Attributes:
-        everyone: the adaptor's group of all ranks
-        module: the module of the loop, by whose names it evaluates, writes its log and saves
         rerun: whether its saves have the state of the rerun state machine
         uncounted: what its log says of zeros in the gradients where they are not counted
     """
 
+    framework = "megatron.training"
     module = "megatron.training.training"
     rerun = True
     uncounted: int | None = None
 
     def __init__(self, given: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
-        from megatron.training import get_args
-
-        self._get_args = get_args  # asked for in each step
-        self._model: Sequence[Any] = given["model"]
-        self._optimizer = given["optimizer"]
-        self._scheduler = given["opt_param_scheduler"]
-        self._given = given
-        self._replays = _replayed(given["train_data_iterator"])
-        self._valid = _replayed(given.get("valid_data_iterator"))
+        train = _replayed(given["train_data_iterator"])
+        valid = _replayed(given.get("valid_data_iterator"))
+        super().__init__(given, given["opt_param_scheduler"], train, valid, told)
         config = self._config = given.get("config")
         self._config_before = {name: getattr(config, name) for name in _CONFIG if hasattr(config, name)}
-        self._start = told.get("start") or {name: getattr(get_args(), name) for name in _START}
+        self._start = told.get("start") or {name: getattr(self.args(), name) for name in _START}
         self._is_set = False  # for a call of the loop that has not come to its first step
-        self._tail = StepTail(self._valid, TailState(**told["tail"]) if "tail" in told else None)
-        self._record: StepRecord | None = None
-        self.everyone: dist.ProcessGroup | None = None
-        board = runtime.get().session.board
-        device = next((one.device for chunk in self._model for one in chunk.parameters()), "cpu")
-        start = self._start["iteration"]
-        self.log = MegatronLog(board.keep, board.kept, start, self.module, self.uncounted, device)
-
-    def group(self) -> str:
-        from pathlib import Path
-
-        from megatron.training.checkpointing import get_checkpoint_name
-
-        return Path(get_checkpoint_name("", 0)).parent.name
-
-    def optimizer(self) -> Any:
-        return self._optimizer
-
-    def model(self) -> Any:
-        return self._model
+        start, keep, kept = self._start["iteration"], self._board.keep, self._board.kept
+        self.log = MegatronLog(keep, kept, start, self.module, self.uncounted, self._device)
 
     def answers(self, step: int) -> Mapping[str, Any]:
-        from megatron.training import get_args
-
-        args = get_args()
+        args = self.args()
         asked = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
         return {"asked": asked, "start": self._start, "tail": self._tail.state(step)._asdict()}
 
     def begin_step(self, step: int) -> None:
         """`step` begins: the loop has read what was set for it alone."""
-        args = self._get_args()
-        self.log.begin_step(step)
-        self._tail.begin_step(step, {name: getattr(args, name) for name in _CONSUMED})
-        for one in self._replays:
-            one.begin_step(step)
+        super().begin_step(step)
         if self._is_set:
-            set_args(self._start)
+            self.set_args(self._start)
             self._is_set = False
-
-    def end_step(self) -> None:
-        """A step has ended; the loop counts it, and writes its line."""
 
     def end(self) -> None:
         """The loop is over: what was set for it alone is in no save, also where it has made no step."""
-        from megatron.training import get_args
-
         if self._is_set:
-            set_args({**self._start, "curr_iteration": get_args().iteration - 1})
+            self.set_args({**self._start, "curr_iteration": self.args().iteration - 1})
             self._is_set = False
 
     def settle(self, step: int) -> None:
-        for one in self._replays:
+        for one in self._train:
             one.rewind(step)
         for name, value in self._config_before.items():
             setattr(self._config, name, value)
@@ -147,29 +105,14 @@ class MegatronLoop:
             everyone=self.everyone,
         )
 
-    def agree(self, step: int) -> None:
-        def all_have(is_done: bool) -> bool:
-            told = torch.tensor([int(is_done)])
-            dist.all_reduce(told, dist.ReduceOp.MIN, self.everyone)
-            return bool(told.item())
-
-        self._tail.agree(step, all_have)
-
     def put_back(self, record: StepRecord) -> None:
-        from megatron.training import get_args
-
-        args = get_args()
         self._record = record
-        set_args({name: value for name, value in record.counters.items() if name != FLOPS})
+        self.set_args({name: value for name, value in record.counters.items() if name != FLOPS})
         self._set_loop(record)
-        consumed = args.consumed_train_samples
-        if self._tail.is_pending:  # where the size of batches grows then, the loop saves
-            before = self._tail.consumed_before(record.step)
-            consumed = before["consumed_train_samples"]
-            set_args({"consumed_valid_samples": before["consumed_valid_samples"]})
+        consumed = self.put_back_consumed(record.step)  # where batches grow, the loop saves
         self.log.go_back(record.step)
         _calculator().update_num_microbatches(consumed, consistency_check=False)
-        if getattr(args, "overlap_param_gather", False):
+        if getattr(self.args(), "overlap_param_gather", False):
             for chunk in self._model:  # the loop disables them first (2148)
                 if not getattr(chunk, "remove_forward_pre_hook_handles", True):
                     chunk.enable_forward_pre_hook()
@@ -177,15 +120,15 @@ class MegatronLoop:
     def _set_loop(self, record: StepRecord) -> None:
         """Set what the loop reads when it is called."""
         self._is_set = True
-        set_args({"iteration": record.step, "curr_iteration": record.step})
+        self.set_args({"iteration": record.step, "curr_iteration": record.step})
         if FLOPS in record.counters:
-            set_args({FLOPS: record.counters[FLOPS]})
+            self.set_args({FLOPS: record.counters[FLOPS]})
 
     def finish_step(self) -> None:
         record, self._record = self._record, None
         if record is None:  # the loop is called for the first time
             return
-        set_args({**self._start, "curr_iteration": record.step - 1})
+        self.set_args({**self._start, "curr_iteration": record.step - 1})
         assert self.everyone is not None
         if record.step > self._start["iteration"]:  # else its line is in the log of the job before
             # A rank that was lost before it wrote the line may have let all others begin the next step.
@@ -196,9 +139,9 @@ class MegatronLoop:
 
     def _make_tail(self, record: StepRecord) -> None:
         """Evaluate and save behind the step of `record` as the loop does."""
-        from megatron.training import get_args, get_timers
+        from megatron.training import get_timers
 
-        training, args, given = importlib.import_module(self.module), get_args(), self._given
+        training, args, given = importlib.import_module(self.module), self.args(), self._given
         step = record.step
         if importlib.util.find_spec("megatron.core.rerun_state_machine") is not None:
             from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -254,15 +197,6 @@ class MegatronLoop:
 
     def gather_weights(self) -> None:
         megatron_settle.gather_weights(self._model, self._optimizer)
-
-
-def set_args(values: Mapping[str, Any]) -> None:
-    """Set arguments of the framework."""
-    from megatron.training import get_args
-
-    args = get_args()
-    for name, value in values.items():
-        setattr(args, name, value)
 
 
 def call_of_train(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,9 +11,10 @@ from typing import Any
 from adaptor import context
 from adaptor.frameworks import loop_recovery
 from adaptor.frameworks.loop_recovery import Recovery
-from adaptor.frameworks.megatron_loop import MegatronLoop, call_of_train, set_args
+from adaptor.frameworks.megatron_loop import MegatronLoop, call_of_train
 from adaptor.frameworks.megatron_online_support import why_not
 from adaptor.frameworks.mindspeed_loop import MindspeedLoop
+from adaptor.frameworks.training_loop import set_args
 from adaptor.online import rejoin
 
 
@@ -54,15 +55,16 @@ def take_place(args: Any) -> None:
     worker = rejoin.of_this_process()
     assert worker is not None
     record, answers, _ = worker.ask_record()
-    set_args(record.counters)
-    set_args({"iteration": record.step})
+    set_args(args, {**record.counters, "iteration": record.step})
     context.part(Recovery).answers.update(answers)
-    if before := answers["tail"][
-        "consumed_before"
-    ]:  # its data begins there, with an evaluation that may come again
-        set_args({"iteration": record.step - 1, "consumed_valid_samples": before["consumed_valid_samples"]})
+    if before := answers["tail"]["consumed_before"]:
+        # Its data begins there, with an evaluation that may come again.
+        consumed = before["consumed_valid_samples"]
+        set_args(args, {"iteration": record.step - 1, "consumed_valid_samples": consumed})
 
 
 def take_answers() -> None:
     """Set in a newcomer what the framework would have asked other ranks; data iterators are built."""
-    set_args(context.part(Recovery).answers["asked"])
+    from megatron.training import get_args
+
+    set_args(get_args(), context.part(Recovery).answers["asked"])

@@ -1,0 +1,122 @@
+"""The base class of the training loops of Megatron-LM and ModelLink, which are called again after a recovery.
+
+Both have `get_args` in one package and `get_checkpoint_name` beside it, and count on the same arguments; a
+subclass names that package (`online.loop.Loop` says what the methods are for).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.frameworks.step_log import StepLog
+from adaptor.frameworks.step_tail import StepTail, TailState
+from adaptor.online.replay import Replay
+from adaptor.worker import runtime
+
+# What a step, and the evaluation behind it, count on.
+_CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
+
+
+class TrainingLoop:
+    """A training loop, as it was called.
+
+    Args:
+        given: the arguments of the call of `train`, by their names.
+        scheduler: the learning rate's, of these arguments.
+        train: the data of training that can be read once more.
+        valid: those of evaluation.
+        told: in a newcomer, what the framework would have asked other ranks at its start.
+
+    Attributes:
+        framework: the package with `get_args`, and with the module `checkpointing`
+        module: the module of the loop, by whose names it evaluates, writes its log and saves
+        args: returns the arguments of the framework
+        everyone: the adaptor's group of all ranks
+        log: its log
+    """
+
+    framework: str
+    module: str
+    log: StepLog
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        scheduler: Any,
+        train: Sequence[Replay],
+        valid: Sequence[Replay],
+        told: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self.args: Callable[[], Any] = importlib.import_module(self.framework).get_args  # asked in each step
+        self._given = given
+        self._model: Sequence[Any] = given["model"]
+        self._optimizer = given["optimizer"]
+        self._scheduler = scheduler
+        self._train, self._valid = train, valid
+        self._tail = StepTail(valid, TailState(**told["tail"]) if "tail" in told else None)
+        self._record: StepRecord | None = None
+        self._board = runtime.get().session.board
+        self._device = next((one.device for chunk in self._model for one in chunk.parameters()), "cpu")
+        self.everyone: dist.ProcessGroup | None = None
+
+    def set_args(self, values: Mapping[str, Any]) -> None:
+        """Set arguments of the framework."""
+        set_args(self.args(), values)
+
+    def group(self) -> str:
+        checkpointing = importlib.import_module(f"{self.framework}.checkpointing")
+        return Path(checkpointing.get_checkpoint_name("", 0)).parent.name
+
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def model(self) -> Any:
+        return self._model
+
+    def begin_step(self, step: int) -> None:
+        """`step` begins, for the first time or once more."""
+        args = self.args()
+        self.log.begin_step(step)
+        self._tail.begin_step(step, {name: getattr(args, name) for name in _CONSUMED})
+        for one in self._train:
+            one.begin_step(step)
+
+    def end_step(self) -> None:
+        """A step has ended; the loop counts it, and writes its line."""
+
+    def end(self) -> None:
+        """The loop is over."""
+
+    def agree(self, step: int) -> None:
+        def all_have(is_done: bool) -> bool:
+            told = torch.tensor([int(is_done)], device="cpu")
+            dist.all_reduce(told, dist.ReduceOp.MIN, self.everyone)
+            return bool(told.item())
+
+        self._tail.agree(step, all_have)
+
+    def put_back_consumed(self, step: int) -> int:
+        """Set what was consumed of the data where the loop is called again behind `step`.
+
+        Returns:
+            The samples of training by which it chooses the size of its batches.
+        """
+        if not self._tail.is_pending:
+            return int(self.args().consumed_train_samples)
+        # The line of the step, and its evaluation, have batches of its size.
+        before = self._tail.consumed_before(step)
+        self.set_args({"consumed_valid_samples": before["consumed_valid_samples"]})
+        return int(before["consumed_train_samples"])
+
+
+def set_args(args: Any, values: Mapping[str, Any]) -> None:
+    """Set some arguments of a framework."""
+    for name, value in values.items():
+        setattr(args, name, value)
