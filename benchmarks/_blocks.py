@@ -6,6 +6,7 @@ blocks of both arms are a pair (`paired`).
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import statistics
@@ -20,6 +21,14 @@ WARM_UP = 8
 _ABOUT = {"what", "time", "seconds", "restart", "rank", "arm"}
 
 Measured = dict[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the blocks of a job; how many pairs there are, each script says."""
+    parser.add_argument("--block", type=int, default=5, help="steps in a block; the first is not counted")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the order of blocks, and of what is drawn besides"
+    )
 
 
 class Blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
@@ -44,6 +45,14 @@ def model(layers: int, hidden: int, sequence: int) -> list[str]:
     sizes = {"num-layers": layers, "hidden-size": hidden, "num-attention-heads": heads}
     sizes |= {"seq-length": sequence, "max-position-embeddings": sequence}
     return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+
+
+def add_size_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a job's sizes: those of `model`, and the global batch."""
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--global-batch", type=int, default=8, help="sequences per step, of all ranks")
 
 
 class Job:

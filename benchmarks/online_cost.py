@@ -24,9 +24,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import _blocks
 from _bench import Benchmark, table
 from _blocks import ARMS, Measured, paired
-from _job import Job, JobError, model, new_folder, run
+from _job import Job, JobError, add_size_options, model, new_folder, run
 
 TARGET = 1.002
 # For each number of ranks: pairs of blocks that take some five, and some two and a half, minutes in all.
@@ -135,16 +136,12 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="*", choices=tuple(PAIRS), default=list(PAIRS))
     parser.add_argument("--pairs", type=int, help=f"pairs of blocks in each job (default: {PAIRS}, by ranks)")
-    parser.add_argument("--block", type=int, default=5, help="steps in a block; the first is not counted")
+    _blocks.add_options(parser)
     parser.add_argument(
         "--calls", action="store_true", help=f"count calls of functions, in {CALL_PAIRS} pairs"
     )
     parser.add_argument("--trim", action="store_true", help="the C library gives freed memory back")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--global-batch", type=int, default=8, help="sequences per step, of all ranks")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
+    add_size_options(parser)
     given = parser.parse_args()
     benchmark = Benchmark("online_cost", vars(given))
     folder = new_folder("online_cost")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from _bench import Benchmark, bootstrap, spread, table
-from _job import RANKS, Job, JobError, model, new_folder, run
+from _job import RANKS, Job, JobError, add_size_options, model, new_folder, run
 
 # By replica.
 TARGETS = {"split": 1.02, "mirror": 1.03}
@@ -209,10 +209,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=4, help="how often both jobs are started")
     parser.add_argument("--pairs", type=int, default=30, help="pairs of blocks after each start")
     parser.add_argument("--block", type=int, default=8, help="steps in a block; the first is not counted")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--global-batch", type=int, default=8, help="sequences per step, of all ranks")
+    add_size_options(parser)
     parser.add_argument(
         "--instances",
         type=int,

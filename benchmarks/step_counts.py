@@ -23,9 +23,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import _blocks
 from _bench import Benchmark, table
 from _counters import why_no_instructions
-from _job import new_folder, run
+from _job import add_size_options, new_folder, run
 from _parts import PARTS
 from step_parts import ROWS, Block, Row, added, measure, parts_of
 
@@ -60,12 +61,8 @@ def main() -> None:
         )
     parser.add_argument("--online", action="store_true", help="with online recovery armed, off and on")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of blocks, one off and one on")
-    parser.add_argument("--block", type=int, default=5, help="steps in a block; the first is not counted")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--global-batch", type=int, default=8, help="sequences per step, of all ranks")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
+    _blocks.add_options(parser)
+    add_size_options(parser)
     given = parser.parse_args()
     benchmark = Benchmark("step_counts", vars(given))
     without = why_no_instructions()

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import _blocks
 from _bench import Benchmark, table
 from _blocks import WARM_UP, paired
-from _job import Job, JobError, model, new_folder, run
+from _job import Job, JobError, add_size_options, model, new_folder, run
 from _parts import PARTS
 from step_cost import interval
 
@@ -119,12 +120,8 @@ def main() -> None:
     names = [row.name for row in ROWS]
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="ROW", help=str(names))
     parser.add_argument("--pairs", type=int, default=120, help="pairs of blocks, one off and one on")
-    parser.add_argument("--block", type=int, default=5, help="steps in a block; the first is not counted")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--global-batch", type=int, default=8, help="sequences per step, of both ranks")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks and of the intervals")
+    _blocks.add_options(parser)
+    add_size_options(parser)
     given = parser.parse_args()
     if len(os.sched_getaffinity(0)) < RANKS:
         parser.error(f"{len(os.sched_getaffinity(0))} core may be used here: {RANKS} processes need one each")
