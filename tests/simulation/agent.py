@@ -83,7 +83,23 @@ class Agent(Follower):
 
     def begin(self) -> None:
         if self.node:
-            self.connection = self.world.network.join(self, self.world.agents[0].machine)
+            self.thread(self._join())
+        else:
+            self._enter()
+
+    def _join(self) -> Body[None]:
+        """Connect to the controller, as `agent_connection.connect` does."""
+        network, there = self.world.network, self.world.agents[0].machine
+        until = self.clock.now + CONNECT_TIMEOUT_S
+        while network.apart(self.machine, there) or there in network.closed:
+            if self.clock.now >= until:
+                self.world.faults.cannot_start(self)
+                return
+            yield 0.5
+        self.connection = network.join(self, there)
+        self._enter()
+
+    def _enter(self) -> None:
         endpoint = Endpoint("here", self.machine) if stands_by(self.node) else None
         owner = self.place.owner if self.place is not None else ""
         self.say_first(AgentHello(self.node, self.ranks, endpoint, owner=owner))
@@ -210,7 +226,6 @@ class Agent(Follower):
             order,
             StartCounts(0, self.world.number),
             lambda: self.verdict is None and not self._silent,
-            host_copies=False,
         ).__await__()
         self._up(filled)
 

@@ -100,6 +100,12 @@ class Faults:
             worker.alive = False
         self._lose(agent, "it never came")
 
+    def cannot_start(self, agent: Agent) -> None:
+        """`ttprun` ends: it could not connect to the controller."""
+        self._tell(f"ttprun of node {agent.node} on machine {agent.machine} cannot reach the controller")
+        self._lose(agent, "it could not connect")
+        self._world.end_agent(agent, told=True)
+
     def _strike_spare(self, spare: SpareNode) -> None:
         if self._world.over() or not spare.alive:
             return
