@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 
 from adaptor.controller.outcome import Orders
@@ -226,7 +226,8 @@ class IncidentReport:
                 self._reset()
             return
         if isinstance(order, Freeze) and order.stacks and not self._happened:
-            self._add("fault-noticed", now, None, None, f"nothing has moved for {self._still_s:.0f} s")
+            words, still = f"nothing has moved for {self._still_s:.0f} s", f"{self._still_s:.3f}"
+            self._add("fault-noticed", now, None, None, words, more={records.STILL: still})
         if isinstance(order, Publish):
             self._size = sum(entry.bytes for entry in order.files)
         what = ORDERS.get(type(order), "")
@@ -303,6 +304,7 @@ class IncidentReport:
         detail: str = "",
         *,
         step: int | None = None,
+        more: Mapping[str, str] | None = None,
     ) -> None:
         who = f"rank {rank}" if rank is not None else f"node {node}" if node is not None else "job"
         about = detail if step is None else f"step {step}"
@@ -311,7 +313,7 @@ class IncidentReport:
         one = Happened(at, what, rank, node, detail, step, pid)
         self._happened.append(one)
         if what not in _OF_EACH_RANK:
-            self._files.append(partial(self._timeline([]).event, one, self.next_incident))
+            self._files.append(partial(self._timeline([]).event, one, self.next_incident, more))
 
     def _tell(self, what: str, at: float, *, detail: str = "", step: int | None = None) -> None:
         """Append an event of the job that belongs to no incident."""

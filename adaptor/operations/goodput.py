@@ -4,8 +4,8 @@ A job is in one state at a time. Its events end one state and begin the next:
 
 startup     workers are started, until every rank trains
 training    steps, evaluations and saves
-recovery    from a fault that was noticed until every rank trains again (after an online recovery: until a
-            step is finished), or to the end of ttprun
+recovery    from a fault that was noticed, or the begin of a hang, until every rank trains again (after an
+            online recovery: until a step is finished), or to the end of ttprun
 down        from the end of one ttprun to the start of the next one of the same job; from its last event, if
             it was ended without being able to say so
 
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from adaptor.operations.records import LOAD, Event, Incident, IncidentSummary, unix
+from adaptor.operations.records import LOAD, STILL, Event, Incident, IncidentSummary, unix
 
 # By the state before an event and its type: the state after it. What is not here changes nothing.
 _NEXT = {
@@ -88,7 +88,9 @@ class TimeSpent:
         if after != self._state:
             before, seconds = self._state, self._seconds
             had = seconds.get(before, 0.0)
-            self._enter(after, at)
+            # A hang has begun before it was noticed.
+            still = _number(event.data.get(STILL, "")) if event.type == "fault-noticed" else 0.0
+            self._enter(after, at - still)
             if after == "training":
                 load = min(_number(event.data.get(LOAD, "")), seconds[before] - had)
                 seconds[before] -= load

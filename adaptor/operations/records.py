@@ -19,6 +19,8 @@ import msgspec
 
 # In the data of an event `training`.
 LOAD = "load"
+# In the data of an event `fault-noticed` of a hang.
+STILL = "still"
 
 
 class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
@@ -33,7 +35,7 @@ class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
         node, host, rank, pid: where
         step: the step that it is about
         data: what else is known; `detail` in words; of type `training`, `load`: seconds in which a checkpoint
-            was loaded before
+            was loaded before; of type `fault-noticed`, for a hang, `still`: seconds in which nothing had moved
     """
 
     time: str

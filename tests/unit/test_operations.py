@@ -351,6 +351,12 @@ def test_a_rank_that_hangs_and_is_replaced(tmp_path: Path) -> None:
     written = job.incident()
     assert (written["silent"], written["blamed"], written["began"]) == ([1], 1, records.utc(100.1))
     assert (written["phases"]["detect"], round(written["phases"]["freeze"], 3)) == (6.0, 0.1)
+    (noticed, *_) = (
+        one
+        for one in operator_files.events(tmp_path / "job_7/events.jsonl")
+        if one["type"] == "fault-noticed"
+    )
+    assert noticed["data"] == {"detail": "nothing has moved for 6 s", "still": "6.000"}
 
 
 def test_a_node_without_the_controller_writes_nothing(tmp_path: Path) -> None:

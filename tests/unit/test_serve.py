@@ -557,6 +557,17 @@ def test_goodput_of_a_job_that_has_ended_with_a_state_that_is_lost() -> None:
     assert (spent.seconds["productive"], spent.seconds["wasted"]) == (pytest.approx(12), pytest.approx(28))
 
 
+@pytest.mark.parametrize("still", ["30.0", "1e9"])
+def test_goodput_of_a_hang(still: str) -> None:
+    """The seconds in which nothing moved are none of training; the event before them bounds them."""
+    noticed = msgspec.structs.replace(event(50, "fault-noticed"), data={"still": still})
+    spent = goodput(
+        [event(0, "generation"), event(10, "training", 0), noticed], [], newest=9, until=BEGAN + 60
+    )
+    training = 10 if still == "30.0" else 0
+    assert (spent.seconds["productive"], spent.seconds["recovery"]) == (training, 50 - training)
+
+
 def test_goodput_of_clocks_that_disagree_is_never_negative() -> None:
     events = [event(100, "generation"), event(90, "training", 0), event(95, "ended")]
     spent = goodput(events, [], newest=None, until=None)
