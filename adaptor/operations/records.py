@@ -35,7 +35,7 @@ class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
         node, host, rank, pid: where
         step: the step that it is about
         data: what else is known; `detail` in words; of type `training`, `load`: seconds in which a checkpoint
-            was loaded before; of type `fault-noticed`, for a hang, `still`: seconds in which nothing had moved
+            was loaded before; of type `fault-noticed`, of a hang, `still`: seconds in which nothing moved
     """
 
     time: str
