@@ -4,7 +4,8 @@ Two nodes with two processes each and a spare node, in network namespaces of thi
 who may make them). `ttprun` of node 1 is killed in a phase of a step that is drawn, and its workers with it.
 Three ways in turns: the spare node takes the place online, with processes that have imported what workers
 have, and without; and all start again with the spare node in that place. The time is that of the dying node
-itself; a step is finished when every rank has.
+itself; a step is finished when every rank has. All losses and grad norms of each job, and the checkpoint at
+its end, are compared bit for bit with those of a run of the unmodified framework without faults.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from typing import Any
 from _bench import Benchmark, spread, table
 from _job import JobError, new_folder, run
 
-from tests.faults import harness, namespaces
-from tests.faults.harness import DP4, Job
+from tests.faults import harness, keeping, namespaces, outcome, scenario
+from tests.faults.harness import DP2_MIRROR, DP4, ITERATIONS, MOE_EP2, TP2_DP2, Job, Layout
+from tests.faults.same import differences
+from tests.faults.scenario import Baseline
 
 PHASES = ("forward", "backward", "reduction", "norm", "door-before", "update", "gather")
-STEP = 6
+STEPS = range(3, ITERATIONS)
+# With a copy of every shard on each of two nodes.
+LAYOUTS = {"dp4": DP4, "tp2-dp2": TP2_DP2, "dp2-mirror": DP2_MIRROR, "moe-dp4-ep2": MOE_EP2}
 
 
 @dataclass(frozen=True)
@@ -44,15 +49,26 @@ WAYS = {
 }
 
 
-def measure(folder: Path, way: Way, phase: str) -> float:
+@dataclass(frozen=True)
+class Loss:
+    """Where node 1 is lost: of which layout, in which phase of which step."""
+
+    layout: str
+    phase: str
+    step: int
+
+
+def measure(folder: Path, way: Way, loss: Loss, baseline: Baseline) -> float:
     """Run a job that loses node 1; return the seconds from that to the next finished step."""
+    layout: Layout = LAYOUTS[loss.layout]
+    last = layout.processes - 1
     with namespaces.two() as network:
         ended = harness.run(
             Job(
                 folder / "job",
-                DP4,
+                layout,
                 save=folder / "save",
-                faults=[f"rank=3,step={STEP},phase={phase},kind={way.kind}"],
+                faults=[f"rank={last},step={loss.step},phase={loss.phase},kind={way.kind}"],
                 nodes=2,
                 spares=1,
                 network=network,
@@ -67,11 +83,17 @@ def measure(folder: Path, way: Way, phase: str) -> float:
     is_online = way.options[1] != "0"
     if ("(1 without a restart)" in ended.log) != is_online:
         raise JobError(f"it was {'not ' if is_online else ''}recovered online:\n{ended.log[-3000:]}")
+    # The line of the step that all go on from may be written nowhere; what follows depends on it.
+    steps = {*range(1, ITERATIONS + 1)} - {loss.step - 1, loss.step}
+    outcome.assert_same_training(ended, baseline.records, steps=steps)
+    name = f"iter_{ITERATIONS:07d}"
+    if found := differences(folder / "save" / name, baseline.checkpoints / name):
+        raise JobError(f"the checkpoint at the end differs: {found[:3]}")
     struck = ended.stamps[0]["time"]
     # The other ranks may still finish the step that they are in, and never the next one.
     done = {rank: [line for line in lines if line["time"] > struck] for rank, lines in ended.records.items()}
     return (
-        max(min(line["time"] for line in lines if line["iteration"] > STEP) for lines in done.values())
+        max(min(line["time"] for line in lines if line["iteration"] > loss.step) for lines in done.values())
         - struck
     )
 
@@ -83,19 +105,25 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=10, help="jobs of each way, in turns; each loses a node"
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the phases")
+    parser.add_argument("--seed", type=int, default=1, help="of phases and steps")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["dp4"], help="in turn")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     given = parser.parse_args()
     if not namespaces.permitted():
         raise JobError("this user may make no network namespace")
-    benchmark = Benchmark("node_loss", {"rounds": given.rounds})
+    benchmark = Benchmark("node_loss", {"rounds": given.rounds, "layouts": ", ".join(given.layouts)})
     source = random.Random(given.seed)
     folder = new_folder("node_loss")
-    found: dict[str, list[float]] = {name: [] for name in WAYS}
+    baseline_of = scenario.baselines(keeping.KEPT)
+    found: dict[str, list[float]] = {name: [] for name in given.ways}
     for number in range(given.rounds):
-        phase = source.choice(PHASES)
-        for name, way in WAYS.items():
-            print(f"round {number + 1} of {given.rounds}, {phase}: {name}", flush=True)
-            found[name].append(measure(folder / f"{number}-{len(list(folder.iterdir()))}", way, phase))
+        name = given.layouts[number % len(given.layouts)]
+        loss = Loss(name, source.choice(PHASES), source.choice(STEPS))
+        baseline = baseline_of(LAYOUTS[name])
+        for way in given.ways:
+            print(f"round {number + 1} of {given.rounds}, {loss}: {way}", flush=True)
+            place = folder / f"{number}-{len(list(folder.iterdir()))}"
+            found[way].append(measure(place, WAYS[way], loss, baseline))
     shutil.rmtree(folder)
 
     rows: list[list[Any]] = []
