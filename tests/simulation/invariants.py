@@ -56,7 +56,7 @@ class Invariants:
         self._tracker = -1 if world.disk.tracker is None else world.disk.tracker
         self.latest_fault = world.clock.now
         self._verdicts: dict[Agent, Verdict] = {}
-        self._terms: dict[Agent, int] = {}  # of the controllers that gave them
+        self._by: dict[Agent, int] = {}  # the machines of the controllers that gave them
         self.recoveries: set[int] = set()  # incidents that were recovered online
         self._let_in: set[Agent] = set()  # agents of spare nodes whose hellos the controller has accepted
         self._taking_part: dict[tuple[int, int, int], Worker] = {}  # by incident, attempt and rank
@@ -170,7 +170,7 @@ class Invariants:
     def verdict(self, agent: Agent, verdict: Verdict) -> None:
         assert agent not in self._verdicts, "an agent is given two verdicts"
         self._verdicts[agent] = verdict
-        self._terms[agent] = agent.succession.term
+        self._by[agent] = agent.machine if agent.connection is None else agent.connection.to
 
     def has_sound_holders(self, node: int) -> bool:
         """Whether ranks to which nothing has happened have every shard, and can write every group.
@@ -233,7 +233,9 @@ class Invariants:
             assert not any(worker.alive for worker in agent.workers.values()), "a process is left"
             verdict = self._verdicts.get(agent)
             if agent.machine not in world.network.cut and not agent.left and agent.controlled:
-                whose = self._terms.get(agent, agent.succession.term)
+                whose = self._by.get(
+                    agent, agent.machine if agent.connection is None else agent.connection.to
+                )
                 # The agents that have lost node 0 before they have heard of a spare node do not find it.
                 may_miss = world.network.parted or world.network.mended or self._let_in
                 whose = whose if may_miss else 0
@@ -376,7 +378,13 @@ class Watch:
             assert world.disk.tracker is not None
             assert world.disk.tracker >= verdict.step, "saved, and the tracker names an earlier step"
             assert verdict.step > job.origin
-        if self._controller_host.agent.machine in world.network.cut:
+        agent, term = self._controller_host.agent, self._controller_host.term
+        if world.agents[term] is not agent:
+            return  # another node has its place, and trains on
+        if sum(hub.term == term for hub in world.hubs.values()) > 1:
+            # Not held today: they use folders of the same names, and each removes them at its end.
+            return
+        if agent.machine in world.network.cut:
             return  # it knows of nothing but its own node, and others may save better
         if self._controller_host.term and world.network.mended:
             return  # not all whom it could reach may have come to it
