@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adaptor import config
 from adaptor.checkpoint.manifest import Manifest
@@ -215,6 +216,20 @@ def test_too_little_memory_for_the_replica() -> None:
         "FAIL",
         "spread the job over more ranks: no kind of replica fits",
     )
+
+
+def test_the_device_with_the_least_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own functions are replaced: two devices, as no test has one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda at: ((3 - at) * 10**9, 80 * 10**9))
+    found = needed(1e9, training=1.5e9, TTP_DEVICE="")["replica"]
+    assert (found.level, found.remedy) == (
+        "FAIL",
+        "TTP_REPLICA=mirror takes 1 bytes more, and survives what mirror does",
+    )
+    assert found.words.endswith("2.5 GB with weights, gradients and optimizer; 2.0 GB are free on cuda:1")
+    assert needed(1e8, training=1.5e9, TTP_DEVICE="")["replica"].level == "OK"
 
 
 def test_too_little_memory_for_host_copies() -> None:
