@@ -233,9 +233,8 @@ class Invariants:
             assert not any(worker.alive for worker in agent.workers.values()), "a process is left"
             verdict = self._verdicts.get(agent)
             if agent.machine not in world.network.cut and not agent.left and agent.controlled:
-                whose = self._by.get(
-                    agent, agent.machine if agent.connection is None else agent.connection.to
-                )
+                there = agent.machine if agent.connection is None else agent.connection.to
+                whose = self._by.get(agent, there)
                 # The agents that have lost node 0 before they have heard of a spare node do not find it.
                 may_miss = world.network.parted or world.network.mended or self._let_in
                 whose = whose if may_miss else 0
