@@ -127,7 +127,7 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
 
 def _require_sizes(given: Any) -> None:
     """Have the checkpoint transformed that was saved in other parallel sizes, or refuse it."""
-    from adaptor.frameworks import parallel_sizes
+    from adaptor.frameworks import reshape_sizes
 
     if context.get().settings.reshape is not None:
         from megatron.core import mpu
@@ -137,7 +137,7 @@ def _require_sizes(given: Any) -> None:
         tensor, pipeline = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
         reshape.bring_to_sizes(given, (tensor, pipeline, mpu.get_expert_model_parallel_rank()))
     elif given.rank == 0:
-        parallel_sizes.require_sizes_of_checkpoint(given)
+        reshape_sizes.require_sizes_of_checkpoint(given)
 
 
 def _require_intact(load_arg: str, optimizer: Any) -> None:

@@ -15,7 +15,7 @@ from adaptor.frameworks import (
     megatron_nodes,
     megatron_restart,
     megatron_sizes,
-    parallel_sizes,
+    reshape_sizes,
     supported_options,
 )
 from adaptor.patches._versions import MEGATRON
@@ -71,7 +71,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
     yield lambda: local_copy_flag.take_local_copy(parsed)
     yield lambda: supported_options.require_alone(parsed)
     yield lambda: supported_options.require_one_profiler(parsed)
-    yield lambda: parallel_sizes.require_transformable(parsed)
+    yield lambda: reshape_sizes.require_transformable(parsed)
     yield from supported_options.checks(parsed)
     yield from supported_options.checks_of_values(mindspeed_wrappers.ALLOWED_VALUES, parsed)
     yield from fine_tuning.checks(parsed)

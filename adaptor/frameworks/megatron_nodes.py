@@ -14,9 +14,10 @@ from typing import Any
 from adaptor import context, output
 from adaptor.context import Context
 from adaptor.errors import ConfigError, UnsupportedError
-from adaptor.frameworks import parallel_sizes
+from adaptor.frameworks import reshape_sizes
 from adaptor.frameworks.parallel_sizes import (
     NEAREST,
+    chunks_of,
     counts_samples,
     data_parallel_size,
     divides,
@@ -60,8 +61,8 @@ def fit(args: Any) -> None:
     _require_independent(args, f"--nnodes {nodes.fewest}:{nodes.most}")
     given, reshape = copy.copy(args), context.get().settings.reshape
     if reshape is not None and not holds_whole_models(args, args.world_size):
-        parallel_sizes.require_transformable(args)
-        parallel_sizes.take(args, reshape)
+        reshape_sizes.require_transformable(args)
+        reshape_sizes.take(args, reshape)
     _require_whole_replicas(args, nodes)
     unit = args.micro_batch_size * data_parallel_size(args)
     asked = args.global_batch_size
@@ -134,10 +135,10 @@ def _others(args: Any, nodes: Nodes, size: int) -> str:
     local = args.world_size // nodes.here
     fitting = [str(count) for count in range(nodes.fewest, nodes.most + 1) if count * local % size == 0]
     with_nodes = f"start {' or '.join(fitting)} nodes" if fitting else "start another number of nodes"
-    target = parallel_sizes.other_sizes(args)
+    target = reshape_sizes.other_sizes(args)
     if target is not None:
         return f"{with_nodes}, or {_other_command(args, *target)}"
-    found = parallel_sizes.expert_size_that_fits(args)
+    found = reshape_sizes.expert_size_that_fits(args)
     if found is not None:
         command = _other_command(args, found.tensor, found.pipeline, found.expert)
         return f"{with_nodes}, or {command} ({found.why})"
@@ -146,7 +147,7 @@ def _others(args: Any, nodes: Nodes, size: int) -> str:
 
 def _other_command(args: Any, tensor: int, pipeline: int, expert: int = 0) -> str:
     """Return how the job begins in other parallel sizes; `expert`: 0, or another than the arguments say."""
-    chunks = parallel_sizes.chunks_of(args, pipeline)
+    chunks = chunks_of(args, pipeline)
     how = "".join(
         f" --{name} {value}"
         for name, value, usual in (
@@ -181,7 +182,7 @@ def _fits(args: Any, nodes: Nodes, count: int) -> bool:
     there.world_size = args.world_size // nodes.here * count
     if not holds_whole_models(there, there.world_size) and settings.reshape is not None:
         try:
-            parallel_sizes.take(there, settings.reshape)
+            reshape_sizes.take(there, settings.reshape)
         except UnsupportedError:
             return False
     if not holds_whole_models(there, there.world_size):

@@ -11,7 +11,7 @@ import pytest
 
 from adaptor import context, output
 from adaptor.errors import AdaptorError
-from adaptor.frameworks import megatron_nodes, parallel_sizes
+from adaptor.frameworks import megatron_nodes, reshape_sizes
 from adaptor.protocol import environment
 
 # Of a job that fits its nodes.
@@ -201,7 +201,7 @@ MODEL = {
     ],
 )
 def test_sizes_in_which_the_model_would_fit(given: dict[str, Any], sizes: tuple[int, int] | None) -> None:
-    assert parallel_sizes.other_sizes(Namespace(**{**MODEL, **given})) == sizes
+    assert reshape_sizes.other_sizes(Namespace(**{**MODEL, **given})) == sizes
 
 
 @pytest.mark.usefixtures("nodes")

@@ -15,7 +15,7 @@ from adaptor import context, output
 from adaptor.__main__ import main
 from adaptor.checkpoint import left_overs, linux_calls, manifest, saved_steps, tracker
 from adaptor.errors import ResumeError
-from adaptor.frameworks import parallel_sizes, reshape
+from adaptor.frameworks import reshape, reshape_sizes
 from adaptor.protocol import naming
 from adaptor.transform import run
 from adaptor.transform.opening import sizes_at
@@ -99,10 +99,10 @@ def test_without_the_setting_other_sizes_are_refused(
     if refused:
         line = "^step 7 in .*/save has TP2 PP1, and the job has TP.*: give --ttp-reshape auto, .* start with "
         with pytest.raises(ResumeError, match=f"{line}--tensor-model-parallel-size 2 --pipeline-model-"):
-            parallel_sizes.require_sizes_of_checkpoint(job_arguments(save, **sizes))
+            reshape_sizes.require_sizes_of_checkpoint(job_arguments(save, **sizes))
     else:
-        parallel_sizes.require_sizes_of_checkpoint(job_arguments(save, **sizes))
-    parallel_sizes.require_sizes_of_checkpoint(job_arguments(tmp_path, save, **sizes))
+        reshape_sizes.require_sizes_of_checkpoint(job_arguments(save, **sizes))
+    reshape_sizes.require_sizes_of_checkpoint(job_arguments(tmp_path, save, **sizes))
 
 
 def test_there_and_back(

@@ -1,0 +1,251 @@
+"""The parallel sizes that a job of Megatron-LM takes: those of TTP_RESHAPE, or those of its arguments.
+
+The framework reads them after that: they are replaced in its parsed arguments, before it validates them.
+Without TTP_RESHAPE a checkpoint in other sizes is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adaptor import context
+from adaptor.checkpoint import saved_steps, tracker
+from adaptor.errors import AdaptorError, ResumeError, UnsupportedError
+from adaptor.frameworks.parallel_sizes import (
+    CHUNKS,
+    NEAREST,
+    chunks_of,
+    counts_samples,
+    data_parallel_size,
+    divides,
+    experts_objection,
+    holds_whole_models,
+    model_size,
+)
+from adaptor.protocol import naming
+from adaptor.setting_values import Reshape
+from adaptor.transform import arguments, opening
+from adaptor.transform.sizes import Sizes
+
+# Formats that `adaptor transform` writes.
+_FORMATS = ("torch", "torch_dist")
+
+
+def require_transformable(args: Any) -> None:
+    """Refuse TTP_RESHAPE for a job whose checkpoints are not transformed.
+
+    Args:
+        args: of the framework.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    wanted = context.get().settings.reshape
+    why = None if wanted is None else _untransformable(args)
+    if why:
+        raise UnsupportedError(
+            f"TTP_RESHAPE is {wanted}: a checkpoint of a job {why} is not transformed; leave out one of them"
+        )
+
+
+def _untransformable(args: Any) -> str:
+    """Return why the checkpoints of a job are not transformed, in words; empty where they are."""
+    if getattr(args, "ckpt_format", "torch") not in _FORMATS:
+        return f"with --ckpt-format {args.ckpt_format}"
+    if getattr(args, "use_checkpoint_args", False):  # they would win over the sizes of the job
+        return "with --use-checkpoint-args"
+    return arguments.untransformable(args, described=False)
+
+
+def take(args: Any, wanted: Reshape) -> None:
+    """Let the framework's arguments have the sizes of TTP_RESHAPE.
+
+    Args:
+        args: of the framework, before it validates them; changed.
+        wanted: the setting.
+
+    Raises:
+        UnsupportedError: there are no such sizes, or they fit neither the model nor the ranks.
+    """
+    if wanted.tp:
+        tensor, pipeline = wanted.tp, wanted.pp
+        why = next(_objections(args, tensor, pipeline), "")
+        if why:
+            raise UnsupportedError(f"TTP_RESHAPE is {wanted}, and {why}; give other sizes, or auto")
+    else:
+        found = other_sizes(args)
+        if found is None:
+            raise UnsupportedError(
+                f"TTP_RESHAPE is {wanted}, and in no tensor and pipeline parallel sizes {args.world_size}"
+                f" ranks can train this model with this batch{_because_of_experts(args)}"
+            )
+        tensor, pipeline = found
+    if pipeline != args.pipeline_model_parallel_size:
+        for name in CHUNKS:
+            if hasattr(args, name):
+                setattr(args, name, None)
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tensor, pipeline
+
+
+def _because_of_experts(args: Any) -> str:
+    """Return the end of the line that no sizes fit: what would be right, and the reason where experts are it.
+
+    A pipeline parallel size of 1 is the easiest for them: where it is too large, all others are.
+    """
+    objection = experts_objection(_changed(args, args.tensor_model_parallel_size, 1))
+    if not objection:
+        return "; start another number of nodes"
+    found = expert_size_that_fits(args, chosen=True)
+    other = "" if found is None else f", or with --expert-model-parallel-size {found.expert} ({found.why})"
+    return f": {objection}; start another number of nodes{other}"
+
+
+def other_sizes(args: Any) -> tuple[int, int] | None:
+    """Return the tensor and pipeline parallel sizes with which the model would fit the ranks that are there.
+
+    Of all that fit, those with which a rank holds no more than now, and no less than need be; if there are
+    none, those with which it holds the least more.
+
+    Args:
+        args: of the framework.
+
+    Returns:
+        None where there are none, or `adaptor transform` does not make such a checkpoint.
+    """
+    if _untransformable(args):
+        return None
+    now = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    found = [
+        (tensor, pipeline)
+        for tensor, pipeline in product(_divisors(args.world_size), repeat=2)
+        if next(_objections(args, tensor, pipeline), None) is None and _trains(args, tensor, pipeline)
+    ]
+
+    def rank(sizes: tuple[int, int]) -> tuple[bool, int, bool, int]:
+        held = sizes[0] * sizes[1]
+        changes = sizes[0] != args.tensor_model_parallel_size
+        return held < now, abs(held - now), changes, sizes[1]
+
+    return min(found, key=rank, default=None)
+
+
+class ExpertSize(NamedTuple):
+    """Another expert parallel size, the sizes that a job has with it, and what bounds it, in words."""
+
+    expert: int
+    tensor: int
+    pipeline: int
+    why: str
+
+
+def expert_size_that_fits(args: Any, *, chosen: bool = False) -> ExpertSize | None:
+    """Return another expert parallel size with which the job could train on the ranks that are there.
+
+    Of all such sizes, one with which the others stay as they are; of these the largest.
+
+    Args:
+        args: of the framework.
+        chosen: the job takes its other sizes itself, which it does only where the model does not fit the
+            ranks in those of its arguments; else the user gives them.
+
+    Returns:
+        None where there is none, or `adaptor transform` does not make such a checkpoint.
+    """
+    experts = getattr(args, "num_experts", None)
+    if experts is None:
+        return None
+    now = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    found = []
+    for expert in _divisors(experts):
+        changed = copy.copy(args)
+        changed.expert_model_parallel_size = expert
+        sizes = other_sizes(changed)
+        stay = chosen and holds_whole_models(changed, args.world_size)
+        if sizes is not None and (sizes == now or not stay):
+            found.append((expert, sizes))
+    if not found:
+        return None
+    expert, (tensor, pipeline) = max(found, key=lambda one: (one[1] == now, one[0]))
+    left = args.world_size // (tensor * pipeline)
+    ranks = f"{args.world_size} ranks / TP{tensor} / PP{pipeline}"
+    why = f"it has to divide {experts} experts, and {left} = {ranks}"
+    return ExpertSize(expert, tensor, pipeline, why)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _changed(args: Any, tensor: int, pipeline: int) -> Any:
+    changed = copy.copy(args)
+    changed.tensor_model_parallel_size, changed.pipeline_model_parallel_size = tensor, pipeline
+    return changed
+
+
+def _objections(args: Any, tensor: int, pipeline: int) -> Iterator[str]:
+    """Yield why the ranks that are there cannot hold the model in these sizes."""
+    heads = {"attention heads": args.num_attention_heads}
+    if getattr(args, "group_query_attention", False):
+        heads["query groups"] = args.num_query_groups
+    for what, count in heads.items():
+        if count % tensor:
+            yield f"{count} {what} are not divisible by {tensor}"
+    stages = pipeline * chunks_of(args, pipeline)
+    if args.num_layers % stages:
+        yield f"{args.num_layers} layers are not divisible by {stages}"
+    if getattr(args, "num_experts", None) is not None:
+        if tensor != args.tensor_model_parallel_size:
+            yield "experts keep the tensor parallel size that they have"
+        if (getattr(args, "expert_tensor_parallel_size", None) or tensor) != tensor:
+            yield f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} is not {tensor}"
+    changed = _changed(args, tensor, pipeline)
+    if args.world_size % model_size(changed):
+        yield f"the model takes {model_size(changed)} ranks, of which {args.world_size} is no multiple"
+    if objection := experts_objection(changed):
+        yield objection
+
+
+def _trains(args: Any, tensor: int, pipeline: int) -> bool:
+    """Return whether the replicas and the batch that are asked for are possible in these sizes."""
+    size = data_parallel_size(_changed(args, tensor, pipeline))
+    settings = context.get().settings
+    if settings.replica == "split" and size % 2:
+        return False
+    may_change = settings.batch == NEAREST and counts_samples(args)
+    return may_change or divides(args, args.micro_batch_size * size, args.global_batch_size)
+
+
+def require_sizes_of_checkpoint(args: Any) -> None:
+    """Refuse to load a checkpoint of the job that was saved in other sizes, where TTP_RESHAPE is not set.
+
+    The format `torch` is meant, of which the framework loads its own sizes alone; it would say so in the
+    traceback of an assertion. Only rank 0 calls it.
+
+    Args:
+        args: of the framework, validated.
+
+    Raises:
+        ResumeError: the sizes differ.
+    """
+    load, save = Path(args.load), Path(args.save)
+    step = getattr(args, "ckpt_step", None) or tracker.tracked_step(load)
+    if step is None or load.resolve() != save.resolve() or not saved_steps.has_manifest(load, step):
+        return
+    folder = load / naming.final_name(step)
+    if not any(path.name.startswith("mp_rank_") for path in folder.iterdir()):
+        return
+    try:
+        there = opening.sizes_at(load, step)
+    except AdaptorError:
+        return  # the framework may be able to load it
+    if (there.tp, there.pp) != (args.tensor_model_parallel_size, args.pipeline_model_parallel_size):
+        wanted = Sizes.of(args)
+        raise ResumeError(
+            f"step {step} in {save} has {there}, and the job has {wanted}: give --ttp-reshape auto, which"
+            f" transforms it first, or start with --tensor-model-parallel-size {there.tp}"
+            f" --pipeline-model-parallel-size {there.pp}"
+        )
