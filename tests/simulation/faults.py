@@ -107,7 +107,7 @@ class Faults:
         self._world.end_agent(agent, told=True)
 
     def _strike_spare(self, spare: SpareNode) -> None:
-        if self._world.over() or not spare.alive:
+        if self._world.over() or not spare.alive or spare.world is not self._world:
             return
         self._tell(f"the spare node on machine {spare.machine} is struck")
         self._draw.choice([self._end_spare, self._end_spare, self._cut_spare, self._stop_spare])(spare)
