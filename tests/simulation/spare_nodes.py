@@ -48,7 +48,8 @@ class SpareNode(Process):
 
     def told(self, connection: Connection, order: TakePlace | Lost) -> None:
         if isinstance(order, Lost):
-            if self.place is None:  # it ends: node 0 is lost, or cannot be reached
+            # It ends where it waits: node 0 is lost, or cannot be reached.
+            if self.place is None and self.agent is None:
                 self.end()
             return
         self.place = order
