@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -131,6 +132,25 @@ def test_the_framework_waits_by_torchs_own_function_where_no_wait_has_to_be_ende
     finally:
         patching.disarm("waits")
     assert dist.Work.wait is native
+
+
+def test_a_wait_for_what_has_ended_calls_torch_alone(memory: BoardMemory) -> None:
+    """There are eight of them in a micro-batch."""
+    patches.load("online")
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(minutes=1))
+    work = group.allreduce([torch.ones(1)])
+    work.wait()
+    called: list[str] = []
+    Worker(memory).rejoin.set_online_support("")
+    try:
+        sys.setprofile(
+            lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None
+        )
+        work.wait()
+        sys.setprofile(None)
+    finally:
+        patching.disarm("waits")
+    assert called == ["wait"]
 
 
 def test_an_order_that_is_late_is_not_obeyed(memory: BoardMemory) -> None:
