@@ -50,14 +50,14 @@ class AscendLoop(TrainingLoop):
         valid: list[Replay] = [one for one in iterators if one is not None]
         super().__init__(given, given["lr_scheduler"], [] if train is None else [train], valid, told)
         self._start: int = told["start"]["iteration"] if "start" in told else self.args().iteration
-        keep, kept = self._board.keep, self._board.kept
-        self.log = AscendLog(keep, kept, self._start, self.module, device=self._device)
+        keep = self._board.keep
+        self.log = AscendLog(keep, self._kept, self._start, self.module, device=self._device)
 
     def answers(self, step: int) -> Mapping[str, Any]:
         args = self.args()
         asked = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
         start = {"iteration": self._start}
-        return {"asked": asked, "start": start, "tail": self._tail.state(step)._asdict()}
+        return {"asked": asked, "start": start, **self._common_answers(step)}
 
     def settle(self, step: int) -> None:
         from ascendspeed import get_timers

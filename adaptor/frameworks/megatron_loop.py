@@ -66,13 +66,13 @@ class MegatronLoop(TrainingLoop):
         self._config_before = {name: getattr(config, name) for name in _CONFIG if hasattr(config, name)}
         self._start = told.get("start") or {name: getattr(self.args(), name) for name in _START}
         self._is_set = False  # for a call of the loop that has not come to its first step
-        start, keep, kept = self._start["iteration"], self._board.keep, self._board.kept
-        self.log = MegatronLog(keep, kept, start, self.module, self.uncounted, self._device)
+        start, keep = self._start["iteration"], self._board.keep
+        self.log = MegatronLog(keep, self._kept, start, self.module, self.uncounted, self._device)
 
     def answers(self, step: int) -> Mapping[str, Any]:
         args = self.args()
         asked = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
-        return {"asked": asked, "start": self._start, "tail": self._tail.state(step)._asdict()}
+        return {"asked": asked, "start": self._start, **self._common_answers(step)}
 
     def begin_step(self, step: int) -> None:
         """`step` begins: the loop has read what was set for it alone."""

@@ -43,7 +43,8 @@ class StepLog(ABC):
 
     Args:
         keep: keeps bytes for the process that may take this one's place.
-        kept: what the process whose place this one takes has kept; empty: it takes none.
+        kept: what the process whose place this one takes has kept, or `state` of another rank with the same
+            part of the model; empty: it takes none.
         start: the step behind which the job began.
         module: the module of the loop, by whose names it writes its log.
         uncounted: what the framework says of zeros in the gradients where it does not count them.
@@ -188,6 +189,18 @@ class StepLog(ABC):
         self._keep(data)
 
     # in a recovery
+
+    def state(self, step: int) -> bytes:
+        """Return what a new process of another rank with this part of the model begins with behind `step`.
+
+        It has the sums of the interval, which are the same there, and no losses of that rank.
+        """
+        written = max((one for one in self._sums if one <= step), default=0)
+        try:
+            sums = kept_losses.of_sums(self._sums.get(written, {}))
+            return _ENCODER.encode((step, None, written, self._since, sums))
+        except (TypeError, AttributeError):  # as in `_keep_all`
+            return b""
 
     def go_back(self, step: int) -> None:
         """The loop is called again, and begins behind `step`."""

@@ -63,12 +63,18 @@ class TrainingLoop:
         self._tail = StepTail(valid, TailState(**told["tail"]) if "tail" in told else None)
         self._record: StepRecord | None = None
         self._board = runtime.get().session.board
+        # Where the board is lost with its node, the twin's part of the log is all that is left.
+        self._kept: bytes = self._board.kept or told.get("log", {}).get("kept", b"")
         self._device = next((one.device for chunk in self._model for one in chunk.parameters()), "cpu")
         self.everyone: dist.ProcessGroup | None = None
 
     def set_args(self, values: Mapping[str, Any]) -> None:
         """Set arguments of the framework."""
         set_args(self.args(), values)
+
+    def _common_answers(self, step: int) -> dict[str, Any]:
+        """Return what `answers` tells a newcomer of the part of a step behind its update."""
+        return {"tail": self._tail.state(step)._asdict(), "log": {"kept": self.log.state(step)}}
 
     def group(self) -> str:
         checkpointing = importlib.import_module(f"{self.framework}.checkpointing")

@@ -12,6 +12,7 @@ from tests.faults.harness import DP2_MIRROR, DP4, MOE_EP2, TP2_DP2, Layout
 from tests.faults.namespaces import Namespaces
 from tests.faults.scenario import BaselineOf
 from tests.integration.test_online import online, trains_on
+from tests.integration.test_online_log import DP4_EVERY_3RD
 
 PLAIN = {"TTP_TLS": "plain"}
 COLD, WARM = ("--ttp-spares", "0"), ("--ttp-spares", "1")
@@ -27,12 +28,16 @@ def network() -> Iterator[Namespaces]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "spares"),
-    [(TP2_DP2, "agent-sigkill", COLD), (DP4, "agent-sigkill-beside-a-spare-node", (*WARM, *COPIES))],
+    ("layout", "interval", "kind", "spares"),
+    [
+        (TP2_DP2, 1, "agent-sigkill", COLD),
+        (DP4_EVERY_3RD, 3, "agent-sigkill-beside-a-spare-node", (*WARM, *COPIES)),
+    ],
     ids=["cold", "warm"],
 )
 def test_a_spare_node_takes_the_place_of_a_lost_one(
     layout: Layout,
+    interval: int,
     kind: str,
     spares: tuple[str, ...],
     network: Namespaces,
@@ -51,7 +56,8 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
         options=spares,
         restarts=1,
     )
-    ended = trains_on(job, baseline_of(layout), incidents=2, lost_nodes=1)
+    # The rank that writes the log is on the lost node, in the middle of an interval.
+    ended = trains_on(job, baseline_of(layout), incidents=2, log_interval=interval, lost_nodes=1)
     assert ended.logs[0].count(" has the place of node 1, training goes on with step 4, 0 steps lost, ") == 1
 
 
