@@ -29,7 +29,7 @@ from adaptor.launchers.copy_files import CopyFiles
 from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.launchers.invitation import Invitation
 from adaptor.launchers.log import Log
-from adaptor.launchers.place_filling import StartCounts, fill_for_restart
+from adaptor.launchers.place_filling import NO_STARTS, StartCounts, fill_for_restart
 from adaptor.launchers.replacements import WorkerStarter
 from adaptor.launchers.spare_gate import SpareGate
 from adaptor.launchers.waiting import wait_for
@@ -110,7 +110,7 @@ class Node:
         *,
         may_restart: bool = True,
         has_met_before: bool = False,
-        counts: StartCounts = StartCounts(),
+        counts: StartCounts = NO_STARTS,
         place: TakePlace | None = None,
     ) -> None:
         """Prepare a generation before its workers start.

@@ -34,6 +34,9 @@ class StartCounts(NamedTuple):
     generations: int = 0
 
 
+NO_STARTS = StartCounts()
+
+
 async def fill_for_restart(
     gate: SpareGate,
     members: Membership,

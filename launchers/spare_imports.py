@@ -68,7 +68,10 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
     path = list(sys.path)
     os.environ.update(order.environment)
     context.part(GarbageCollection).put_off()
-    with contextlib.nullcontext() if order.is_alone else _standing_back(), _reads_of(frozenset(order.of_a_rank)) as reads:
+    with (
+        contextlib.nullcontext() if order.is_alone else _standing_back(),
+        _reads_of(frozenset(order.of_a_rank)) as reads,
+    ):
         try:
             worker_main.arm(None)
         except Exception as error:  # a worker would say it, and be refused

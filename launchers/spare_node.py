@@ -202,7 +202,7 @@ async def stay_at_gate(
 async def wait_at_gate(
     found: Invitation, host: str, settings: Config, mine: SpareHello, warm: WarmProcesses
 ) -> Taken | None:
-    """Wait at the gate to which `found` invites, and let `warm` processes import; the rest is as for `wait`."""
+    """Wait at the gate to which `found` invites, and let `warm` import; the rest is as for `wait`."""
     imports: list[asyncio.Task[None]] = []
     where = (found.name, 0) if found.kind == UNIX else (host, found.port)
     reader, writer = await connect(*where, found.secret, tls.load(settings))

@@ -1,8 +1,8 @@
 """The processes that a spare node keeps, so that its workers start as fast as a spare process does.
 
-They are started on the main thread, which lives as long as `ttprun`: the kernel ends them with the thread that
-has started them. They import what a worker of node 0 has imported (`spare_pool.Spare`), as the gate of node 0
-tells it, and become the workers of this node when it takes a place while others train. They are for
+They are started on the main thread, which lives as long as `ttprun`: the kernel ends them with the thread
+that has started them. They import what a worker of node 0 has imported (`spare_pool.Spare`), as the gate of
+node 0 tells it, and become the workers of this node when it takes a place while others train. They are for
 convenience: whatever becomes of one, a cold process is started in its place.
 """
 
@@ -22,6 +22,7 @@ from adaptor.launchers.programs import SPARE, WORKER
 from adaptor.launchers.spare_pool import Spare
 from adaptor.protocol.environment import AGENT
 from adaptor.protocol.spare_messages import Import
+
 
 class WarmProcesses:
     """The processes of one spare node.
@@ -60,7 +61,7 @@ class WarmProcesses:
 
     @contextlib.contextmanager
     def become_workers(self) -> Iterator[None]:
-        """Let torch's agent use them where it starts a worker meanwhile; it starts others where none is left."""
+        """Let torch's agent use them where it starts a worker meanwhile, and cold ones where none is left."""
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
         cold = SubprocessHandler._popen
