@@ -131,7 +131,8 @@ class Invariants:
         # A save that a disk holds up goes back to the step before, which others can write; so do all, and the
         # step is made again.
         goes_back = self._world.job.has_local_copy and self._world.disk.troubled
-        if self.has_sound_holders(0) and not goes_back:  # else one may have raised in the update of a later step
+        # Without sound holders an exception may have left the update of a later step.
+        if self.has_sound_holders(0) and not goes_back:
             assert order.step >= self.begun, f"step {self.begun} is lost by going on from step {order.step}"
         self.begun = order.step
         self._saved_before = len(self.saved)
