@@ -14,9 +14,11 @@ def shown(words: str) -> str:
 
 
 def protection(status: Status) -> str:
-    """Return whether a job is protected, and why it is not."""
+    """Return whether a job is protected, and why it is not; of one that has ended, whether it was."""
     if status.protected is None:
-        return "not yet protected"
+        return "never protected" if status.state == "ended" else "not yet protected"
+    if status.state == "ended" and status.protected:
+        return "it was protected to its end"
     return "protected" if status.protected else f"NOT PROTECTED: {status.why_not}"
 
 

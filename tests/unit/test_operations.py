@@ -615,11 +615,13 @@ def _written(logs: Path, **changes: Any) -> None:
     [
         ({}, 0, "job: training"),
         ({"protected": False, "why_not": "no steps"}, 1, "NOT PROTECTED: no steps"),
+        ({"state": "ended"}, 0, "it was protected to its end"),
+        ({"state": "ended", "protected": None}, 0, "never protected"),
         ({"time": "2026-01-31T12:00:00+00:00"}, 1, "last training"),
         ({"time": "2026-01-31T12:00:00+00:00", "state": "ended"}, 0, "job: ended"),
         ({"save": "a\x1b[2J\ud800".encode("utf-8", "ignore").decode()}, 0, "save folder  a?[2J"),
     ],
-    ids=["training", "unprotected", "silent", "ended", "a name that is no text"],
+    ids=["training", "unprotected", "to its end", "never", "silent", "ended", "a name that is no text"],
 )
 def test_ttp_status(
     changes: dict[str, Any], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
