@@ -42,7 +42,7 @@ demo: $(PROJECT_READY) $(FRAMEWORKS_READY)
 # A worker begins with its share of the files in their order, so most tests that share a fixture run in one place,
 # and then takes what others have left.
 # More run at the same time than there are cores, since many tests wait most of the time.
-pytest = $(BIN)/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) \* 2)) --dist worksteal
+pytest = $(BIN)/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) \* 5 / 2)) --dist worksteal
 
 test: $(PROJECT_READY) $(FRAMEWORKS_READY)
 	@$(pytest) $(TESTS)

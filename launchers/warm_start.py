@@ -108,7 +108,9 @@ def of_spare_node(parsed: argparse.Namespace, *, wanted: bool) -> WarmProcesses:
     from torch.distributed import run
     from torch.distributed.elastic.utils import macros
 
-    config, entrypoint, arguments = run.config_from_args(parsed)  # sets OMP_NUM_THREADS as for workers
+    # It sets OMP_NUM_THREADS as for workers; and it makes a folder for logs, where it is given none.
+    asked = argparse.Namespace(**{**vars(parsed), "log_dir": os.devnull})
+    config, entrypoint, arguments = run.config_from_args(asked)
     command = [str(entrypoint), *map(str, arguments)]
     # Where torch gives each rank other arguments, or processors of its own, none can be any rank.
     is_same = str(WORKER) in command and not any(macros.local_rank in word for word in command)
