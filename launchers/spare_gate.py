@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -37,6 +38,8 @@ from adaptor.protocol.spare_node_messages import (
     from_spare_node,
 )
 
+T = TypeVar("T")
+
 # The job's name in the invitation to this gate.
 _NAME = "spares"
 # How long a spare has for its answer: a process that only waits answers in milliseconds, but the kernel of a
@@ -44,6 +47,22 @@ _NAME = "spares"
 ANSWER_S = 3.0
 # How long a spare that is refused has to read why.
 READ_S = 3.0
+
+
+async def those_that_answer(waiting: list[T], count: int, answers: Callable[[T], Awaitable[bool]]) -> list[T]:
+    """Return `count` spares that have answered and still wait, or fewer where there are fewer.
+
+    Args:
+        waiting: those that wait; one that goes is removed from it meanwhile.
+        count: how many are needed; more are not asked.
+        answers: asks one.
+    """
+    ready: list[T] = []
+    for spare in list(waiting):
+        if len(ready) < count and await answers(spare):
+            # Those that have answered before may have gone meanwhile.
+            ready = [one for one in (*ready, spare) if one in waiting]
+    return ready
 
 
 class SpareGate:
@@ -102,11 +121,7 @@ class SpareGate:
         Returns:
             The new owner of each place; empty if there is not a spare for each.
         """
-        ready: list[_Waiting] = []
-        for spare in list(self._waiting):
-            if len(ready) < len(lost) and await spare.answers():
-                # Those that have answered before may have gone meanwhile.
-                ready = [one for one in (*ready, spare) if one in self._waiting]
+        ready = await those_that_answer(self._waiting, len(lost), _Waiting.answers)
         if len(ready) < len(lost) or not wanted():
             return {}
         owners = {}

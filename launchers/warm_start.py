@@ -41,11 +41,6 @@ class WarmProcesses:
                 self._spares.append(Spare(words, {**os.environ, AGENT: ""}))  # which is not there yet
         self._told = ""
 
-    @property
-    def ready(self) -> int:
-        """Return how many have imported everything."""
-        return sum(spare.ready for spare in self._spares)
-
     async def have_import(self, what: Import) -> None:
         """Let all import `what`, beside each other; return when they have. Later calls change nothing."""
         untold = [spare for spare in self._spares if not spare.told]
@@ -57,7 +52,7 @@ class WarmProcesses:
             unfit = await spare.imports(what)
         if unfit and not self._told:
             self._told = unfit
-            output.tell(f"[ttp] this spare node will start new processes, no spare ones: {unfit}")
+            output.tell(f"[ttp] the workers of this spare node will be new processes, no spare ones: {unfit}")
 
     @contextlib.contextmanager
     def become_workers(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ class LostPlaces:
         taken: the places in which spare nodes have come
     """
 
-    taken: dict[int, None] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
     _asked: set[int] = field(default_factory=set)
     _refused: dict[int, str] = field(default_factory=dict)
 
@@ -44,9 +44,9 @@ class LostPlaces:
 
     def come(self, node: int) -> None:
         """Note that the agent of a spare node has come in the place of `node`."""
-        self.taken[node] = None
+        self.taken.add(node)
 
     def lose(self, node: int) -> None:
         """Note that `node` is lost, or the spare node that had its place: node 0 may be asked again."""
         self._asked.discard(node)
-        self.taken.pop(node, None)
+        self.taken.discard(node)

@@ -67,9 +67,8 @@ class Regrouping:
         self._begun_at = 0.0
         self._joined: dict[int, str] = {}  # the digest of each rank that has joined in this attempt
         self._is_told = False  # survivors are, in this attempt
-        self._unexplained: tuple[str, float] | None = (
-            None  # why one cannot join, and how long a loss may explain it
-        )
+        # Why a survivor cannot join, and until when a loss that is not known yet may explain it.
+        self._unexplained: tuple[str, float] | None = None
         self.presence = PresenceCheck(state.now, self.timeout_s)
 
     @property

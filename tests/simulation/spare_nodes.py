@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
-from adaptor.launchers.spare_gate import ANSWER_S
+from adaptor.launchers.spare_gate import ANSWER_S, those_that_answer
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_node_messages import TakePlace
 from tests.simulation.clock import Process
@@ -126,10 +126,7 @@ class SpareGate:
         wanted: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
         """Give each place to a spare that has just answered, or none."""
-        ready: list[SpareNode] = []
-        for spare in list(self.waiting):
-            if len(ready) < len(lost) and await self._answers(spare):
-                ready = [one for one in (*ready, spare) if one in self.waiting]
+        ready = await those_that_answer(self.waiting, len(lost), self._answers)
         if len(ready) < len(lost) or not wanted():
             return {}
         owners = {}
