@@ -110,7 +110,7 @@ class Server(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread can be started
+        except RuntimeError:  # No thread can be started. After Ctrl-C there may be one: it releases.
             self._clients.release()
             raise
 

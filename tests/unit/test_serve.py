@@ -405,8 +405,22 @@ def test_a_port_that_is_taken_is_said(job: Path, capsys: pytest.CaptureFixture[s
     assert f"127.0.0.1:{port}: the address cannot be had" in capsys.readouterr().err
 
 
-def test_the_command_says_where_it_serves(job: Path) -> None:
-    program = f"{HEARS_CTRL_C}; from adaptor.launchers import ttp; raise SystemExit(ttp.main())"
+# Sends Ctrl-C to the main thread before its wait for a client's thread ends; the client is answered already.
+INTERRUPTED_WHERE_IT_STARTS_A_THREAD = """
+import threading
+start = threading.Thread.start
+def interrupted(thread):
+    start(thread)
+    if thread.name.endswith("(process_request_thread)"):
+        thread.join()
+        signal.raise_signal(signal.SIGINT)
+threading.Thread.start = interrupted
+"""
+
+
+@pytest.mark.parametrize("before", ["", INTERRUPTED_WHERE_IT_STARTS_A_THREAD], ids=["waiting", "starting"])
+def test_the_command_says_where_it_serves(before: str, job: Path) -> None:
+    program = f"{HEARS_CTRL_C}\n{before}\nfrom adaptor.launchers import ttp; raise SystemExit(ttp.main())"
     with subprocess.Popen(
         [sys.executable, "-c", program, "serve", str(job), "--port", "0", "--json"],
         stdout=subprocess.PIPE,
@@ -416,7 +430,8 @@ def test_the_command_says_where_it_serves(job: Path) -> None:
         said = json.loads(command.stdout.readline())
         assert said["folder"] == str(job)
         assert get(f"{said['url']}/api/v1/status")[0] == 200
-        command.send_signal(signal.SIGINT)
+        if not before:
+            command.send_signal(signal.SIGINT)
     assert command.returncode == 130
 
 
