@@ -20,6 +20,7 @@ from adaptor import config, output
 from adaptor.endpoints import Address
 from adaptor.errors import AdaptorError
 from adaptor.operations import access, job_folder, records, verify
+from adaptor.operations.ctrl_c import CtrlC
 from adaptor.operations.goodput import Goodput
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.records import Incident, Phases, Status
@@ -117,16 +118,18 @@ def _where(parsed: argparse.Namespace) -> Path:
 
 
 def _status(parsed: argparse.Namespace) -> int:
-    while True:
-        status = job_folder.status(_where(parsed))
-        silent_s = job_folder.silent_s(status)
-        if parsed.json:
-            print(msgspec.json.encode(status).decode())
-        else:
-            show(_status_lines(status, silent_s), again=parsed.watch)
-        if not parsed.watch:
-            return FINDING if silent_s or status.protected is False else OK
-        time.sleep(_WATCH_S)
+    with CtrlC() as ctrl_c:
+        while True:
+            status = job_folder.status(_where(parsed))
+            silent_s = job_folder.silent_s(status)
+            if parsed.json:
+                print(msgspec.json.encode(status).decode())
+            else:
+                show(_status_lines(status, silent_s), again=parsed.watch)
+            if not parsed.watch:
+                return FINDING if silent_s or status.protected is False else OK
+            ctrl_c.raise_again()
+            time.sleep(_WATCH_S)
 
 
 def _status_lines(status: Status, silent_s: float) -> list[str]:
@@ -293,7 +296,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     clients = access.clients(address, parsed.token_file, certificate)
     listening = access.listen(address)
     address = address._replace(port=listening.getsockname()[1])
-    with serve.Server(where, listening, clients) as server:
+    with CtrlC() as ctrl_c, serve.Server(where, listening, clients, ctrl_c.raise_again) as server:
         url = f"{'https' if certificate else 'http'}://{address}"
         if parsed.json:
             print(json.dumps({"url": url, "folder": str(where)}), flush=True)

@@ -26,6 +26,7 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from adaptor.operations import job_folder
+from adaptor.operations.ctrl_c import CtrlC
 from adaptor.operations.job_folder import JobFolderError, Summaries
 from adaptor.operations.records import Incident, IncidentSummary, unix
 from adaptor.operations.trace import parts
@@ -82,24 +83,26 @@ def send(job: Path, *, follow: bool, as_json: bool) -> int:
         resource = resource.merge(Resource({SERVICE_NAME: _SERVICE}))
     summaries, done, refused = Summaries(), set[str](), 0
     try:
-        while True:
-            is_last = not follow or not job_folder.goes_on(job)
-            found = summaries.of(job)
-            for place, one in enumerate(found):
-                if one.id in done or not (is_last or place + 1 < len(found) or _is_complete(one)):
-                    continue
-                done.add(one.id)
-                incident = job_folder.read(job / job_folder.INCIDENTS / f"{one.id}.json", Incident)
-                taken = exporter.export(spans(incident, resource)) is SpanExportResult.SUCCESS
-                refused += not taken
-                if as_json:
-                    print(json.dumps({"incident": one.id, "sent": taken}), flush=True)
-                else:
-                    said = "sent" if taken else "NOT TAKEN by the collector"
-                    print(f"[ttp] incident {shown(one.id)}: {said}", flush=True)
-            if is_last:
-                break
-            time.sleep(_LOOK_S)
+        with CtrlC() as ctrl_c:
+            while True:
+                is_last = not follow or not job_folder.goes_on(job)
+                found = summaries.of(job)
+                for place, one in enumerate(found):
+                    if one.id in done or not (is_last or place + 1 < len(found) or _is_complete(one)):
+                        continue
+                    done.add(one.id)
+                    incident = job_folder.read(job / job_folder.INCIDENTS / f"{one.id}.json", Incident)
+                    taken = exporter.export(spans(incident, resource)) is SpanExportResult.SUCCESS
+                    refused += not taken
+                    if as_json:
+                        print(json.dumps({"incident": one.id, "sent": taken}), flush=True)
+                    else:
+                        said = "sent" if taken else "NOT TAKEN by the collector"
+                        print(f"[ttp] incident {shown(one.id)}: {said}", flush=True)
+                if is_last:
+                    break
+                ctrl_c.raise_again()
+                time.sleep(_LOOK_S)
     finally:
         shut_down()
     if not as_json:

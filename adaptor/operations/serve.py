@@ -20,9 +20,11 @@ import hmac
 import re
 import socket
 import threading
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -47,6 +49,7 @@ _INCIDENT_ID = re.compile(r"[\w.-]+")
 Request = socket.socket | tuple[bytes, socket.socket]
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
+_ALLOWED = {"Allow": "GET, HEAD"}
 _NO_INCIDENT = HTTPStatus.NOT_FOUND, _TEXT, b"there is no such incident\n"
 
 
@@ -57,12 +60,20 @@ class Server(ThreadingHTTPServer):
         where: the folder.
         listening: the socket; it is closed with the server.
         clients: what they must send, and see.
+        come_round: is called again and again by `serve_forever`, which what it raises ends.
     """
 
     daemon_threads = True
 
-    def __init__(self, where: Path, listening: socket.socket, clients: Clients) -> None:
+    def __init__(
+        self,
+        where: Path,
+        listening: socket.socket,
+        clients: Clients,
+        come_round: Callable[[], None] = lambda: None,
+    ) -> None:
         self.where = where
+        self._come_round = come_round
         self.token = clients.token
         self._job: Path | None = None
         self._clients = threading.BoundedSemaphore(MOST_CLIENTS)
@@ -127,6 +138,9 @@ class Server(ThreadingHTTPServer):
             ends.cancel()
             self._clients.release()
 
+    def service_actions(self) -> None:
+        self._come_round()
+
     def server_close(self) -> None:
         self.newest.close()
         super().server_close()
@@ -173,6 +187,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        """Refuse what would change something."""
+        words = b"nothing can be changed here; there are GET and HEAD\n"
+        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, words, _ALLOWED)
+
+    do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_POST
+
     def _made(self, path: str, query: dict[str, list[str]]) -> tuple[HTTPStatus, str, bytes]:
         server = self.server
         if path == "/":
@@ -206,8 +227,12 @@ class _Handler(BaseHTTPRequestHandler):
             b"not found; there are /, /metrics, /healthz, /readyz, /incidents/ID/trace and /api/v1/\n",
         )
 
-    def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+    def _answer(
+        self, status: HTTPStatus, kind: str, body: bytes, more: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.send_response(status)
+        for name, value in more.items():
+            self.send_header(name, value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")

@@ -144,6 +144,14 @@ def says_all(path: Path) -> bool:
 
 # A shell may have had it ignored.
 HEARS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+# A call of `interrupt` is Ctrl-C in a destructor, whose KeyboardInterrupt Python drops.
+DROPPED = """
+class Destroyed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+def interrupt():
+    Destroyed()
+"""
 
 
 def run_here(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -40,7 +40,7 @@ from adaptor.operations.records import (
     utc,
 )
 from tests import certificates
-from tests.unit.launching import HEARS_CTRL_C
+from tests.unit.launching import DROPPED, HEARS_CTRL_C
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 BEGAN = 1_700_000_000.0
@@ -327,8 +327,11 @@ def test_a_job_is_not_ready(job: Path, changes: dict[str, object], words: str) -
 def test_nothing_can_be_changed(job: Path) -> None:
     with served(server_of(job)) as address:
         connection = http.client.HTTPConnection(address)
-        connection.request("POST", "/api/v1/status", b"{}")
-        assert connection.getresponse().status == 501
+        for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+            connection.request(method, "/api/v1/status")
+            answer = connection.getresponse()
+            assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+            assert b"nothing can be changed" in answer.read()
         connection.close()
 
 
@@ -405,20 +408,38 @@ def test_a_port_that_is_taken_is_said(job: Path, capsys: pytest.CaptureFixture[s
     assert f"127.0.0.1:{port}: the address cannot be had" in capsys.readouterr().err
 
 
-# Sends Ctrl-C to the main thread before its wait for a client's thread ends; the client is answered already.
-INTERRUPTED_WHERE_IT_STARTS_A_THREAD = """
+# Calls `interrupt` on the main thread before its wait for a client's thread ends; the client has its answer.
+WHERE_IT_STARTS_A_THREAD = """
 import threading
 start = threading.Thread.start
 def interrupted(thread):
     start(thread)
     if thread.name.endswith("(process_request_thread)"):
         thread.join()
-        signal.raise_signal(signal.SIGINT)
+        interrupt()
 threading.Thread.start = interrupted
+"""
+RAISED = "interrupt = lambda: signal.raise_signal(signal.SIGINT)"
+# As Python has it where the signal comes between the two lines of a lock's release in `Condition.wait`.
+REPLACED = """
+def interrupt():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        threading.Lock().release()
 """
 
 
-@pytest.mark.parametrize("before", ["", INTERRUPTED_WHERE_IT_STARTS_A_THREAD], ids=["waiting", "starting"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        f"{RAISED}\n{WHERE_IT_STARTS_A_THREAD}",
+        f"{REPLACED}\n{WHERE_IT_STARTS_A_THREAD}",
+        f"{DROPPED}\n{WHERE_IT_STARTS_A_THREAD}",
+    ],
+    ids=["waiting", "starting", "replaced", "dropped"],
+)
 def test_the_command_says_where_it_serves(before: str, job: Path) -> None:
     program = f"{HEARS_CTRL_C}\n{before}\nfrom adaptor.launchers import ttp; raise SystemExit(ttp.main())"
     with subprocess.Popen(
