@@ -24,7 +24,8 @@ from adaptor.checkpoint.crc32 import crc32
 from adaptor.checkpoint.direct_writes import DirectWriter
 from adaptor.checkpoint.hashing import BLOCK
 from adaptor.checkpoint.paced_sync import PacedSync
-from adaptor.checkpoint.shards import Exchange, Part
+from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shards import Part
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -128,7 +129,7 @@ class PartWriter:
         Args:
             regions: of all files.
             optimizers: those of the chain.
-            own: per optimizer, the readers of the shards that this rank gives (`shards.own_shards`).
+            own: per optimizer, the readers of the shards that this rank gives (`shard_exchange.own_shards`).
         """
         for region in regions:
             optimizer = optimizers[region.position]

@@ -43,7 +43,7 @@ from adaptor.checkpoint.hashing import BLOCK, DIGEST_BYTES, BlockDigest
 from adaptor.checkpoint.in_place_holder import ROUND_S, own_readers
 from adaptor.checkpoint.in_place_messages import TOKEN_BYTES, Answer, Offer, Order, Report, receive, send
 from adaptor.checkpoint.planned_tensors import Source
-from adaptor.checkpoint.shards import DumpCancelled, Exchange
+from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
 from adaptor.protocol.file_entry import FileEntry
 

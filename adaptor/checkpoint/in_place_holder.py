@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adaptor.checkpoint import disk, in_place_messages, shards
+from adaptor.checkpoint import disk, in_place_messages, shard_exchange, shards
 from adaptor.checkpoint.file_parts import PartWriter, read_all, write_all
 from adaptor.checkpoint.in_place_messages import TOKEN_BYTES, Answer, Offer, Order, Report, receive, send
-from adaptor.checkpoint.shards import DumpCancelled, Exchange
+from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
 
 ROUND_S = 1.0  # far below the time-out of a message, which is that of the group
@@ -62,7 +62,7 @@ def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[i
     for position, optimizer in enumerate(optimizers):
         own: Mapping[int, Any] = {}
         if shards.is_sharded(optimizer) and exchange.rank in exchange.sources[position]:
-            own = shards.own_shards(optimizer, position, exchange)
+            own = shard_exchange.own_shards(optimizer, position, exchange)
         for reader in own.values():
             for number, buffer in enumerate(optimizer.buffers):
                 for bucket in range(len(buffer.buckets)):

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from adaptor.checkpoint import shards
+from adaptor.checkpoint import shard_exchange
 from adaptor.checkpoint.file_parts import NotFinite, Region, WrittenPart
-from adaptor.checkpoint.shards import Exchange
+from adaptor.checkpoint.shard_exchange import Exchange
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def send(message: Any, to: int, exchange: Exchange) -> None:
     """
     content = bytearray(msgspec.msgpack.encode(message))
     for tensor in (torch.tensor([len(content)]), torch.frombuffer(content, dtype=torch.uint8)):
-        shards.group_of(exchange).send([tensor], to, exchange.tag).wait()
+        shard_exchange.group_of(exchange).send([tensor], to, exchange.tag).wait()
 
 
 def receive(kind: type[T], source: int, exchange: Exchange) -> T:
@@ -90,7 +90,7 @@ def receive(kind: type[T], source: int, exchange: Exchange) -> T:
         RuntimeError: from the process group, when that rank is gone.
     """
     length = torch.zeros(1, dtype=torch.int64)
-    shards.group_of(exchange).recv([length], source, exchange.tag).wait()
+    shard_exchange.group_of(exchange).recv([length], source, exchange.tag).wait()
     content = torch.zeros(int(length), dtype=torch.uint8)
-    shards.group_of(exchange).recv([content], source, exchange.tag).wait()
+    shard_exchange.group_of(exchange).recv([content], source, exchange.tag).wait()
     return msgspec.msgpack.decode(content.numpy().tobytes(), type=kind)

@@ -42,7 +42,7 @@ def gathered_stand_in(optimizer: Any, plain: Any, gathered: Mapping[Any, Any], s
 
     Args:
         plain: what it saves besides the shards.
-        gathered: the state of its shards, as `shards.gather` returns it.
+        gathered: the state of its shards, as `shard_exchange.gather` returns it.
         stored: False: another group saves all of it, as the first optimizer instance saves it for the second.
     """
     made = copy.copy(optimizer)

@@ -40,7 +40,7 @@ class PlannedTensors:
         self._made: dict[int, tuple[Source, torch.UntypedStorage]] = {}
 
     def state_of(self, optimizer: Any, position: int) -> dict[Any, Any]:
-        """Return what `shards.gather` returns of the optimizer at `position` of the chain."""
+        """Return what `shard_exchange.gather` returns of the optimizer at `position` of the chain."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, buffer in enumerate(optimizer.buffers):
             numel = shards.numel_of(buffer)

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from adaptor.checkpoint import finite, in_place, in_place_holder, shards
+from adaptor.checkpoint import finite, in_place, in_place_holder, shard_exchange, shards
 from adaptor.checkpoint.archive_layout import ArchiveLayout
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.format_torch import TorchFormat, can_be_planned
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.planned_tensors import PlannedTensors
-from adaptor.checkpoint.shards import Exchange
+from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.step_record import StepRecord, chain
 from adaptor.checkpoint.training_state import FLOPS, CheckpointFormat, Files, TrainingState
 from adaptor.checkpoint.weights import Weights
@@ -54,7 +54,7 @@ def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
     with torch.no_grad():
         optimizers = chain(state.optimizer)
         if not _is_in_place(state, exchange) or in_place_holder.take_part(optimizers, writer, exchange):
-            shards.send(optimizers, writer, exchange)
+            shard_exchange.send(optimizers, writer, exchange)
 
 
 def write_files(
@@ -226,7 +226,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
     for position, (optimizer, live, _) in enumerate(state.chained):
         world = None
         if shards.is_sharded(optimizer):
-            world = shards.gather(optimizer, position, exchange)
+            world = shard_exchange.gather(optimizer, position, exchange)
             weights.add_sharded(optimizer, world)
             found += [
                 (f"shard {first + index} of {total} ({', '.join(keys)})", exchange.sources[position][index])
@@ -237,7 +237,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
             weights.add_whole(optimizer, live)
         first += shards.shard_of(optimizer)[1]
         gathered.append(world)
-    shards.acknowledge(optimizers, exchange)
+    shard_exchange.acknowledge(optimizers, exchange)
     return weights, gathered, found
 
 

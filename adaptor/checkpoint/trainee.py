@@ -16,7 +16,7 @@ from adaptor import context, devices, output
 from adaptor.checkpoint import disk, shards, state_writer, step_record
 from adaptor.checkpoint.local_copy import LocalCopy
 from adaptor.checkpoint.rng import RandomStates
-from adaptor.checkpoint.shards import Exchange
+from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.devices.device import Device

@@ -14,9 +14,9 @@ from ascendspeed import get_args
 from ascendspeed.core import parallel_state
 from ascendspeed.optimizer.distrib_optimizer import DistributedOptimizer
 
-from adaptor.checkpoint import shards as whole
+from adaptor.checkpoint import shard_exchange
 from adaptor.checkpoint.local_copy import LocalCopy
-from adaptor.checkpoint.shards import Exchange
+from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.trainee import apart, mirror_of
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import ascendspeed, supported_options
@@ -82,10 +82,10 @@ class _Replicated(ReplicaOptimizer, DistributedOptimizer):  # type: ignore[misc]
             mirrors=(mirror,),
         )
         if not self.need_write_file():
-            whole.send([optimizer], ranks.index(self.save_args["rank"]), exchange)
+            shard_exchange.send([optimizer], ranks.index(self.save_args["rank"]), exchange)
             return
-        world = whole.gather(optimizer, 0, exchange)
-        whole.acknowledge([optimizer], exchange)
+        world = shard_exchange.gather(optimizer, 0, exchange)
+        shard_exchange.acknowledge([optimizer], exchange)
         state = ascendspeed.by_chunk(optimizer, world)
         for number, model in enumerate(self.models):
             for dtype, places in model._grad_buffer_param_index_map.items():

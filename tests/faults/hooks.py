@@ -103,7 +103,7 @@ def install(injector: Injector) -> None:
     before("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump")
     _wrap("adaptor.worker.freezer", "Freezer.bring_to", _let_through(injector))
     for act in ("send", "gather"):
-        before("dump-gather", "adaptor.checkpoint.shards", act)
+        before("dump-gather", "adaptor.checkpoint.shard_exchange", act)
     before("dump-gather", "adaptor.checkpoint.in_place_holder", "take_part")
     before("dump-gather", "adaptor.checkpoint.in_place", "InPlace.write")
     after("dump-write", "adaptor.checkpoint.hashing", "HashingFile.write")

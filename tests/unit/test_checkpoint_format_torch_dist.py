@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from adaptor.checkpoint import format_torch_dist, shards
+from adaptor.checkpoint import format_torch_dist, shard_exchange
 from adaptor.checkpoint.format_torch_dist import Sharding
-from adaptor.checkpoint.shards import Exchange
+from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import UnsupportedError
 from tests.unit.test_checkpoint_dump import BUCKETS, PADDED, Rank, whole_state
@@ -62,7 +62,7 @@ def test_an_optimizer_with_the_whole_state_in_a_group_of_one(stored: bool) -> No
     rank = Rank(0, 1)
     optimizer, places = optimizer_of(rank)
     state = TrainingState([rank.model], optimizer, None, "mp_rank_00", stored=(stored,))
-    world = shards.gather(optimizer, 0, Exchange(None, 0, [[0]]))
+    world = shard_exchange.gather(optimizer, 0, Exchange(None, 0, [[0]]))
     saved = Sharding(0, {}, (), ()).optimizer(state, {}, [{"optimizer": 7}], [world])
     assert saved["group"] == (0, 1, 0 if stored else 1)
     assert saved["ranges"] == [[(0, 22), (22, 2)]], "buckets without padding"
