@@ -42,9 +42,15 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 where every patch fits and nothing is refused, 1 where not, or where it is not known
-        because of an error, 2 for bad usage.
+        because of an error, 2 for bad usage, 130 after Ctrl-C.
     """
-    parsed = _parser().parse_args(arguments)
+    try:
+        return _run(_parser().parse_args(arguments))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(parsed: argparse.Namespace) -> int:
     if parsed.command == "transform":
         return transform.main(parsed)
     if parsed.command == "layout":

@@ -187,6 +187,8 @@ def run(script: list[str], world_size: int) -> Findings:
         code = end.code or 0
         words = f"exit code {code}" if isinstance(code, int) else _in_one_line(end)
         result.error = f"the script ended with {words}"
+    except KeyboardInterrupt:  # of whoever waits for the report
+        raise
     except BaseException as error:
         result.error = f"the script ended with {_in_one_line(error)}"
     finally:

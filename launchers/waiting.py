@@ -72,9 +72,10 @@ def wait_for(
         finally:
             done.set()
 
-    threading.Thread(target=run, name="ttp-waiting", daemon=True).start()
     with _signals_raise():
         try:
+            # In here: a signal that comes while it starts is one that comes while it waits.
+            threading.Thread(target=run, name="ttp-waiting", daemon=True).start()
             wait_s = FIRST_S
             while not done.wait(wait_s):
                 if not quiet:

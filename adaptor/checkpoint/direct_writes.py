@@ -39,7 +39,7 @@ class DirectWriter:
         self._block = block
         self._direct: dict[int, int | None] = {}  # by the number of the file, None where it takes none
         self._jobs: queue.SimpleQueue[tuple[int, int, memoryview, int] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[memoryview, OSError | None]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[memoryview, Exception | None]] = queue.SimpleQueue()
         self._slots: list[memoryview] = []
         self._at_work = 0
         self._threads: list[threading.Thread] = []
@@ -52,7 +52,7 @@ class DirectWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._at_work:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._wait()
         for _ in self._threads:
             self._jobs.put(None)
@@ -121,10 +121,10 @@ class DirectWriter:
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             direct, through_cache, slot, at = job
-            error = None
+            error: Exception | None = None
             try:
                 _write(direct, through_cache, slot, at)
-            except OSError as raised:
+            except Exception as raised:  # whatever it is: the block is waited for
                 error = raised
             self._done.put((slot, error))
 

@@ -115,15 +115,17 @@ class Copier:
         self._is_cancelled = False
         try:
             extra = content.take_extra(trainee)
-        except TypeError as error:  # a script may have put in something else meanwhile
+            if self._thread is None:
+                thread = threading.Thread(target=self._serve, name="ttp-host-copy", daemon=True)
+                thread.start()
+                self._thread = thread
+        # A script may have put in something else meanwhile; and there may be no thread to be had.
+        except (TypeError, RuntimeError) as error:
             self._fail(error)
             return
         with self._changed:
             self._job = lambda: self._copy(target, trainee, record, extra, mark)
             self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="ttp-host-copy", daemon=True)
-            self._thread.start()
 
     def wait(self) -> None:
         """Wait for the copy that is being made: the state is about to change."""

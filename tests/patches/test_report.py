@@ -36,6 +36,13 @@ def test_whole_units(python: Run) -> None:
     )
 
 
+def test_ctrl_c_while_the_script_runs(folder: Path, python: Run) -> None:
+    (folder / "train.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    done = python("-c", f"{hears}\n{REPORT}", "--", "train.py", "--lr", "1")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_drift(folder: Path, python: Run) -> None:
     (folder / "fake/extra.py").write_text("def g(b, a): ...\n")
     done = python("-c", REPORT)

@@ -75,6 +75,21 @@ def test_without_threads_nothing_is_taken(file: int, monkeypatch: pytest.MonkeyP
     assert not any(_write(file, _blocks()))
 
 
+def test_whatever_ends_a_write_is_raised_where_its_block_is_waited_for(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, data: memoryview, at: int) -> int:
+        raise MemoryError("no page")
+
+    if not linux_calls.is_on_own_disk(file):
+        pytest.skip("nothing is taken there")
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with DirectWriter([file], BLOCK) as writer:
+        assert writer.take(0, memoryview(_blocks()[0]), 0)
+        with pytest.raises(MemoryError, match="no page"):
+            writer.settle()
+
+
 def test_it_leaves_no_descriptor_and_no_thread(file: int) -> None:
     before = set(Path("/proc/self/fd").iterdir())
     _write(file, _blocks())

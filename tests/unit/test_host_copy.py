@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -215,6 +216,28 @@ def test_a_rank_that_cannot_copy_says_so_and_the_others_keep_what_all_have(
     said = [line for line in capfd.readouterr().err.splitlines() if "TTP_HOST_COPY" in line]
     assert len(said) == 1
     assert said[0].startswith("[ttp] rank 1 makes no more copies in host memory (TTP_HOST_COPY): ")
+
+
+def test_a_rank_that_can_have_no_thread_says_so_and_trains_on(
+    made: Callable[[], CopyFile], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "ttp-host-copy":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ranks = _Ranks(2, made)
+    for step in (2, 4):
+        ranks.step(step)
+        assert ranks.whole() == set()
+    for copier in ranks.copiers:
+        copier.stop()  # as an incident does
+    said = [line for line in capfd.readouterr().err.splitlines() if "TTP_HOST_COPY" in line]
+    assert len(said) == 2
+    assert all(line.endswith("RuntimeError: can't start new thread") for line in said)
 
 
 def test_copies_that_do_not_fit_are_refused_with_their_bytes() -> None:

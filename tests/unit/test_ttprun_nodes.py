@@ -302,6 +302,24 @@ def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, lau
     assert ended.log.replace(waits, "") == said
 
 
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_wait_begins(by: signal.Signals, launcher: Launcher) -> None:
+    """The thread that waits is there already; it would abort the interpreter at its end."""
+    interrupted = (
+        "\nimport threading\nstart = threading.Thread.start\n"
+        "def started(thread):\n"
+        "    start(thread)\n"
+        "    if thread.name == 'ttp-waiting':\n"
+        f"        signal.raise_signal({by:d})\n"
+        "threading.Thread.start = started\n"
+    )
+    where = ("--nnodes", "2", "--node-rank", "0", "--master-port", str(free_port()))
+    ended = launcher.run(*where, launcher.script("print('started')"), before=HEARS_CTRL_C + interrupted)
+    assert ended.code == 128 + by, ended.log
+    assert ended.log.startswith(f"[ttp] ended by {by.name} while it waited for ")
+    assert ended.log.endswith("; nothing was started\n")
+
+
 @pytest.mark.robustness(
     "A4", "a node comes late", "the job trains; the line that named the node is the only trace of it"
 )
