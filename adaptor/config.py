@@ -16,6 +16,7 @@ from adaptor.diagnostics import requests
 from adaptor.errors import ConfigError
 from adaptor.setting_values import (
     NotShownError,
+    Pull,
     Reshape,
     endpoint,
     folder,
@@ -24,6 +25,7 @@ from adaptor.setting_values import (
     number,
     one_of,
     path,
+    pulls,
     rate,
     reshape,
     store_url,
@@ -62,6 +64,7 @@ class Config:
     store_keep: int
     store_rate: int
     store_endpoint: str
+    pull: tuple[Pull, ...]
     log_path: str
     log_level: str
     log_stdout: bool
@@ -78,7 +81,11 @@ class Config:
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the table: the variable behind a field of `Config`, and its allowed values."""
+    """A row of the table: the variable behind a field of `Config`, and its allowed values.
+
+    Attributes:
+        repeats: the flag may be given several times; the variable has its values with a line break between
+    """
 
     field: str
     variable: str
@@ -86,6 +93,7 @@ class Setting:
     allowed: str
     parse: Callable[[str], object]
     help: str
+    repeats: bool = False
 
     @property
     def flag(self) -> str:
@@ -291,6 +299,16 @@ SETTINGS = (
         "a URL like https://storage.example.com, without a user",
         endpoint,
         "where an object store (s3://, obs://, gs://, az://) answers, unless it is that of its provider",
+    ),
+    Setting(
+        "pull",
+        "TTP_PULL",
+        "",
+        "URL=DIR, like s3://bucket/data=/cache/data; several have white space between them",
+        pulls,
+        "URL=DIR, like s3://bucket/data=/cache/data: before anything starts each node brings the objects"
+        " below the URL to the folder DIR, but those that are there unchanged; may be given several times",
+        repeats=True,
     ),
     Setting(
         "log_path",

@@ -69,6 +69,31 @@ def store_url(text: str) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class Pull:
+    """The objects below a URL, and the folder that they are brought to."""
+
+    url: str
+    folder: str
+
+
+def pulls(text: str) -> tuple[Pull, ...]:
+    """Return what `s3://bucket/data=/cache/data` says, several of them with white space between.
+
+    The folder is what follows the last `=`: prefixes such as `date=2026` have others.
+    """
+    words = re.split(r"\s+(?=[^\s/=]*://)", text.strip()) if text.strip() else []
+    if any("@" in re.sub("^[^/]*://", "", word).partition("/")[0] for word in words):
+        raise NotShownError
+    found = []
+    for word in words:
+        url, _, folder = word.rpartition("=")
+        if "://" not in url or not folder or "://" in folder or not word.isprintable():
+            raise ValueError
+        found.append(Pull(url, folder))
+    return tuple(found)
+
+
 def rate(text: str) -> int:
     """Return the bytes of a second that a text such as 200M says."""
     match = re.fullmatch(r"([0-9]{1,12})([kKMG]?)", text.strip())

@@ -47,7 +47,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
     parsed = torchs.parse_args(rest)
-    os.environ.update({variable: value for variable, value in given.items() if value is not None})
+    os.environ.update(
+        {
+            variable: value if isinstance(value, str) else "\n".join(value)
+            for variable, value in given.items()
+            if value is not None
+        }
+    )
     return parsed
 
 
@@ -181,6 +187,7 @@ def _ours() -> argparse.ArgumentParser:
     for setting in config.SETTINGS:
         group.add_argument(
             setting.flag,
+            action="append" if setting.repeats else "store",
             dest=setting.variable,
             metavar=setting.variable,
             help=f"{setting.help}; {setting.allowed} (default {setting.default or 'none'})",

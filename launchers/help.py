@@ -40,6 +40,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_STORE_KEEP",
         "TTP_STORE_RATE",
         "TTP_STORE_ENDPOINT",
+        "TTP_PULL",
     ),
     "Logs and recordings": ("TTP_LOG_LEVEL", "TTP_LOG_STDOUT", "TTP_PROFILE", "TTP_DUMP", "TTP_LAYOUT_ONLY"),
     "Devices and interfaces": ("TTP_DEVICE", "TTP_ENGINE", "TTP_PROVIDE_MINDIO"),

@@ -13,3 +13,5 @@ SPARE = Path(__file__).with_name("spare_main.py").absolute()
 SERVE = Path(__file__).with_name("serve_main.py").absolute()
 # What asks an object store for ttprun.
 STORE = Path(__file__).with_name("store_main.py").absolute()
+# What brings the data of a job.
+DATA = Path(__file__).with_name("data_main.py").absolute()

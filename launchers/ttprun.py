@@ -20,6 +20,7 @@ from adaptor import _script, config, devices, distributions, engines, misspelt, 
 from adaptor.diagnostics import requests
 from adaptor.errors import ConfigError, StartError
 from adaptor.launchers import (
+    data_pull,
     flags,
     job_server,
     job_uploads,
@@ -112,6 +113,7 @@ def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None
         raise ConfigError(f"{flags.DRY_RUN}: give ttprun the path of a Python script")
     start_checks.require_script(parsed, settings)
     devices.require(settings.device)
+    data_pull.require(settings)
     _check(parsed, settings)
     _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
     ranks = run.determine_local_world_size(parsed.nproc_per_node)
@@ -171,6 +173,7 @@ def _run(
                 "TTP_LAYOUT_ONLY is set and ENABLE_TTP is False: without the adaptor the job would train;"
                 " leave out one of them"
             )
+        data_pull.require(settings)
         engine, load = _check(parsed, settings) if settings.enabled else (None, None)
         if engine is not None:
             if other := distributions.conflict():
@@ -185,6 +188,8 @@ def _run(
             if not engine.has_own_agent:
                 os.environ.update(engine.prepare(settings))
             job_uploads.require(settings)
+        if code := data_pull.bring(settings):
+            return code
     except (ConfigError, StartError) as error:
         output.tell(f"ttprun: error: {error}")
         return last_line.USAGE_EXIT_CODE

@@ -45,6 +45,19 @@ class Stored:
     modified: datetime
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of an object, and of which version of the object it is.
+
+    Attributes:
+        size: of the whole object, in bytes
+    """
+
+    content: memoryview
+    etag: str
+    size: int
+
+
 class DamagedError(StoreError):
     """An object is missing, or is not what was written; others of the store may be as they must be."""
 
@@ -115,6 +128,17 @@ class Store:
         if len(content) != length:
             raise DamagedError(f"{self}/{name}: {len(content)} bytes came where {length} were asked for")
         return content
+
+    def get_part(self, name: str, start: int, length: int) -> Part:
+        """Return `length` bytes of an object from `start`, which must be there, and its version."""
+        import obstore
+
+        with self._errors(f"read {name}"):
+            found = obstore.get(self._client, name, options={"range": (start, start + length)})
+            content = memoryview(found.bytes())
+        if len(content) != length:
+            raise DamagedError(f"{self}/{name}: {len(content)} bytes came where {length} were asked for")
+        return Part(content, str(found.meta["e_tag"] or ""), int(found.meta["size"]))
 
     def stat(self, name: str) -> Stored | None:
         """Return what is known of an object, None where there is none."""

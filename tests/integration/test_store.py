@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
+import obstore
 import pytest
 
 from adaptor.store import choose, pull
@@ -165,3 +167,54 @@ def test_what_cannot_be_pulled_starts_nothing(server: str, tmp_path: Path) -> No
     assert ended.code == 2
     assert "ttprun: error: --load: s3://bucket/run7: there is no complete checkpoint of step 5" in ended.log
     assert "Traceback" not in ended.log
+
+
+def _write_tokens(prefix: Path, documents: int, length: int) -> None:
+    """Write documents of random tokens in Megatron's own format, `prefix`.bin and `prefix`.idx."""
+    tokens = numpy.random.default_rng(1).integers(0, 4000, documents * length, dtype=numpy.uint16)
+    tokens.tofile(prefix.with_suffix(".bin"))
+    head = b"MMIDIDX\0\0" + numpy.array([1], "<u8").tobytes() + bytes([8])  # 8: uint16
+    counts = numpy.array([documents, documents + 1], "<u8")
+    lengths = numpy.full(documents, length, "<i4")
+    begins = numpy.arange(documents, dtype="<i8") * (length * tokens.itemsize)
+    numbers = numpy.arange(documents + 1, dtype="<i8")
+    parts = (counts, lengths, begins, numbers)
+    prefix.with_suffix(".idx").write_bytes(b"".join([head, *(part.tobytes() for part in parts)]))
+
+
+def test_a_job_trains_on_data_that_two_nodes_pull_to_one_folder(server: str, tmp_path: Path) -> None:
+    """Each object comes once, and the job is the one that has the same data in a folder."""
+    (tmp_path / "made").mkdir()
+    _write_tokens(tmp_path / "made" / "tokens", documents=64, length=100)
+    made = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    for name, content in made.items():
+        obstore.put(open_store("s3://bucket/data", server)._client, name, content)
+
+    def job(name: str, data: Path, **more: Any) -> Job:
+        arguments = (
+            "--data-path",
+            str(data / "tokens"),
+            "--data-cache-path",
+            str(tmp_path / f"index {name}"),
+        )
+        save = tmp_path / f"save of {name}"
+        return Job(
+            tmp_path / name,
+            DP2,
+            save=save,
+            arguments=arguments,
+            environment=object_store.CREDENTIALS,
+            **more,
+        )
+
+    here = tmp_path / "cache" / "data"
+    options = ["--ttp-pull", f"s3://bucket/data={here}"]
+    with fault_proxy.proxy(server) as faults:
+        options += ["--ttp-store-endpoint", faults.url]
+        pulled = harness.run(job("pulled", here, nodes=2, options=options))
+    assert set(pulled.codes) == {0}, pulled.log[-3000:]
+    read = [path.rpartition("/")[2] for _, path in faults.requests if "list-type" not in path]
+    assert sorted(read) == sorted(made)
+    assert {path.name: path.read_bytes() for path in here.glob("tokens.*")} == made
+    by_hand = harness.run(job("by hand", tmp_path / "made"))
+    outcome.assert_same_training(pulled, by_hand.records)

@@ -14,6 +14,7 @@ from adaptor import config, misspelt
 from adaptor.config import SETTINGS, Config, Setting
 from adaptor.endpoints import Address, NoticeTarget
 from adaptor.errors import ConfigError
+from adaptor.setting_values import Pull
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 DEFAULTS = Config(
@@ -42,6 +43,7 @@ DEFAULTS = Config(
     store_keep=0,
     store_rate=0,
     store_endpoint="",
+    pull=(),
     log_path="logs",
     log_level="INFO",
     log_stdout=False,
@@ -94,6 +96,13 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_STORE_RATE", "200M", "store_rate", 200_000_000),
     ("TTP_STORE_EVERY", "2000", "store_every", 2000),
     ("TTP_STORE_ENDPOINT", "https://host:9000/", "store_endpoint", "https://host:9000"),
+    ("TTP_PULL", "s3://bucket/data=/cache/data", "pull", (Pull("s3://bucket/data", "/cache/data"),)),
+    (
+        "TTP_PULL",
+        "s3://b1/date=2026/x=my data\nobs://b2=d 2  file:///a b=c ",
+        "pull",
+        (Pull("s3://b1/date=2026/x", "my data"), Pull("obs://b2", "d 2"), Pull("file:///a b", "c")),
+    ),
     ("TTP_LOG_PATH", "/var/log/job", "log_path", "/var/log/job"),
     ("TTP_LOG_LEVEL", "debug", "log_level", "DEBUG"),
     ("TTP_LOG_LEVEL", "ERROR", "log_level", "ERROR"),
@@ -139,6 +148,11 @@ BAD = [
     ("TTP_HANG", "never"),
     ("TTP_PLATFORM", "kubernetes"),
     ("TTP_STORE_ENDPOINT", "host:9000"),
+    ("TTP_PULL", "s3://bucket/data"),
+    ("TTP_PULL", "s3://bucket/data="),
+    ("TTP_PULL", "bucket/data=/cache"),
+    ("TTP_PULL", "/cache=s3://bucket/data"),
+    ("TTP_PULL", "s3://bucket/data=/cache s3://bucket/more"),
     ("TTP_STORE_RATE", "fast"),
     ("TTP_STORE_EVERY", "0"),
     ("TTP_LOG_PATH", ""),
@@ -225,7 +239,7 @@ def test_no_secret_is_shown(name: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["TTP_STORE", "TTP_STORE_ENDPOINT"])
+@pytest.mark.parametrize("name", ["TTP_STORE", "TTP_STORE_ENDPOINT", "TTP_PULL"])
 def test_credentials_in_a_url_are_not_shown(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} holds a text \(not shown\)"):
         config.load({name: "https://user:word@host"})
@@ -290,6 +304,7 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_STORE_KEEP": "--ttp-store-keep",
         "TTP_STORE_RATE": "--ttp-store-rate",
         "TTP_STORE_ENDPOINT": "--ttp-store-endpoint",
+        "TTP_PULL": "--ttp-pull",
         "TTP_LOG_PATH": "--ttp-log-path",
         "TTP_LOG_LEVEL": "--ttp-log-level",
         "TTP_LOG_STDOUT": "--ttp-log-stdout",

@@ -1,0 +1,207 @@
+"""A folder of this machine into which objects of a store are pulled: what has come, and who may pull now.
+
+A file gets its name when all of it is on the disk. A journal beside the files says of each which object it
+is, so that one that is unchanged, here and in the store, does not come again. What is in the folder besides
+is left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import msgspec
+
+from adaptor.errors import StoreError
+from adaptor.store.client import Stored
+
+JOURNAL = ".ttp_pull.jsonl"
+_LOCK = ".ttp_pull.lock"
+_PART = ".ttp_part."
+# flock has no time-out, so it is tried again as often as this.
+_AGAIN_S = 0.2
+# Between two lines about who is waited for.
+_TELL_S = 10.0
+# The file system has no locks, or this user may only read the folder: then all of it has to be there.
+_HAS_NO_LOCK = (
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EINVAL,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EBADF,
+)
+
+
+class _Come(msgspec.Struct, frozen=True):
+    """A line of the journal: a file, and the object that it was made from."""
+
+    source: str
+    name: str
+    bytes: int
+    version: str
+    mtime_ns: int
+
+
+def is_own(name: str) -> bool:
+    """Return whether an object has the name of a file of pulls, as where a folder of them was copied."""
+    last = name.rpartition("/")[2]
+    return last in (JOURNAL, _LOCK) or last.startswith(_PART)
+
+
+class DataFolder:
+    """The folder; `locked` makes it if it is missing.
+
+    Args:
+        path: of the folder.
+        source: the URL of the objects.
+    """
+
+    def __init__(self, path: Path, source: str) -> None:
+        self.path = path
+        self._source = source
+        self._has_lock = False
+
+    @contextlib.contextmanager
+    def locked(self, tell: Callable[[str], None]) -> Iterator[bool]:
+        """Hold the folder's lock, which the other nodes that share it wait for; it goes with the process.
+
+        Where a file system has no locks all pull at the same time: more than is needed, but nothing wrong.
+
+        Args:
+            tell: prints a line.
+
+        Yields:
+            Whether somebody else has had the lock meanwhile.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = None
+        try:
+            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            waited = self._lock(descriptor, tell)
+            self._has_lock = True
+        except OSError as error:
+            if error.errno not in _HAS_NO_LOCK:
+                raise
+            waited = False
+        try:
+            yield waited
+        finally:
+            self._has_lock = False
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _lock(self, descriptor: int, tell: Callable[[str], None]) -> bool:
+        """Take the lock; return whether somebody else had it."""
+        waited, told = False, time.monotonic() - _TELL_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = True
+                if time.monotonic() - told >= _TELL_S:
+                    told = time.monotonic()
+                    tell(f"[ttp] waiting for another ttprun, which pulls to {self.path}")
+                time.sleep(_AGAIN_S)
+            else:
+                return waited
+
+    def missing(self, objects: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return the objects that are not in the folder, or are not what the journal says of them."""
+        journal = self._journal()
+        # Each folder is opened and read: on a network file system `stat` may answer of a file, which another
+        # node has just written, what it has answered before.
+        there: dict[str, os.stat_result] = {}
+        for folder in {str(PurePosixPath(name).parent) for name in objects}:
+            there.update(self._scan(folder))
+        return {
+            name: stored
+            for name, stored in objects.items()
+            if not self._is_there(journal.get(name), there.get(name), stored)
+        }
+
+    def _is_there(self, come: _Come | None, status: os.stat_result | None, stored: Stored) -> bool:
+        if come is None or status is None or come.source != self._source:
+            return False
+        unchanged = (status.st_size, status.st_mtime_ns) == (come.bytes, come.mtime_ns)
+        return unchanged and (come.bytes, come.version) == (stored.bytes, _version(stored))
+
+    def _journal(self) -> dict[str, _Come]:
+        found = {}
+        with contextlib.suppress(FileNotFoundError), (self.path / JOURNAL).open("rb") as file:
+            for line in file:
+                # One that was cut short is about a file that comes again.
+                with contextlib.suppress(msgspec.MsgspecError):
+                    come = msgspec.json.decode(line, type=_Come)
+                    found[come.name] = come
+        return found
+
+    def _scan(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield the files of a folder, by their names below `path`; remove what pulls have left that died."""
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(self.path / folder) as entries,
+        ):
+            for entry in entries:
+                if entry.name.startswith(_PART):
+                    if self._has_lock:
+                        Path(entry.path).unlink()
+                elif entry.is_file():
+                    yield str(PurePosixPath(folder, entry.name)), entry.stat()
+
+    @contextlib.contextmanager
+    def file(self, name: str, stored: Stored) -> Iterator[BinaryIO]:
+        """Write the file `name`, which has this name when the block ends, and not before.
+
+        Args:
+            name: with `/`.
+            stored: the object; the file gets its time.
+
+        Raises:
+            StoreError: another number of bytes was written than the object has.
+            OSError: the disk refuses.
+        """
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.parent / f"{_PART}{secrets.token_hex(8)}"
+        try:
+            with part.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            seconds = int(stored.modified.timestamp())
+            os.utime(part, (seconds, seconds))
+            status = part.stat()
+            if status.st_size != stored.bytes:
+                raise StoreError(f"{target}: has {status.st_size} bytes, the object has {stored.bytes}")
+            part.rename(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+        line = _Come(self._source, name, status.st_size, _version(stored), status.st_mtime_ns)
+        self._note(msgspec.json.encode(line) + b"\n")
+
+    def _note(self, line: bytes) -> None:
+        """Append a line to the journal; with one write, because others may do so where there are no locks."""
+        descriptor = os.open(
+            self.path / JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+        )
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+
+def _version(stored: Stored) -> str:
+    """Return what changes where an object is written anew."""
+    return stored.etag or stored.modified.isoformat()

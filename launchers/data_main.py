@@ -1,0 +1,57 @@
+"""A process of `ttprun` that brings the data of a job from object stores, and ends with it.
+
+    python .../data_main.py ENDPOINT URL FOLDER [URL FOLDER ...]
+
+Stdin is a pipe from `ttprun`; its end means that `ttprun` has ended. Lines for people go to stderr; what is
+wrong goes to stdout, with exit code 2. It is started by its path, as `worker_main.py` is.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from adaptor import _script
+
+
+def main() -> None:
+    """Bring the objects below each URL to its folder."""
+    _script.leave_own_path()
+    import os
+    import signal
+    import threading
+    from pathlib import Path
+
+    from adaptor import output
+    from adaptor.errors import AdaptorError
+    from adaptor.operations.words import shown
+    from adaptor.store import data_pull
+    from adaptor.store.opening import open_store
+
+    # Ctrl-C and what tells a whole job to end are for ttprun, which ends this process and says so.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+    def hear() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
+    endpoint, *pairs = sys.argv[1:]
+    code = 0
+    try:
+        pulls = [
+            (open_store(url, endpoint), Path(folder))
+            for url, folder in zip(pairs[::2], pairs[1::2], strict=True)
+        ]
+        data_pull.bring(pulls, lambda line: output.tell(shown(line)))
+    except AdaptorError as error:
+        print(shown(str(error)))
+        code = 2
+    output.finish()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

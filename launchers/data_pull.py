@@ -1,0 +1,76 @@
+"""Brings the data of a job to this node before anything starts (TTP_PULL)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from adaptor import output
+from adaptor.config import Config
+from adaptor.errors import ConfigError, StoreError
+from adaptor.launchers.programs import DATA
+from adaptor.store import address
+
+
+def require(config: Config) -> None:
+    """Refuse URLs that name no store, and a folder that is named twice; nothing is asked of a store.
+
+    Raises:
+        ConfigError: names the URL, or the folder.
+    """
+    folders = set()
+    for pull in config.pull:
+        try:
+            address.parse(pull.url)
+        except StoreError as error:
+            raise ConfigError(f"TTP_PULL: {error}") from None
+        folder = os.path.realpath(pull.folder)
+        if folder in folders:
+            raise ConfigError(f"TTP_PULL names the folder {pull.folder} twice: give each URL its own")
+        folders.add(folder)
+
+
+def bring(config: Config) -> int:
+    """Bring all that is named, in a process of its own; call it on the main thread.
+
+    Returns:
+        0; or the exit code where a signal has ended it, which a line says.
+
+    Raises:
+        ConfigError: it cannot be brought; names the URL or the folder.
+    """
+    if not config.pull:
+        return 0
+    from adaptor.launchers.waiting import Interrupted, wait_for  # torch
+
+    pairs = [word for pull in config.pull for word in (pull.url, pull.folder)]
+    what = " and ".join(f"the data of {pull.url}, which comes to {pull.folder}" for pull in config.pull)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, str(DATA), config.store_endpoint, *pairs],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for ttprun
+        )
+    except OSError as error:
+        raise ConfigError(f"TTP_PULL: no process can be started ({error.strerror})") from None
+    with process:
+        assert process.stdout is not None
+        try:
+            answer = wait_for(process.stdout.read, lambda: what, quiet=True)  # it tells how far it is
+        except Interrupted as error:
+            process.kill()
+            output.tell(
+                f"[ttp] ended by {error.sigval.name} while it waited for {error.what}; nothing was started"
+            )
+            return 128 + error.sigval
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        why = answer.decode(errors="replace").strip()
+        raise ConfigError(
+            f"TTP_PULL: {why or f'the process that pulls has ended with status {process.returncode}'}"
+        )
+    return 0

@@ -1,0 +1,370 @@
+"""`--ttp-pull s3://bucket/data=DIR`: objects come to a folder before a job begins, and each of them once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import obstore
+import pytest
+
+from adaptor import config
+from adaptor.errors import ConfigError, StoreError
+from adaptor.launchers import data_pull as before_start
+from adaptor.launchers.programs import DATA
+from adaptor.store import data_folder, data_pull
+from adaptor.store.client import PIECE
+from adaptor.store.opening import open_store
+from tests import waiting
+from tests.unit import object_store
+from tests.unit.fault_proxy import FaultProxy, faults, server, url
+from tests.unit.launching import HEARS_CTRL_C, ONE, Launcher, launcher, zygote
+
+__all__ = ["faults", "launcher", "server", "url", "zygote"]
+OBJECTS = {
+    "corpus.bin": os.urandom(2 * PIECE + 5),
+    "corpus.idx": b"index",
+    "a folder/with %41 and =.txt": b"text",
+    "empty": b"",
+}
+
+
+class Source:
+    """Objects below a prefix, and the pull of them through a proxy that counts requests."""
+
+    def __init__(self, url: str, faults: FaultProxy, direct: str) -> None:
+        self.url, self.faults, self.direct = url, faults, direct
+        self.lines: list[str] = []
+
+    def put(self, name: str, content: bytes) -> None:
+        obstore.put(open_store(self.url, self.direct)._client, name, content, use_multipart=False)
+
+    def pull(self, folder: Path, now: Callable[[], float] = lambda: 0.0) -> list[str]:
+        """Return the names of the objects that were read, in the order of their first requests."""
+        self.lines.clear()
+        self.faults.requests.clear()
+        data_pull.bring([(open_store(self.url, self.faults.url), folder)], self.lines.append, now)
+        return self.read()
+
+    def read(self) -> list[str]:
+        return [path for method, path in self.faults.requests if method == "GET" and "list-type" not in path]
+
+
+@pytest.fixture
+def source(faults: FaultProxy, url: str, server: str) -> Source:
+    made = Source(url, faults, server)
+    for name, content in OBJECTS.items():
+        made.put(name, content)
+    return made
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """Return what a folder has, besides what belongs to the pull."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not data_folder.is_own(path.name)
+    }
+
+
+def test_all_objects_come_and_none_of_them_twice(source: Source, tmp_path: Path) -> None:
+    assert len(source.pull(tmp_path / "a/b")) == 5  # three parts, and nothing of the empty one
+    assert _files(tmp_path / "a/b") == OBJECTS
+    assert source.pull(tmp_path / "a/b") == []
+    assert re.fullmatch(
+        rf"\[ttp\] {tmp_path}/a/b has what is in {source.url} already \(4 objects, 33.6 MB\)", source.lines[0]
+    )
+
+
+def test_what_has_changed_here_or_there_comes_again(source: Source, tmp_path: Path) -> None:
+    source.pull(tmp_path)
+    source.put("corpus.idx", b"INDEX")  # of the same size
+    (tmp_path / "a folder/with %41 and =.txt").write_bytes(b"TEXT")
+    (tmp_path / "empty").unlink()
+    (tmp_path / "of another").write_bytes(b"stays")
+    assert len(source.pull(tmp_path)) == 2
+    assert _files(tmp_path) == {**OBJECTS, "corpus.idx": b"INDEX", "of another": b"stays"}
+    assert source.pull(tmp_path) == []
+
+
+def test_files_of_another_prefix_are_not_taken_for_these(source: Source, tmp_path: Path) -> None:
+    source.pull(tmp_path)
+    other = Source(f"{source.url}-other", source.faults, source.direct)
+    other.put("corpus.idx", b"INDEX")
+    assert len(other.pull(tmp_path)) == 1
+    assert (tmp_path / "corpus.idx").read_bytes() == b"INDEX"
+
+
+def test_a_folder_is_a_store_of_data(tmp_path: Path) -> None:
+    """What a pull has left in a folder that was copied there does not come."""
+    (tmp_path / "there/deep").mkdir(parents=True)
+    (tmp_path / "there/deep/one").write_bytes(b"1")
+    (tmp_path / "there" / data_folder.JOURNAL).write_bytes(b"{}")
+    lines: list[str] = []
+    pulls = [(open_store(f"file://{tmp_path}/there"), tmp_path / "here")]
+    data_pull.bring(pulls, lines.append)
+    data_pull.bring(pulls, lines.append)
+    assert _files(tmp_path / "here") == {"deep/one": b"1"}
+    assert "already" not in lines[0]
+    assert "already" in lines[1]
+
+
+def test_an_empty_object_for_a_folder_is_no_file(source: Source, tmp_path: Path) -> None:
+    object_store.request(source.direct, "PUT", f"/{source.url.removeprefix('s3://')}/a%20folder/")
+    source.pull(tmp_path)
+    assert _files(tmp_path) == OBJECTS
+
+
+def test_a_byte_that_changes_on_its_way_is_asked_for_again(source: Source, tmp_path: Path) -> None:
+    source.faults.fault = _corrupting("corpus.idx", times=1)
+    assert sum("corpus.idx" in path for path in source.pull(tmp_path)) == 2
+    assert _files(tmp_path) == OBJECTS
+
+
+def test_an_object_that_is_not_its_etag_is_refused(source: Source, tmp_path: Path) -> None:
+    """Where other etags of the store are MD5s of the content; a file that came before stays."""
+    source.faults.fault = _corrupting("corpus.idx", times=9)
+    with pytest.raises(StoreError, match=r"/corpus\.idx: what came has another MD5 than its etag says"):
+        source.pull(tmp_path)
+    assert "corpus.idx" not in _files(tmp_path)
+    assert "corpus.bin" in _files(tmp_path)
+
+
+def test_an_etag_may_be_no_md5(faults: FaultProxy, url: str, server: str, tmp_path: Path) -> None:
+    """A store that encrypts: the same content comes twice, and it is not that of the etag."""
+    source = Source(url, faults, server)
+    source.put("one", b"a text")
+    faults.fault = _corrupting("one", times=9)
+    source.pull(tmp_path)
+    assert (tmp_path / "one").read_bytes() == b"` text"
+    assert source.lines[0].startswith(f"[ttp] {url}/one came twice alike, and its etag is not its MD5")
+
+
+def _corrupting(name: str, times: int) -> Callable[[int, str, str], str]:  # type: ignore[type-arg]
+    left = [times]
+
+    def fault(number: int, method: str, path: str) -> str:
+        if name not in path or method != "GET" or not left[0]:
+            return ""
+        left[0] -= 1
+        return "corrupt"
+
+    return fault
+
+
+def test_an_object_that_is_written_anew_while_it_comes(source: Source, tmp_path: Path) -> None:
+    """The parts of a file are all of one version."""
+    new = os.urandom(2 * PIECE + 5)
+    written = threading.Lock()
+
+    def fault(number: int, method: str, path: str) -> str:
+        # After the first part: the second request is answered when the object is another one.
+        if "corpus.bin" in path and len(source.read()) == 1 and written.acquire(blocking=False):
+            source.put("corpus.bin", new)
+        return ""
+
+    source.faults.fault = fault  # type: ignore[assignment]
+    source.pull(tmp_path)
+    assert (tmp_path / "corpus.bin").read_bytes() == new
+
+
+def test_how_far_it_is(source: Source, tmp_path: Path) -> None:
+    """A line after each five seconds, at most one for each part."""
+    clock = iter(range(0, 1000, 3))
+    source.pull(tmp_path, lambda: float(next(clock)))
+    assert source.lines[0] == (
+        f"[ttp] {tmp_path}: 16.8 MB of 33.6 MB have come from {source.url} (2.8 MB/s, 6.0 s left)"
+    )
+    assert [line.partition(f" from {source.url}")[0] for line in source.lines[1:-1]] == [
+        f"[ttp] {tmp_path}: 33.6 MB of 33.6 MB have come"
+    ]
+
+
+def test_a_disk_that_is_too_small_gets_nothing(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/small").write_bytes(b"1")
+    with (tmp_path / "there/large").open("wb") as file:
+        file.truncate(shutil.disk_usage(tmp_path).free + (1 << 40))  # no byte of it is on the disk
+    with pytest.raises(StoreError, match=rf"{tmp_path}/here: .* are free, and .* GB have to come from file:"):
+        data_pull.bring([(open_store(f"file://{tmp_path}/there"), tmp_path / "here")], print)
+    assert _files(tmp_path / "here") == {}
+
+
+@pytest.mark.parametrize(
+    ("objects", "why"),
+    [
+        ([], r": there is no object below it$"),
+        (["a", "a/b"], r": has an object a and others below a/, which cannot both be in a folder$"),
+        (["../a"], r"invalid path"),
+    ],
+)
+def test_what_cannot_be_a_folder(
+    objects: list[str], why: str, faults: FaultProxy, url: str, server: str, tmp_path: Path
+) -> None:
+    """One line, and the folder is not made."""
+    url = f"{url}-{len(objects)}"
+    for name in objects:
+        object_store.request(server, "PUT", f"/{url.removeprefix('s3://')}/{name}", b"1")
+    with pytest.raises(StoreError, match=why):
+        data_pull.bring([(open_store(url, server), tmp_path / "here")], print)
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        with process:
+            process.kill()
+
+
+def _start(source: Source, folder: Path, processes: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, str(DATA), source.faults.url, source.url, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    processes.append(process)
+    return process
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "ttprun"])
+def test_a_file_that_is_cut_short_has_not_its_name(
+    end: str, source: Source, processes: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Whoever ends: the process, or ttprun, whose pipe it has. The next pull removes what is left."""
+    source.faults.fault = lambda number, method, path: (
+        "hold before"
+        if "corpus.bin" in path and sum("corpus.bin" in one for one in source.read()) == 2
+        else ""
+    )
+    process = _start(source, tmp_path, processes)
+    assert source.faults.held.wait(60)
+    waiting.until(lambda: any(tmp_path.glob(".ttp_part*")), "the file is begun")
+    if end == "SIGKILL":
+        process.kill()
+    else:
+        assert process.stdin is not None
+        process.stdin.close()
+    assert process.wait(60) == (-signal.SIGKILL if end == "SIGKILL" else 1)
+    assert "corpus.bin" not in _files(tmp_path)
+    source.faults.begin()
+    source.pull(tmp_path)
+    assert _files(tmp_path) == OBJECTS
+    assert not list(tmp_path.rglob(".ttp_part*"))
+
+
+def test_nodes_that_share_a_folder_pull_once(
+    source: Source, processes: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    source.faults.fault = lambda number, method, path: "hold after" if number == 1 else ""
+    first = _start(source, tmp_path, processes)
+    assert source.faults.held.wait(60)
+    second = _start(source, tmp_path, processes)
+    assert second.stderr is not None
+    assert second.stderr.readline() == f"[ttp] waiting for another ttprun, which pulls to {tmp_path}\n"
+    source.faults.release.set()
+    for process, said in ((first, f"{source.url} (4 objects"), (second, f"{source.url} already (4 objects")):
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert f"[ttp] {tmp_path} has what is in {said}" in process.stderr.read()
+    assert _files(tmp_path) == OBJECTS
+    assert len(source.read()) == 5 + 1  # the one that was held is asked for again
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("gcs://bucket/data=here", r"TTP_PULL: gcs://bucket/data: gcs:// is no store that is known"),
+        ("s3://B/data=here", r"TTP_PULL: s3://B/data: 'B' is no name of a bucket"),
+        ("s3://b1/data=here s3://b1/more=./here", r"TTP_PULL names the folder \./here twice"),
+    ],
+)
+def test_what_is_refused_before_a_store_is_asked(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        before_start.require(config.load({"TTP_PULL": text}))
+
+
+def _job(launcher: Launcher, *options: str, **environment: str) -> int:
+    script = launcher.script("print(open('here/data').read(), open('more/data').read(), flush=True)")
+    return launcher.start(*ONE, *options, script, before=HEARS_CTRL_C, **environment)
+
+
+@pytest.mark.parametrize("enabled", ["True", "False"])
+def test_a_script_reads_what_was_pulled(enabled: str, launcher: Launcher, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_text(f"this is {name}")
+    options = [f"--ttp-pull=file://{tmp_path}/one=here", "--ttp-pull", f"file://{tmp_path}/two=more"]
+    ended = launcher.wait(_job(launcher, *options, "--ttp-enable", enabled))
+    assert ended.code == 0, ended.log
+    assert "this is one this is two" in ended.log
+    assert "here has what is in" in ended.log
+
+
+REFUSED: Mapping[str, tuple[str, str, str]] = {
+    "no folder named": ("s3://bucket/data", "", "TTP_PULL is 's3://bucket/data': it must be URL=DIR"),
+    "no bucket": ("s3://nowhere/data=here", "", "TTP_PULL: s3://nowhere/data: there is no bucket nowhere in"),
+    "no object": (
+        "s3://bucket/nothing=here",
+        "",
+        "TTP_PULL: s3://bucket/nothing: there is no object below it",
+    ),
+    "no credentials": (
+        "s3://bucket/data=here",
+        "AWS_SECRET_ACCESS_KEY",
+        "TTP_PULL: AWS_ACCESS_KEY_ID is set, but",
+    ),
+    "a file in the way": ("s3://bucket/data=script.py", "", "TTP_PULL: script.py: File exists"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_pulled_starts_nothing(
+    case: str, faults: FaultProxy, server: str, launcher: Launcher
+) -> None:
+    text, without, why = REFUSED[case]
+    Source("s3://bucket/data", faults, server).put("one", b"1")
+    environment = {**object_store.CREDENTIALS, without: ""} if without else object_store.CREDENTIALS
+    ended = launcher.wait(_job(launcher, "--ttp-pull", text, "--ttp-store-endpoint", server, **environment))
+    assert ended.code == 2
+    assert len(ended.log.splitlines()) == 1
+    assert ended.log.startswith(f"ttprun: error: {why}")
+    assert not (launcher.folder / "here").exists()
+
+
+def test_credentials_that_are_refused_start_nothing(faults: FaultProxy, url: str, launcher: Launcher) -> None:
+    faults.fault = lambda number, method, path: "403"
+    options = ["--ttp-pull", f"{url}=here", "--ttp-store-endpoint", faults.url]
+    ended = launcher.wait(_job(launcher, *options, **object_store.CREDENTIALS))
+    assert ended.code == 2
+    assert ended.log == (
+        f"ttprun: error: TTP_PULL: {url}: {faults.url} does not allow these credentials to list it"
+        " (403 Forbidden, AccessDenied)\n"
+    )
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_pull(by: signal.Signals, source: Source, launcher: Launcher) -> None:
+    source.faults.fault = lambda number, method, path: "hold before" if "corpus.bin" in path else ""
+    options = ["--ttp-pull", f"{source.url}=here", "--ttp-store-endpoint", source.faults.url]
+    pid = _job(launcher, *options, **object_store.CREDENTIALS)
+    assert source.faults.held.wait(60)
+    os.kill(pid, by)
+    ended = launcher.wait(pid)
+    assert ended.code == 128 + by
+    assert ended.log == (
+        f"[ttp] ended by {by.name} while it waited for the data of {source.url}, which comes to here;"
+        " nothing was started\n"
+    )
+    assert _files(launcher.folder / "here") == {}
