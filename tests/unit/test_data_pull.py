@@ -20,7 +20,7 @@ from adaptor.errors import ConfigError, StoreError
 from adaptor.launchers import data_pull as before_start
 from adaptor.launchers.programs import DATA
 from adaptor.store import data_folder, data_pull
-from adaptor.store.client import PIECE
+from adaptor.store.client import PIECE, Part, Store
 from adaptor.store.opening import open_store
 from tests import waiting
 from tests.unit import object_store
@@ -159,20 +159,36 @@ def _corrupting(name: str, times: int) -> Callable[[int, str, str], str]:  # typ
     return fault
 
 
-def test_an_object_that_is_written_anew_while_it_comes(source: Source, tmp_path: Path) -> None:
+class _Changing(Store):
+    """A store in which an object is written anew when its first part has come, and before the others do."""
+
+    def __init__(self, url: str, new: bytes) -> None:
+        opened = open_store(url)
+        super().__init__(opened.address, opened._client, "")
+        self._new = new
+        self._changed = threading.Event()
+
+    def get_part(self, name: str, start: int, length: int) -> Part:
+        if start:
+            self._changed.wait()
+        part = super().get_part(name, start, length)
+        if not self._changed.is_set():
+            obstore.put(self._client, name, self._new, use_multipart=False)
+            self._changed.set()
+        return part
+
+
+def test_an_object_that_is_written_anew_while_it_comes(tmp_path: Path) -> None:
     """The parts of a file are all of one version."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/corpus.bin").write_bytes(OBJECTS["corpus.bin"])
     new = os.urandom(2 * PIECE + 5)
-    written = threading.Lock()
-
-    def fault(number: int, method: str, path: str) -> str:
-        # After the first part: the second request is answered when the object is another one.
-        if "corpus.bin" in path and len(source.read()) == 1 and written.acquire(blocking=False):
-            source.put("corpus.bin", new)
-        return ""
-
-    source.faults.fault = fault  # type: ignore[assignment]
-    source.pull(tmp_path)
-    assert (tmp_path / "corpus.bin").read_bytes() == new
+    store = _Changing(f"file://{tmp_path}/there", new)
+    data_pull.bring([(store, tmp_path / "here")], print)
+    assert _files(tmp_path / "here") == {"corpus.bin": new}
+    lines: list[str] = []
+    data_pull.bring([(store, tmp_path / "here")], lines.append)
+    assert "already" in lines[0]
 
 
 def test_how_far_it_is(source: Source, tmp_path: Path) -> None:
