@@ -81,6 +81,7 @@ class Job:
         holds: str = "",
         parts: str = "",
         arming: str = "",
+        uploading: str = "",
         faults: Sequence[Fault] = (),
         environment: Mapping[str, str] | None = None,
         nodes: int = 1,
@@ -92,9 +93,9 @@ class Job:
     ) -> None:
         """`save` is the folder of the checkpoints (default: in the job's own); `instances` is for a job
         without the adaptor, which makes two itself; `distributed`: whether its optimizer is;
-        `watch`, `native`, `gate`, `cost`, `holds`, `parts` and `arming` are `_worker.py`'s; the ranks are
-        divided among `nodes`, all on this machine, each in its part of `network` if there is one; `warm`:
-        workers are forks that have torch imported, which is quicker where nothing is timed
+        `watch`, `native`, `gate`, `cost`, `holds`, `parts`, `arming` and `uploading` are `_worker.py`'s;
+        the ranks are divided among `nodes`, all on this machine, each in its part of `network` if there is
+        one; `warm`: workers are forks that have torch imported, which is quicker where nothing is timed
         (`tests/faults/warm.py`); `library`: arguments of `train_core.py`, which trains in the place of
         `pretrain_gpt.py` and saves nothing itself.
         """
@@ -118,7 +119,7 @@ class Job:
             self._command += ["-m", "adaptor.devices", "cpu"]
         if library is None:
             self._command += [str(Path(record.__file__)), str(folder / "records")]
-        if watch or native or gate or holds or parts or arming:
+        if watch or native or gate or holds or parts or arming or uploading:
             self._command += [str(HERE / "_worker.py"), "--out", str(folder / "watched")]
             self._command += ["--watch"] if watch else []
             self._command += ["--native", str(folder / "native")] if native else []
@@ -127,6 +128,7 @@ class Job:
             self._command += ["--holds", holds] if holds else []
             self._command += ["--parts", parts] if parts else []
             self._command += ["--arming", arming] if arming else []
+            self._command += ["--uploading", uploading] if uploading else []
         if faults:
             self._command += [str(Path(inject.__file__)), "--stamp", str(self.stamps)]
             self._command += [word for fault in faults for word in ("--fault", str(fault))]

@@ -9,6 +9,7 @@
           times, or counts (of bytes, allocations and so on)
 --arming  disarms and arms online recovery every few steps, and writes down what a step takes, or which
           functions it calls
+--uploading  stops and continues an uploader every few steps, and writes down what a step takes
 --cost    writes down, at the third gate, the memory and parameters of the process, and what it sends
 
 Lines of JSON go to OUT/rank<R>.jsonl: what, time (when it ended), seconds, restart. It hooks from outside,
@@ -39,6 +40,7 @@ from _arming import Arming
 from _holdings import Holdings
 from _part_counts import Counts
 from _parts import Parts, Times
+from _uploading import Uploading
 
 RANK = int(os.environ.get("RANK", "0"))
 # The parts of a dump: (what, module, function). Those of one dump never run at the same time.
@@ -261,6 +263,7 @@ def main() -> None:
     parser.add_argument("--holds", metavar="INTERVAL,AT")
     parser.add_argument("--parts", metavar="times|counts,BLOCK,PAIRS,SEED")
     parser.add_argument("--arming", metavar="BLOCK,PAIRS,SEED,WARM_UP,times|calls")
+    parser.add_argument("--uploading", metavar="BLOCK,PAIRS,SEED,WARM_UP,PID")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parsed = parser.parse_args()
@@ -278,6 +281,8 @@ def main() -> None:
         Parts(notes.add, hook, given, Counts() if what == "counts" else Times(hook))
     if parsed.arming:
         Arming(notes.add, hook, parsed.arming)
+    if parsed.uploading:
+        Uploading(notes.add, hook, parsed.uploading)
     if parsed.gate:
         hook(
             "megatron.training.training",

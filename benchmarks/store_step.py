@@ -1,0 +1,224 @@
+"""Step time while a checkpoint is sent to an object store, against the same job with nothing sent:
+`python benchmarks/store_step.py`.
+
+The process that sends is the one of `ttprun --ttp-store`, with TTP_STORE_RATE; it is stopped (SIGSTOP) and
+continued every few steps of one job, so both arms see the same processes and memory. Neighbouring blocks are
+a pair; the figure is the median of the pairs' ratios, with a 95 % interval (bootstrap over pairs). Each time
+a checkpoint is in the store, the next one is in the save folder: all of them are names of the same files.
+
+The store (`_sink.py`) takes all and keeps nothing, because a real one is another machine. Ranks are pinned to
+a core each. On two cores a job of one rank leaves the uploader a core, as nodes with accelerators do; two
+ranks leave it what nice 10 gets beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import _blocks
+import msgspec
+import psutil
+from _bench import Benchmark, table
+from _blocks import Measured, paired
+from _job import Job, JobError, add_size_options, model, new_folder, run
+from step_cost import interval
+
+from adaptor import setting_values
+from adaptor.checkpoint import hashing, publish
+from adaptor.launchers.programs import STORE
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.store.uploader import UploadSettings
+from tests.unit import object_store
+
+TARGET = 1.01
+URL = "s3://bucket/run7"
+# Steps before the first block: the uploader reaches its rate meanwhile.
+WARM_UP = 40
+_SINK = Path(__file__).with_name("_sink.py")
+_SENT = "is in s3://"
+_LIMIT_S = 1800.0
+_START_S = 60.0
+
+
+class Checkpoints:
+    """A save folder in which a checkpoint comes after the other; their files are links to the same ones."""
+
+    def __init__(self, root: Path, mebibytes: int) -> None:
+        self.root = root
+        self._files = root.with_name("files")
+        self._files.mkdir()
+        with (self._files / naming.MODEL_FILE).open("wb") as file:
+            for _ in range(mebibytes):
+                file.write(os.urandom(1 << 20))
+        digest = hashing.hash_file(self._files / naming.MODEL_FILE)
+        self._entry = FileEntry(f"mp_rank_00/{naming.MODEL_FILE}", mebibytes << 20, digest)
+        self._step = 1
+
+    def add(self) -> None:
+        """Save the next one, and remove the one before the last."""
+        self._step += 1
+        folder = publish.prepare(self.root, self._step, generation="0f3a5c21")
+        target = folder / self._entry.path
+        target.parent.mkdir()
+        target.hardlink_to(self._files / naming.MODEL_FILE)
+        publish.publish(self.root, self._step, [self._entry], {}, 1, "0f3a5c21")
+        shutil.rmtree(self.root / naming.final_name(self._step - 2), ignore_errors=True)
+
+
+@contextmanager
+def sink() -> Iterator[subprocess.Popen[str]]:
+    """Run the store, on the last core: beside a rank it would be felt as if it were the uploader."""
+    with subprocess.Popen(
+        [sys.executable, str(_SINK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Uploader:
+    """The process of the adaptor that sends checkpoints, and who gives it the next one."""
+
+    def __init__(self, checkpoints: Checkpoints, endpoint: str, rate: int) -> None:
+        self._checkpoints = checkpoints
+        self.said: list[str] = []
+        checkpoints.add()
+        self._process = subprocess.Popen(
+            [sys.executable, str(STORE), "send"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **object_store.CREDENTIALS},
+        )
+        assert self._process.stdin is not None
+        order = UploadSettings(URL, endpoint, str(checkpoints.root), 1, 0, rate)
+        self._process.stdin.write(msgspec.json.encode(order).decode() + "\n")
+        self._process.stdin.flush()
+        self.pid = self._process.pid
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def _hear(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.said.append(line.strip())
+            if _SENT in line:
+                self._checkpoints.add()
+
+    def cpu(self) -> float:
+        """Return its CPU seconds."""
+        used = psutil.Process(self.pid).cpu_times()
+        return float(used.user + used.system)
+
+    def end(self) -> None:
+        """End it at once; a process that is stopped, too."""
+        self._process.kill()
+        self._process.wait()
+
+
+def measure(ranks: int, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Run a job of so many ranks; return its pairs of blocks, and what the uploader has sent and taken."""
+    folder.mkdir()
+    with sink() as store:
+        assert store.stdout is not None
+        assert store.stdin is not None
+        endpoint = f"http://127.0.0.1:{int(store.stdout.readline())}"
+        uploader = Uploader(Checkpoints(folder / "save", given.mib), endpoint, given.rate)
+        job = Job(
+            folder / "job",
+            adaptor=True,
+            train_iters=WARM_UP + 2 * given.pairs * given.block + 1,
+            ranks=ranks,
+            extra=[
+                *model(given.layers, given.hidden, given.sequence),
+                *("--global-batch-size", str(given.global_batch)),
+            ],
+            uploading=f"{given.block},{given.pairs},{given.seed},{WARM_UP},{uploader.pid}",
+            environment={"TTP_HANG": "0", "TTP_REPLICA": "none" if ranks == 1 else "auto"},
+        )
+        try:
+            with job:
+                code = job.wait(_LIMIT_S)
+            cpu = uploader.cpu()
+        except psutil.Error:
+            raise JobError(f"the uploader has ended; it said {uploader.said}") from None
+        finally:
+            uploader.end()
+        if code != 0:
+            raise JobError(f"{ranks} ranks: exit code {code}: see {job.log}")
+        found = job.watched()
+        if len(found) != 2 * given.pairs * ranks:
+            raise JobError(f"{ranks} ranks: {len(found)} blocks were written down: see {job.log}")
+        store.stdin.close()
+        taken = json.loads(store.stdout.readline())
+    failed = [line for line in uploader.said if _SENT not in line]
+    if failed or not taken["bytes"]:
+        raise JobError(f"the uploader has not sent what it was to send: {failed}")
+    pairs = paired(found)
+    return {"pairs": pairs, "bytes": taken["bytes"], "cpu": cpu, "cpu_of_store": taken["cpu"]}
+
+
+def report(found: dict[int, dict[str, Any]], seed: int) -> tuple[str, list[str]]:
+    """Return the table, and a line for each job."""
+    rows, lines = [], []
+    for ranks, one in found.items():
+        pairs: list[tuple[Measured, Measured]] = one["pairs"]
+        for key, name in (("wall", "wall time"), ("cpu", "CPU time")):
+            ratios = [on[key] / off[key] for off, on in pairs]
+            low, high = interval(ratios, seed)
+            ratio = statistics.median(ratios)
+            off = statistics.median(off[key] for off, _ in pairs)
+            rows.append([ranks, f"{name}, ms", f"{off:.2f}", f"{ratio:.4f} ({low:.4f} to {high:.4f})"])
+            if key == "wall":
+                known = "MISSED" if low > TARGET else "reached" if high <= TARGET else "not known: more pairs"
+                rate = statistics.median(1000 * on["sent"] / on["wall"] for _, on in pairs)
+                lines.append(
+                    f"{ranks} ranks: sending / not sending {ratio:.4f}, at most {TARGET:g}: {known};"
+                    f" {rate:.0f} MB/s are sent, with {one['cpu'] / (one['bytes'] / 1e9):.2f} s of the"
+                    f" uploader's CPU time for each GB, {one['cpu_of_store'] / (one['bytes'] / 1e9):.2f} s of"
+                    " the store's"
+                )
+    return table(["ranks", "of a step", "not sending", "sending / not sending (95 %)"], rows), lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="*", choices=(1, 2), default=[1, 2])
+    parser.add_argument("--pairs", type=int, default=50, help="pairs of blocks in each job (default 50)")
+    parser.add_argument(
+        "--rate", type=setting_values.rate, default=200 * 10**6, help="TTP_STORE_RATE (default 200M)"
+    )
+    parser.add_argument("--mib", type=int, default=256, help="size of a checkpoint (default 256)")
+    _blocks.add_options(parser)
+    add_size_options(parser)
+    given = parser.parse_args()
+    benchmark = Benchmark("store_step", vars(given))
+    folder = new_folder("store_step")
+    found = {}
+    for ranks in given.ranks:
+        began = time.monotonic()
+        found[ranks] = measure(ranks, folder / str(ranks), given)
+        print(f"{ranks} ranks: {time.monotonic() - began:.0f} s", flush=True)
+    shutil.rmtree(folder)
+    text, lines = report(found, given.seed)
+    benchmark.finish("\n".join([text, "", *lines]), {"target": TARGET, "jobs": found})
+
+
+if __name__ == "__main__":
+    run(main)
