@@ -1,6 +1,6 @@
 """Hooks what a benchmark wants to know into a worker, then runs its script: `_worker.py ... script args`.
 
---watch   writes down how long the parts of a dump took
+--watch   writes down how long the parts of a dump took, and how much memory it took
 --native  calls the framework's own save, unpatched and timed, after the second step of each start; and has
           `dd conv=fsync` write as many bytes, by as many processes as hold the optimizer state
 --gate    waits before every block of iterations until the benchmark says that it is this job's turn
@@ -40,6 +40,7 @@ from _arming import Arming
 from _holdings import Holdings
 from _part_counts import Counts
 from _parts import Parts, Times
+from _peaks import Peaks
 from _uploading import Uploading
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -85,34 +86,26 @@ def hook(module: str, name: str, wrapper: Any) -> None:
 
 def watch(notes: Notes) -> None:
     main_thread = threading.main_thread()
+    peaks = Peaks()
+    hook("megatron.training.training", "train_step", peaks.step)
 
     def timed(what: str) -> Any:
         def is_timed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if threading.current_thread() is main_thread:
                 return wrapped(*args, **kwargs)
             began = time.time()
-            before = _new_peak() if what == "dump" else 0
+            if what == "dump":
+                peaks.begin()
             try:
                 return wrapped(*args, **kwargs)
             finally:
-                more = {"extra": _peak() - before} if what == "dump" else {}
+                more = peaks.end() if what == "dump" else {}
                 notes.add(what, time.time() - began, began=began, **more)
 
         return is_timed
 
     for what, module, name in PARTS:
         hook(module, name, timed(what))
-
-
-def _new_peak() -> int:
-    """Begin a new peak of this process' memory; return what it has now, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
-
-
-def _peak() -> int:
-    (kibibytes,) = re.findall(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return 1024 * int(kibibytes)
 
 
 # With `split` the state is there twice in the four ranks: two of them hold all that is saved.
@@ -179,7 +172,8 @@ class NativeSave:
         shutil.rmtree(self._folder)
 
     def _bytes(self) -> int:
-        return sum(path.stat().st_size for path in self._folder.rglob("*.pt"))
+        files = [path for path in self._folder.rglob("*") if path.suffix in (".pt", ".distcp")]
+        return sum(path.stat().st_size for path in files)
 
 
 class Gate:

@@ -86,14 +86,18 @@ def timeline(
     return {**whole, "fault to published": published - stamp["time"]}
 
 
-def measure(folder: Path, name: str, repeats: int, phase: str) -> dict[str, Any]:
+def measure(folder: Path, name: str, repeats: int, phase: str, checkpoint_format: str) -> dict[str, Any]:
     """Run the job of one model."""
     layers, hidden, sequence = MODELS[name]
     job = Job(
         folder,
         adaptor=True,
         train_iters=saved_steps(phase) * repeats + 1,
-        extra=[*model(layers, hidden, sequence), "--distributed-timeout-minutes", "5"],
+        extra=[
+            *model(layers, hidden, sequence),
+            *("--ckpt-format", checkpoint_format),
+            *("--distributed-timeout-minutes", "5"),
+        ],
         launcher=["--max-restarts", str(repeats)],
         watch=True,
         native=True,
@@ -133,6 +137,7 @@ def measure(folder: Path, name: str, repeats: int, phase: str) -> dict[str, Any]
         "dd": [own["dd"][number]["seconds"] for number in range(repeats)],
         "bytes": own["native"][0]["bytes"],
         "extra": sorted(line["extra"] for line in watched if line["what"] == "dump"),
+        "above_step": sorted(line["above_step"] for line in watched if line["what"] == "dump"),
     }
 
 
@@ -147,12 +152,14 @@ def main() -> None:
         default="backward",
         help="of the faults; with door-before the main threads wait, and use no memory beside the dump",
     )
+    parser.add_argument("--format", choices=("torch", "torch_dist"), default="torch")
     given = parser.parse_args()
-    benchmark = Benchmark(
-        "save_cost", {"repeats": given.repeats, "phase": given.phase, **{m: MODELS[m] for m in given.models}}
-    )
+    settings = {"repeats": given.repeats, "phase": given.phase, "format": given.format}
+    benchmark = Benchmark("save_cost", {**settings, **{m: MODELS[m] for m in given.models}})
     folder = new_folder("save_cost")
-    found = {name: measure(folder / name, name, given.repeats, given.phase) for name in given.models}
+    found = {
+        name: measure(folder / name, name, given.repeats, given.phase, given.format) for name in given.models
+    }
     shutil.rmtree(folder)
 
     rows, text, findings = [], [], {}
@@ -198,7 +205,8 @@ def main() -> None:
     text += [
         f"{name}: dd took {min(one['dd']):.2f} to {max(one['dd']):.2f} s; the peak of a process in a dump was"
         f" {statistics.median(one['extra']) / 2**20:.0f} MiB over what it had before,"
-        f" {one['extra'][-1] / 2**20:.0f} MiB at most (its main thread may be in the backward pass)"
+        f" {one['extra'][-1] / 2**20:.0f} MiB at most (its main thread may be in the backward pass), and"
+        f" {one['above_step'][-1] / 2**20:.0f} MiB at most over the peak of the last step before the fault"
         for name, one in found.items()
     ]
     benchmark.finish("\n\n".join(text), {"models": findings, "target": TARGET})

@@ -14,7 +14,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _ROOT = "archive"  # as torch names it where it is not given the name of a file
 _ALIGNMENT = 64  # of each storage, as torch has it, in bytes
-_PAGE = 4096  # of storages that others write: the most that two of them have in common is what is cut there
+PAGE = 4096  # of storages that others write: the most that two of them have in common is what is cut there
 _LIMIT = 0xFFFFFFFF  # what does not fit below stands in a field of ZIP64
 _DATE = 0x21  # 1980-01-01, the first day that a zip file knows
 _LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
@@ -45,6 +45,25 @@ class Entry(Generic[T]):
     begin: int
     size: int
     content: torch.Tensor | T
+
+
+class FileLayout(Protocol[T]):
+    """The layout of a file: what stands where, and what is written last.
+
+    Attributes:
+        entries: in the order in which they stand
+        size: of the file
+    """
+
+    entries: list[Entry[T]]
+    size: int
+
+    def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield what stands around the data, with its place.
+
+        Args:
+            crcs: the CRC-32 of each entry, in order.
+        """
 
 
 class ArchiveLayout(Generic[T]):
@@ -73,7 +92,7 @@ class ArchiveLayout(Generic[T]):
             if known is None:
                 self._add(f"data/{key}", _content(storage), _ALIGNMENT)
             else:
-                self._add(f"data/{key}", known, _PAGE, storage.nbytes())
+                self._add(f"data/{key}", known, PAGE, storage.nbytes())
         self.size = self._end + sum(map(len, self._directory([0] * len(self.entries))))
 
     def _add(self, name: str, content: torch.Tensor | T, alignment: int, size: int | None = None) -> None:

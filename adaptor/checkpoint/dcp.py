@@ -58,9 +58,7 @@ class RankPart:
     def write_data(self, file: HashingFile) -> None:
         """Write this rank's tensors and objects into `file`, one after the other."""
         import torch
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.planner import WriteItemType
-        from torch.distributed.checkpoint.storage import WriteResult
 
         for item in self._plan.items:
             start = file.bytes
@@ -68,9 +66,25 @@ class RankPart:
             if item.type == WriteItemType.BYTE_IO:
                 file.write(data.getbuffer())
             else:
-                torch.save(_by_itself(data), cast(Any, file))
-            length = file.bytes - start
-            self._results.append(WriteResult(item.index, length, _StorageInfo(self.data_file, start, length)))
+                torch.save(by_itself(data), cast(Any, file))
+            self.note(item, start, file.bytes - start)
+
+    def contents(self) -> list[tuple[Any, Any]]:
+        """Return the items of the plan, each with its tensor or its BytesIO, in the order of the file."""
+        return [(item, self._planner.resolve_data(item)) for item in self._plan.items]
+
+    def note(self, item: Any, start: int, length: int) -> None:
+        """Note where an item stands in the data file.
+
+        Args:
+            item: of the plan.
+            start: its place in bytes.
+            length: in bytes.
+        """
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.storage import WriteResult
+
+        self._results.append(WriteResult(item.index, length, _StorageInfo(self.data_file, start, length)))
 
     def write_part(self, file: HashingFile) -> None:
         """Write this rank's part of the metadata; call it after `write_data`."""
@@ -82,8 +96,12 @@ class RankPart:
         file.write(pickle.dumps(known))
 
 
-def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the host in memory of its own: torch would save all memory behind a view."""
+def by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the host in memory of its own: torch would save all memory behind a view.
+
+    Args:
+        tensor: on any device.
+    """
     tensor = tensor.detach().cpu()
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 

@@ -8,6 +8,7 @@ through the page cache, where they are found again, and whole blocks past it (`d
 
 from __future__ import annotations
 
+import bisect
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from adaptor.checkpoint.direct_writes import DirectWriter
 from adaptor.checkpoint.hashing import BLOCK
 from adaptor.checkpoint.paced_sync import PacedSync
 from adaptor.checkpoint.shard_exchange import Exchange
-from adaptor.checkpoint.shards import Part
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -76,6 +76,14 @@ class _Stretch:
     at: int
     size: int
     read: Callable[[int, int], memoryview]
+
+
+# A param of a shard: begin and end in the world tensor, and its tensors by key.
+_Piece = tuple[int, int, Mapping[str, torch.Tensor]]
+
+
+def _extent(piece: _Piece) -> tuple[int, int]:
+    return piece[:2]
 
 
 class PartWriter:
@@ -131,18 +139,25 @@ class PartWriter:
             optimizers: those of the chain.
             own: per optimizer, the readers of the shards that this rank gives (`shard_exchange.own_shards`).
         """
+        # Once for each, and not for each of the regions, of which a file of one archive per tensor has many.
+        buckets: dict[tuple[int, int], list[shards.Bucket]] = {}
+        pieces: dict[tuple[int, int, int, int], list[_Piece]] = {}
         for region in regions:
-            optimizer = optimizers[region.position]
-            buckets = shards.buckets_of(optimizer, optimizer.buffers[region.number])
-            for bucket in buckets:
+            optimizer, buffer = optimizers[region.position], (region.position, region.number)
+            if buffer not in buckets:
+                buckets[buffer] = shards.buckets_of(optimizer, optimizer.buffers[region.number])
+            for bucket in buckets[buffer]:
                 for index, reader in own[region.position].items():
                     start, stop = bucket.extent(index)
                     begin, end = max(start, region.begin), min(stop, region.end)
                     if begin < end:
-                        shard = _Shard(
-                            region, index, start, begin, self._block, self._exchange, self.not_finite
-                        )
-                        shard.open(reader(region.number, bucket.index))
+                        if (place := (*buffer, bucket.index, index)) not in pieces:
+                            part = reader(region.number, bucket.index)
+                            pieces[place] = sorted(
+                                ((start + low, start + high, held) for low, high, held in part), key=_extent
+                            )
+                        shard = _Shard(region, index, begin, self._block, self._exchange, self.not_finite)
+                        shard.open(pieces[place], end)
                         size = (end - begin) * shard.itemsize
                         at = region.at + (begin - region.begin) * shard.itemsize
                         self._stretches.append(_Stretch(region.file, at, size, shard.read))
@@ -202,24 +217,24 @@ class _Shard:
         self,
         region: Region,
         index: int,
-        start: int,
         begin: int,
         block: torch.Tensor,
         exchange: Exchange,
         not_finite: list[NotFinite],
     ) -> None:
-        self._region, self._index, self._start, self._begin = region, index, start, begin
+        self._region, self._index, self._begin = region, index, begin
         self._block, self._exchange, self._not_finite = block, exchange, not_finite
         self._dtype = getattr(torch, region.dtype)
         self.itemsize = self._dtype.itemsize
         self._pieces: list[tuple[int, int, torch.Tensor]] = []
 
-    def open(self, part: Part) -> None:
-        """Take the tensors of the shard, of which `part` tells."""
-        for start, end, tensors in part:
+    def open(self, pieces: Sequence[_Piece], end: int) -> None:
+        """Take the tensors of the shard's part of a bucket that lie in front of element `end`."""
+        first = bisect.bisect_right(pieces, self._begin, key=lambda piece: piece[1])
+        behind = bisect.bisect_left(pieces, end, key=lambda piece: piece[0])
+        for start, stop, tensors in reversed(pieces[first:behind]):
             tensor = shards.tensor_of(tensors, self._region.key)
-            self._pieces.append((self._start + start, self._start + end, tensor.detach().view(-1)))
-        self._pieces.sort(key=lambda piece: piece[:2], reverse=True)
+            self._pieces.append((start, stop, tensor.detach().view(-1)))
 
     def read(self, begin: int, end: int) -> memoryview:
         first, last = (self._begin + edge // self.itemsize for edge in (begin, end))

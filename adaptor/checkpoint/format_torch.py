@@ -9,7 +9,9 @@ from typing import Any, cast
 import torch
 
 from adaptor.checkpoint import shards
+from adaptor.checkpoint.archive_layout import ArchiveLayout
 from adaptor.checkpoint.hashing import HashingFile
+from adaptor.checkpoint.planned_tensors import PlannedTensors, Source
 from adaptor.checkpoint.training_state import Files, TrainingState
 from adaptor.checkpoint.weights import TensorSlot
 from adaptor.protocol import naming
@@ -52,6 +54,16 @@ class TorchFormat:
             name: partial(save, value) for name, value in self.archives(state, body, gathered).items()
         }
         return files | self.small_files(state)
+
+    def planned_tensors(self) -> PlannedTensors:
+        return PlannedTensors()
+
+    def planned_files(
+        self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any], planned: PlannedTensors
+    ) -> tuple[dict[str, ArchiveLayout[Source]], Files]:
+        archives = self.archives(state, body, gathered)
+        layouts = {name: ArchiveLayout(value, planned.source_of) for name, value in archives.items()}
+        return layouts, self.small_files(state)
 
     def small_files(self, state: TrainingState) -> Files:
         """Return the files that are no archives; see `files`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptor.checkpoint import dcp, integrity, shards
+from adaptor.checkpoint import dcp, dcp_layout, integrity, shards
 from adaptor.checkpoint.format_torch import TorchFormat, save
 from adaptor.checkpoint.optimizer_stand_ins import (
     REPLACED,
@@ -29,6 +30,8 @@ from adaptor.checkpoint.optimizer_stand_ins import (
     plain_stand_in,
     state_without_memory,
 )
+from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
+from adaptor.checkpoint.sequence_layout import SequenceLayout
 from adaptor.checkpoint.training_state import CheckpointFormat, Files, TrainingState
 from adaptor.checkpoint.weights import TensorSlot
 from adaptor.errors import CheckpointError, UnsupportedError
@@ -94,6 +97,34 @@ class Sharding:
         return [dataclasses.replace(place, data=list(states)) for place in self.random]
 
     def files(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> Files:
+        part, _, files = self._part(state, body)
+        if part.has_data:
+            files[part.data_file] = part.write_data
+        files[part.part_file] = part.write_part
+        if getattr(state.args, "verify_integrity", False):
+            return integrity.with_part(files, self.first)
+        return files
+
+    def planned_tensors(self) -> PlannedTensors:
+        return PlannedTensors("meta")
+
+    def planned_files(
+        self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any], planned: PlannedTensors
+    ) -> tuple[dict[str, SequenceLayout[Source]], Files]:
+        if getattr(state.args, "verify_integrity", False):
+            raise CannotBePlanned("integrity.json has digests that are made of a file front to back")
+        part, common, files = self._part(state, body)
+        if not part.has_data:
+            raise CannotBePlanned("this rank has nothing to save")
+        pickled = io.BytesIO()
+        torch.save(common, pickled)
+        dcp_layout.require_no_stand_in(pickled.getvalue(), "what is common to all ranks")
+        layout = dcp_layout.lay_out(part, planned)
+        files[part.part_file] = part.write_part
+        return {part.data_file: layout}, files
+
+    def _part(self, state: TrainingState, body: dict[str, Any]) -> tuple[dcp.RankPart, Any, Files]:
+        """Return the part of this rank, what is common to all ranks, and the small files."""
         from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
         from megatron.core.dist_checkpointing.mapping import ShardedObject
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -112,13 +143,7 @@ class Sharding:
             files[COMMON_STATE_FNAME] = partial(save, common)
         if self.first == 0:
             files[CONFIG_FNAME] = lambda file: file.write(json.dumps(config).encode())
-        part = dcp.RankPart(self.first, _planner(sharded))
-        if part.has_data:
-            files[part.data_file] = part.write_data
-        files[part.part_file] = part.write_part
-        if getattr(state.args, "verify_integrity", False):
-            return integrity.with_part(files, self.first)
-        return files
+        return dcp.RankPart(self.first, _planner(sharded)), common, files
 
 
 def _planner(sharded: Any) -> Any:

@@ -29,7 +29,7 @@ import torch
 import xxhash
 
 from adaptor.checkpoint import disk, in_place_messages, linux_calls
-from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
+from adaptor.checkpoint.archive_layout import FileLayout, join_crcs
 from adaptor.checkpoint.crc32 import crc32
 from adaptor.checkpoint.file_parts import (
     NotFinite,
@@ -52,7 +52,7 @@ class InPlace:
     """The archives of one attempt, as their writer sees them; used as a context.
 
     Args:
-        layouts: of each archive, by path below the folder, with the source of each tensor that is planned.
+        layouts: of each file, by path below the folder, with the source of each tensor that is planned.
         optimizers: those of the chain.
         exchange: with the folder.
         attempt: its number in the incident.
@@ -63,7 +63,7 @@ class InPlace:
 
     def __init__(
         self,
-        layouts: Mapping[str, ArchiveLayout[Source]],
+        layouts: Mapping[str, FileLayout[Source]],
         optimizers: Sequence[Any],
         exchange: Exchange,
         attempt: int,
@@ -73,7 +73,7 @@ class InPlace:
         self._exchange = exchange
         self._attempt = attempt
         self._root = exchange.folder
-        self._others = sorted({rank for sources in exchange.sources for rank in sources} - {exchange.rank})
+        self._others = _others(exchange)
         self._optimizers = optimizers
         self._own = own_readers(optimizers, exchange)
         self._drafts = [f"{name}.{attempt}" for name in self._layouts]
@@ -255,7 +255,21 @@ class InPlace:
         return whole.hexdigest()
 
 
-def _crcs(name: str, layout: ArchiveLayout[Source], parts: Sequence[WrittenPart]) -> list[int]:
+def decline(exchange: Exchange) -> None:
+    """Tell the other holders that nothing can be laid out: they send their shards instead.
+
+    Raises:
+        RuntimeError: from the process group, when a peer is gone.
+    """
+    for rank in _others(exchange):
+        send(Offer([], [], b"", 0), rank, exchange)
+
+
+def _others(exchange: Exchange) -> list[int]:
+    return sorted({rank for sources in exchange.sources for rank in sources} - {exchange.rank})
+
+
+def _crcs(name: str, layout: FileLayout[Source], parts: Sequence[WrittenPart]) -> list[int]:
     """Return the CRC-32 of each entry. Raises CheckpointError where its parts leave a hole, or overlap."""
     inside: dict[int, list[WrittenPart]] = defaultdict(list)
     entries = iter(enumerate(layout.entries))

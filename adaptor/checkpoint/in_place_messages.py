@@ -21,7 +21,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Offer(msgspec.Struct):
-    """The files of the writer. `token` stands at byte 0 of the first; the holder's belongs at byte `slot`."""
+    """The files of the writer. `token` stands at byte 0 of the first; the holder's belongs at byte `slot`.
+
+    Without files nothing can be laid out, and the holder sends its shards.
+    """
 
     drafts: list[str]
     regions: list[Region]

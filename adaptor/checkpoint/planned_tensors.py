@@ -7,6 +7,7 @@ tensor (`shards`), which the holders of the shards write into the file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +34,20 @@ class Source:
     dtype: torch.dtype
 
 
-class PlannedTensors:
-    """Makes stand-ins, and knows them again by their memory."""
+class CannotBePlanned(Exception):
+    """A file cannot be laid out before its tensors are there; then they are gathered."""
 
-    def __init__(self) -> None:
+
+class PlannedTensors:
+    """Makes stand-ins, and knows them again by their storage.
+
+    Args:
+        device: `cpu`, where a stand-in can be pickled as the tensor would be; `meta`, where no code of others
+            can read a stand-in as if it were one.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._made: dict[int, tuple[Source, torch.UntypedStorage]] = {}
 
     def state_of(self, optimizer: Any, position: int) -> dict[Any, Any]:
@@ -52,7 +63,7 @@ class PlannedTensors:
 
     def source_of(self, storage: torch.UntypedStorage) -> Source | None:
         """Return what a storage stands for, None if it is not one of these."""
-        source, _ = self._made.get(storage.data_ptr(), (None, None))
+        source, _ = self._made.get(storage._cdata, (None, None))
         return source
 
     def range_of(self, tensor: torch.Tensor) -> Source | None:
@@ -64,6 +75,10 @@ class PlannedTensors:
         span = int(sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
         end = begin + span + 1 if tensor.numel() else begin
         return Source(source.position, source.number, source.key, begin, end, source.dtype)
+
+    def to_host(self, tensor: torch.Tensor, bring: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return what `bring` makes of a tensor; a stand-in stays what it is."""
+        return bring(tensor) if self.source_of(tensor.untyped_storage()) is None else tensor
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return `tensor.to(dtype)`, of a contiguous view of a stand-in as another one."""
@@ -81,7 +96,6 @@ class PlannedTensors:
         numel = source.end - source.begin
         # Not torch.empty, which fills its memory where a job is deterministic.
         make: Any = torch.UntypedStorage
-        storage = make(numel * source.dtype.itemsize)
-        if numel:
-            self._made[storage.data_ptr()] = source, storage
-        return torch.empty(0, dtype=source.dtype).set_(storage, 0, (numel,), (1,))
+        storage = make(numel * source.dtype.itemsize, device=self._device)
+        self._made[storage._cdata] = source, storage
+        return torch.empty(0, dtype=source.dtype, device=self._device).set_(storage, 0, (numel,), (1,))

@@ -11,23 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from adaptor.checkpoint import finite, in_place, in_place_holder, shard_exchange, shards
-from adaptor.checkpoint.archive_layout import ArchiveLayout
+from adaptor.checkpoint.archive_layout import FileLayout
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.format_torch import TorchFormat, can_be_planned
+from adaptor.checkpoint.format_torch_dist import Sharding
 from adaptor.checkpoint.hashing import HashingFile
-from adaptor.checkpoint.planned_tensors import PlannedTensors
+from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
 from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.step_record import StepRecord, chain
-from adaptor.checkpoint.training_state import FLOPS, CheckpointFormat, Files, TrainingState
+from adaptor.checkpoint.training_state import (
+    FLOPS,
+    CheckpointFormat,
+    Files,
+    PlannableFormat,
+    TrainingState,
+)
 from adaptor.checkpoint.weights import Weights
 from adaptor.errors import CheckpointError
 from adaptor.protocol.file_entry import FileEntry
@@ -113,31 +120,22 @@ def _remove(drafts: Iterable[Path]) -> None:
 
 def _is_in_place(state: TrainingState, exchange: Exchange) -> bool:
     """Return whether the holders write their shards themselves: the same on all ranks of an exchange."""
-    return exchange.folder is not None and type(_format(state)) is TorchFormat and can_be_planned(state)
+    known = type(_format(state)) in (TorchFormat, Sharding)
+    return exchange.folder is not None and known and can_be_planned(state)
 
 
 def _write_in_place(
     state: TrainingState, record: StepRecord, exchange: Exchange, root: Path, attempt: int
 ) -> WrittenFiles | None:
     """Write the files together with the holders; return None where they send their shards instead."""
-    optimizers, format_torch = chain(state.optimizer), TorchFormat()
+    optimizers = chain(state.optimizer)
     in_place_holder.own_readers(optimizers, exchange)  # before anything is made
-    planned = PlannedTensors()
-    weights = Weights(exchange.device.to_host, planned.cast, planned.is_finite)
-    gathered: list[Any] = []
-    for position, (optimizer, live, _) in enumerate(state.chained):
-        world = None
-        if shards.is_sharded(optimizer):
-            world = planned.state_of(optimizer, position)
-            weights.add_sharded(optimizer, world)
-        elif not shards.is_stub(optimizer):
-            weights.add_whole(optimizer, live)
-        gathered.append(world)
-    body, bad_weights = _body(state, record, weights, gathered, exchange)
-    layouts = {
-        name: ArchiveLayout(value, planned.source_of)
-        for name, value in format_torch.archives(state, body, gathered).items()
-    }
+    planned = cast(PlannableFormat, _format(state)).planned_tensors()
+    try:
+        layouts, small, spans, bad_weights = _plan(state, record, exchange, planned)
+    except (CannotBePlanned, RuntimeError):  # torch's, where a stand-in is read
+        in_place.decline(exchange)
+        return None
     try:
         with in_place.InPlace(layouts, optimizers, exchange, attempt) as archives:
             if not archives.write():
@@ -149,14 +147,47 @@ def _write_in_place(
             entries = archives.finish()
     except OSError as error:
         raise CheckpointError(f"{error.filename or root}: {error.strerror or error}") from error
-    bad_weights += _weights_among([what for _, what in archives.not_finite], state, body, planned)
-    small = format_torch.small_files(state) | _on_top(state)
+    bad_weights += _weights_among([what for _, what in archives.not_finite], spans)
     try:
-        entries += _write_files(small, exchange, root, attempt)
+        entries += _write_files(small | _on_top(state), exchange, root, attempt)
     except BaseException:
         _remove(root / entry.draft for entry in entries)
         raise
     return WrittenFiles(tuple(entries), finite.words([what for what, _ in found] or bad_weights))
+
+
+def _plan(
+    state: TrainingState, record: StepRecord, exchange: Exchange, planned: PlannedTensors
+) -> tuple[Mapping[str, FileLayout[Source]], Files, list[tuple[str, Source]], list[str]]:
+    """Return the layouts of the large files, the writers of the others, what stands for each saved weight,
+    and the names of those that are not finite.
+
+    Raises:
+        CannotBePlanned: the shards have to be gathered.
+        RuntimeError: from torch, for the same reason.
+    """
+    own_format = cast(PlannableFormat, _format(state))
+    weights = Weights(
+        lambda tensor: planned.to_host(tensor, exchange.device.to_host), planned.cast, planned.is_finite
+    )
+    gathered: list[Any] = []
+    for position, (optimizer, live, _) in enumerate(state.chained):
+        world = None
+        if shards.is_sharded(optimizer):
+            world = planned.state_of(optimizer, position)
+            weights.add_sharded(optimizer, world)
+        elif not shards.is_stub(optimizer):
+            weights.add_whole(optimizer, live)
+        gathered.append(world)
+    body, bad_weights = _body(state, record, weights, gathered, exchange)
+    spans = [
+        (f"{key}.{name}", span)
+        for key in state.chunks
+        for name, tensor, _ in own_format.places(body[key])
+        if (span := planned.range_of(tensor)) is not None
+    ]
+    layouts, small = own_format.planned_files(state, body, gathered, planned)
+    return layouts, small, spans, bad_weights
 
 
 def _bad_shards(
@@ -175,22 +206,18 @@ def _bad_shards(
     return told
 
 
-def _weights_among(
-    not_finite: Sequence[NotFinite], state: TrainingState, body: dict[str, Any], planned: PlannedTensors
-) -> list[str]:
+def _weights_among(not_finite: Sequence[NotFinite], spans: Sequence[tuple[str, Source]]) -> list[str]:
     """Return the names of the saved weights of which a part is not finite."""
-    names = []
-    for key in state.chunks if not_finite else ():
-        for name, tensor, _ in TorchFormat().places(body[key]):
-            span = planned.range_of(tensor)
-            if span is not None and any(
-                (what.position, what.number, what.key) == (span.position, span.number, span.key)
-                and what.begin < span.end
-                and span.begin < what.end
-                for what in not_finite
-            ):
-                names.append(f"{key}.{name}")
-    return names
+    return [
+        name
+        for name, span in spans
+        if any(
+            (what.position, what.number, what.key) == (span.position, span.number, span.key)
+            and what.begin < span.end
+            and span.begin < what.end
+            for what in not_finite
+        )
+    ]
 
 
 def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> tuple[Files, str]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+from adaptor.checkpoint.archive_layout import FileLayout
 from adaptor.checkpoint.buffers import Buffers
 from adaptor.checkpoint.hashing import HashingFile
+from adaptor.checkpoint.planned_tensors import PlannedTensors, Source
 from adaptor.checkpoint.step_record import chain
 from adaptor.checkpoint.weights import TensorSlot
 
@@ -64,6 +66,28 @@ class CheckpointFormat(Protocol):
             state: the training state.
             body: what is saved besides the optimizer's gathered state.
             gathered: as for `optimizer`.
+        """
+
+
+class PlannableFormat(CheckpointFormat, Protocol):
+    """A format whose large files can be laid out before the shards are there."""
+
+    def planned_tensors(self) -> PlannedTensors:
+        """Return what makes the stand-ins for the state that is not gathered."""
+
+    def planned_files(
+        self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any], planned: PlannedTensors
+    ) -> tuple[Mapping[str, FileLayout[Source]], Files]:
+        """Return the files of this rank, by path below the checkpoint: layouts, and functions that write.
+
+        Args:
+            state: the training state.
+            body: as for `files`, with stand-ins.
+            gathered: as for `optimizer`, stand-ins.
+            planned: which has made them.
+
+        Raises:
+            CannotBePlanned: it is not known where everything stands.
         """
 
 

@@ -18,6 +18,13 @@ RESHARDABLE = replace(
     extra=(*TORCH_DIST, "--dist-ckpt-optim-fully-reshardable"),
     replica="mirror",
 )
+# The whole state of the optimizer is one object there, with all tensors in it.
+AS_OBJECT = replace(
+    DP2,
+    name="dp2-torch-dist-object",
+    extra=(*TORCH_DIST, "--dist-ckpt-save-pre-mcore-014", "--no-ckpt-fully-parallel-save"),
+    replica="mirror",
+)
 # The same model on two ranks, each with half of the layers and the whole of their tensors.
 PIPELINE = Layout("pp2-torch-dist", 2, pp=2, extra=RESHARDABLE.extra)
 
@@ -34,8 +41,10 @@ def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:
     )
     scenario.restarts(job, baseline_of(DIST), saved={6})
     assert outcome.steps_in(save) == [4, 6, ITERATIONS]
-    written = {file.path for file in manifest.read(save / "iter_0000006").files}
-    assert written == {".metadata", "__0_0.distcp", "common.pt", "metadata.json", "ttp_layout.json.gz"}
+    written = {file.path: file for file in manifest.read(save / "iter_0000006").files}
+    assert {*written} == {".metadata", "__0_0.distcp", "common.pt", "metadata.json", "ttp_layout.json.gz"}
+    in_place = [path for path, file in written.items() if file.xxh3_128 is None]  # nobody has the whole
+    assert in_place == ["__0_0.distcp"]
     regular = manifest.read(save / "iter_0000004").files
     assert [file.path for file in regular if file.xxh3_128 is None] == []
     assert sum(file.path.endswith(".distcp") for file in regular) > 1
@@ -53,6 +62,8 @@ def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:
         faults=["rank=0,step=7,phase=backward,kind=sigkill"],
     )
     scenario.survives(job, baseline, code=137, saved={6})
+    words = manifest.read(job.save / "iter_0000006").files
+    assert {file.path for file in words if file.xxh3_128 is None} == {"__0_0.distcp", "__1_0.distcp"}
     ours, theirs = (
         harness.run(
             Job(tmp_path / name, PIPELINE, launcher="torchrun", load=load, arguments=["--ckpt-step", "6"])
@@ -61,6 +72,18 @@ def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:
     )
     assert (ours.code, theirs.code) == (0, 0), ours.log[-3000:] + theirs.log[-3000:]
     outcome.assert_same_training(ours, theirs.records, steps=(7, 8))
+
+
+def test_what_cannot_be_laid_out_is_gathered(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    job = Job(
+        tmp_path / "job",
+        AS_OBJECT,
+        save=tmp_path / "save",
+        faults=["rank=0,step=7,phase=backward,kind=sigkill"],
+    )
+    scenario.survives(job, baseline_of(AS_OBJECT), code=137, saved={6})
+    words = manifest.read(job.save / "iter_0000006").files
+    assert all(file.xxh3_128 is not None for file in words), "one rank wrote each of them"
 
 
 def test_an_asynchronous_save(tmp_path: Path, baseline_of: BaselineOf) -> None:

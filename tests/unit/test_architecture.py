@@ -127,6 +127,7 @@ USES_ANY = {
     "adaptor": "model, optimizer and scheduler of the user's framework",
     "adaptor.checkpoint.archive_layout": "whatever torch.save takes",
     "adaptor.checkpoint.dcp": "the metadata of torch.distributed.checkpoint",
+    "adaptor.checkpoint.dcp_layout": "the plan of torch.distributed.checkpoint",
     "adaptor.checkpoint.file_parts": "a framework's optimizer",
     "adaptor.checkpoint.finite": "an entry of a state dict",
     "adaptor.checkpoint.format_torch": "state dicts of Megatron",

@@ -1,0 +1,118 @@
+"""Lays out a data file of `torch.distributed.checkpoint` before the shards are there (`sequence_layout`).
+
+Tensors of the plan are stand-ins, or views of stand-ins, on the device `meta`: the framework's own functions
+may cut and turn them, but not read them. What they have made anew has no known content, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from adaptor.checkpoint.dcp import RankPart, by_itself
+from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
+from adaptor.checkpoint.sequence_layout import SequenceLayout
+
+# The keys of what an optimizer saves in the form of its own buffers begin so.
+_FLAT = "optimizer.distributed."
+# The function that makes a tensor of the device `meta`, in a pickle of torch.
+_WITHOUT_MEMORY = b"_rebuild_meta_tensor_no_storage"
+
+
+def lay_out(part: RankPart, planned: PlannedTensors) -> SequenceLayout[Source]:
+    """Lay out the data file of `part`, in the place of `write_data`.
+
+    Args:
+        part: is told where each item stands.
+        planned: which has made the stand-ins.
+
+    Raises:
+        CannotBePlanned: the content of a tensor is not known.
+    """
+    layout: SequenceLayout[Source] = SequenceLayout()
+    contents = part.contents()
+    planned_ones = [(item, data) for item, data in contents if _is_planned(data)]
+    sources = _sources(planned_ones, planned)
+    for item, data in contents:
+        if item.type == WriteItemType.BYTE_IO:
+            require_no_stand_in(data.getvalue(), item.index.fqn)
+            start, length = layout.add_bytes(data.getvalue())
+        elif (source := sources.get(item.index)) is not None:
+            start, length = layout.add_planned(_on_host(data), source)
+        else:
+            start, length = layout.add_tensor(by_itself(data))
+        part.note(item, start, length)
+    return layout
+
+
+def require_no_stand_in(content: bytes, name: str) -> None:
+    """Refuse a pickle in which a stand-in lies, as if it were a tensor.
+
+    Args:
+        content: what torch.save has written.
+        name: of it.
+
+    Raises:
+        CannotBePlanned: there is one.
+    """
+    if _WITHOUT_MEMORY in content:
+        raise CannotBePlanned(name)
+
+
+def _is_planned(data: Any) -> bool:
+    return isinstance(data, torch.Tensor) and data.device.type == "meta"
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like a stand-in, with host memory that nobody touches."""
+    make: Any = torch.UntypedStorage  # torch.empty would fill its memory where a job is deterministic
+    storage = make(tensor.numel() * tensor.dtype.itemsize)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def _sources(items: Sequence[tuple[Any, torch.Tensor]], planned: PlannedTensors) -> dict[Any, Source]:
+    """Return what stands for each of these tensors, by the index of its item. Raises CannotBePlanned."""
+    known = {item.index: planned.range_of(tensor) for item, tensor in items}
+    found: dict[Any, Source] = {}
+    for item, tensor in items:
+        source = known[item.index]
+        if source is None:
+            source = _padding(item, tensor, items, known)
+        if (
+            source is None
+            or source.end - source.begin != tensor.numel()
+            or source.dtype != tensor.dtype
+            or not tensor.is_contiguous()
+        ):
+            raise CannotBePlanned(item.index.fqn)
+        found[item.index] = source
+    return found
+
+
+def _padding(
+    item: Any,
+    tensor: torch.Tensor,
+    items: Sequence[tuple[Any, torch.Tensor]],
+    known: Mapping[Any, Source | None],
+) -> Source | None:
+    """Return what stands for a tensor that the framework has made to fill a bucket (`dp_reshardable`).
+
+    What it saves of a bucket is flat, and cut in pieces: so the others tell which part of the world tensor
+    this one is. There it is zero, between two params.
+    """
+    if not item.index.fqn.startswith(_FLAT) or tensor.dim() != 1:
+        return None
+    places = set()
+    for other, _ in items:
+        source = known[other.index]
+        if other.index.fqn == item.index.fqn and source is not None:
+            begin = source.begin - other.tensor_data.chunk.offsets[0]
+            places.add((source.position, source.number, source.key, source.dtype, begin))
+    if len(places) != 1:
+        return None
+    ((position, number, key, dtype, shift),) = places
+    begin = shift + item.tensor_data.chunk.offsets[0]
+    return Source(position, number, key, begin, begin + tensor.numel(), dtype)

@@ -1,0 +1,73 @@
+"""The layout of a file of several contents, one behind the other, before the data of its tensors is there.
+
+A data file of `torch.distributed.checkpoint` is such a file: archives of one tensor each, and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from adaptor.checkpoint.archive_layout import PAGE, ArchiveLayout, Entry
+
+T = TypeVar("T")
+
+
+class SequenceLayout(Generic[T]):
+    """The layout of a file to which contents are added.
+
+    Attributes:
+        entries: of all contents, in the order in which they stand; an archive has several
+        size: of the file, in bytes
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry[T]] = []
+        self.size = 0
+        self._archives: list[tuple[int, int, ArchiveLayout[T]]] = []  # begin, number of the first entry
+        self._gaps: list[tuple[int, int]] = []
+
+    def add_bytes(self, content: bytes) -> tuple[int, int]:
+        """Add `content`; return its place and its size, in bytes."""
+        begin = self.size
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self.entries.append(Entry("", begin, begin, len(content), data))
+        self.size += len(content)
+        return begin, len(content)
+
+    def add_tensor(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Add a tensor in the host's memory, as torch.save writes it; return place and size, in bytes."""
+        return self._add(ArchiveLayout(tensor, lambda storage: None), self.size)
+
+    def add_planned(self, stand_in: torch.Tensor, known: T) -> tuple[int, int]:
+        """Add a tensor whose data others write; return place and size, in bytes.
+
+        Args:
+            stand_in: of its shape and dtype, the only tensor in its storage.
+            known: what stands in its entry in the place of data.
+        """
+        # At a page: see `PAGE`.
+        return self._add(ArchiveLayout(stand_in, lambda storage: known), self.size + -self.size % PAGE)
+
+    def _add(self, archive: ArchiveLayout[T], begin: int) -> tuple[int, int]:
+        self._gaps.append((self.size, begin - self.size))
+        self._archives.append((begin, len(self.entries), archive))
+        for one in archive.entries:
+            self.entries.append(Entry(one.name, begin + one.header, begin + one.begin, one.size, one.content))
+        self.size = begin + archive.size
+        return begin, archive.size
+
+    def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield what stands around the data, with its place.
+
+        Args:
+            crcs: the CRC-32 of each entry, in order.
+        """
+        for at, count in self._gaps:
+            if count:
+                yield at, bytes(count)
+        for begin, first, archive in self._archives:
+            for at, data in archive.around(crcs[first : first + len(archive.entries)]):
+                yield begin + at, data

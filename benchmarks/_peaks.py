@@ -1,0 +1,46 @@
+"""The largest memory that this process has had, in a step and in a dump."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+
+def new_peak() -> int:
+    """Begin a new peak of this process' memory; return what it has now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """Return the largest resident memory since the last new peak, in bytes."""
+    (kibibytes,) = re.findall(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * int(kibibytes)
+
+
+class Peaks:
+    """Compares the peak of a dump with that of the last step before it, which the job takes anyway.
+
+    A fault lets the main threads of other ranks go on: what they take meanwhile is that of a step.
+    """
+
+    def __init__(self) -> None:
+        self._of_step = 0
+        self._before = 0
+
+    def step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """Measure a step; a wrapper of the function that makes it."""
+        new_peak()
+        result = wrapped(*args, **kwargs)
+        self._of_step = peak()
+        return result
+
+    def begin(self) -> None:
+        """Begin to measure a dump."""
+        self._before = new_peak()
+
+    def end(self) -> dict[str, int]:
+        """Return what the dump took more, in bytes: than there was at its begin, than a step takes."""
+        highest = peak()
+        return {"extra": highest - self._before, "above_step": highest - self._of_step}

@@ -1,0 +1,194 @@
+"""A data file of torch.distributed.checkpoint that its holders write together, as torch itself loads it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from adaptor.checkpoint import (
+    dcp,
+    dcp_layout,
+    file_parts,
+    in_place,
+    in_place_holder,
+    publish,
+    shard_exchange,
+    shards,
+)
+from adaptor.checkpoint.hashing import BLOCK, HashingFile
+from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors
+from adaptor.checkpoint.shard_exchange import Exchange
+from tests.faults import sharded
+from tests.unit.test_checkpoint_dump import Rank, together
+from tests.unit.test_in_place import DTYPES, half
+
+COUNT = 2
+
+
+class Planner:
+    """Saves pieces of tensors: for each key the size of the whole, and its pieces by their offsets."""
+
+    def __init__(
+        self, tensors: Mapping[str, tuple[Sequence[int], dict[tuple[int, ...], Any]]], objects: Any
+    ) -> None:
+        self._data: dict[MetadataIndex, Any] = {}
+        self._items = []
+        for key, (size, pieces) in tensors.items():
+            for offset, tensor in pieces.items():
+                index = MetadataIndex(key, torch.Size(offset))
+                chunk = ChunkStorageMetadata(torch.Size(offset), tensor.shape)
+                about = TensorWriteData(chunk, TensorProperties(tensor.dtype), torch.Size(size))
+                self._add(WriteItem(index, WriteItemType.SHARD, tensor_data=about), tensor)
+        for key, value in objects.items():
+            torch.save(value, pickled := io.BytesIO())
+            self._add(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), pickled)
+
+    def _add(self, item: WriteItem, data: Any) -> None:
+        self._items.append(item)
+        self._data[item.index] = data
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(self._items)
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        return self._data[item.index]
+
+
+def saved(world: Mapping[str, torch.Tensor], cast: Callable[[Any, torch.dtype], Any]) -> Planner:
+    """Return what is saved of the state of one buffer, which is gathered or planned."""
+    weights = cast(world["param"], torch.bfloat16)
+    numel = weights.numel()
+    rows = world["exp_avg"].view(-1, 64)
+    first, second = torch.chunk(weights.view(2, -1), 2, 0)
+    flat = {(0,): world["exp_avg_sq"][:100], (128,): world["exp_avg_sq"][128:]}
+    # Between two params a framework fills a bucket with a tensor of its own.
+    flat[(100,)] = torch.empty_like(flat[0,][:28])
+    return Planner(
+        {
+            "gated": ((2, numel // 2), {(0, 0): first, (1, 0): second}),
+            "rows": (rows.shape, {(0, 0): rows[:7], (7, 0): rows[7:]}),
+            "optimizer.distributed.exp_avg_sq": ((numel,), dict(sorted(flat.items()))),
+            "mask": ((3,), {(0,): torch.arange(9.0)[3:6]}),
+        },
+        {"random states": {"seed": 7}, "empty": None},
+    )
+
+
+def ranks_of(numel: int) -> list[Rank]:
+    """Return the holders of a state that is zero where no param lies."""
+    ranks = [half(index, COUNT, numel) for index in range(COUNT)]
+    (first,) = ranks[0].states.values()
+    first["exp_avg_sq"][100:128] = 0
+    return ranks
+
+
+def world_of(ranks: Sequence[Rank]) -> dict[str, torch.Tensor]:
+    return {key: torch.cat([rank.states[rank.model.a][key] for rank in ranks]) for key in shards.KEYS}
+
+
+@pytest.mark.parametrize(("numel", "block"), [(1 << 12, BLOCK), (1 << 12, 64), (3 << 20, BLOCK)])
+def test_torch_loads_what_it_would_have_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numel: int, block: int
+) -> None:
+    for module in (file_parts, in_place):
+        monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr("adaptor.checkpoint.hashing.BLOCK", block)
+    ranks = ranks_of(numel)
+    root = tmp_path / "iter_0000012_tmp"
+    root.mkdir()
+
+    def writer(group: Any) -> Any:
+        exchange = Exchange(group, 0, [[0, 1]], folder=root)
+        planned = PlannedTensors("meta")
+        world = planned.state_of(ranks[0].optimizer, 0)[0][DTYPES]
+        part = dcp.RankPart(0, saved(world, planned.cast))
+        layout = dcp_layout.lay_out(part, planned)
+        with in_place.InPlace({part.data_file: layout}, [ranks[0].optimizer], exchange, 1) as archives:
+            assert archives.write()
+            entries = archives.finish()
+        with HashingFile(root / f"{part.part_file}.1") as file:
+            part.write_part(file)
+        return [*entries, file.entry(part.part_file, 1)]
+
+    def holder(group: Any) -> Any:
+        exchange = Exchange(group, 1, [[0, 1]], folder=root)
+        return in_place_holder.take_part([ranks[1].optimizer], 0, exchange)
+
+    written, gathers = together(tmp_path, [writer, holder])
+    assert gathers is False, gathers
+    assert publish.publish(tmp_path, 12, written, {}, COUNT)
+    ours = sharded.load(tmp_path / "iter_0000012")
+
+    (other := tmp_path / "gathered/iter_0000012_tmp").mkdir(parents=True)
+    part = dcp.RankPart(0, saved(world_of(ranks), torch.Tensor.to))
+    entries = []
+    for name, write in ((part.data_file, part.write_data), (part.part_file, part.write_part)):
+        with HashingFile(other / f"{name}.1") as file:
+            write(file)
+        entries.append(file.entry(name, 1))
+    publish.publish(other.parent, 12, entries, {}, COUNT)
+    theirs = sharded.load(other.parent / "iter_0000012")
+    theirs["optimizer.distributed.exp_avg_sq"][100:128] = 0  # torch.empty
+    assert list(ours) == list(theirs)
+    for key, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert ours[key].dtype == value.dtype
+            assert torch.equal(ours[key], value), key
+        else:
+            assert ours[key] == value
+
+
+def _computed(world: Mapping[str, torch.Tensor]) -> Planner:
+    return Planner({"a": (world["param"].shape, {(0,): world["param"] * 1})}, {})
+
+
+def _turned(world: Mapping[str, torch.Tensor]) -> Planner:
+    turned = world["param"].view(-1, 64).t()
+    return Planner({"a": (turned.shape, {(0, 0): turned})}, {})
+
+
+def _pickled(world: Mapping[str, torch.Tensor]) -> Planner:
+    return Planner({}, {"a": [{"param": world["param"]}]})
+
+
+def _of_two_buckets(world: Mapping[str, torch.Tensor]) -> Planner:
+    own = world["param"]
+    pieces = {(0,): own[:10], (10,): own[20:30], (20,): torch.empty_like(own[:5])}
+    return Planner({"optimizer.distributed.a": ((25,), pieces)}, {})
+
+
+@pytest.mark.parametrize("made", [_computed, _turned, _pickled, _of_two_buckets])
+def test_what_is_not_known_of_a_tensor_is_not_guessed(made: Callable[[Any], Planner]) -> None:
+    planned = PlannedTensors("meta")
+    world = planned.state_of(half(0, 1, 1 << 12).optimizer, 0)[0][DTYPES]
+    with pytest.raises(CannotBePlanned):
+        dcp_layout.lay_out(dcp.RankPart(0, made(world)), planned)
+
+
+def test_a_holder_sends_its_shards_where_nothing_can_be_laid_out(tmp_path: Path) -> None:
+    ranks = ranks_of(1 << 12)
+
+    def writer(group: Any) -> Any:
+        exchange = Exchange(group, 0, [[0, 1]], folder=tmp_path)
+        in_place.decline(exchange)
+        return shard_exchange.gather(ranks[0].optimizer, 0, exchange), shard_exchange.acknowledge(
+            [ranks[0].optimizer], exchange
+        )
+
+    def holder(group: Any) -> Any:
+        exchange = Exchange(group, 1, [[0, 1]], folder=tmp_path)
+        gathers = in_place_holder.take_part([ranks[1].optimizer], 0, exchange)
+        shard_exchange.send([ranks[1].optimizer], 0, exchange)
+        return gathers
+
+    (state, _), gathers = together(tmp_path, [writer, holder])
+    assert gathers is True
+    for key, whole in world_of(ranks).items():
+        assert torch.equal(state[0][DTYPES][key], whole)
