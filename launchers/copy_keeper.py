@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from adaptor import output, text
+from adaptor import output, text, threads
 from adaptor.config import Config
 from adaptor.errors import StartError
 from adaptor.launchers.agent_connection import connect
@@ -26,6 +26,7 @@ from adaptor.launchers.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
 from adaptor.protocol.copy_messages import CopyFollows, CopyHello, CopyKept, from_keeper, to_keeper
+from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import Endpoint
 
 # Bytes that are read or sent at once: other connections have their turn in between.
@@ -151,9 +152,27 @@ class CopyKeeper:
     @staticmethod
     async def _find_again(find: Callable[[], str]) -> Endpoint | None:
         """Return where the next node keeps copies now; None where the store does not tell."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[str] = loop.create_future()
+
+        def end(said: str) -> None:
+            if not found.done():  # else nobody waits any longer
+                found.set_result(said)
+
+        def run() -> None:
+            said = ""
+            try:
+                said = find()
+            except Exception:  # torch's, of a store that is gone
+                pass
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the generation is over
+                loop.call_soon_threadsafe(end, said)
+
         try:
-            return msgspec.json.decode(await asyncio.to_thread(find), type=Endpoint)
-        except (RuntimeError, msgspec.DecodeError):  # torch's, of a store that is gone
+            # A store that hangs must not keep ttprun from its end, as a thread of a pool would.
+            threads.reserve.run("ttp-find", run)
+            return msgspec.json.decode(await found, type=Endpoint)
+        except (RuntimeError, msgspec.DecodeError):  # no thread can be had, or nothing was found
             return None
 
     async def _give_until_it_is_lost(self, endpoint: Endpoint, own: dict[int, list[CopyFile]]) -> None:
@@ -210,7 +229,8 @@ class CopyKeeper:
         writer.write(wire.frame(CopyFollows(slot, *header)))
         for start in range(0, header.size, PIECE):
             writer.write(file.read(start, min(PIECE, header.size - start)))
-            await asyncio.wait_for(writer.drain(), SLOW_S)
+            async with deadline(SLOW_S):
+                await writer.drain()
         answer = await wire.read(reader, from_keeper)
         if file.header != header or answer.step != step:
             return  # its worker has overwritten it meanwhile
@@ -255,7 +275,8 @@ class CopyKeeper:
         try:
             while at < message.size:
                 most = min(PIECE, message.size - at)
-                part = await asyncio.wait_for(reader.read(most), SLOW_S)
+                async with deadline(SLOW_S):
+                    part = await reader.read(most)
                 if not part or not is_newest():
                     raise EOFError("the other side closed the connection")
                 if memory is not None:

@@ -311,6 +311,18 @@ def test_the_environment_is_written_for_others_alone() -> None:
     assert WRITES_ENVIRONMENT.keys() - found.keys() == set(), "declared, and no longer there"
 
 
+def test_a_coroutine_that_is_cancelled_ends() -> None:
+    """In Python 3.10 and 3.11 `asyncio.wait_for` may lose a cancellation; `protocol.deadline` does not."""
+    found = [
+        f"{module}, line {node.lineno}"
+        for module, path in source_tree.modules().items()
+        for node in source_tree.nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr == "wait_for"
+        if isinstance(node.value, ast.Name) and node.value.id == "asyncio"
+    ]
+    assert found == []
+
+
 def _changing_classes() -> set[str]:
     """Return the names of our classes whose objects change themselves after they were made.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +30,7 @@ from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
 from adaptor.protocol.environment import COPY_FILES, HeldCopies
 from tests import waiting
+from tests.unit.threads import LONG_S, Thread
 
 EVERY = 2
 
@@ -355,6 +359,57 @@ def test_a_copy_that_was_damaged_on_its_way_does_not_count(
     )
     assert (second.kept, others.other(0, 1).header) == (-1, None)
     assert others.other(0, 0).header == first.header
+
+
+def test_a_generation_that_ends_while_a_copy_is_sent(
+    keepers: list[tuple[CopyFiles, CopyKeeper]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end comes when a piece has just gone, and before the giver goes on."""
+    files, giver = keepers.pop(0)
+    gone, asked = Event(), Event()
+    ask = asyncio.run_coroutine_threadsafe
+
+    async def drain(writer: asyncio.StreamWriter) -> None:
+        gone.set()
+        assert asked.wait(LONG_S)
+
+    def asks(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        found = ask(work, loop)
+        asked.set()
+        return found
+
+    monkeypatch.setattr(asyncio.StreamWriter, "drain", drain)
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", asks)
+    _fill(files.own()[0][0], 2, b"whole")
+    giver.copied()
+    assert gone.wait(LONG_S)
+    with Thread(giver.close):
+        pass
+    files.close()
+
+
+# The store of the rendezvous hangs in it, and the generation ends.
+STORE_THAT_HANGS = """
+import json, threading
+from adaptor import config
+from adaptor.launchers import agent_connection, copy_keeper
+from adaptor.launchers.copy_files import CopyFiles
+copy_keeper.AGAIN_S = agent_connection.CONNECT_TIMEOUT_S = 0.0
+asked = threading.Event()
+def find():
+    asked.set()
+    threading.Event().wait()
+keeper = copy_keeper.CopyKeeper(0, CopyFiles(), config.load({}), None)
+keeper.listen(bytes(32), "127.0.0.1")
+keeper.give(json.dumps({"address": "ttp-nobody-listens-here", "port": 0}), find)
+asked.wait()
+keeper.close()
+"""
+
+
+def test_a_store_that_hangs_keeps_no_ttprun_from_its_end() -> None:
+    command = [sys.executable, "-c", STORE_THAT_HANGS]
+    assert subprocess.run(command, check=False, timeout=LONG_S).returncode == 0
 
 
 def test_entries_of_a_script_are_those_behind_the_step(made: Callable[[], CopyFile]) -> None:
