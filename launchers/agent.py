@@ -23,10 +23,10 @@ from adaptor.launchers.elastic_events import ElasticEvents
 from adaptor.launchers.end_requests import EndRequests
 from adaptor.launchers.later_nodes import LaterNodes
 from adaptor.launchers.node import Node
-from adaptor.launchers.place_filling import StartCounts
 from adaptor.launchers.places import Places
 from adaptor.launchers.rendezvous import Rendezvous
 from adaptor.launchers.run_record import RunRecord
+from adaptor.launchers.start_counts import StartCounts
 from adaptor.launchers.starter import Starter
 from adaptor.launchers.store_resume import StoreResume
 from adaptor.launchers.waiting import wait_for

@@ -27,10 +27,11 @@ from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.launchers.job_lease import JobLease
 from adaptor.launchers.job_records import JobRecords
 from adaptor.launchers.job_uploads import JobUploads
-from adaptor.launchers.place_filling import StartCounts, fill_online
+from adaptor.launchers.place_filling import fill_online
 from adaptor.launchers.replacements import Replacements, WorkerStarter
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
 from adaptor.launchers.spare_gate import SpareGate
+from adaptor.launchers.start_counts import StartCounts
 from adaptor.launchers.worker_news import WorkerNews
 from adaptor.launchers.worker_processes import Workers
 from adaptor.protocol import stack_files

@@ -7,6 +7,7 @@ report. Everything runs in the event loop of the agent's control thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from adaptor.launchers.incident_report import IncidentReport
 from adaptor.launchers.log import tell_error
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.protocol import wire
+from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -93,6 +95,7 @@ class ControllerHost:
         self._rejected = rejected
         self._replicator = StandbyReplicator() if term == 0 else None
         self.dismissed = False
+        self._has_heard = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -165,6 +168,14 @@ class ControllerHost:
         if orders:
             self._record_orders(orders, now)
 
+    async def until(self, done: Callable[[], bool], limit_s: float) -> None:
+        """Wait until `done` is true of what the controller knows, `limit_s` seconds at most."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with deadline(limit_s):
+                while not done():
+                    self._has_heard.clear()
+                    await self._has_heard.wait()
+
     def _send(self, node: int, orders: Sequence[ControllerToAgent]) -> None:
         if node in self._sends:
             self._sends[node](orders)
@@ -227,6 +238,7 @@ class ControllerHost:
             message: what it is told; None: only that time has passed.
         """
         failure, now = None, time.monotonic()
+        self._has_heard.set()  # who waits looks when this is done
         try:
             orders = self.controller.tick(now) if message is None else self.controller.handle(message, now)
         except Exception as error:

@@ -29,9 +29,10 @@ from adaptor.launchers.copy_files import CopyFiles
 from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.launchers.invitation import Invitation
 from adaptor.launchers.log import Log
-from adaptor.launchers.place_filling import NO_STARTS, StartCounts, fill_for_restart
+from adaptor.launchers.place_filling import fill_for_restart
 from adaptor.launchers.replacements import WorkerStarter
 from adaptor.launchers.spare_gate import SpareGate
+from adaptor.launchers.start_counts import NO_STARTS, StartCounts
 from adaptor.launchers.waiting import wait_for
 from adaptor.operations.job_folder import name_of
 from adaptor.protocol.environment import (
@@ -240,9 +241,10 @@ class Node:
     def fill(self, lost: Sequence[int], counts: StartCounts) -> dict[int, str]:
         """Give the places of lost nodes to spare nodes, for a restart; the arguments: `fill_for_restart`."""
         assert self.control.gate is not None
-        assert self.control.controller_host is not None
-        members = self.control.controller_host.controller.membership
-        return self.control.thread.wait_for(fill_for_restart(self.control.gate, members, lost, counts))
+        host = self.control.controller_host
+        assert host is not None
+        work = fill_for_restart(self.control.gate, host.controller.membership, lost, counts, host.until)
+        return self.control.thread.wait_for(work)
 
     @property
     def given(self) -> queue.SimpleQueue[dict[int, str]]:

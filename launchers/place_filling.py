@@ -7,34 +7,17 @@ second case the spare node belongs to the workers that train; if the verdict com
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
 
 from adaptor.controller.membership import Membership
 from adaptor.launchers.spare_gate import SpareGate
+from adaptor.launchers.start_counts import StartCounts
 from adaptor.protocol.messages import FillPlaces, PlacesFilled
 
 # How long an agent may take that was told to take a place, until the controller hears of it: it starts torch
 # elastic, which is a matter of seconds. The other nodes wait for longer (`places.DECIDED_S`).
 COMES_S = 20.0
-_LOOK_S = 0.05
 _NONE_WAITS = "no spare node waits"
-
-
-class StartCounts(NamedTuple):
-    """The starts of the workers of a job so far.
-
-    Attributes:
-        restarts: how many of --max-restarts are used up
-        generations: how many times workers were started, with these
-    """
-
-    restarts: int = 0
-    generations: int = 0
-
-
-NO_STARTS = StartCounts()
 
 
 async def fill_for_restart(
@@ -42,7 +25,7 @@ async def fill_for_restart(
     members: Membership,
     lost: Sequence[int],
     counts: StartCounts,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    until: Callable[[Callable[[], bool], float], Awaitable[None]],
 ) -> dict[int, str]:
     """Give the places of `lost` nodes for the restart that follows; return the owners, empty: not all filled.
 
@@ -51,18 +34,15 @@ async def fill_for_restart(
         members: of the generation that has ended.
         lost: the nodes that its verdict names.
         counts: with the restart that follows, and without its start.
-        sleep: waits for so many seconds.
+        until: as `ControllerHost.until`, of the controller that knows the members.
     """
-    for _ in range(int(COMES_S / _LOOK_S)):
-        # The controller ends with this generation: who comes later finds nobody, and is of no use.
-        if members.expected.keys() <= members.late:
-            break
-        await sleep(_LOOK_S)
+    # The controller ends with this generation: who comes later finds nobody, and is of no use.
+    await until(lambda: members.expected.keys() <= members.late, COMES_S)
     for node in members.expected.keys() - members.late:
         del members.expected[node]
     coming = {node: owner for node, owner in members.expected.items() if node in lost}
     empty = {node: members.ranks_of(node) for node in lost if node not in coming}
-    owners = await gate.fill(empty, counts.restarts, counts.generations)
+    owners = await gate.fill(empty, counts)
     return {} if empty and not owners else {**coming, **owners}
 
 
@@ -88,7 +68,6 @@ async def fill_online(
     owners: dict[int, str] = {}
     if gate is not None:
         places = {node: members.ranks_of(node) for node in order.nodes}
-        owners = await gate.fill(
-            places, counts.restarts, counts.generations - 1, order.incident, wanted=wanted
-        )
+        before = counts._replace(generations=counts.generations - 1)  # its own start is in this generation
+        owners = await gate.fill(places, before, order.incident, wanted=wanted)
     return PlacesFilled(0, order.incident, order.nodes, owners, "" if owners else _NONE_WAITS)

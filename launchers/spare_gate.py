@@ -21,6 +21,7 @@ from adaptor import output
 from adaptor.launchers.agent_listener import LOOPBACK, AgentListener
 from adaptor.launchers.invitation import UNIX, Invitation
 from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.start_counts import StartCounts
 from adaptor.launchers.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
@@ -106,8 +107,7 @@ class SpareGate:
     async def fill(
         self,
         lost: Mapping[int, tuple[int, ...]],
-        restarts: int,
-        generations: int,
+        counts: StartCounts,
         incident: int = 0,
         wanted: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
@@ -115,7 +115,8 @@ class SpareGate:
 
         Args:
             lost: the nodes, with their ranks.
-            restarts, generations, incident: as in `TakePlace`.
+            counts: of the starts before that of the spare nodes' workers.
+            incident: as in `TakePlace`.
             wanted: whether they still are, when spares have answered.
 
         Returns:
@@ -131,7 +132,8 @@ class SpareGate:
             spare.agent = AgentHello(node, ranks, host=spare.host, pid=spare.pid)
             self._owners[node] = spare
             self.gone.pop(node, None)
-            spare.writer.write(wire.frame(TakePlace(node, restarts, generations, owners[node], incident)))
+            place = TakePlace(node, counts.restarts, counts.generations, owners[node], incident)
+            spare.writer.write(wire.frame(place))
             output.tell(f"[ttp] {spare.where} takes the place of node {node}; {self._left}")
         return owners
 

@@ -12,8 +12,9 @@ from adaptor.controller.hang_detector import HangDetector
 from adaptor.launchers.after_verdict import EXIT_GRACE_S, SHUTDOWN_GRACE_S
 from adaptor.launchers.agent_connection import CONNECT_TIMEOUT_S
 from adaptor.launchers.board_watch import PROGRESS_S
-from adaptor.launchers.place_filling import StartCounts, fill_online
+from adaptor.launchers.place_filling import fill_online
 from adaptor.launchers.save_folder_tasks import CLEAN_S
+from adaptor.launchers.start_counts import StartCounts
 from adaptor.protocol.board import BoardMemory
 from adaptor.protocol.messages import (
     Addressed,

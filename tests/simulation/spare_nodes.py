@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
 from adaptor.launchers.spare_gate import ANSWER_S, those_that_answer
+from adaptor.launchers.start_counts import StartCounts
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_node_messages import TakePlace
 from tests.simulation.clock import Process
@@ -120,8 +121,7 @@ class SpareGate:
     async def fill(
         self,
         lost: Mapping[int, tuple[int, ...]],
-        restarts: int,
-        generations: int,
+        counts: StartCounts,
         incident: int = 0,
         wanted: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
@@ -136,7 +136,7 @@ class SpareGate:
             self.waiting.remove(spare)
             self.owners[node] = spare
             self.gone.pop(node, None)
-            place = TakePlace(node, restarts, generations, owners[node], incident)
+            place = TakePlace(node, counts.restarts, counts.generations, owners[node], incident)
             self._connections[spare.machine].down.send(place)
         return owners
 

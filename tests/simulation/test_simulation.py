@@ -14,7 +14,8 @@ import pytest
 
 from tests.simulation.world import World, live
 
-SEEDS = int(os.environ.get("TTP_SEEDS", "10000"))
+ALL = 10_000
+SEEDS = int(os.environ.get("TTP_SEEDS", ALL))
 CHUNKS = 10
 
 
@@ -46,6 +47,8 @@ def test_no_order_of_events_breaks_an_invariant(chunk: int) -> None:
         ends["started again"] += world.number > 1
         ends["spare nodes that train"] += world.recovered_with
         ends["no incident" if verdict is None else verdict.outcome] += 1
+    if SEEDS < ALL:  # of a few, the shares of each kind say nothing
+        return
     # Without all of these there would be little to check.
     for end in ("saved", "lost", "nothing", "no incident", "taken over", "started again"):
         assert ends[end] > SEEDS / CHUNKS / 20, ends

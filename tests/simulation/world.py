@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
 
-from adaptor.launchers.place_filling import StartCounts, fill_for_restart
+from adaptor.launchers.place_filling import fill_for_restart
+from adaptor.launchers.start_counts import StartCounts
 from adaptor.worker import freezer, pace, update_window
 from tests.simulation import jobs
 from tests.simulation.agent import Agent
@@ -17,7 +18,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.invariants import Invariants
 from tests.simulation.meetings import Dumping, Meetings
 from tests.simulation.network import Network
-from tests.simulation.spare_nodes import FIRST_MACHINE, Pause, SpareGate, SpareNode
+from tests.simulation.spare_nodes import FIRST_MACHINE, SpareGate, SpareNode
 from tests.simulation.step_invariants import StepInvariants
 from tests.simulation.worker import Worker
 
@@ -271,11 +272,17 @@ class World:
             return not gate.owners  # the store is lost in which it is written down who has them
         lost, members = agent.verdict.lost, agent.controller_host.controller.membership
         counts = StartCounts(0, self.number)
-        work = fill_for_restart(gate, members, lost, counts, Pause).__await__()  # type: ignore[arg-type]
+
+        async def until(done: Callable[[], bool], limit_s: float) -> None:
+            ends_at = self.clock.now + limit_s
+            while not done() and self.clock.now < ends_at and self.clock.step():
+                pass
+
+        work = fill_for_restart(gate, members, lost, counts, until).__await__()  # type: ignore[arg-type]
         try:
             while True:
-                until = self.clock.now + next(work)
-                while self.clock.now < until and self.clock.step():
+                ends_at = self.clock.now + next(work)
+                while self.clock.now < ends_at and self.clock.step():
                     pass
         except StopIteration as end:
             owners: dict[int, str] = end.value

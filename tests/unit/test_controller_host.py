@@ -486,6 +486,24 @@ def test_an_agent_that_knows_the_secret_is_heard(tmp_path: Path) -> None:
     with_hub(act, tmp_path)
 
 
+def test_who_waits_for_what_agents_tell_is_woken_by_it(tmp_path: Path) -> None:
+    async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
+        members = controller_host.controller.membership
+        comes = asyncio.ensure_future(controller_host.until(lambda: 1 in members.agents, LONG_S))
+        goes = asyncio.ensure_future(controller_host.until(lambda: 1 in members.lost, LONG_S))
+        agent = await Agent.connect(port)
+        await agent.prove(secret)
+        agent.say(AgentHello(1, (1,)))
+        await comes
+        assert not goes.done()
+        await controller_host.until(lambda: 1 in members.lost, 0.0)  # in vain
+        assert 1 not in members.lost
+        await agent.close()
+        await goes
+
+    with_hub(act, tmp_path)
+
+
 def test_who_begins_with_something_else_is_shut_out(tmp_path: Path) -> None:
     async def act(controller_host: ControllerHost, port: int, secret: str) -> None:
         agent = await Agent.connect(port)
