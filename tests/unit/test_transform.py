@@ -316,16 +316,16 @@ def test_a_file_cannot_rename_what_is_written(tmp_path: Path, attack: bytes) -> 
         archive.read(tmp_path / "file.pt")
 
 
-def test_a_dry_run_reads_no_tensor_and_needs_no_torch(tmp_path: Path) -> None:
+def test_a_dry_run_reads_no_tensor_and_imports_neither_numpy_nor_torch(tmp_path: Path) -> None:
     small_checkpoint.write(tmp_path / "a")
     code = (
         "import sys; from adaptor.__main__ import main; code = main(sys.argv[1:]);"
-        " print('torch' in sys.modules); sys.exit(code)"
+        " print({'numpy', 'torch'} & sys.modules.keys()); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, "transform", str(tmp_path / "a"), str(tmp_path / "b"), "--tp", "2"]
     dry = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True)
     assert "step 7: TP1 PP1 to TP2 PP1, 2 of 2 ranks" in dry.stdout
-    assert dry.stdout.endswith("False\n")
+    assert dry.stdout.endswith("set()\n")
     assert not (tmp_path / "b").exists()
 
 
