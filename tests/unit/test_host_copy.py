@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from threading import Barrier, Event
 from types import SimpleNamespace
@@ -38,15 +39,14 @@ EVERY = 2
 @pytest.fixture
 def made() -> Iterator[Callable[[], CopyFile]]:
     """Make files as an agent does, which holds them to the end of the test."""
-    held: list[int] = []
+    with ExitStack() as opened:
 
-    def make() -> CopyFile:
-        held.append(descriptors.in_memory("ttp-test"))
-        return CopyFile(f"/proc/{os.getpid()}/fd/{held[-1]}")
+        def make() -> CopyFile:
+            held = descriptors.in_memory("ttp-test")
+            opened.callback(os.close, held)
+            return opened.enter_context(closing(CopyFile(f"/proc/{os.getpid()}/fd/{held}")))
 
-    yield make
-    for file in held:
-        os.close(file)
+        yield make
 
 
 def trainee(size: int = 4, frozen: int = 0) -> Any:
@@ -262,18 +262,20 @@ def test_copies_that_do_not_fit_are_refused_with_their_bytes() -> None:
 def test_an_agent_keeps_the_files_of_the_start_before(monkeypatch: pytest.MonkeyPatch) -> None:
     files = CopyFiles()
 
-    def held(ranks: Sequence[int]) -> set[int]:
+    def begin(ranks: Sequence[int]) -> set[int]:
         monkeypatch.setenv(COPY_FILES, files.begin(ranks))
         found = HeldCopies(None)  # type: ignore[arg-type]
         for paths in found.paths.values():
-            assert [CopyFile(path).header for path in paths] == [None, None]
+            with ExitStack() as opened:
+                held = [opened.enter_context(closing(CopyFile(path))).header for path in paths]
+            assert held == [None, None]
         return set(found.paths)
 
-    assert held([0, 1]) == {0, 1}
-    assert held([2, 3]) == {0, 1, 2, 3}
-    assert held([2, 3]) == {2, 3}
+    assert begin([0, 1]) == {0, 1}
+    assert begin([2, 3]) == {0, 1, 2, 3}
+    assert begin([2, 3]) == {2, 3}
     files.close()
-    assert held([]) == set()
+    assert begin([]) == set()
 
 
 @pytest.fixture
@@ -294,6 +296,21 @@ def keepers() -> Iterator[list[tuple[CopyFiles, CopyKeeper]]]:
         files.close()
 
 
+@pytest.fixture
+def own(keepers: list[tuple[CopyFiles, CopyKeeper]]) -> Iterator[list[CopyFile]]:
+    """The files of the rank of the first node, as its worker has them open."""
+    files = keepers[0][0].own()[0]
+    yield files
+    for file in files:
+        file.close()
+
+
+def _of_other(files: CopyFiles, slot: int, size: int = 0) -> tuple[CopyHeader | None, bytes]:
+    """Return the header and the content of a copy of rank 0 that another node keeps."""
+    with closing(files.other(0, slot)) as file:
+        return file.header, file.read(0, size)
+
+
 def _fill(file: CopyFile, step: int, body: bytes, digest: int | None = None) -> CopyHeader:
     file.begin()
     file.reserve(len(body))
@@ -303,10 +320,12 @@ def _fill(file: CopyFile, step: int, body: bytes, digest: int | None = None) -> 
     return header
 
 
-def test_a_spare_node_keeps_what_the_lost_one_had(keepers: list[tuple[CopyFiles, CopyKeeper]]) -> None:
+def test_a_spare_node_keeps_what_the_lost_one_had(
+    keepers: list[tuple[CopyFiles, CopyKeeper]], own: list[CopyFile]
+) -> None:
     """Also copies that the lost one had: no worker makes a new one that would be the only one."""
-    (files, giver), _, (others, _) = keepers
-    first, second = files.own()[0]
+    (_, giver), _, (others, _) = keepers
+    first, second = own
     body = os.urandom(300_001)
     _fill(first, 2, body)
     giver.copied()
@@ -314,34 +333,31 @@ def test_a_spare_node_keeps_what_the_lost_one_had(keepers: list[tuple[CopyFiles,
     of_lost, lost = keepers.pop(1)
     lost.close()
     of_lost.close()
-    waiting.until(lambda: others.other(0, 0).header is not None, "the spare node has it")
+    waiting.until(lambda: _of_other(others, 0)[0] is not None, "the spare node has it")
     waiting.until(lambda: first.kept == 2, "which is known")
-    assert others.other(0, 0).content[: len(body)] == body
+    assert _of_other(others, 0, len(body))[1] == body
     header = _fill(second, 4, body)
     giver.copied()
     waiting.until(lambda: second.kept == 4, "the spare node has it")
-    assert others.other(0, 1).header == header
+    assert _of_other(others, 1)[0] == header
 
 
-def test_the_next_node_keeps_a_copy(keepers: list[tuple[CopyFiles, CopyKeeper]]) -> None:
-    (files, giver), (others, _), _ = keepers
-    own = files.own()[0]
+def test_the_next_node_keeps_a_copy(keepers: list[tuple[CopyFiles, CopyKeeper]], own: list[CopyFile]) -> None:
+    (_, giver), (others, _), _ = keepers
     body = os.urandom(3_000_001)
     for number, step in enumerate((2, 4)):
         header = _fill(own[number], step, body)
         giver.copied()
         waiting.until(lambda file=own[number], step=step: file.kept == step, "the next node has it")  # type: ignore[misc]
-        kept = others.other(0, number)
-        assert kept.header == header
-        assert kept.content[: len(body)] == body
-    assert others.other(0, 0).header is not None  # the one before is still there
+        assert _of_other(others, number, len(body)) == (header, body)
+    assert _of_other(others, 0)[0] is not None  # the one before is still there
 
 
 def test_a_copy_that_was_damaged_on_its_way_does_not_count(
-    keepers: list[tuple[CopyFiles, CopyKeeper]], capfd: pytest.CaptureFixture[str]
+    keepers: list[tuple[CopyFiles, CopyKeeper]], own: list[CopyFile], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (files, giver), (others, _), _ = keepers
-    first, second = files.own()[0]
+    (_, giver), (others, _), _ = keepers
+    first, second = own
     _fill(first, 2, b"whole")
     giver.copied()
     waiting.until(lambda: first.kept == 2, "the next node has it")
@@ -357,12 +373,12 @@ def test_a_copy_that_was_damaged_on_its_way_does_not_count(
     assert "[ttp] node 0: the next node does not keep copies of its ranks: the copy of rank 0" in "".join(
         said
     )
-    assert (second.kept, others.other(0, 1).header) == (-1, None)
-    assert others.other(0, 0).header == first.header
+    assert (second.kept, _of_other(others, 1)[0]) == (-1, None)
+    assert _of_other(others, 0)[0] == first.header
 
 
 def test_a_generation_that_ends_while_a_copy_is_sent(
-    keepers: list[tuple[CopyFiles, CopyKeeper]], monkeypatch: pytest.MonkeyPatch
+    keepers: list[tuple[CopyFiles, CopyKeeper]], own: list[CopyFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end comes when a piece has just gone, and before the giver goes on."""
     files, giver = keepers.pop(0)
@@ -380,7 +396,7 @@ def test_a_generation_that_ends_while_a_copy_is_sent(
 
     monkeypatch.setattr(asyncio.StreamWriter, "drain", drain)
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", asks)
-    _fill(files.own()[0][0], 2, b"whole")
+    _fill(own[0], 2, b"whole")
     giver.copied()
     assert gone.wait(LONG_S)
     with Thread(giver.close):
@@ -454,4 +470,6 @@ def test_the_newest_step_that_every_rank_of_a_node_has() -> None:
     assert files.newest(is_kept=True) == 6
     of[1][1].begin()
     assert files.newest(is_kept=False) is None
+    for file in (*of[0], *of[1]):
+        file.close()
     files.close()
