@@ -290,7 +290,7 @@ SETTINGS = (
         "0",
         "0, or bytes in a second, like 200M",
         rate,
-        "how many bytes in a second are sent to TTP_STORE while the job trains, like 200M; 0: no limit",
+        "how many bytes in a second a node sends to TTP_STORE while the job trains, like 200M; 0: no limit",
     ),
     Setting(
         "store_endpoint",

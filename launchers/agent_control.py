@@ -129,13 +129,20 @@ class AgentControl:
         self.settled = threading.Event()
 
     def begin(
-        self, ranks: Sequence[int], node: int, *, may_restart: bool, counts: StartCounts, joins: bool
+        self,
+        ranks: Sequence[int],
+        node: int,
+        nodes: int,
+        *,
+        may_restart: bool,
+        counts: StartCounts,
+        joins: bool,
     ) -> None:
         """Open a generation; `connect` follows. The arguments are those of `Node.begin`."""
         self.node = node
         self._may_restart, self._counts, self._joins = may_restart, counts, joins
+        self.uploads.place(node, nodes)
         if node != 0:
-            self.uploads.stop()
             self.lease.release()  # rank 0, which takes the lease, is on another node from now on
         self.generations_begun += 1
         self._descriptors.release()
@@ -233,7 +240,7 @@ class AgentControl:
                     self._folder_tasks.saves.add(save)
                     if self.node == 0:
                         self.lease.keep(Path(save))
-                        self.uploads.begin(Path(save))
+                    self.uploads.begin(Path(save))
             case Copied():
                 if self.keeper is not None:
                     self.keeper.copied()

@@ -1,4 +1,4 @@
-"""Starts and ends the process that sends the checkpoints of a job to a store (TTP_STORE), on node 0.
+"""Starts and ends the process that sends the checkpoints of a job to a store (TTP_STORE), on each node.
 
 That process looks at the save folder alone, so nothing of it reaches the job: if it ends, one line says so,
 and it is started again.
@@ -44,7 +44,7 @@ def require(config: Config) -> None:
 
 
 class JobUploads:
-    """The process, while this node is node 0.
+    """The process of this node.
 
     Args:
         config: the settings.
@@ -55,9 +55,16 @@ class JobUploads:
         self._lock = threading.Lock()  # of all below
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._place = (0, 1)  # the number of this node, and of all
         self._until: float | None = None  # on the monotonic clock
         self._has_told = False  # that no thread can be had
         self._ends = threading.Event()
+
+    def place(self, node: int, nodes: int) -> None:
+        """This node is number `node` of `nodes` now: a process that knows another number ends at once."""
+        if (node, nodes) != self._place:
+            self.stop()
+            self._place = node, nodes
 
     def begin(self, save: Path) -> None:
         """Send what is saved in `save` from now on; the process is started in a thread."""
@@ -89,7 +96,7 @@ class JobUploads:
             thread.join(left)
 
     def stop(self) -> None:
-        """End it at once: another node is node 0 now."""
+        """End it at once; `begin` starts it anew."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is None:
@@ -122,6 +129,7 @@ class JobUploads:
             config.store_every,
             config.store_keep,
             config.store_rate,
+            *self._place,
         )
         while True:
             how = self._run_once(order)

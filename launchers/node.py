@@ -132,7 +132,7 @@ class Node:
         control = self.control
         # An error that the line quotes may have a NUL in it, which no environment variable can hold.
         os.environ[LAST_INCIDENT] = control.verdict.line.replace("\0", " ") if control.verdict else ""
-        control.begin(ranks, node, may_restart=may_restart, counts=counts, joins=place is not None)
+        control.begin(ranks, node, nodes, may_restart=may_restart, counts=counts, joins=place is not None)
         self._set_environment(ranks)
         if place is not None:
             os.environ[NEWCOMER] = str(place.incident)

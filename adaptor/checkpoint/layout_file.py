@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -38,6 +38,7 @@ ARGUMENTS = (
 _LARGEST, _LARGEST_TEXT = 256 << 20, 2 << 30
 _GZIP = b"\x1f\x8b"
 
+_Kind = TypeVar("_Kind")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
@@ -171,25 +172,46 @@ def read(path: Path) -> JobLayout:
     return JobLayout(FORMAT, ranks)
 
 
+class _Named(msgspec.Struct):
+    folder: str
+
+
+class _Folders(msgspec.Struct):
+    ranks: tuple[_Named, ...]
+
+
+def folders(path: Path) -> set[str]:
+    """Return the folders of all model-parallel ranks of the job, as the format `torch` names them.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is damaged.
+    """
+    return {rank.folder for rank in _decoded(path, _Folders).ranks}
+
+
 def read_part(path: Path) -> tuple[RankLayout, ...]:
     """Read a layout file that may have some ranks of a job alone.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
     """
-    try:
-        packed = disk.read(path, _LARGEST)
-        text = _unpacked(packed) if packed.startswith(_GZIP) else packed
-        layout = msgspec.json.decode(text, type=JobLayout)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except (msgspec.MsgspecError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no layout file ({error})") from error
+    layout = _decoded(path, JobLayout)
     if layout.format != FORMAT:
         raise CheckpointError(f"{path}: format {layout.format}; this version reads format {FORMAT}")
     for rank in layout.ranks:
         _require_whole(rank, path)
     return layout.ranks
+
+
+def _decoded(path: Path, kind: type[_Kind]) -> _Kind:
+    try:
+        packed = disk.read(path, _LARGEST)
+        text = _unpacked(packed) if packed.startswith(_GZIP) else packed
+        return msgspec.json.decode(text, type=kind)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except (msgspec.MsgspecError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is no layout file ({error})") from error
 
 
 def _unpacked(packed: bytes) -> bytes:

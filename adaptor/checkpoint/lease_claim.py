@@ -64,18 +64,17 @@ def require_same_user(save: str | Path) -> None:
     Raises:
         ConfigError: rank 0 writes there as another user.
     """
-    root, generation = Path(save), context.part(Generation).name
-    if not save or not generation:
-        return
+    root, found = Path(save), None
     try:
-        descriptor = disk.open_regular(root / naming.LEASE)
-        with os.fdopen(descriptor, "rb") as file:
-            # Of the open file: NFS may show the owner of the one before. And as this machine sees both users.
-            theirs, written = os.fstat(descriptor).st_uid, decode(file.read(LARGEST), LeaseContent)
+        if save:
+            found = _lease_of_this_generation(root)
+        if found is None:
+            return
+        theirs, written = found
         ours = folder_rights.probe(root).st_uid
     except OSError:
         return
-    if written is None or written.generation != generation or theirs == ours:
+    if theirs == ours:
         return
     here = f"node {context.part(Place).node} ({platform.node()})"
     raise ConfigError(
@@ -83,6 +82,29 @@ def require_same_user(save: str | Path) -> None:
         f" as {folder_rights.name_user(theirs)}, and neither can write into the other's checkpoints: start"
         " ttprun as the same user on every node"
     )
+
+
+def is_seen(root: Path) -> bool:
+    """Return whether the lease that rank 0 has taken is seen in `root`: then this node shares the folder.
+
+    Where it is not, the folder is on a disk of this node, or nobody can tell.
+    """
+    try:
+        return _lease_of_this_generation(root) is not None
+    except OSError:
+        return False
+
+
+def _lease_of_this_generation(root: Path) -> tuple[int, LeaseContent] | None:
+    """Return whose the lease file is, as this machine sees it, and what is in it."""
+    descriptor = disk.open_regular(root / naming.LEASE)
+    with os.fdopen(descriptor, "rb") as file:
+        # Of the open file: NFS may show the owner of the one before. And as this machine sees both users.
+        theirs, written = os.fstat(descriptor).st_uid, decode(file.read(LARGEST), LeaseContent)
+    generation = context.part(Generation).name
+    if written is None or not generation or written.generation != generation:
+        return None
+    return theirs, written
 
 
 _claimed: Path | None = None

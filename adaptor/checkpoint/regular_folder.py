@@ -38,6 +38,26 @@ def prepare_regular(root: Path, step: int, generation: str = "") -> None:
 
 
 @disk.one_line
+def is_on_own_disk(root: Path, step: int, generation: str = "") -> bool:
+    """Return whether a regular save lies here without its final name, which rank 0 has given it on its disk.
+
+    Only what is there can be renamed: a client of a shared file system may answer all else from a cache. A
+    folder in which nothing was written is removed.
+    """
+    saving = root / naming.regular_name(step, generation)
+    proof = root / naming.abandoned_name(saving.name)
+    try:
+        saving.rename(proof)
+    except FileNotFoundError:
+        return False
+    if not _written(proof):
+        disk.remove(proof)
+        return False
+    proof.rename(saving)
+    return True
+
+
+@disk.one_line
 def sync_regular(root: Path, step: int, generation: str = "") -> None:
     """Bring a regular save to disk, which may take long, so that `publish_regular` does not.
 

@@ -19,11 +19,11 @@ from typing import Any
 import xxhash
 
 from adaptor import context, descriptors
-from adaptor.checkpoint import checksum_notes, disk, regular_folder, tracker
+from adaptor.checkpoint import checksum_notes, disk, lease_claim, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.context import Context
 from adaptor.protocol import naming
-from adaptor.protocol.environment import Generation
+from adaptor.protocol.environment import Generation, Place
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.worker import runtime
 
@@ -98,6 +98,7 @@ class RegularSaves:
             if not save.asynchronous:
                 save.drop_draft()
         if not asynchronous:
+            self._name_here(save)
             save.end()
 
     def renamed(self, path: str) -> str:
@@ -151,6 +152,17 @@ class RegularSaves:
             save.draft = _draft()
             os.write(save.draft, str(old).encode())
         return f"/proc/{os.getpid()}/fd/{save.draft}"
+
+    def _name_here(self, save: _Save) -> None:
+        """Give a save its name on the disk of this node, too, where that is not the one of rank 0.
+
+        The framework has let all ranks wait for rank 0, so in a folder that nodes share it has its name.
+        """
+        place = context.part(Place)
+        if place.node == 0 or place.local_rank or not _generation() or lease_claim.is_seen(save.root):
+            return
+        if regular_folder.is_on_own_disk(save.root, save.step, _generation()):
+            self._complete(save)
 
     def _complete(self, save: _Save) -> None:
         """Bring a save to disk that every rank has written, and give it its name."""

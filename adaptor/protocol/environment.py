@@ -102,11 +102,13 @@ class Place:
 
     Attributes:
         rank: 0 outside of a job
+        local_rank: on this node
         local_size: workers on this node
         node: the number of this node
     """
 
     def __init__(self, context: Context) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.node = int(os.environ.get("GROUP_RANK", "0"))

@@ -8,7 +8,7 @@ it is pulled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -103,17 +103,44 @@ def examine(store: Store, where: str) -> Checkpoint:
     return Checkpoint(where, known)
 
 
-def read_parts(store: Store, where: str, there: dict[str, Stored]) -> dict[str, layout.UploadedPart]:
-    """Return what the nodes have written, by path, from the lists among the objects `there` below `where`.
+def read_lists(store: Store, where: str, there: dict[str, Stored]) -> dict[int, layout.PartList]:
+    """Return the lists of what the nodes have written, by node, among the objects `there` below `where`.
 
     Raises:
         DamagedError: a list cannot be read.
     """
     found = {}
-    for name in there:
+    for name in sorted(there):
         if layout.is_parts_name(where, name):
             content = store.get(name, layout.LARGEST_LIST)
-            found.update({part.path: part for part in layout.decode_parts(content, f"{store}/{name}")})
+            one = layout.decode_parts(content, f"{store}/{name}")
+            if not (one.node.isascii() and one.node.isdigit()):
+                raise DamagedError(f"{store}/{name}: is of {one.node!r}, which is no number of a node")
+            found[int(one.node)] = one
+    return found
+
+
+def read_parts(store: Store, where: str, there: dict[str, Stored]) -> dict[str, layout.UploadedPart]:
+    """Return what the nodes have written, by path; `where`, `there` and errors are those of `read_lists`."""
+    return parts_of(read_lists(store, where, there), where, there)
+
+
+def parts_of(
+    lists: Mapping[int, layout.PartList], where: str, there: Mapping[str, Stored]
+) -> dict[str, layout.UploadedPart]:
+    """Return the entries of lists by path; where several have a path, that of the object that is there.
+
+    Args:
+        lists: by node.
+        where: the prefix of the checkpoint.
+        there: the objects below it.
+    """
+    found: dict[str, layout.UploadedPart] = {}
+    for one in lists.values():
+        for part in one.files:
+            stored = there.get(f"{where}/{part.path}")
+            if part.path not in found or (stored is not None and stored.etag == part.etag):
+                found[part.path] = part
     return found
 
 

@@ -43,10 +43,22 @@ class UploadedPart(msgspec.Struct, frozen=True):
     etag: str
 
 
-class _PartList(msgspec.Struct):
+class PartList(msgspec.Struct, frozen=True):
+    """The list of what a node has written of a checkpoint; it is there before the first file is.
+
+    Attributes:
+        files: that are in the store as a whole
+        seen: the `place` of the manifest in the save folder of that node; nodes with the same one share it
+        done: whether the node has sent all that is its part
+        sent: bytes so far, also of files that are not there yet: a sign of life
+    """
+
     format: int
     node: str
     files: tuple[UploadedPart, ...]
+    seen: str = ""
+    done: bool = True
+    sent: int = 0
 
 
 def place(known: Manifest) -> str:
@@ -75,24 +87,40 @@ def manifest_name(where: str) -> str:
     return f"{where}/{naming.MANIFEST}"
 
 
-def parts_name(where: str, node: str) -> str:
+def parts_name(where: str, node: int) -> str:
     """Return the name of the list of what a node has written."""
-    return f"{where}/{_PARTS}/{node}.json"
+    return f"{parts_prefix(where)}{node}.json"
 
 
 def is_parts_name(where: str, name: str) -> bool:
     """Return whether an object is such a list."""
-    return name.startswith(f"{where}/{_PARTS}/")
+    return name.startswith(parts_prefix(where))
 
 
-def encode_parts(node: str, files: Iterable[UploadedPart]) -> bytes:
-    """Return the content of the list of what a node has written."""
+def parts_prefix(where: str) -> str:
+    """Return what the names of these lists begin with."""
+    return f"{where}/{_PARTS}/"
+
+
+def encode_parts(
+    node: int, files: Iterable[UploadedPart], seen: str = "", *, done: bool = True, sent: int = 0
+) -> bytes:
+    """Return the content of the list of what a node has written.
+
+    Args:
+        node: its number.
+        files: that are in the store as a whole.
+        seen: the `place` of the manifest in its save folder.
+        done: whether it has sent all that is its part.
+        sent: bytes so far.
+    """
     ordered = tuple(sorted(files, key=lambda part: part.path))
-    return msgspec.json.format(msgspec.json.encode(_PartList(_FORMAT, node, ordered)), indent=1)
+    made = PartList(_FORMAT, str(node), ordered, seen, done, sent)
+    return msgspec.json.format(msgspec.json.encode(made), indent=1)
 
 
-def decode_parts(content: bytes, name: str) -> tuple[UploadedPart, ...]:
-    """Return the files of such a list.
+def decode_parts(content: bytes, name: str) -> PartList:
+    """Return such a list.
 
     Args:
         name: of the object, for the message.
@@ -101,9 +129,9 @@ def decode_parts(content: bytes, name: str) -> tuple[UploadedPart, ...]:
         DamagedError: it is none.
     """
     try:
-        found = msgspec.json.decode(content, type=_PartList)
+        found = msgspec.json.decode(content, type=PartList)
     except msgspec.MsgspecError as error:
         raise DamagedError(f"{name}: is no list of parts ({error})") from None
     if found.format != _FORMAT:
         raise DamagedError(f"{name}: format {found.format}; this version reads format {_FORMAT}")
-    return found.files
+    return found

@@ -1,13 +1,15 @@
 """Writes a complete checkpoint of a save folder into a store.
 
 Files first, then the list of this node's parts, and the manifest last. Who dies in between leaves objects
-that nobody takes for a checkpoint; the next push of the same checkpoint goes on after them.
+that nobody takes for a checkpoint; the next push of the same checkpoint goes on after them. Several nodes
+that send one together: `joint.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,11 +20,9 @@ from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import choose, layout
+from adaptor.store import choose, layout, whole
 from adaptor.store.client import PIECE, DamagedError, Store, Stored
-
-# One node sends all files.
-_NODE = "0"
+from adaptor.store.layout import UploadedPart
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,20 @@ def push(store: Store, root: Path, step: int, pace: Callable[[int], None] = lamb
     if there is not None:
         return Pushed(there, len(known.files), total, 0, True)
     where = layout.place(known)
-    sent = _push_files(store, root, known, pace)
-    if layout.place(read_folder(root, step)) != where:
-        raise CheckpointError(
-            f"{root / naming.final_name(step)}: was saved anew while it was sent, so nothing is completed"
-        )
-    _commit(store, known)
-    return Pushed(where, len(known.files), total, sent, False)
+    whole.require(root / naming.final_name(step), (file.path for file in known.files))
+    sending = Sending(store, root, known, where, pace)
+    sending.send(known.files)
+    sending.tell(done=True)
+    require_same(root, known)
+    commit(store, known)
+    return Pushed(where, len(known.files), total, sending.sent, False)
+
+
+def require_same(root: Path, known: Manifest) -> None:
+    """Refuse to commit what is no more in the save folder. Raises CheckpointError."""
+    if layout.place(read_folder(root, known.step)) != layout.place(known):
+        folder = root / naming.final_name(known.step)
+        raise CheckpointError(f"{folder}: was saved anew while it was sent, so nothing is completed")
 
 
 def find(store: Store, known: Manifest) -> str | None:
@@ -106,50 +113,119 @@ def _generation(where: str) -> str:
     return where.rpartition("/")[2].partition("-")[0]
 
 
-def _push_files(store: Store, root: Path, known: Manifest, pace: Callable[[int], None]) -> int:
-    """Write the files of a checkpoint, and the list of them; return the bytes that were sent.
+class Sending:
+    """Writes files of a checkpoint, and the list of what this node has written.
 
     What is there already, from a push that was cut short, is not sent again; it is read from the disk for its
     checksum.
+
+    Args:
+        store: where to.
+        root: the save folder.
+        known: the manifest in it.
+        where: the prefix of the objects.
+        pace: is called with the bytes of each piece before it is sent.
+        node: the number of this one.
+
+    Attributes:
+        sent: bytes that were sent
     """
-    where, folder = layout.place(known), root / naming.final_name(known.step)
-    there = store.objects(where)
-    try:
-        before = choose.read_parts(store, where, there)
-    except DamagedError:
-        before = {}  # they are written anew
-    parts, sent = [], 0
-    for file in known.files:
-        name = f"{where}/{file.path}"
-        found, part = there.get(name), before.get(file.path)
-        if found is None or found.bytes != file.bytes or (part is not None and part.etag != found.etag):
-            parts.append(_send(store, folder / file.path, name, file, pace))
-            sent += file.bytes
-        else:
-            parts.append(_hashed(folder / file.path, file, found))
-    store.put(layout.parts_name(where, _NODE), layout.encode_parts(_NODE, parts))
-    return sent
+
+    def __init__(
+        self,
+        store: Store,
+        root: Path,
+        known: Manifest,
+        where: str,
+        pace: Callable[[int], None],
+        node: int = 0,
+    ) -> None:
+        self._store = store
+        self._folder = root / naming.final_name(known.step)
+        self._seen = layout.place(known)
+        self._where = where
+        self._pace = pace
+        self._node = node
+        self._parts: dict[str, UploadedPart] = {}
+        self._lock = threading.Lock()  # of the list, which a second thread writes, too
+        self.sent = 0
+        # Read before this one writes a list.
+        self._there = store.objects(where)
+        try:
+            self._before = choose.read_parts(store, where, self._there)
+        except DamagedError:
+            self._before = {}  # the files are written anew
+
+    def send(self, files: Iterable[FileEntry]) -> None:
+        """Write these files, but for what is there.
+
+        Raises:
+            CheckpointError: one is not what the manifest says.
+            StoreError: the store refuses, or does not answer.
+        """
+        for file in files:
+            name = f"{self._where}/{file.path}"
+            found, part = self._there.get(name), self._before.get(file.path)
+            if found is None or found.bytes != file.bytes or (part is not None and part.etag != found.etag):
+                made = _send(self._store, self._folder / file.path, name, file, self._count)
+            else:
+                made = _hashed(self._folder / file.path, file, found)
+            self._parts[file.path] = made
+
+    def look_again(self) -> None:
+        """See what others have sent since."""
+        self._there = self._store.objects(self._where)
+
+    def tell(self, *, done: bool) -> None:
+        """Write the list; `done`: this node has sent its part."""
+        with self._lock:
+            content = layout.encode_parts(
+                self._node, list(self._parts.values()), self._seen, done=done, sent=self.sent
+            )
+            self._store.put(layout.parts_name(self._where, self._node), content)
+
+    def _count(self, count: int) -> None:
+        self._pace(count)
+        self.sent += count
 
 
-def _commit(store: Store, known: Manifest) -> None:
-    """Write the manifest, if the lists of parts name all files and these are there."""
+def commit(store: Store, known: Manifest) -> int:
+    """Write the manifest, if the lists of parts name all files and these are there; return their bytes.
+
+    Args:
+        known: of the node that commits. Files that nodes with disks of their own have sent come to it.
+
+    Raises:
+        CheckpointError: two nodes have different files of one name.
+        DamagedError: one is missing.
+    """
     where = layout.place(known)
     there = store.objects(where)
-    parts = choose.read_parts(store, where, there)
+    lists = choose.read_lists(store, where, there)
+    parts = choose.parts_of(lists, where, there)
+    wanted = {file.path: file.bytes for file in known.files}
+    contents: dict[str, set[str]] = {}
+    for one in lists.values():
+        for part in one.files:
+            contents.setdefault(part.path, set()).add(part.xxh3_128)
+            if one.seen not in ("", where):
+                wanted.setdefault(part.path, part.bytes)
+    for path in wanted:
+        if len(contents.get(path, ())) > 1:
+            raise CheckpointError(f"{store}/{where}/{path}: two nodes have different files of this name")
     entries = []
-    for file in known.files:
-        part, found = parts.get(file.path), there.get(f"{where}/{file.path}")
-        if part is None or found is None or found.bytes != file.bytes:
+    for path, size in sorted(wanted.items()):
+        sent, found = parts.get(path), there.get(f"{where}/{path}")
+        if sent is None or found is None or found.bytes != size:
             raise DamagedError(
-                f"{store}/{where}/{file.path}: is missing after the upload, so nothing is completed"
+                f"{store}/{where}/{path}: is missing after the upload, so nothing is completed"
             )
-        entries.append(FileEntry(file.path, file.bytes, part.xxh3_128))
+        entries.append(FileEntry(path, size, sent.xxh3_128))
     store.put(layout.manifest_name(where), replace(known, files=tuple(entries)).encode())
+    return sum(wanted.values())
 
 
-def _send(
-    store: Store, path: Path, name: str, file: FileEntry, pace: Callable[[int], None]
-) -> layout.UploadedPart:
+def _send(store: Store, path: Path, name: str, file: FileEntry, pace: Callable[[int], None]) -> UploadedPart:
     digest = xxhash.xxh3_128()
 
     def pieces() -> Iterator[bytes]:
@@ -162,14 +238,14 @@ def _send(
         etag = store.put_pieces(name, pieces(), file.bytes)
     else:
         etag = store.put(name, b"".join(pieces()))
-    return layout.UploadedPart(file.path, file.bytes, digest.hexdigest(), etag)
+    return UploadedPart(file.path, file.bytes, digest.hexdigest(), etag)
 
 
-def _hashed(path: Path, file: FileEntry, found: Stored) -> layout.UploadedPart:
+def _hashed(path: Path, file: FileEntry, found: Stored) -> UploadedPart:
     digest = xxhash.xxh3_128()
     for _ in _compared(path, file, digest):
         pass
-    return layout.UploadedPart(file.path, file.bytes, digest.hexdigest(), found.etag)
+    return UploadedPart(file.path, file.bytes, digest.hexdigest(), found.etag)
 
 
 def _read(path: Path, file: FileEntry) -> Iterator[bytes]:

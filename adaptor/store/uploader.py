@@ -2,6 +2,10 @@
 
 It looks at the save folder, and at nothing of the job, so training never waits for it. What fails is said
 once and tried again. When the job ends it sends the newest checkpoint; what it cannot send is said, too.
+
+Each node has one. That of node 0 chooses what is sent, and leads; the others join it (`joint.py`). Where none
+has begun to lead the upload of last words, or of the newest checkpoint at the end of the job, another node
+does: node 0 is lost, or they are on the disk of that other node.
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ from adaptor.checkpoint import manifest, saved_steps
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.operations.words import duration, size
 from adaptor.protocol import naming
-from adaptor.store import cadence, choose, layout, push
+from adaptor.store import cadence, choose, joint, layout, push, whole
 from adaptor.store.cadence import Saved
 from adaptor.store.client import Store
+from adaptor.store.joint import JointPush
 from adaptor.store.opening import open_store
+from adaptor.store.other_nodes import PATIENCE, Others, Patience
 from adaptor.store.prune import prune
 
 LOOK_S = 1.0
@@ -30,6 +36,12 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 # When the job has ended somebody may wait for this process.
 _ATTEMPTS_AT_END = 3
 _PROBE = "ttp_probe"
+# Between two questions whether node 0 has begun with a checkpoint: at first, and at most.
+_ASK_S, _LONGEST_ASK_S = 1.0, 3.0
+# Nodes that take the place of node 0 do it one after the other, so that one sees that another has begun.
+_TURNS = 3
+# Of the newest checkpoints: node 0 may be at work on the one before the newest.
+_ASKED = 2
 
 Tell = Callable[[str], None]
 
@@ -40,7 +52,9 @@ class UploadSettings(msgspec.Struct, frozen=True):
     Attributes:
         every: steps that lie at least between two checkpoints that are sent
         keep: how many complete ones stay in the store; 0: all
-        rate: bytes in a second, while the job trains; 0: no limit
+        rate: bytes in a second of this node, while the job trains; 0: no limit
+        node: the number of this node
+        nodes: how many nodes the job has
     """
 
     url: str
@@ -49,6 +63,8 @@ class UploadSettings(msgspec.Struct, frozen=True):
     every: int
     keep: int
     rate: int
+    node: int = 0
+    nodes: int = 1
 
 
 class End(msgspec.Struct, frozen=True):
@@ -79,10 +95,16 @@ class Uploader:
     Args:
         order: of the agent.
         tell: prints a line.
+        patience: with other nodes.
     """
 
-    def __init__(self, order: UploadSettings, tell: Tell) -> None:
+    def __init__(self, order: UploadSettings, tell: Tell, patience: Patience = PATIENCE) -> None:
         self._order = order
+        self._patience = patience
+        self._others = Others()
+        self._first_seen: dict[str, float] = {}  # by place, on the monotonic clock
+        self._ask_at, self._asks_after = 0.0, _ASK_S
+        self._left_at = 0.0
         self._root = Path(order.save)
         self._tell = tell
         self._leaving = threading.Event()
@@ -111,7 +133,8 @@ class Uploader:
                     opened = open_store(self._order.url, self._order.endpoint, make=True)
                     self._find_last(opened)
                     store = opened
-                if not self._send_next(store, leaving):
+                send = self._follow_next if self._order.node else self._send_next
+                if not send(store, leaving):
                     if leaving:
                         break
                     self._leaving.wait(LOOK_S)
@@ -133,7 +156,14 @@ class Uploader:
     def tell_what_is_local(self, why: str = "") -> None:
         """Say which checkpoint the store does not have, if there is one."""
         saved = self._saved()
-        if saved and (self._committed is None or saved[-1].place != self._committed.place):
+        if not saved or (self._committed is not None and saved[-1].place == self._committed.place):
+            return
+        if self._order.node:
+            self._tell(
+                f"[ttp] node {self._order.node} has not sent its part of step {saved[-1].step} to"
+                f" {self._order.url}: {why or self._why}"
+            )
+        else:
             self._tell(
                 f"[ttp] step {saved[-1].step} is only in {self._root}, not in {self._order.url}:"
                 f" {why or self._why}; ttp store push sends it"
@@ -176,7 +206,7 @@ class Uploader:
                 if one.step <= self._last:
                     self._handled.add(one.place)
                     self._committed = one
-        if there and there[-1] > newest:
+        if there and there[-1] > newest and not self._order.node:
             self._tell(
                 f"[ttp] {store} holds step {there[-1]}, later than step {max(newest, 0)} of {self._root}: a"
                 " pull brings that one; use another prefix for this job, or pull first"
@@ -197,15 +227,24 @@ class Uploader:
                 " their turn came; a larger TTP_STORE_EVERY avoids it"
             )
             self._handle(chosen.skipped[-1])
+        self._lead(store, one)
+        return True
+
+    def _lead(self, store: Store, one: Saved) -> None:
+        """Have a checkpoint sent, and commit it."""
         began = time.monotonic()
+        pace = lambda count: self._pace(count, one)  # noqa: E731
         try:
-            done = push.push(store, self._root, one.step, lambda count: self._pace(count, one))
+            if self._order.nodes == 1:
+                done = push.push(store, self._root, one.step, pace)
+            else:
+                done = self._joint(store, one, pace).lead(self._others, self._leaving.is_set)
         except manifest.UnreadableError:
             raise  # the disk may answer the next time
         except CheckpointError as error:
             self._handle(one)  # it will not get better
             self._fail(str(error))
-            return True
+            return
         self._handle(one)
         self._committed = one
         self._said = ""
@@ -214,7 +253,95 @@ class Uploader:
             self._tell(f"[ttp] step {one.step} is in {store} ({size(done.sent)} in {took})")
         if self._order.keep:
             self._prune(store, one.step)
-        return True
+
+    def _follow_next(self, store: Store, leaving: bool) -> bool:
+        """Send the part of this node of one checkpoint; return False where nothing is to be done.
+
+        Of those that node 0 has not begun with it may have left out all but the newest.
+        """
+        saved = self._saved()
+        pending = [one for one in saved if one.place not in self._handled]
+        now = time.monotonic()
+        if leaving and not self._left_at:
+            self._left_at = now
+        if any(one.place not in self._first_seen for one in pending):
+            self._first_seen = {one.place: self._first_seen.get(one.place, now) for one in pending}
+            self._ask_at, self._asks_after = 0.0, _ASK_S
+        if not pending:
+            return False
+        one, *_ = pending[::-1]
+        urgent = leaving or one.last_words
+        if now < self._ask_at and not urgent:
+            return False
+        self._ask_at, self._asks_after = now + self._asks_after, min(2 * self._asks_after, _LONGEST_ASK_S)
+        for each in pending[: -1 - _ASKED : -1]:
+            found = joint.announced(store, each.step, each.place, self._order.node)
+            if found is not None:
+                where, committed = found
+                if not committed:
+                    self._follow(store, each, where)
+                self._handle(each)
+                self._committed = each
+                return True
+        if urgent:
+            self._begin_in_its_place(store, one, now)
+        return urgent
+
+    def _begin_in_its_place(self, store: Store, one: Saved, now: float) -> None:
+        """Lead, where node 0 has not begun for long; one that has a part alone can only wait for it."""
+        since = max(self._first_seen[one.place], self._left_at)
+        if now - since < self._patience.leads * min(self._order.node, _TURNS):
+            self._pause(LOOK_S)
+        elif not self._is_part(one):
+            self._lead(store, one)
+        elif now - since < self._patience.joins:
+            self._pause(LOOK_S)
+        else:
+            folder = self._root / naming.final_name(one.step)
+            self._fail(f"{folder} has only a part of the checkpoint, and node 0 does not send its own")
+            self._handle(one)
+
+    def _is_part(self, one: Saved) -> bool:
+        folder = self._root / naming.final_name(one.step)
+        try:
+            files = push.read_folder(self._root, one.step).files
+            return bool(whole.missing(folder, [file.path for file in files]))
+        except manifest.UnreadableError:
+            raise
+        except CheckpointError:
+            return False  # what it is tells who sends it
+
+    def _follow(self, store: Store, one: Saved, where: str) -> None:
+        try:
+            self._joint(store, one, lambda count: self._pace(count, one)).follow(where)
+            self._said = ""
+        except manifest.UnreadableError:
+            raise
+        except CheckpointError as error:
+            self._fail(str(error))
+
+    def _joint(self, store: Store, one: Saved, pace: Callable[[int], None]) -> JointPush:
+        return JointPush(
+            store,
+            self._root,
+            one.step,
+            self._order.node,
+            self._order.nodes,
+            pace,
+            lambda seconds: self._wait(seconds, one),
+            self._patience,
+        )
+
+    def _wait(self, seconds: float, sent: Saved) -> None:
+        """Wait for another node; end the upload for last words."""
+        self._look_for_last_words(sent)
+        self._pause(seconds)
+
+    def _pause(self, seconds: float) -> None:
+        if self._leaving.is_set():
+            time.sleep(seconds)
+        else:
+            self._leaving.wait(seconds)
 
     def _handle(self, last: Saved) -> None:
         """Send none of what came before `last`, nor that again."""
@@ -238,7 +365,10 @@ class Uploader:
         if why != self._said:
             self._said = why
             newest = "no step" if self._committed is None else f"only step {self._committed.step}"
-            self._tell(f"[ttp] {newest} of this job is in {self._order.url} so far: {why}")
+            told = f"{newest} of this job is in {self._order.url} so far"
+            if self._order.node:
+                told = f"node {self._order.node} sends nothing to {self._order.url} so far"
+            self._tell(f"[ttp] {told}: {why}")
 
     def _pace(self, count: int, sent: Saved) -> None:
         """Wait before a piece is sent, so that the rate is kept; end the upload for last words."""

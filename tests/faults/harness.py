@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import json
 import os
@@ -167,6 +168,7 @@ class Job:
     launcher   ttprun, or torchrun for the unmodified framework
     options    of the launcher
     arguments  of the training script, besides those of the layout
+    own_disks  each node saves to a folder of its own, in `save`: node0, node1
     nodes      how many agents, all on this machine; the processes are divided among them
     fewest     with how many of `nodes` the job goes on when others are lost (`--nnodes MIN:MAX`); 0: not
     later      how many of `nodes`, the last ones, are started when a fault has struck
@@ -190,6 +192,7 @@ class Job:
     faults: Sequence[str] = ()
     restarts: int = 0
     save: Path | None = None
+    own_disks: bool = False
     save_interval: int = 1000
     load: Path | None = None
     options: Sequence[str] = ()
@@ -366,6 +369,8 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     if job.program is not None:
         return [*command, *job.program(job)]
     framework = job.framework or prepare.megatron_lm()
+    if job.own_disks and job.save is not None:
+        job = dataclasses.replace(job, save=job.save / f"node{node}")
     return [*command, str(framework / "pretrain_gpt.py"), *training(job)]
 
 

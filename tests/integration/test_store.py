@@ -10,10 +10,12 @@ import numpy
 import obstore
 import pytest
 
+from adaptor.protocol import naming
 from adaptor.store import choose, pull
 from adaptor.store.opening import open_store
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, Job
+from tests.faults.harness import DP2, TP2_DP1, Job
+from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf, assert_last_words, goes_on
 from tests.unit import fault_proxy, object_store
 
@@ -218,3 +220,72 @@ def test_a_job_trains_on_data_that_two_nodes_pull_to_one_folder(server: str, tmp
     assert {path.name: path.read_bytes() for path in here.glob("tokens.*")} == made
     by_hand = harness.run(job("by hand", tmp_path / "made"))
     outcome.assert_same_training(pulled, by_hand.records)
+
+
+def test_both_nodes_send_their_share_of_a_shared_folder(server: str, tmp_path: Path) -> None:
+    """Node 0 gets no file into the store before the other node has begun; then each sends its share."""
+    with fault_proxy.proxy(server) as faults:
+
+        def fault(number: int, method: str, path: str) -> fault_proxy.Fault:
+            joined = any(each.endswith("/ttp_parts/1.json") for _, each in faults.requests)
+            return "503" if "mp_rank" in path and method == "PUT" and not joined else ""
+
+        faults.begin(fault)
+        job = Job(
+            tmp_path / "job",
+            TP2_DP1,
+            save=tmp_path / "save",
+            options=["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", faults.url],
+            environment=object_store.CREDENTIALS,
+            nodes=2,
+        )
+        ended = harness.run(job)
+    assert set(ended.codes) == {0}, ended.log[-3000:]
+    store = open_store("s3://bucket/run7", server)
+    (found,) = choose.newest_first(store, None, [])
+    assert found.known.step == harness.ITERATIONS
+    lists = choose.read_lists(store, found.where, store.objects(found.where))
+    assert [bool(lists[node].files) for node in (0, 1)] == [True, True]
+    folder = naming.final_name(harness.ITERATIONS)
+    pull.pull(store, tmp_path / "pulled")
+    assert differences(tmp_path / "save" / folder, tmp_path / "pulled" / folder) == []
+
+
+def test_nodes_with_disks_of_their_own_send_one_checkpoint(
+    server: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Each disk has half of it. The job is lost, and goes on from the store on other machines."""
+    baseline = baseline_of(TP2_DP1)
+
+    def job(name: str, **more: Any) -> Job:
+        return Job(
+            tmp_path / name,
+            TP2_DP1,
+            save=tmp_path / f"disks of {name}",
+            own_disks=True,
+            save_interval=3,
+            options=["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", server],
+            environment=object_store.CREDENTIALS,
+            arguments=("--load", "s3://bucket/run7"),
+            nodes=2,
+            **more,
+        )
+
+    lost = job("first", faults=["rank=1,step=5,phase=forward,kind=sigkill"])
+    first = harness.run(lost)
+    assert set(first.codes) != {0}, first.log[-3000:]
+    store = open_store("s3://bucket/run7", server)
+    (found,) = choose.newest_first(store, None, [])
+    assert found.known.step == 3, first.log[-3000:]
+    folder = naming.final_name(3)
+    for node, rank in enumerate(("mp_rank_00", "mp_rank_01")):
+        assert lost.save is not None
+        assert {path.parent.name for path in (lost.save / f"node{node}" / folder).rglob("*.pt")} == {rank}
+    second = harness.run(job("second"))
+    assert set(second.codes) == {0}, second.log[-3000:]
+    steps = range(4, harness.ITERATIONS + 1)
+    assert {line["iteration"] for lines in second.records.values() for line in lines} == set(steps)
+    outcome.assert_same_training(second, baseline.records, steps=steps)
+    (newest, *_) = choose.newest_first(store, None, [])
+    assert newest.known.step == harness.ITERATIONS
+    assert list(choose.wrong_files(store, newest)) == []

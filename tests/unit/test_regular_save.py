@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -11,14 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from adaptor import context, patches, patching
 from adaptor.checkpoint import checksum_notes, hashing, manifest, regular_folder
+from adaptor.checkpoint.lease import LeaseContent
+from adaptor.checkpoint.lease_owner import Owner
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
 from adaptor.protocol.board import Board, BoardMemory
+from adaptor.protocol.environment import Generation, Place
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.naming import MANIFEST, TRACKER
 from adaptor.worker import runtime
@@ -311,3 +316,43 @@ def test_what_nobody_has_hashed_gets_a_checksum_unless_it_is_large(
     assert {path.name for path in final.iterdir()} == {*entries, MANIFEST}
     (final / ".metadata").write_bytes(bytes(9) + b"x")
     assert manifest.defects(final) == [f"{final / '.metadata'}: checksum differs from the manifest"]
+
+
+@pytest.fixture
+def _node_1(monkeypatch: pytest.MonkeyPatch, _rank_0: None) -> None:
+    """The first rank of the second node, in ttprun."""
+    monkeypatch.setattr(context.part(Place), "node", 1)
+    monkeypatch.setattr(context.part(Generation), "name", "0f3a5c21")
+
+
+@pytest.mark.usefixtures("_node_1")
+def test_a_save_on_a_disk_of_the_node_gets_its_name_there(tmp_path: Path) -> None:
+    """The node of rank 0 cannot give it."""
+    with saves().regular(str(tmp_path), 3):
+        (Path(saves().renamed(str(tmp_path / "iter_0000003"))) / "shard.pt").write_bytes(b"of this node")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", TRACKER]
+    assert (tmp_path / TRACKER).read_text() == "3"
+    assert [file.path for file in manifest.read(tmp_path / "iter_0000003").files] == ["shard.pt"]
+    with saves().regular(str(tmp_path), 6):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", TRACKER], (
+        "nothing was written"
+    )
+
+
+@pytest.mark.parametrize("why", ["the lease is seen", "it has its name", "an exception"])
+@pytest.mark.usefixtures("_node_1")
+def test_a_shared_save_gets_its_name_from_rank_0_alone(why: str, tmp_path: Path) -> None:
+    saving = tmp_path / naming.regular_name(3, "0f3a5c21")
+    if why == "the lease is seen":
+        owner = Owner.of(os.getpid())
+        lease = LeaseContent(**msgspec.structs.asdict(owner), generation="0f3a5c21")
+        (tmp_path / naming.LEASE).write_bytes(msgspec.json.encode(lease))
+    with contextlib.suppress(ZeroDivisionError), saves().regular(str(tmp_path), 3):
+        (saving / "shard.pt").write_bytes(b"of this node")
+        if why == "it has its name":
+            saving.rename(tmp_path / "iter_0000003")
+        elif why == "an exception":
+            raise ZeroDivisionError
+    assert not (tmp_path / TRACKER).exists()
+    assert not (tmp_path / "iter_0000003" / MANIFEST).exists()

@@ -1,0 +1,201 @@
+"""Sends a checkpoint by the uploaders of several nodes: who sends which files, who commits, who helps out.
+
+They speak by the lists of parts in the store alone. The node that leads (node 0, as long as it lives) chooses
+the checkpoint and writes its list, which is empty then; the others see it and join. Nodes whose save folder
+has the same manifest share the folder, and each sends its share of the files; a node with a disk of its own
+sends what is on that. The leader waits until all is there, sends what another owes and does not send, and
+writes the manifest. See docs/object_storage.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptor.errors import StoreError
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.store import layout, push, whole
+from adaptor.store.client import Store
+from adaptor.store.other_nodes import Others, Patience, Watch
+from adaptor.store.push import Pushed, Sending
+
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """Something is not there yet: the files that this node is to send; where there are none, it waits."""
+
+    ours: list[FileEntry]
+
+
+def divide(files: Sequence[FileEntry], nodes: int) -> list[list[FileEntry]]:
+    """Return the files that each node sends: the largest first, each to the node with the fewest bytes."""
+    shares: list[list[FileEntry]] = [[] for _ in range(nodes)]
+    sizes = [0] * nodes
+    for file in sorted(files, key=lambda file: (-file.bytes, file.path)):
+        node = min(range(nodes), key=lambda node: (sizes[node], node))
+        shares[node].append(file)
+        sizes[node] += file.bytes
+    return shares
+
+
+def announced(store: Store, step: int, place: str, node: int) -> tuple[str, bool] | None:
+    """Return the prefix at which another node leads the upload of a checkpoint, and whether it is committed.
+
+    Args:
+        step: of the checkpoint.
+        place: of the manifest in the save folder of this node; a node with another disk has another one.
+        node: this one.
+
+    Returns:
+        None where no other node has begun.
+    """
+    root, found = naming.final_name(step), None
+    for name in store.folders(root):
+        where = f"{root}/{name}"
+        if not layout.is_of_same_generation(where, place):
+            continue
+        there = store.objects(where)
+        if layout.manifest_name(where) in there:
+            return where, True
+        others = [one for one in there if layout.is_parts_name(where, one)]
+        if set(others) - {layout.parts_name(where, node)} and (found is None or where == place):
+            found = where, False
+    return found
+
+
+class JointPush:
+    """One checkpoint, sent by this node and others.
+
+    Args:
+        store: where to.
+        root: the save folder.
+        step: of the checkpoint.
+        node: this one.
+        nodes: how many there are.
+        pace: is called with the bytes of each piece before it is sent.
+        wait: waits for a number of seconds, or less.
+        patience: with the others.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        root: Path,
+        step: int,
+        node: int,
+        nodes: int,
+        pace: Callable[[int], None],
+        wait: Callable[[float], None],
+        patience: Patience,
+    ) -> None:
+        self._store = store
+        self._root = root
+        self._known = push.read_folder(root, step)
+        self._node = node
+        self._nodes = nodes
+        self._pace = pace
+        self._wait = wait
+        self._patience = patience
+        self._shares = divide(self._known.files, nodes)
+
+    def follow(self, where: str) -> int:
+        """Send what is this node's part of the checkpoint at `where`; return the bytes.
+
+        Raises:
+            CheckpointError: a file is not what the manifest says.
+            StoreError: the store refuses, or does not answer.
+        """
+        shares_folder = layout.place(self._known) == where
+        sending = self._sending(where)
+        with self._begun(sending):
+            sending.send(self._shares[self._node] if shares_folder else self._known.files)
+        sending.tell(done=True)
+        return sending.sent
+
+    def lead(self, others: Others, at_end: Callable[[], bool]) -> Pushed:
+        """Have the checkpoint sent, and commit it.
+
+        Args:
+            others: what is known of them; it is brought up to date.
+            at_end: says whether the job has ended.
+
+        Raises:
+            CheckpointError: the checkpoint is not complete, or not what its manifest says; nothing is
+                committed.
+            StoreError: the store refuses, or does not answer.
+        """
+        known, where = self._known, layout.place(self._known)
+        files, total = len(known.files), sum(file.bytes for file in known.files)
+        there = push.find(self._store, known)
+        if there is not None:
+            return Pushed(there, files, total, 0, True)
+        sending = self._sending(where)
+        with self._begun(sending):
+            rest = set(range(self._nodes)) - {self._node}
+            watch = Watch(self._store, where, known.files, rest, self._patience, at_end, others)
+            sending.send(self._shares[self._node])
+            sending.tell(done=True)
+            while owed := self._owed(watch):
+                if owed.ours:
+                    sending.look_again()
+                    sending.send(owed.ours)
+                    sending.tell(done=True)
+                else:
+                    self._wait(_LOOK_S)
+        whole.require(self._root / naming.final_name(known.step), watch.paths)
+        push.require_same(self._root, known)
+        size = push.commit(self._store, known)
+        watch.remember()
+        return Pushed(where, files, size, size, False)
+
+    def _sending(self, where: str) -> Sending:
+        return Sending(self._store, self._root, self._known, where, self._pace, self._node)
+
+    @contextlib.contextmanager
+    def _begun(self, sending: Sending) -> Iterator[None]:
+        """Write the list, and again and again while files are sent: a sign of life."""
+        over = threading.Event()
+
+        def beat() -> None:
+            told = 0
+            while not over.wait(self._patience.beats):
+                if sending.sent != told:
+                    told = sending.sent
+                    with contextlib.suppress(StoreError):  # the next request tells of it
+                        sending.tell(done=False)
+
+        sending.tell(done=False)
+        thread = threading.Thread(target=beat, name="ttp-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _owed(self, watch: Watch) -> _Owed | None:
+        """Return what is not there yet, None where all is."""
+        watch.look()
+        missing = [
+            (node, file)
+            for node, share in enumerate(self._shares)
+            for file in share
+            if file.path not in watch.paths
+        ]
+        ours = [file for node, file in missing if node == self._node or watch.is_given_up(node)]
+        if missing:
+            return _Owed(ours)
+        lacks = whole.missing(self._root / naming.final_name(self._known.step), watch.paths)
+        # Where nobody can tell whether all is there: a node with a disk of its own may have more.
+        rest = set(range(self._nodes)) if lacks else watch.others.apart
+        waits = any(watch.is_awaited(node) for node in rest - {self._node})
+        return _Owed([]) if waits else None

@@ -1,0 +1,133 @@
+"""Knows what the other nodes of a job have sent of a checkpoint, and when they are no more waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.store import choose, layout
+from adaptor.store.client import Store, Stored
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds for which another node is waited for.
+
+    Attributes:
+        joins: until it joins: it asks every few seconds, and a process that has ended is started again within
+            a minute
+        joins_at_end: until it joins at the end of the job, when all ask each second
+        moves: without a sign of life, which it gives every `beats` seconds; one request may take two minutes,
+            and is made again for one
+        beats: between two signs of life
+        leads: until node 0 begins with what is always sent: it looks each second, leaves what it is sending
+            for last words, and needs a few requests
+    """
+
+    joins: float = 60.0
+    joins_at_end: float = 10.0
+    moves: float = 180.0
+    beats: float = 20.0
+    leads: float = 10.0
+
+
+PATIENCE = Patience()
+
+
+@dataclass
+class Others:
+    """The other nodes, as the checkpoints before have shown them.
+
+    Attributes:
+        absent: they did not join
+        apart: they have disks of their own
+    """
+
+    absent: set[int] = field(default_factory=set)
+    apart: set[int] = field(default_factory=set)
+
+
+class Watch:
+    """Looks at what the nodes have sent of a checkpoint.
+
+    Args:
+        store: where it is.
+        where: its prefix.
+        files: of the leader's manifest.
+        nodes: the other nodes.
+        patience: with them.
+        at_end: says whether the job has ended.
+        others: what is known of them from checkpoints before.
+
+    Attributes:
+        paths: of the files that are there
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        where: str,
+        files: Sequence[FileEntry],
+        nodes: set[int],
+        patience: Patience,
+        at_end: Callable[[], bool],
+        others: Others,
+    ) -> None:
+        self._store = store
+        self._where = where
+        self._sizes = {file.path: file.bytes for file in files}
+        self._nodes = nodes
+        self._began = time.monotonic()
+        self._patience = patience
+        self._at_end = at_end
+        self.others = others
+        self.paths: set[str] = set()
+        self._objects: dict[str, Stored] = {}  # the lists, as they were when they were read
+        self._lists: dict[int, layout.PartList] = {}
+        self._moved: dict[int, float] = {}
+
+    def look(self) -> None:
+        """Read the lists that have changed; where they have all files, see whether these are there."""
+        now, prefix = time.monotonic(), layout.parts_prefix(self._where)
+        there = self._store.objects(prefix)
+        changed = {name: one for name, one in there.items() if self._objects.get(name) != one}
+        self._objects = there
+        for node, one in choose.read_lists(self._store, self._where, changed).items():
+            self._lists[node], self._moved[node] = one, now
+        parts = choose.parts_of(self._lists, self._where, {})
+        self.paths = set(parts)
+        if self.paths >= set(self._sizes):
+            objects = self._store.objects(self._where)
+            for path, part in parts.items():
+                found = objects.get(f"{self._where}/{path}")
+                if found is None or found.bytes != self._sizes.get(path, part.bytes):
+                    self.paths.discard(path)
+
+    def is_given_up(self, node: int) -> bool:
+        """Return whether a node does not send its share."""
+        one = self._lists.get(node)
+        if one is None:
+            joins = self._patience.joins_at_end if self._at_end() else self._patience.joins
+            return node in self.others.absent or not self._is_within(joins)
+        return one.done or one.seen != self._where or self._is_still(node)
+
+    def is_awaited(self, node: int) -> bool:
+        """Return whether files may come from the disk of a node."""
+        one = self._lists.get(node)
+        if one is None:
+            return self._is_within(self._patience.joins)
+        return not one.done and not self._is_still(node)
+
+    def _is_within(self, seconds: float) -> bool:
+        return time.monotonic() < self._began + seconds
+
+    def _is_still(self, node: int) -> bool:
+        return time.monotonic() - self._moved[node] >= self._patience.moves
+
+    def remember(self) -> None:
+        """Note for the next checkpoint who has joined, and who has a disk of its own."""
+        joined = self._nodes & set(self._lists)
+        self.others.apart = {node for node in joined if self._lists[node].seen != self._where}
+        self.others.absent = self._nodes - joined

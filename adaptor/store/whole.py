@@ -1,0 +1,71 @@
+"""Says whether files are a whole checkpoint: a disk of one node has only what the ranks there have written.
+
+In the format `torch_dist` the metadata names all files; in the format `torch` the layout file names the
+folders of all model-parallel ranks. Where there is neither, nobody can tell, and the files count as whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from adaptor.checkpoint import dcp, disk, layout_file
+from adaptor.checkpoint.manifest import UnreadableError
+from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+
+# The names of files in the pickle, which is not loaded: it has each as it is.
+_NAMED = re.compile(rb"__\d{1,9}_\d{1,9}\.distcp")
+_LARGEST = 1 << 30
+_SHARDS, _MODEL_PARALLEL = ".distcp", "mp_rank_"
+
+
+def missing(folder: Path, paths: Iterable[str]) -> str:
+    """Return a file or folder that is needed and is none of `paths`; '' where all are there.
+
+    Args:
+        folder: of the checkpoint; what says which are needed is read there.
+        paths: of files, below it.
+
+    Raises:
+        UnreadableError: the disk does not answer as it should.
+    """
+    have = set(paths)
+    if dcp.METADATA in have:
+        needed, there = _named(folder), have
+    elif any(path.endswith(_SHARDS) for path in have):
+        return dcp.METADATA
+    elif naming.LAYOUT in have and any(path.startswith(_MODEL_PARALLEL) for path in have):
+        needed, there = _folders(folder), {path.partition("/")[0] for path in have}
+    else:
+        return ""
+    return min(needed - there, default="")
+
+
+def require(folder: Path, paths: Iterable[str]) -> None:
+    """Refuse files that are no whole checkpoint; the arguments: see `missing`.
+
+    Raises:
+        CheckpointError: names what is missing.
+    """
+    if name := missing(folder, paths):
+        raise CheckpointError(
+            f"{folder}: {name} is missing, so half a checkpoint is there: nodes have disks of their own, and"
+            " not all have sent theirs; nothing is completed"
+        )
+
+
+def _named(folder: Path) -> set[str]:
+    path = folder / dcp.METADATA
+    try:
+        return {name.decode() for name in _NAMED.findall(disk.read(path, _LARGEST))}
+    except OSError as error:
+        raise UnreadableError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _folders(folder: Path) -> set[str]:
+    try:
+        return layout_file.folders(folder / naming.LAYOUT)
+    except CheckpointError:
+        return set()  # damaged: its checksum tells

@@ -1,0 +1,282 @@
+"""The uploaders of several nodes, which send one checkpoint together, with a real store and without a job."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from adaptor.checkpoint import layout_file, regular_folder, tracker
+from adaptor.errors import CheckpointError
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.store import choose, layout, pull, push
+from adaptor.store.client import Store
+from adaptor.store.joint import JointPush, divide
+from adaptor.store.opening import open_store
+from adaptor.store.other_nodes import Others, Patience
+from adaptor.store.uploader import Uploader, UploadSettings
+from tests import waiting
+from tests.unit.fault_proxy import FaultProxy, faults, server, url
+from tests.unit.object_store import contents, save
+from tests.unit.test_uploader import Sender, start
+
+__all__ = ["faults", "server", "start", "url"]
+
+# Nobody whom a test waits for is given up; with the other, nobody is waited for.
+PATIENT, HASTY = Patience(3600, 3600, 3600, 0.1, 3600), Patience(0, 0, 0, 0.1, 0)
+FOLDERS = ("mp_rank_00", "mp_rank_01")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"file://{tmp_path}/store", make=True)
+
+
+class Uploading:
+    """An uploader in a thread of this process, and what it has said."""
+
+    def __init__(self, store: Store, root: Path, node: int, patience: Patience, **more: int) -> None:
+        self.lines: list[str] = []
+        settings = {"every": 1, "keep": 0, "rate": 0, "nodes": 2, **more}
+        order = UploadSettings(f"{store}", "", str(root), node=node, **settings)
+        self._uploader = Uploader(order, self.lines.append, patience)
+        self._thread = threading.Thread(target=self._uploader.run)
+        self._thread.start()
+
+    def end(self) -> list[str]:
+        """Let it send what is left; return what it has said."""
+        self._uploader.end()
+        self._thread.join()
+        return self.lines
+
+
+@pytest.fixture
+def upload(store: Store) -> Iterator[Callable[..., Uploading]]:
+    """Start uploaders that do not outlive the test."""
+    with contextlib.ExitStack() as stack:
+
+        def started(root: Path, node: int, patience: Patience = PATIENT, **more: int) -> Uploading:
+            made = Uploading(store, root, node, patience, **more)
+            stack.callback(made.end)
+            return made
+
+        yield started
+
+
+def joint(store: Store, root: Path, step: int, node: int, patience: Patience) -> JointPush:
+    def wait(seconds: float) -> None:
+        threading.Event().wait(0.01)
+
+    return JointPush(store, root, step, node, 2, lambda count: None, wait, patience)
+
+
+def save_part(root: Path, step: int, node: int, *, described: bool = True) -> Path:
+    """Save what the ranks of a node write to a disk of its own; return its folder."""
+    saving = root / naming.regular_name(step, "0f3a5c21")
+    file = saving / FOLDERS[node] / naming.MODEL_FILE
+    file.parent.mkdir(parents=True)
+    file.write_bytes(os.urandom(1000 + node))
+    if described:
+        ranks = [gzip.compress(f'{{"folder":"{name}"}}'.encode(), mtime=0) for name in FOLDERS]
+        (saving / naming.LAYOUT).write_bytes(layout_file.join(ranks))
+    regular_folder.publish_regular(root, step, "0f3a5c21")
+    tracker.advance(root, step)
+    return root / naming.final_name(step)
+
+
+def committed(store: Store, step: int) -> bool:
+    return bool(choose.places(store, step)[0])
+
+
+def test_files_are_divided_by_size_and_each_goes_to_one_node() -> None:
+    files = [FileEntry(f"f{number}", size, None) for number, size in enumerate((900, 500, 500, 10, 10, 0))]
+    shares = divide(files, 3)
+    assert sorted(file.path for share in shares for file in share) == [file.path for file in files]
+    assert [sum(file.bytes for file in share) for share in shares] == [900, 510, 510]
+    random.Random(1).shuffle(files)
+    assert divide(files, 3) == shares, "on each node alike"
+    assert divide(files[:1], 2)[1] == []
+
+
+def test_nodes_that_share_a_folder_share_the_work(
+    url: str, server: str, faults: FaultProxy, tmp_path: Path, start: Callable[..., Sender]
+) -> None:
+    """Two processes, as agents start them; the second sees what the first has chosen."""
+    root = tmp_path / "save"
+    folder = save(root, 10)
+    senders = [start(url, server, root, node=node, nodes=2) for node in (0, 1)]
+    assert "step 10 is in" in senders[0].line()
+    for sender in senders:
+        sender.tell({"within_s": None})
+        assert sender.ends() == ""
+    store = open_store(url, server)
+    (found,) = choose.newest_first(store, None, [])
+    lists = choose.read_lists(store, found.where, store.objects(found.where))
+    known = push.read_folder(root, 10)
+    assert [{part.path for part in lists[node].files} for node in (0, 1)] == [
+        {file.path for file in share} for share in divide(known.files, 2)
+    ]
+    assert pull.pull(store, tmp_path / "pulled").step == 10
+    assert contents(tmp_path / "pulled" / folder.name) == contents(folder)
+    assert list(choose.wrong_files(store, found)) == []
+
+
+def test_a_node_that_does_not_join_is_not_waited_for_again(store: Store, tmp_path: Path) -> None:
+    others = Others()
+    for step, patience in ((10, HASTY), (20, PATIENT)):
+        save(tmp_path, step)
+        joint(store, tmp_path, step, 0, patience).lead(others, lambda: False)
+        assert committed(store, step)
+        assert others.absent == {1}
+    # When it is there, it is one of them again.
+    save(tmp_path, 30)
+    where = layout.place(push.read_folder(tmp_path, 30))
+    joint(store, tmp_path, 30, 1, PATIENT).follow(where)
+    joint(store, tmp_path, 30, 0, PATIENT).lead(others, lambda: False)
+    assert others.absent == set()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_nothing_is_committed_before_all_have_sent(
+    shared: bool, store: Store, tmp_path: Path, upload: Callable[..., Uploading]
+) -> None:
+    """The second node comes late, and is waited for."""
+    roots = [tmp_path / "node0", tmp_path / ("node0" if shared else "node1")]
+    if shared:
+        folder = save(roots[0], 10)
+        files = contents(folder)
+    else:
+        files = contents(save_part(roots[0], 10, 0)) | contents(save_part(roots[1], 10, 1))
+    where = layout.place(push.read_folder(roots[0], 10))
+    first = upload(roots[0], 0)
+    waiting.until(
+        lambda: (
+            bool(store.objects(where).get(layout.parts_name(where, 0)))
+            and choose.read_lists(store, where, store.objects(where))[0].done
+        ),
+        "node 0 has sent its part",
+    )
+    assert not committed(store, 10)
+    second = upload(roots[1], 1)
+    waiting.until(lambda: committed(store, 10), "the second node has sent its part")
+    assert second.end() == []
+    (line,) = first.end()
+    assert line.startswith("[ttp] step 10 is in")
+    assert pull.pull(store, tmp_path / "pulled").step == 10
+    assert contents(tmp_path / "pulled" / naming.final_name(10)) == files
+
+
+def test_half_a_checkpoint_is_never_committed(
+    store: Store, tmp_path: Path, upload: Callable[..., Uploading]
+) -> None:
+    """The other half is on the disk of a node that is lost; the next one is sent by both."""
+    roots = [tmp_path / "node0", tmp_path / "node1"]
+    save_part(roots[0], 10, 0)
+    first = upload(roots[0], 0, HASTY)
+    waiting.until(lambda: bool(first.lines), "it has given up")
+    assert "mp_rank_01 is missing, so half a checkpoint is there" in first.lines[0]
+    assert not committed(store, 10)
+    with pytest.raises(CheckpointError, match="mp_rank_01 is missing"):
+        push.push(store, roots[0], 10)
+    first.end()
+    for node, root in enumerate(roots):
+        save_part(root, 20, node)
+    upload(roots[0], 0)
+    upload(roots[1], 1)
+    waiting.until(lambda: committed(store, 20), "both have sent theirs")
+    assert [one.known.step for one in choose.newest_first(store, None, [])] == [20]
+
+
+def test_a_part_alone_is_not_led_by_another_node(
+    store: Store, tmp_path: Path, upload: Callable[..., Uploading]
+) -> None:
+    """Node 0 is lost with the other half."""
+    folder = save_part(tmp_path, 10, 1)
+    first, last = upload(tmp_path, 1, HASTY).end()
+    why = f"{folder} has only a part of the checkpoint, and node 0 does not send its own"
+    assert first == f"[ttp] node 1 sends nothing to {store} so far: {why}"
+    assert last == f"[ttp] node 1 has not sent its part of step 10 to {store}: {why}"
+    assert choose.steps(store) == []
+
+
+def test_two_files_of_one_name_are_not_one_checkpoint(store: Store, tmp_path: Path) -> None:
+    """Two disks, and the ranks of both have written the same name."""
+    roots = [tmp_path / "node0", tmp_path / "node1"]
+    for root in roots:
+        save_part(root, 10, 0, described=False)
+    where = layout.place(push.read_folder(roots[0], 10))
+    joint(store, roots[1], 10, 1, PATIENT).follow(where)
+    with pytest.raises(CheckpointError, match="two nodes have different files of this name"):
+        joint(store, roots[0], 10, 0, PATIENT).lead(Others(apart={1}), lambda: False)
+    assert not committed(store, 10)
+
+
+def test_last_words_on_the_disk_of_another_node_are_sent_by_it(
+    store: Store, tmp_path: Path, upload: Callable[..., Uploading]
+) -> None:
+    """Node 0 does not see them, or is lost."""
+    (tmp_path / "node0").mkdir()
+    folder = save(tmp_path / "node1", 12, last_words=True)
+    first = upload(tmp_path / "node0", 0)
+    second = upload(tmp_path / "node1", 1, HASTY)
+    waiting.until(lambda: committed(store, 12), "node 1 has sent them")
+    assert first.end() == []
+    assert second.end()[0].startswith("[ttp] step 12 is in")
+    assert pull.pull(store, tmp_path / "pulled").step == 12
+    assert contents(tmp_path / "pulled" / folder.name) == contents(folder)
+
+
+def test_the_newest_is_sent_at_the_end_where_node_0_is_gone(
+    store: Store, tmp_path: Path, upload: Callable[..., Uploading]
+) -> None:
+    save(tmp_path / "save", 10)
+    second = upload(tmp_path / "save", 1, HASTY)
+    assert second.end()[0].startswith("[ttp] step 10 is in")
+    assert committed(store, 10)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_node_that_is_killed_while_it_sends(
+    comes_back: bool, url: str, server: str, faults: FaultProxy, tmp_path: Path, start: Callable[..., Sender]
+) -> None:
+    """No checkpoint is there until the rest is sent: by that node again, or by the other one."""
+    root, step = tmp_path / "save", 10 if comes_back else 20
+    folder = save(root, step)
+    store = open_store(url, server)
+    second = {file.path for file in divide(push.read_folder(root, step).files, 2)[1]}
+    faults.begin(
+        lambda number, method, path: "hold before" if any(path.endswith(name) for name in second) else ""
+    )
+    where = layout.place(push.read_folder(root, step))
+    leader = joint(store, root, step, 0, PATIENT if comes_back else Patience(3600, 3600, 0, 3600, 3600))
+    done: list[object] = []
+
+    def lead() -> None:
+        done.append(leader.lead(Others(), lambda: False))
+
+    follower = start(url, faults.url, root, node=1, nodes=2)
+    store.put(layout.parts_name(where, 0), layout.encode_parts(0, (), where, done=False))
+    assert faults.held.wait(60)
+    follower.process.kill()
+    follower.process.wait()
+    assert choose.places(store, step) == ([], [where])
+    faults.fault = lambda number, method, path: ""
+    faults.release.set()
+    thread = threading.Thread(target=lead)
+    thread.start()
+    if comes_back:
+        again = start(url, faults.url, root, node=1, nodes=2)
+        again.tell({"within_s": None})
+        assert again.ends() == ""
+    thread.join()
+    (found,) = choose.newest_first(store, step, [])
+    assert list(choose.wrong_files(store, found)) == []
+    assert pull.pull(store, tmp_path / "pulled", step).step == step
+    assert contents(tmp_path / "pulled" / folder.name) == contents(folder)
