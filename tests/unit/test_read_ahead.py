@@ -12,6 +12,9 @@ import pytest
 from adaptor.checkpoint import disk, hashing, linux_calls, publish, read_ahead
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
+from tests.unit.launching import ONE, Launcher, launcher, zygote
+
+__all__ = ["launcher", "zygote"]
 
 SIZE = 24 << 20  # more than the system reads for one request
 
@@ -66,3 +69,46 @@ def test_a_folder_that_is_none_is_told_to_the_caller_and_stops_no_thread(
         if thread.name == "ttp-read-ahead":
             thread.join()
     assert raised == []
+
+
+# In ttprun's process: the files of checkpoints that it opens.
+HEARS_OPENS = """
+import os, sys
+heard = os.open("opened", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def hear(event, arguments):
+    if event == "open" and "/iter_" in str(arguments[0]):
+        os.write(heard, f"{arguments[0]}\\n".encode())
+sys.addaudithook(hear)
+"""
+# It fails in step 2, after step 1 was saved. When it starts again it loads when the file has been asked for.
+SCRIPT = """
+import os
+from pathlib import Path
+from adaptor.checkpoint import tracker
+from adaptor.protocol.messages import Share
+from adaptor.worker import runtime
+from tests import waiting
+from tests.unit.trainee import CountingTrainee, Loop
+here, opened = Path.cwd(), Path("opened")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    waiting.until(lambda: "/iter_0000001/g.txt" in opened.read_text(), "ttprun reads what will be loaded")
+step = tracker.tracked_step(here) or 0
+loop = Loop(runtime.get().session, CountingTrainee(str(here), (Share("g", 0, 1),)))
+loop.begin(step)
+loop.step(step + 1)
+if step == 0:
+    raise ValueError("in step 2")
+"""
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_ttprun_reads_what_a_restart_loads(restarts: int, launcher: Launcher) -> None:
+    """While its workers start; and nothing where the job ends."""
+    options = (*ONE, "--max-restarts", str(restarts))
+    ended = launcher.run(*options, launcher.script(SCRIPT), before=HEARS_OPENS)
+    assert ended.code == 1 - restarts, ended.log
+    assert "step 1 is saved" in ended.log
+    opened = (launcher.folder / "opened").read_text().splitlines()
+    where = launcher.folder / naming.final_name(1)
+    expected = [str(where / naming.MANIFEST), str(where / "g.txt")] if restarts else []
+    assert [path for path in opened if Path(path).parent == where] == expected
