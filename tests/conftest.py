@@ -12,9 +12,15 @@ import pytest
 from adaptor import context, output, plug_ins
 from tests.faults import keeping, scenario
 from tests.faults.scenario import BaselineOf
+from tests.forked_workers import pytest_xdist_setupnodes
 from tests.timing import pytest_configure, pytest_runtest_makereport, pytest_runtest_setup
 
-__all__ = ["pytest_configure", "pytest_runtest_makereport", "pytest_runtest_setup"]
+__all__ = [
+    "pytest_configure",
+    "pytest_runtest_makereport",
+    "pytest_runtest_setup",
+    "pytest_xdist_setupnodes",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -9,6 +9,7 @@ it, in a session of its own, with the environment that it was given.
 - `Warm` is a `subprocess.Popen` whose child is a fork of the starter of this process. Tests start launchers
   (`ttprun`, `torchrun`) and scripts with it. The starter lives as long as the process that uses it.
 - A launcher's fork has a starter of its own, forked before anything else, and its workers come from there.
+- `WithStarter` is a fork with such a starter for a process that uses `Warm`: the workers of pytest-xdist.
 - `warm.py ttprun|torchrun ARGUMENTS` does the same for one launcher, without a test.
 
 A fork is only safe of a process with one thread, so it is not the asking process that forks. What a starter
@@ -39,6 +40,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -102,6 +104,8 @@ class _Fork(subprocess.Popen):  # type: ignore[type-arg]
     """What torch takes for a new interpreter: the child of a starter, and then of this process."""
 
     starter: socket.socket
+    gets_starter = False
+    _one_at_a_time = threading.Lock()
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         cwd, environment = rest[4:6]  # executable, preexec_fn, close_fds, pass_fds, cwd, env
@@ -111,17 +115,19 @@ class _Fork(subprocess.Popen):  # type: ignore[type-arg]
             "command": list(map(str, args)),
             "environment": dict(os.environ if environment is None else environment),
             "folder": str(cwd or Path.cwd()),
+            "gets_starter": self.gets_starter,
         }
         descriptors = [
             own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))
         ]
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        try:
-            socket.send_fds(self.starter, [b"\0"], descriptors)
-            _send(self.starter, request)
-            self.pid = _receive(self.starter)
-        finally:
-            _prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        with self._one_at_a_time:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self.starter, [b"\0"], descriptors)
+                _send(self.starter, request)
+                self.pid = _receive(self.starter)
+            finally:
+                _prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -133,7 +139,8 @@ class Warm(_Fork):
     path of a launcher; before that may stand `nsenter --net=PATH`.
     """
 
-    _mother: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+    # The end of a starter, as `waitpid` has it, and the connection to it.
+    _mother: tuple[Callable[[], int | None], socket.socket] | None = None
 
     def __init__(self, command: list[str], **given: Any) -> None:
         self.starter = self._started()
@@ -141,7 +148,7 @@ class Warm(_Fork):
 
     @classmethod
     def _started(cls) -> socket.socket:
-        if cls._mother is None or cls._mother[0].poll() is not None:
+        if Warm._mother is None or Warm._mother[0]() is not None:
             ours, theirs = socket.socketpair()
             environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             environment.update(
@@ -159,8 +166,23 @@ class Warm(_Fork):
                 stdin=subprocess.DEVNULL,
             )
             theirs.close()
-            cls._mother = process, ours
-        return cls._mother[1]
+            Warm._mother = process.poll, ours
+        return Warm._mother[1]
+
+
+class WithStarter(Warm):
+    """As `Warm`; the fork has a starter of its own, so that it need not start one for its own `Warm`."""
+
+    gets_starter = True
+
+
+def inherit(starter: int, connection: socket.socket) -> None:
+    """Let `Warm` in this process use a starter that was forked for it: its pid, and the connection to it."""
+
+    def ended() -> int | None:
+        return os.waitpid(starter, os.WNOHANG)[0] or None
+
+    Warm._mother = ended, connection
 
 
 def run(command: list[str], *, timeout: float = 120, **given: Any) -> subprocess.CompletedProcess[str]:
@@ -260,6 +282,8 @@ def _born(request: Mapping[str, Any], descriptors: list[int]) -> Callable[[], No
     if name in LAUNCHERS:
         return _launcher(name, command)
     words = command[2:] if command[1] == "-u" else command[1:]
+    if request["gets_starter"]:
+        return _heir(lambda: _run(words))
     if "--nproc-per-node" in words:  # a launcher by another name, or its module
         return _with_a_starter(lambda: _run(words), plans=words[1].endswith(".ttp") or "--dry-run" in words)
     return lambda: _run(words)
@@ -283,7 +307,8 @@ def _run(words: list[str]) -> None:
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
         sys.path[0] = ""
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), vars(main))
     else:
         sys.argv = words
         sys.path[0] = str(Path(words[0]).resolve().parent)
@@ -323,11 +348,9 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
         act: the launcher's life.
         plans: it starts no worker, but one process that asks the framework what a job would be.
     """
-    ours, theirs = socket.socketpair()
-    if os.fork() == 0:
-        ours.close()
-        return _serve(theirs)
-    theirs.close()
+    starter, ours = _forked_starter()
+    if starter == 0:
+        return _serve(ours)
 
     def launch() -> None:
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -339,6 +362,38 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
         act()
 
     return launch
+
+
+def _heir(act: Callable[[], None]) -> Callable[[], None]:
+    """Fork a starter for `Warm` in this process. Returns in this process, and in each that it starts."""
+    starter, ours = _forked_starter()
+    if starter == 0:
+        return _serve(ours)
+
+    def begin() -> None:
+        _warns_as_an_interpreter()
+        sys.path.insert(1, str(ROOT))
+        importlib.import_module("tests.faults.warm").inherit(starter, ours)
+        act()
+
+    return begin
+
+
+def _warns_as_an_interpreter() -> None:
+    """Undo what the starter's PYTHONWARNINGS has set."""
+    sys.warnoptions.clear()
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category, append=True)
+
+
+def _forked_starter() -> tuple[int, socket.socket]:
+    """Fork; return the pid of the starter, or 0 in it, and the connection between both."""
+    ours, theirs = socket.socketpair()
+    starter = os.fork()
+    mine, other = (theirs, ours) if starter == 0 else (ours, theirs)
+    other.close()
+    return starter, mine
 
 
 def _imports() -> None:

@@ -22,6 +22,7 @@ from adaptor.launchers.programs import SPARE, WORKER
 from adaptor.launchers.spare_pool import Spare
 from adaptor.protocol.messages import Verdict
 from tests import waiting
+from tests.faults.warm import Warm
 from tests.unit.threads import LONG_S
 
 SCRIPT = Path(__file__).with_name("worker_script.py")
@@ -71,6 +72,7 @@ class Worker:
     Args:
         added: to its environment.
         program: runs the script.
+        start: `Warm`, or `subprocess.Popen` where the process must not have torch imported.
     """
 
     def __init__(
@@ -81,9 +83,10 @@ class Worker:
         count: int,
         added: Mapping[str, str] | None = None,
         program: Path = WORKER,
+        start: type[subprocess.Popen[str]] = Warm,
     ) -> None:
         self.rank = rank
-        self.process = subprocess.Popen(
+        self.process = start(
             command(program, save, index, count),
             env=environment(RANK=str(rank), **added or {}),
             stdin=subprocess.PIPE,
@@ -144,7 +147,9 @@ class Starter:
         if self._job.broken:
             raise OSError(11, "Resource temporarily unavailable")
         shards = self._job.shards
-        worker = Worker(rank, self._job.save, rank % shards, shards, added, self._job.program)
+        worker = Worker(
+            rank, self._job.save, rank % shards, shards, added, self._job.program, self._job.start
+        )
         self._job.former.append(self._job.workers[rank])
         self._job.workers[rank] = worker
         return worker.process  # type: ignore[return-value]  # text streams, which nobody here reads
@@ -162,6 +167,7 @@ class Job:
         self.logs.mkdir()
         self.shards = shards
         self.program = WORKER
+        self.start: type[subprocess.Popen[str]] = Warm
         self.broken = False  # no process can be started any more
         self.workers: dict[int, Worker] = {}
         self.former: list[Worker] = []  # others took their places
@@ -181,7 +187,8 @@ class Job:
             ranks = range(number * each, (number + 1) * each)
             node.begin(*(ranks, number, len(chosen), world_size, store, "127.0.0.1"), may_restart=may_restart)
             started = {
-                r: Worker(r, self.save, r % self.shards, self.shards, program=self.program) for r in ranks
+                r: Worker(r, self.save, r % self.shards, self.shards, program=self.program, start=self.start)
+                for r in ranks
             }
             self.workers.update(started)
             processes: Any = {rank: worker.process for rank, worker in started.items()}

@@ -104,3 +104,20 @@ def test_a_semaphore_tells_whose_it_is() -> None:
     )
     assert Warm([sys.executable, "-c", code], env={**os.environ, MARK: mark}).wait() == 0
     assert not list(leftovers.SHARED.glob(f"sem.*{mark}*"))
+
+
+def test_a_fork_with_a_starter_starts_no_other_one() -> None:
+    """A worker of pytest-xdist is such a fork, and so imports nothing for the processes of its tests."""
+    code = (
+        "import sys\n"
+        "begun = []\n"
+        "sys.addaudithook(lambda event, of: begun.append(of) if event == 'subprocess.Popen' else None)\n"
+        "from tests.faults import warm\n"
+        "child = 'import os, sys; print(os.getppid(), \"torch\" in sys.modules)'\n"
+        "said = warm.run([sys.executable, '-c', child]).stdout\n"
+        "import os\n"
+        "print(said == f'{os.getpid()} True\\n', begun, sys.warnoptions)\n"
+    )
+    with warm.WithStarter([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate()
+    assert (said, process.returncode) == ("True [] []\n", 0)
