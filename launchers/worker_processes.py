@@ -82,6 +82,8 @@ class Workers:
         if self._server is not None:
             self._server.close()
         while self._hearing:
+            for writer in self._hearing:  # one may have come since the end of the generation
+                writer.transport.abort()
             await asyncio.sleep(0)
         self._rejected.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from adaptor.checkpoint import publish
 from adaptor.launchers import after_verdict
+from adaptor.launchers.worker_processes import Workers
 from adaptor.protocol import wire
 from adaptor.protocol.environment import GENERATION
 from adaptor.protocol.lifeline import Lifeline
@@ -274,6 +276,20 @@ def test_strangers_on_the_workers_socket(job: Job) -> None:
     assert job.verdict().outcome == "saved"
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_stranger_that_comes_after_the_last_workers() -> None:
+    """It says nothing, and stays: the agent ends all the same."""
+
+    async def act() -> None:
+        workers = Workers(asyncio.get_running_loop(), lambda message: None)
+        await workers.serve()
+        _, stranger = await asyncio.open_unix_connection(f"\0{workers.address}")
+        await asyncio.to_thread(waiting.until, lambda: workers._hearing, "it is heard")
+        await asyncio.wait_for(workers.close(), LONG_S)
+        stranger.close()
+
+    asyncio.run(act())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
