@@ -286,7 +286,7 @@ def descriptors(limit: int | None) -> Iterator[None]:
     "all ranks can still connect at once; a new client displaces the oldest without a proof, no other",
 )
 @pytest.mark.parametrize(
-    ("limit", "ranks", "most"), [(None, 3, 5), (128 * 4, 500, 128)], ids=["ranks", "descriptors"]
+    ("limit", "ranks", "most"), [(None, 3, 5), (256 * 4, 500, 256)], ids=["ranks", "descriptors"]
 )
 def test_how_many_may_be_there_without_a_proof(
     limit: int | None, ranks: int, most: int, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -127,6 +128,9 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
         if thread.name == "ttp-processor":
             thread.join(LONG_S)
     worker.processor._connection.close()
+    worker.processor._descriptors.release()
+    os.close(worker.processor._wake_reader)
+    os.close(worker.processor._wake_writer)
     memory.close()
 
 
