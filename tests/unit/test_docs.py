@@ -91,6 +91,27 @@ def test_the_index_names_every_file_and_no_other() -> None:
     assert {path for path in paths if not (ROOT / path).is_file()} == set()
 
 
+def test_the_index_finds_each_file_in_the_folder_that_it_says() -> None:
+    """A file without a folder is in that of the file before it in its row, the first in that above its table."""
+    index = (
+        (ROOT / "docs/architecture.md").read_text().partition("## Where to find it")[2].partition("\n## ")[0]
+    )
+    heading, missing = ROOT, []
+    for line in index.splitlines():
+        if line.startswith("### "):
+            heading = ROOT
+        elif line.startswith("In `"):
+            heading = ROOT / line.split("`")[1]
+        folder = heading
+        for name in re.findall(r"`([\w/]+(?:\.py|/))`", line.partition(" | ")[2]):
+            path = next((at / name for at in (ROOT, folder, heading) if (at / name).exists()), None)
+            if path is None:
+                missing.append(f"{name}, in: {line}")
+            else:
+                folder = path if path.is_dir() else path.parent
+    assert missing == []
+
+
 def test_the_training_loop_is_that_of_the_example() -> None:
     example = (ROOT / "examples/megatron_core/pretrain.py").read_text()
     blocks = _blocks(ROOT / "docs/training_loops.md", "python")
