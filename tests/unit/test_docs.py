@@ -92,10 +92,9 @@ def test_the_index_names_every_file_and_no_other() -> None:
 
 
 def test_the_index_finds_each_file_in_the_folder_that_it_says() -> None:
-    """A file without a folder is in that of the file before it in its row, the first in that above its table."""
-    index = (
-        (ROOT / "docs/architecture.md").read_text().partition("## Where to find it")[2].partition("\n## ")[0]
-    )
+    """Without a folder: that of the file before it in its row, or the one above its table."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    index = page.partition("## Where to find it")[2].partition("\n## ")[0]
     heading, missing = ROOT, []
     for line in index.splitlines():
         if line.startswith("### "):
