@@ -86,7 +86,7 @@ def of(body: Any, path: Path) -> Namespace:
         if type(value := getattr(args, name, None)) is not bool:
             raise _cannot_be(path, name, value, "True or False")
     sizes = Sizes.of(args)
-    if sizes.tp * sizes.pp * sizes.ep > _MOST_RANKS:
+    if max(sizes.tp, sizes.expert_tensor) * sizes.pp * sizes.ep > _MOST_RANKS:
         raise CheckpointError(f"{path}: its arguments say {sizes}; no checkpoint has so many ranks")
     return args
 
@@ -118,6 +118,8 @@ def require_supported(args: Namespace, folder: Path, *, described: bool) -> None
     if why := untransformable(args, described=True):
         raise UnsupportedError(f"{folder}: was saved {why}, which is not transformed")
     sizes = Sizes.of(args)
+    if sizes.lack:
+        raise UnsupportedError(f"{folder}: was saved with {sizes.lack}")
     has_experts = bool(getattr(args, "num_experts", None)) and not described
     if has_experts and sizes.ep == 1:
         raise UnsupportedError(

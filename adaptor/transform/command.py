@@ -47,7 +47,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         type=Path,
         help="the layout of the target, as `ttprun --ttp-layout-only FILE` writes it; default: by rules",
     )
-    parser.add_argument("--etp", type=int, metavar="N", help="expert-tensor-parallel size; only that of --tp")
+    parser.add_argument(
+        "--etp",
+        type=int,
+        metavar="N",
+        help="tensor-parallel size of experts; default: that of SRC where it is not --tp, else --tp",
+    )
     parser.add_argument(
         "--format", choices=("torch", "torch_dist"), default="torch", help="of the target (default torch)"
     )
@@ -114,7 +119,7 @@ def _failed(why: str, code: int = 2) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> None:
-    for name in ("tp", "pp", "vpp", "ep", "dp", "workers", "vocab_size"):
+    for name in ("tp", "pp", "vpp", "ep", "etp", "dp", "workers", "vocab_size"):
         value = getattr(parsed, name)
         if value is not None and value < 1:
             raise UnsupportedError(f"--{name.replace('_', '-')} is {value}: it must be a number from 1 on")
@@ -147,7 +152,7 @@ def _run(parsed: argparse.Namespace) -> None:
 
 
 def _target(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheckpoint:
-    given = {name: getattr(parsed, name) for name in ("tp", "pp", "vpp", "ep", "dp")}
+    given = {name: getattr(parsed, name) for name in ("tp", "pp", "vpp", "ep", "etp", "dp")}
     if parsed.layout is not None:
         return targets.described_by(source, parsed.layout, given, parsed.format)
     sizes = replace(
@@ -157,11 +162,11 @@ def _target(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheck
         vpp=parsed.vpp or 1,
         ep=parsed.ep or source.sizes.ep,
     )
-    sizes = replace(sizes, dp=parsed.dp or max(source.sizes.dp, sizes.ep))
-    if parsed.etp is not None and parsed.etp != sizes.tp:
-        raise UnsupportedError(
-            f"--etp {parsed.etp}: experts are transformed with that of --tp only, {sizes.tp}"
-        )
+    # Where it was that of all else, it still is.
+    kept = source.sizes.etp if source.sizes.expert_tensor != source.sizes.tp else None
+    sizes = replace(sizes, etp=parsed.etp or kept)
+    apart = sizes.expert_tensor * sizes.ep // sizes.tp
+    sizes = replace(sizes, dp=parsed.dp or max(source.sizes.dp, apart))
     return targets.by_rules(source, sizes, parsed.format, parsed.vocab_size)
 
 

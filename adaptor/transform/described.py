@@ -18,15 +18,15 @@ def sizes_of(layout: JobLayout) -> Sizes:
     """Return the parallel sizes of a job.
 
     Raises:
-        UnsupportedError: experts are cut in another way than all else, or a rank has no folder.
+        UnsupportedError: the folders lack a part of the experts.
+        CheckpointError: a rank has no folder.
     """
     said = layout.ranks[0].sizes
-    sizes = Sizes(said["tp"], said["pp"], said["vpp"], said["ep"], said["dp"])
-    if layout.ranks[0].args.get("num_experts") and said["etp"] != sizes.tp:
-        raise UnsupportedError(
-            f"expert-tensor-parallel size {said['etp']} with TP{sizes.tp}: the format torch has no folder for"
-            " each part of the experts"
-        )
+    has_experts = bool(layout.ranks[0].args.get("num_experts"))
+    etp = said["etp"] if has_experts else None
+    sizes = Sizes(said["tp"], said["pp"], said["vpp"], said["ep"], said["dp"], etp)
+    if sizes.lack:
+        raise UnsupportedError(sizes.lack)
     missing = {sizes.folder(rank) for rank in sizes.ranks} - {rank.folder for rank in layout.ranks}
     if missing:
         raise CheckpointError(f"the layout file has no {min(missing)}, and {sizes} has")
@@ -56,15 +56,16 @@ def model_of(layout: JobLayout, args: Any, values: Mapping[str, Any]) -> Model:
     experts: dict[int, list[Item]] = {}  # of other ranks than the first, by layer
     for number in range(sizes.vpp):
         for rank in sizes.ranks:
-            if rank.tp:
+            is_first = sizes.replica(rank) == 0 and rank.tp == 0
+            if not is_first and sizes.expert_rank(rank):
                 continue
             for entry in ranks[rank].chunks.get("model" if sizes.vpp == 1 else f"model{number}", ()):
-                if entry.tied or (rank.ep and entry.expert is None):
+                if entry.tied or (not is_first and entry.expert is None):
                     continue
                 item = _item(entry, values)
                 if entry.layer is None:
                     (last if layers else first).append(item)
-                elif rank.ep:
+                elif not is_first:
                     experts.setdefault(entry.layer, []).append(item)
                 else:
                     layers.setdefault(entry.layer, []).append(item)

@@ -31,7 +31,14 @@ def content(target: TargetCheckpoint) -> bytes | None:
 
 def _of_rank(target: TargetCheckpoint, rank: Rank, view: View, core: str) -> RankLayout:
     sizes, args = target.sizes, target.arguments(rank)
-    said = {"tp": sizes.tp, "pp": sizes.pp, "vpp": sizes.vpp, "ep": sizes.ep, "etp": sizes.tp, "dp": sizes.dp}
+    said = {
+        "tp": sizes.tp,
+        "pp": sizes.pp,
+        "vpp": sizes.vpp,
+        "ep": sizes.ep,
+        "etp": sizes.expert_tensor,
+        "dp": sizes.dp,
+    }
     return RankLayout(
         format=layout_file.FORMAT,
         folder=sizes.folder(rank),

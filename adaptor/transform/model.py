@@ -148,7 +148,7 @@ class Model:
             optimizers.append(tuple(buffers))
             groups.append(tuple(order))
         # Ranks of experts share the optimizer of all else.
-        stored = tuple(number == 1 or rank.ep == 0 for number in range(len(optimizers)))
+        stored = tuple(number == 1 or sizes.replica(rank) == 0 for number in range(len(optimizers)))
         return View(rank, slots, tuple(optimizers), tuple(groups), stored)
 
     def _group(self, slot: Slot, expert: bool) -> Group:
@@ -198,17 +198,19 @@ class Model:
         pieces: tuple[Piece, ...] = ()
         if item.cut.axis is not None:
             whole = rows if item.cut.rows else shape[item.cut.axis]
-            if whole % (sizes.tp * item.cut.pieces):
+            of_expert = rules.expert_of(item.name) is not None
+            size = sizes.expert_tensor if of_expert else sizes.tp
+            number = sizes.expert_rank(rank) if of_expert else rank.tp
+            if whole % (size * item.cut.pieces):
                 what = (
                     f"{item.cut.pieces} pieces of {whole // item.cut.pieces}"
                     if item.cut.pieces > 1
                     else whole
                 )
-                raise UnsupportedError(
-                    f"--tp {sizes.tp}: {name} has {what} rows or columns, not divisible by it"
-                )
-            shape[item.cut.axis] = whole // sizes.tp
-            pieces = rules.pieces(item.cut, whole, rank.tp, sizes.tp)
+                option = f"--{'etp' if of_expert else 'tp'} {size}"
+                raise UnsupportedError(f"{option}: {name} has {what} rows or columns, not divisible by it")
+            shape[item.cut.axis] = whole // size
+            pieces = rules.pieces(item.cut, whole, number, size)
         return Slot(name, item, tuple(shape), pieces)
 
     def require_divisible(self, sizes: Sizes) -> None:
@@ -224,10 +226,15 @@ class Model:
             raise UnsupportedError(f"--ep {sizes.ep}: the model has no experts")
         if self.experts % sizes.ep:
             raise UnsupportedError(f"--ep {sizes.ep}: {self.experts} experts are not divisible by {sizes.ep}")
-        if sizes.ep > 1 and sizes.dp % sizes.ep:
+        if sizes.expert_tensor != sizes.tp and not self.experts:
+            raise UnsupportedError(f"--etp {sizes.etp}: the model has no experts")
+        if sizes.lack:
+            raise UnsupportedError(f"--etp {sizes.expert_tensor}: {sizes.lack}")
+        apart = sizes.expert_tensor * sizes.ep // sizes.tp
+        if sizes.dp % apart:
             raise UnsupportedError(
-                f"--dp {sizes.dp}: the experts are divided among --ep {sizes.ep} of the data-parallel ranks,"
-                f" and {sizes.dp} is not divisible by {sizes.ep}"
+                f"--dp {sizes.dp}: the experts are divided among {apart} of the data-parallel ranks,"
+                f" and {sizes.dp} is not divisible by {apart}"
             )
         if sizes.vpp > 1 and sizes.pp == 1:
             raise UnsupportedError(f"--vpp {sizes.vpp}: needs --pp of at least 2, not {sizes.pp}")

@@ -29,13 +29,13 @@ _OF_STAGE = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_st
 
 def is_kept(source: SourceCheckpoint, rank: Rank) -> bool:
     """Return whether a rank keeps the states of a rank of the source."""
-    return rank.tp < source.sizes.tp and rank.pp < source.sizes.pp and rank.ep < source.sizes.ep
+    return rank in source.bodies
 
 
 def line(source: SourceCheckpoint, sizes: Sizes) -> str:
     """Return the line that says which states are exact, empty where all are."""
     derived = sum(not is_kept(source, rank) for rank in sizes.ranks)
-    if (sizes.tp, sizes.pp, sizes.ep) == (source.sizes.tp, source.sizes.pp, source.sizes.ep):
+    if sizes.ranks == source.sizes.ranks:
         return ""
     return (
         f"random states: kept for {len(sizes.ranks) - derived} of {len(sizes.ranks)} ranks,"

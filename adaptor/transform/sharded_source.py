@@ -304,7 +304,8 @@ class ShardedCheckpoint:
         """Return what is in front of the names of an optimizer's state where that is not in model space."""
         group = rank.tp + self.sizes.tp * rank.pp
         if number:  # of experts
-            group = rank.tp + layout.sizes["etp"] * (rank.ep + self.sizes.ep * rank.pp)
+            own = self.sizes.expert_rank(rank)
+            group = own + self.sizes.expert_tensor * (rank.ep + self.sizes.ep * rank.pp)
         chained = f"chained_{number}." if several else ""
         return f"{chained}optimizer.distributed.dp_group_idx_{group}."
 

@@ -187,7 +187,7 @@ def _objects(target: TargetCheckpoint, rank: Rank, files: Files) -> Iterator[tup
         if not slot.item.dtype and name.endswith(EXTRA_STATE) and rules.layer_of(name) is not None:
             key = _place(target, name, sharded_names.key_of(name, is_local=False)).name()
             yield f"{key}/shard_0_1", slot.item.value
-    states = states_of(target.source, rank, files) if rank.ep == 0 else []
+    states = states_of(target.source, rank, files) if target.sizes.replica(rank) == 0 else []
     if states:
         yield f"rng_state/shard_{rank.pp}.{rank.tp}_{target.sizes.pp}.{target.sizes.tp}", states
 

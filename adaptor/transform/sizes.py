@@ -41,35 +41,76 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parallel sizes: tensor, pipeline, virtual pipeline (chunks of each stage), expert, data."""
+    """Parallel sizes: tensor, pipeline, virtual pipeline (chunks of each stage), expert, data.
+
+    Attributes:
+        etp: tensor-parallel size of experts; None: that of all else
+    """
 
     tp: int = 1
     pp: int = 1
     vpp: int = 1
     ep: int = 1
     dp: int = 1
+    etp: int | None = None
 
     @classmethod
     def of(cls, args: Any) -> Sizes:
         """Return those that the arguments in a checkpoint say."""
+        has_experts = bool(getattr(args, "num_experts", None))
         return cls(
             tp=args.tensor_model_parallel_size,
             pp=args.pipeline_model_parallel_size,
             vpp=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
             ep=getattr(args, "expert_model_parallel_size", None) or 1,
             dp=args.data_parallel_size,
+            etp=getattr(args, "expert_tensor_parallel_size", None) if has_experts else None,
         )
 
     def __str__(self) -> str:
         more = "".join(
             f" {name.upper()}{size}" for name, size in (("vpp", self.vpp), ("ep", self.ep)) if size > 1
         )
+        if self.expert_tensor != self.tp:
+            more += f" ETP{self.expert_tensor}"
         return f"TP{self.tp} PP{self.pp}{more}"
 
     @property
     def ranks(self) -> list[Rank]:
-        """Return all model-parallel ranks that have a folder."""
-        return [Rank(tp, pp, ep) for pp in range(self.pp) for ep in range(self.ep) for tp in range(self.tp)]
+        """Return all model-parallel ranks that have a folder, in the order of their numbers."""
+        return [
+            Rank(number % self.tp, pp, number // self.expert_tensor)
+            for pp in range(self.pp)
+            for number in range(self.expert_tensor * self.ep)
+        ]
+
+    @property
+    def expert_tensor(self) -> int:
+        """Return the tensor-parallel size of experts."""
+        return self.etp or self.tp
+
+    def expert_rank(self, rank: Rank) -> int:
+        """Return the number of a rank among those that share its experts' tensors."""
+        return (rank.tp - rank.ep * self.expert_tensor) % self.tp
+
+    def replica(self, rank: Rank) -> int:
+        """Return which copy of all that is no expert a rank has; the optimizer of copy 0 is saved."""
+        return (rank.ep * self.expert_tensor + self.expert_rank(rank)) // self.tp
+
+    @property
+    def lack(self) -> str:
+        """Return why the folders lack a part of the experts; empty where they have all.
+
+        A folder is named after tensor, pipeline and expert rank.
+        """
+        etp = self.expert_tensor
+        if self.tp % etp == 0 and etp * self.ep % self.tp == 0:
+            return ""
+        return (
+            f"expert-tensor-parallel size {etp} with TP{self.tp} and EP{self.ep}, where the framework's"
+            f" folders lack a part of the model; it must be a divisor of {self.tp} that times {self.ep} is a"
+            f" multiple of {self.tp}"
+        )
 
     def folder(self, rank: Rank) -> str:
         """Return the folder of a rank, as the framework names it."""

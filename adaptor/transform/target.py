@@ -88,8 +88,11 @@ class TargetCheckpoint:
             for slot in slots:
                 item = slot.item
                 is_copy = slot.name == rules.OUTPUT and item.name == rules.EMBEDDING
-                is_shared = item.cut.axis is None and rank.tp > 0
-                if not (is_copy or is_shared or (rank.ep > 0 and rules.expert_of(item.name) is None)):
+                of_expert = rules.expert_of(item.name) is not None
+                is_shared = (
+                    item.cut.axis is None and (self.sizes.expert_rank(rank) if of_expert else rank.tp) > 0
+                )
+                if not (is_copy or is_shared or (self.sizes.replica(rank) > 0 and not of_expert)):
                     yield slot
 
     def needs(self, rank: Rank) -> list[Path]:
@@ -231,7 +234,8 @@ class TargetCheckpoint:
     def arguments(self, rank: Rank) -> Any:
         """Return the framework's arguments, as a run of these sizes would save them."""
         args = Namespace(**vars(self.source.args))
-        etp = self.sizes.tp if getattr(args, "expert_tensor_parallel_size", None) is not None else None
+        is_said = getattr(args, "expert_tensor_parallel_size", None) is not None
+        etp = self.sizes.expert_tensor if is_said or self.sizes.etp is not None else None
         said: dict[str, Any] = resized(args, self.sizes, self.rows, etp)
         said |= {name: False if getattr(args, name, None) is False else None for name in UNEVEN}
         said |= {} if self.layout is None else self.layout.ranks[0].args
@@ -240,7 +244,7 @@ class TargetCheckpoint:
             if hasattr(args, name):
                 setattr(args, name, value)
         context = getattr(args, "context_parallel_size", None) or 1
-        number = rank.tp + self.sizes.tp * context * (rank.ep + self.sizes.dp * rank.pp)
+        number = rank.tp + self.sizes.tp * context * (self.sizes.replica(rank) + self.sizes.dp * rank.pp)
         for name in ("rank", "local_rank"):
             if hasattr(args, name):
                 setattr(args, name, number)

@@ -66,7 +66,7 @@ def described_by(
     except AdaptorError as error:
         raise type(error)(f"--layout {path}: {error}") from error
     for name, value in given.items():
-        if value is not None and value != getattr(sizes, name):
+        if value is not None and value != (sizes.expert_tensor if name == "etp" else getattr(sizes, name)):
             raise UnsupportedError(f"--{name} {value}: --layout {path} is of {sizes} DP{sizes.dp}")
     require_loaded_by(layout.ranks[0].core, format, f"--format {format}: --layout {path}")
     rows = layout.ranks[0].args.get("padded_vocab_size")

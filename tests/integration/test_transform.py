@@ -45,6 +45,21 @@ KINDS = {
     "dp_zero_gather_scatter": (_BEFORE_014, "--no-ckpt-fully-parallel-save"),
 }
 EP2_PP2 = replace(EP2, name="ep2-pp2", processes=4, pp=2)
+TP2_ETP2 = replace(
+    EP2,
+    name="tp2-ep2-etp2",
+    processes=4,
+    tp=2,
+    extra=(*EP2.extra, "--swiglu", "--sequence-parallel"),
+)
+TP2_ETP1 = replace(
+    TP2_ETP2,
+    name="tp2-ep2-etp1",
+    processes=2,
+    replica="none",
+    extra=(*TP2_ETP2.extra, "--expert-tensor-parallel-size", "1"),
+)
+TP1_EP2 = replace(EP2, name="tp1-ep2", extra=TP2_ETP2.extra[:-1])
 
 
 def _train(tmp_path: Path, name: str, layout: Layout, *arguments: str, **more: Any) -> harness.Ended:
@@ -140,3 +155,22 @@ def test_experts(tmp_path: Path) -> None:
     source, expected = (_converted(tmp_path, layout, saved) for layout in (EP2, EP2_PP2))
     ours = _transform(source, tmp_path / "ours", "--pp", "2")
     assert _differences(ours, expected) == []
+
+
+def test_experts_that_are_cut_in_another_way_than_all_else(tmp_path: Path) -> None:
+    """Between one and two tensor ranks of experts; the framework's own conversions have no layout file."""
+    saved = tmp_path / "saved"
+    _train(tmp_path, "train", TP2_ETP1, "--exit-interval", str(STEP), save=saved, launcher="ttprun")
+    source, whole, cut = (_converted(tmp_path, layout, saved) for layout in (TP2_ETP1, TP1_EP2, TP2_ETP2))
+    ours = _transform(saved, tmp_path / "cut", "--etp", "2", "--dp", "2")
+    assert _content(ours, cut) == []
+    assert _content(_transform(saved, tmp_path / "whole", "--tp", "1"), whole) == []
+    assert _content(_transform(ours, tmp_path / "back", "--etp", "1", "--dp", "1"), source) == []
+    sharded = _transform(ours, tmp_path / "sharded", "--etp", "1", "--dp", "1", "--format", "torch_dist")
+    again = _converted(tmp_path / "again", TP2_ETP1, sharded)
+    assert _content(again, source) == []
+    # The state by buckets, which are named after the ranks that share experts.
+    buckets = replace(TP2_ETP1, extra=tuple(one for one in TP2_ETP1.extra if one != _RESHARDABLE[-1]))
+    saved = tmp_path / "buckets"
+    _train(tmp_path, "by-buckets", buckets, "--exit-interval", str(STEP), save=saved, launcher="ttprun")
+    assert _content(_transform(saved, tmp_path / "from-buckets", "--dp", "1"), source) == []

@@ -196,7 +196,8 @@ def _other_group(body: Any) -> None:
         ("--pp 2 --vpp 4", "--pp 2 --vpp 4: 4 layers are not divisible by 8"),
         ("--vpp 2", "--vpp 2: needs --pp of at least 2"),
         ("--ep 2", "--ep 2: the model has no experts"),
-        ("--tp 2 --etp 1", "--etp 1: experts are transformed with that of --tp only, 2"),
+        ("--tp 2 --etp 1", "--etp 1: the model has no experts"),
+        ("--etp 0", "--etp is 0: it must be a number from 1 on"),
         ("--tp 0", "--tp is 0: it must be a number from 1 on"),
         ("--tp 2 --step 9", "iter_0000009: there is no such checkpoint"),
         (
